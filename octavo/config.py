@@ -1,0 +1,234 @@
+"""Every setting, once: flags, ``OCTAVO_*`` variables, YAML files and ``LLM(...)`` all read these classes.
+
+Settings are grouped by who owns them and frozen. A field says its own help, choices and unit in its metadata,
+so that the command line and the documentation cannot drift from it. Names are vLLM's where vLLM has one.
+``None`` or ``"auto"`` is settled once, when the engine is built, from the model and the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def setting(default: Any, help: str, choices: tuple[str, ...] = (), low: float | None = None) -> Any:
+    """A dataclass field with what a command line needs to know about it; ``low`` is the least allowed value."""
+    return field(default=default, metadata={"help": help, "choices": choices, "low": low})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Which model, and how to load it."""
+
+    model: str = setting(DEFAULT_MODEL, "folder, GGUF file, Hugging Face id, or 'smollm2-135m'")
+    tokenizer: str | None = setting(None, "folder or file of the tokenizer, when not the model's own")
+    chat_template: str | None = setting(None, "file with a chat template, when not the model's own")
+    load_format: str = setting(
+        "auto", "checkpoint form; dummy makes random weights", ("auto", "safetensors", "gguf", "dummy")
+    )
+    dtype: str = setting(
+        "auto",
+        "arithmetic of the model; auto is the fastest that the checkpoint and the device suit",
+        ("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = setting("auto", "where to run", ("auto", "cpu", "cuda"))
+    max_model_len: int | None = setting(None, "longest context in tokens; default: the model's own", low=1)
+    seed: int = setting(0, "seed of dummy weights and of requests that bring none")
+    revision: str | None = setting(None, "branch, tag or commit of a Hugging Face id")
+    download_dir: str | None = setting(None, "where fetched models are kept; default: the user's cache folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSettings:
+    """The paged KV cache."""
+
+    block_size: int | None = setting(None, "tokens in a block; default: by device", low=1)
+    num_kv_blocks: int | None = setting(None, "blocks in the pool; default: as many as the memory takes", low=1)
+    kv_cache_memory: float | None = setting(None, "GiB of memory for the KV cache; default: by device", low=0.001)
+    kv_cache_dtype: str = setting("auto", "type of cached keys and values", ("auto", "float32", "bfloat16", "float16"))
+    gpu_memory_utilization: float = setting(0.9, "share of a GPU's memory to use in all", low=0.01)
+    enable_prefix_caching: bool = setting(True, "share the blocks of equal prompt prefixes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings:
+    """What runs next."""
+
+    max_num_seqs: int | None = setting(None, "most sequences in one step; default: by device", low=1)
+    max_num_batched_tokens: int | None = setting(
+        None, "most tokens computed in one step; longer prompts are computed in chunks", low=1
+    )
+    scheduling_policy: str = setting("fcfs", "order of admission", ("fcfs", "priority"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """The HTTP server."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on; 0 picks a free one", low=0)
+    served_model_name: str | None = setting(None, "model name in the API; default: from the model")
+    api_key: str | None = setting(None, "key that clients must send as a Bearer token; default: none asked")
+    max_num_queued_reqs: int = setting(256, "most requests waiting; one more gets 429", low=1)
+    max_request_bytes: int = setting(32 << 20, "most bytes in a request's body", low=1024)
+    unknown_fields: str = setting(
+        "warn",
+        "what to do with a field that no API defines: serve and name it in a header, refuse, or say nothing",
+        ("warn", "reject", "ignore"),
+    )
+    shutdown_timeout: float = setting(30.0, "seconds that running requests get to finish on SIGTERM", low=0)
+    engine_timeout: float = setting(
+        120.0,
+        "seconds without a finished step, while there is work, after which the engine is restarted",
+        low=1,
+    )
+    log_level: str = setting("info", "what is logged", ("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of the engine: what ``LLM`` takes, as one flat set of names."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+
+    @classmethod
+    def from_flat(cls, values: Mapping[str, Any]) -> EngineConfig:
+        """Build from flat names such as ``{"model": ..., "max_num_seqs": 8}``; unknown ones are refused."""
+        return typing.cast(EngineConfig, _from_flat(cls, values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(EngineConfig):
+    """Settings of ``octavo serve``: the engine's and the server's."""
+
+    server: ServerSettings = field(default_factory=ServerSettings)
+
+    @classmethod
+    def from_flat(cls, values: Mapping[str, Any]) -> ServeConfig:
+        return typing.cast(ServeConfig, _from_flat(cls, values))
+
+
+class Setting(typing.NamedTuple):
+    """One setting as a command line sees it."""
+
+    name: str
+    group: str
+    type: type
+    optional: bool
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+    low: float | None
+
+    def parse(self, value: Any) -> Any:
+        """Convert a value from Python, YAML, a flag or an environment variable; raise ``ConfigError``."""
+        if value is None and self.optional:
+            return None
+        try:
+            result = _convert(value, self.type)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{self.name}: expected {self.type.__name__}, got {value!r}") from None
+        if self.choices and result not in self.choices:
+            raise ConfigError(f"{self.name}: {value!r} is not one of {', '.join(self.choices)}")
+        if self.low is not None and not result >= self.low:
+            raise ConfigError(f"{self.name}: must be at least {self.low:g}, got {value!r}")
+        return result
+
+
+def _convert(value: Any, kind: type) -> Any:
+    if kind is bool:
+        words = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in words:
+            return words[value.lower()]
+        raise ValueError
+    if isinstance(value, bool) or (kind is int and isinstance(value, float)):
+        raise TypeError
+    if kind is str and not isinstance(value, str):
+        value = str(value) if hasattr(value, "__fspath__") else value
+        if not isinstance(value, str):
+            raise TypeError
+    return kind(value)
+
+
+def settings(config_class: type[EngineConfig]) -> Iterator[Setting]:
+    """Every setting of a config class, in the order of its groups."""
+    hints = typing.get_type_hints(config_class)
+    for group in dataclasses.fields(config_class):
+        owner = hints[group.name]
+        owner_hints = typing.get_type_hints(owner)
+        for item in dataclasses.fields(owner):
+            kind = owner_hints[item.name]
+            optional = isinstance(kind, types.UnionType)
+            base = next(t for t in typing.get_args(kind) if t is not types.NoneType) if optional else kind
+            meta = item.metadata
+            yield Setting(
+                item.name,
+                group.name,
+                base,
+                optional,
+                item.default,
+                meta["help"],
+                meta["choices"],
+                meta["low"],
+            )
+
+
+def _from_flat(config_class: type[EngineConfig], values: Mapping[str, Any]) -> EngineConfig:
+    known = {item.name: item for item in settings(config_class)}
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        groups.setdefault(known[name].group, {})[name] = known[name].parse(value)
+    hints = typing.get_type_hints(config_class)
+    config = config_class(**{group: hints[group](**chosen) for group, chosen in groups.items()})
+    _check_combinations(config)
+    return config
+
+
+def _check_combinations(config: EngineConfig) -> None:
+    """Refuse combinations that cannot work, whatever the model and the device are."""
+    cache, scheduler = config.cache, config.scheduler
+    if cache.num_kv_blocks is not None and cache.kv_cache_memory is not None:
+        raise ConfigError("num_kv_blocks and kv_cache_memory both size the KV cache; give one of them")
+    if cache.gpu_memory_utilization > 1:
+        raise ConfigError("gpu_memory_utilization: must be at most 1")
+    if (
+        scheduler.max_num_seqs is not None
+        and scheduler.max_num_batched_tokens is not None
+        and scheduler.max_num_batched_tokens < scheduler.max_num_seqs
+    ):
+        raise ConfigError(
+            "max_num_batched_tokens must be at least max_num_seqs, so that every sequence can advance in a step"
+        )
+
+
+def to_flat(config: EngineConfig) -> dict[str, Any]:
+    """The inverse of ``from_flat``: flat names to values, ready for JSON."""
+    return {
+        name: value
+        for group in dataclasses.fields(config)
+        for name, value in dataclasses.asdict(getattr(config, group.name)).items()
+    }

@@ -1,0 +1,142 @@
+"""How to choose tokens and when to stop, as the client asks for it, checked once and for all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+from msgspec.structs import force_setattr
+
+from octavo.errors import InvalidParameter
+
+MAX_N = 16
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 300
+MAX_TOKEN_ID = 2**31 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose tokens, and when to stop. Field names follow the OpenAI API, extras follow vLLM.
+
+    Bad values raise ``InvalidParameter``, naming the field and what is allowed; this also holds for a
+    value decoded from a message, so no part downstream has to check again.
+    """
+
+    n: int = 1
+    """How many independent continuations of the prompt."""
+    max_tokens: int | None = 16
+    """Most tokens to generate; ``None`` means up to the end of the context."""
+    min_tokens: int = 0
+    """Neither end-of-text nor a stop ends the text before this many tokens."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1 means all tokens."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Applies to tokens of the prompt and of the output; 1 is off (CTRL, arXiv 1909.05858)."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    """Same seed and same prompt give the same tokens, whatever else runs; ``None`` draws one."""
+    logprobs: int | None = None
+    """``None``: no log-probabilities. k: those of each sampled token and of the k most likely ones."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            force_setattr(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if not isinstance(value, (list, tuple)):
+                raise InvalidParameter(name, f"'{name}' must be a list.")
+            force_setattr(self, name, tuple(value))
+        if self.top_k == -1:
+            force_setattr(self, "top_k", 0)
+        _whole(self, "n", 1, MAX_N)
+        if self.max_tokens is not None:
+            _whole(self, "max_tokens", 0, MAX_TOKEN_ID)
+        _whole(self, "min_tokens", 0, MAX_TOKEN_ID)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter(
+                "min_tokens",
+                f"'min_tokens' ({self.min_tokens}) must not be above 'max_tokens' ({self.max_tokens}).",
+            )
+        _number(self, "temperature", 0.0, 100.0)
+        _number(self, "top_p", 0.0, 1.0, open_low=True)
+        _whole(self, "top_k", 0, MAX_TOKEN_ID)
+        _number(self, "min_p", 0.0, 1.0)
+        _number(self, "repetition_penalty", 0.0, 100.0, open_low=True)
+        _number(self, "presence_penalty", -2.0, 2.0)
+        _number(self, "frequency_penalty", -2.0, 2.0)
+        if self.seed is not None:
+            _whole(self, "seed", -(2**63), 2**64 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(self, name, 0, MAX_LOGPROBS)
+        _check_stops(self)
+        _check_logit_bias(self)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken; a temperature this low would overflow otherwise."""
+        return self.temperature < 1e-5
+
+
+def _whole(params: SamplingParams, name: str, low: int, high: int) -> None:
+    value = getattr(params, name)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidParameter(name, f"'{name}' must be a whole number from {low} to {high}, not {_shown(value)}.")
+
+
+def _number(params: SamplingParams, name: str, low: float, high: float, open_low: bool = False) -> None:
+    value = getattr(params, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidParameter(name, f"'{name}' must be a number, not {_shown(value)}.")
+    if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
+        bound = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
+        raise InvalidParameter(name, f"'{name}' must be {bound}, not {_shown(value)}.")
+    force_setattr(params, name, float(value))
+
+
+def _check_stops(params: SamplingParams) -> None:
+    if len(params.stop) > MAX_STOP_STRINGS:
+        raise InvalidParameter("stop", f"'stop' takes at most {MAX_STOP_STRINGS} strings.")
+    for text in params.stop:
+        if not isinstance(text, str) or not 1 <= len(text.encode("utf-8", "replace")) <= MAX_STOP_BYTES:
+            raise InvalidParameter("stop", f"Each stop string must have 1 to {MAX_STOP_BYTES} bytes.")
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidParameter("stop_token_ids", f"At most {MAX_STOP_TOKEN_IDS} ids are allowed.")
+    for token in params.stop_token_ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
+            raise InvalidParameter("stop_token_ids", f"{_shown(token)} is not a token id.")
+
+
+def _check_logit_bias(params: SamplingParams) -> None:
+    if not isinstance(params.logit_bias, Mapping) or len(params.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidParameter("logit_bias", f"'logit_bias' must map at most {MAX_LOGIT_BIAS} token ids to numbers.")
+    for token, bias in params.logit_bias.items():
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
+            raise InvalidParameter("logit_bias", f"{_shown(token)} is not a token id.")
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+            raise InvalidParameter("logit_bias", f"The bias of token {token} must be a number from -100 to 100.")
+
+
+def _shown(value: object) -> str:
+    """A value as an error message shows it, never longer than it is useful."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return "a number of over 128 bits"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,243 @@
+"""The values that the parts of the engine exchange.
+
+A client's ``Request`` becomes one ``Sequence``. The scheduler turns sequences into a ``Plan``, a list of
+``Scheduled``; a ``Runner`` computes it and gives back one ``Sampled`` for each; the scheduler turns those
+into ``Output`` values for whoever is listening.
+
+Life of a sequence::
+
+    WAITING --(admitted)--> RUNNING --(stop, length, abort, error)--> FINISHED
+       ^                       |
+       +-----(preempted)-------+
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from octavo.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Request(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One continuation to compute, fully resolved: what the engine needs and nothing else.
+
+    A client's request with ``n=4`` becomes four of these, with ``index`` 0 to 3. A request that an
+    engine process left unfinished is sent again with its ``output_tokens`` so far, and goes on from there.
+    """
+
+    id: int
+    prompt_tokens: list[int]
+    params: SamplingParams
+    max_tokens: int
+    """The resolved limit: never ``None``, and prompt + max_tokens fits the context."""
+    seed: int = 0
+    """The random key of this continuation, already mixed with ``index`` (unsigned 64 bit)."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Ids that end the text; empty when the client asked to ignore them."""
+    output_tokens: list[int] = []
+    priority: int = 0
+    """Smaller is served first, under the priority policy."""
+    arrival: float = 0.0
+    """``time.monotonic()`` when the server accepted the request."""
+    cache_salt: str = ""
+    """Only requests with the same salt share cached blocks."""
+
+
+class Status(enum.Enum):
+    """Where a sequence is; see the picture at the top of this module."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Sequence:
+    """One growing list of tokens with its blocks: all that is mutable about a request.
+
+    ``tokens`` holds the prompt and the output; ``None`` stands for a token that a submitted step is still
+    sampling. ``num_computed_tokens`` counts positions whose keys and values are cached or in flight.
+    """
+
+    request: Request
+    order: tuple[int, ...] = ()
+    """Place among other sequences; smaller goes first. Set once by the scheduler's policy."""
+    tokens: list[int | None] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache when first admitted."""
+    block_table: list[int] = field(default_factory=list)
+    table_version: int = 0
+    """Grows when an existing entry of ``block_table`` changes; appending does not count."""
+    draft_tokens: list[int] = field(default_factory=list)
+    num_in_flight: int = 0
+    """Submitted steps with this sequence that are not yet committed."""
+    epoch: int = 0
+    """Grows when computed positions are taken back, or at the end; older steps in flight are stale."""
+    num_faults: int = 0
+    """Failed forward passes that this sequence was part of."""
+    first_scheduled: float = 0.0
+    """``time.monotonic()`` of the first step with this sequence; 0 before."""
+    published: Any = None
+    """The prefix cache's own note of how far this sequence is published."""
+    stop_token_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.tokens = [*request.prompt_tokens, *request.output_tokens]
+        self.num_prompt_tokens = len(request.prompt_tokens)
+        self.stop_token_ids = frozenset(request.eos_token_ids).union(request.params.stop_token_ids)
+
+    @property
+    def id(self) -> int:
+        return self.request.id
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+
+class Scheduled(msgspec.Struct, frozen=True, gc=False):
+    """One sequence's share of a step: compute ``tokens``, then ``drafts``, from position ``start``.
+
+    Prefill, a chunk of it, decode, recompute after preemption and verification of drafts are all this
+    value with different lengths. ``seq.block_table`` covers every position computed; while a step is in
+    flight it only grows, or has an entry replaced by a block of equal content (see ``table_version``).
+    """
+
+    seq: Sequence
+    start: int
+    tokens: tuple[int | None, ...]
+    """``None``: the token that the step before this one samples."""
+    drafts: tuple[int, ...]
+    samples: bool
+    """Whether this reaches the end of the sequence, so that a token is sampled after it."""
+    epoch: int
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the sequence was rewound or ended after this was planned; its result is dropped."""
+        return self.epoch != self.seq.epoch
+
+
+Plan = list[Scheduled]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Natural-log probabilities at one position, of the model's own distribution.
+
+    They are taken before penalties, bias, temperature and truncation. ``top_ids`` are the most likely
+    tokens, best first, as many as asked for; ``rank`` is the sampled token's own place, from 1.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Sampled(msgspec.Struct, gc=False):
+    """What a runner gives back for one ``Scheduled``."""
+
+    tokens: list[int]
+    """Accepted drafts and one token more; empty when nothing was sampled."""
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """For prompt positions ``start + 1 ..`` that this chunk predicts; the first is ``start + 1``'s."""
+    error: str | None = None
+    """Set when this row alone went wrong, say by logits that are not numbers; its sequence ends."""
+
+
+class Output(msgspec.Struct, array_like=True, gc=False):
+    """News of one sequence after a step."""
+
+    request_id: int
+    tokens: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The id out of ``params.stop_token_ids`` that ended the text; ``None`` for end-of-text."""
+    num_cached_tokens: int = 0
+    first_scheduled: float = 0.0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs_start: int = 0
+    """Prompt position that ``prompt_logprobs[0]`` is about."""
+    error: str | None = None
+
+
+class EngineStats(msgspec.Struct, array_like=True, gc=False):
+    """Gauges and ever-growing counters of the deciding half, cheap enough to take every step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    """Blocks that a sequence holds."""
+    num_cached_blocks: int = 0
+    """Idle blocks that the prefix cache keeps for reuse; given up as soon as they are needed."""
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    """Prompt tokens computed."""
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_queries: int = 0
+    """Tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    """Of those, found."""
+    num_faults: int = 0
+    """Forward passes that failed."""
+    step_tokens: int = 0
+    """Tokens computed by the last step."""
+    step_seconds: float = 0.0
+    """Wall time of the last step."""
+
+
+Masks = Mapping[int, Any]
+"""Sequence id to its allowed tokens, one bit mask (uint8 array) for each position sampled."""
+
+
+class Pending(Protocol):
+    """A submitted step."""
+
+    def sample(self, masks: Masks) -> list[Sampled]:
+        """Wait for the step and return one ``Sampled`` per ``Scheduled``; raise ``RunnerError`` if it failed."""
+        ...
+
+
+class Runner(Protocol):
+    """Computes plans. The one door between deciding and executing."""
+
+    def submit(self, plan: Plan) -> Pending:
+        """Start computing ``plan``; never wait for the device."""
+        ...
+
+
+class Grammars(Protocol):
+    """Structured output: which tokens each sequence may take next."""
+
+    def masks(self, plan: Plan) -> Masks:
+        """Masks for the sequences of ``plan`` that need one."""
+        ...
+
+    def advance(self, outputs: list[Output]) -> None:
+        """Take note of the tokens that a step produced."""
+        ...
+
+
+class Proposer(Protocol):
+    """Speculation: guesses at the next tokens of a sequence."""
+
+    def propose(self, plan: Plan) -> None:
+        """Set ``draft_tokens`` of the sequences in a committed ``plan`` that go on."""
+        ...
