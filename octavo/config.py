@@ -104,7 +104,7 @@ class EngineConfig:
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> EngineConfig:
         """Build from flat names such as ``{"model": ..., "max_num_seqs": 8}``; unknown ones are refused."""
-        return typing.cast(EngineConfig, _from_flat(cls, values))
+        return _from_flat(cls, values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -203,6 +203,27 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     """Wall time of the last step."""
 
 
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What a built engine is: settled once at start, the same for its whole life."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    """Ids that end a text, as the checkpoint's configuration says."""
+    block_size: int
+    num_kv_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    architecture: str
+    num_parameters: int
+    dtype: str
+    device: str
+    memory: dict[str, int]
+    """The memory budget, in bytes, by purpose."""
+    kernels: dict[str, str]
+    """Operation to the kernel chosen for it."""
+
+
 Masks = Mapping[int, Any]
 """Sequence id to its allowed tokens, one bit mask (uint8 array) for each position sampled."""
 

@@ -15,7 +15,8 @@ LEVELS: list[set[str]] = [
     {"errors"},
     {"sampling_params", "config"},
     {"types"},
-    {"telemetry", "weights", "ops"},
+    {"telemetry", "weights"},
+    {"ops"},
     {"text", "cache", "quant"},
     {"engine", "layers"},
     {"models"},
@@ -29,7 +30,7 @@ LEVELS: list[set[str]] = [
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 
 TORCH_FREE = {"errors", "sampling_params", "config", "types", "telemetry", "text", "cache", "engine"}
-TORCH_FREE_FILES = {"weights/gguf.py", "weights/hub.py", "weights/default_model.py"}
+TORCH_FREE_FILES = {"weights/gguf.py", "weights/blocks.py", "weights/hub.py", "weights/default_model.py"}
 FRONT_PROCESS = ["octavo.server.app", "octavo.text.tokenizer", "octavo.engine.engine", "octavo.cli"]
 
 MAX_FILE_LINES = 400
