@@ -1,0 +1,41 @@
+# Two commands do all the set-up they need: `make serve` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= smollm2-135m
+HOST ?= 127.0.0.1
+PORT ?= 8000
+ARGS ?=
+TORCH ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: serve test lint clean
+
+serve: $(VENV)/.run  ## serve MODEL on HOST:PORT; more flags in ARGS
+	@exec $(BIN)/octavo serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+test: $(VENV)/.dev  ## run every test; those that need a GPU are skipped without one
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev  ## style and types
+	$(BIN)/ruff check octavo tests
+	$(BIN)/ruff format --check octavo tests
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@echo "octavo: making a virtual environment in $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml | $(BIN)/python
+	@echo "octavo: installing what serving needs, once"
+	$(PIP) install "$(TORCH)"
+	$(PIP) install -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP) install -e ".[test,lint]"
+	@touch $@

@@ -1,0 +1,83 @@
+"""The default model's greedy tokens and log-probabilities against transformers on the same weights in float32."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+LENGTHS = [5, 6, 8, 11, 16, 17, 31, 32, 33, 48, 64, 100, 127, 200, 256, 300, 511, 700, 1024, 1500]
+NUM_TOKENS = 64
+TIE = 1e-3
+"""Where the reference's two best logits are closer than this, either token is right."""
+
+
+@pytest.fixture(scope="module")
+def llm(default_model_path: Path) -> Any:
+    with LLM(str(default_model_path), dtype="float32", max_num_batched_tokens=512) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def reference(default_model_path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        default_model_path.parent, gguf_file=default_model_path.name, dtype=torch.float32
+    ).eval()
+
+
+def prompts(llm: LLM) -> list[list[int]]:
+    """Stretches of ordinary English text, of the lengths above, no two with the same beginning."""
+    text = (Path(__file__).parents[2] / "LICENSE").read_text()
+    tokens = llm.get_tokenizer().encode(text)
+    return [tokens[17 * i : 17 * i + length] for i, length in enumerate(LENGTHS)]
+
+
+def test_greedy_tokens_equal_the_reference(llm: LLM, reference: Any) -> None:
+    """Batched, chunked and paged, every prompt's 64 greedy tokens are the reference's own."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
+    ties = 0
+    for prompt, result in zip(prompts(llm), llm.generate(prompts(llm), params), strict=True):
+        output = result.outputs[0]
+        known: list[int] = []
+        tokens, logprobs = list(output.token_ids), list(output.logprobs or [])
+        while True:
+            with torch.inference_mode():
+                logits = reference(torch.tensor([prompt + known + tokens])).logits[0]
+            rows = logits[len(prompt) + len(known) - 1 : -1].float()
+            parted = compare(rows, tokens, logprobs)
+            if parted is None:
+                break
+            # A tie: go on from the reference's own token.
+            ties += 1
+            known += [*tokens[:parted], int(rows[parted].argmax())]
+            rest = NUM_TOKENS - len(known)
+            if not rest:
+                break
+            again = SamplingParams(temperature=0, max_tokens=rest, ignore_eos=True, logprobs=1)
+            output = llm.generate([prompt + known], again)[0].outputs[0]
+            tokens, logprobs = list(output.token_ids), list(output.logprobs or [])
+    print(f"{len(LENGTHS)} prompts, {NUM_TOKENS} tokens each, {ties} ties resolved from the reference")
+    assert ties <= 3
+
+
+def compare(rows: torch.Tensor, tokens: list[int], logprobs: list[Any]) -> int | None:
+    """Check tokens and log-probabilities row by row; the first row that parts from the reference, if it is a tie."""
+    expected = torch.log_softmax(rows, -1)
+    for i, token in enumerate(tokens):
+        best = rows[i].topk(2)
+        if token != int(best.indices[0]):
+            gap = float(best.values[0] - best.values[1])
+            assert gap < TIE, f"token {i}: {token}, the reference has {int(best.indices[0])} by {gap}"
+            return i
+        ours = logprobs[i][token].logprob
+        assert math.isclose(ours, float(expected[i, token]), abs_tol=2e-3), f"log-probability of token {i}"
+    return None

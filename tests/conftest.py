@@ -1,0 +1,100 @@
+"""Fixtures that many tests share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+
+@pytest.fixture(scope="session")
+def default_model_path() -> Path:
+    """The real GGUF file of the default model, fetched once into the user's cache folder."""
+    from octavo.weights.default_model import fetch_default_model
+
+    return fetch_default_model(progress=False)
+
+
+@dataclass
+class Server:
+    """A running `octavo serve`, with what it printed."""
+
+    process: subprocess.Popen[str]
+    url: str = ""
+    lines: list[str] = field(default_factory=list)
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60, **kwargs)
+
+    def post(self, path: str, body: dict[str, Any], **kwargs: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=300, **kwargs)
+
+    def engine_pid(self) -> int:
+        return int(self.get("/stats").json()["engine_pid"])
+
+    def stop(self) -> int:
+        """Ask it to drain; return its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+def start_server(*args: str, env: dict[str, str] | None = None, timeout: float = 120) -> Server:
+    """Start `octavo serve --port 0 ARGS` and wait until it says where it listens."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "octavo", "serve", "--port", "0", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **(env or {})},
+    )
+    server = Server(process)
+    assert process.stdout is not None
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            server.lines.append(line)
+            if not server.url and (found := re.search(r"http://[\w.]+:\d+", line)):
+                server.url = found.group()
+
+    threading.Thread(target=read, daemon=True).start()
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and process.poll() is None:
+        if server.url:
+            with contextlib.suppress(httpx.HTTPError):
+                if server.get("/ready").status_code == 200:
+                    return server
+        time.sleep(0.05)
+    process.kill()
+    pytest.fail("the server did not become ready:\n" + "".join(server.lines[-40:]))
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    """Start servers that are stopped when the test ends."""
+    servers: list[Server] = []
+
+    def start(*args: str, **kwargs: Any) -> Server:
+        servers.append(start_server(*args, **kwargs))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
