@@ -1,0 +1,156 @@
+"""Which kernel runs an operation: an op is a contract with a plain-torch reference, a kernel is one way to do it.
+
+``@op`` on the reference makes an ``Op``, called like the function it was made from. Kernels of the same
+signature are registered on it from ``ops/cpu`` (numba) and ``ops/triton``, which are imported when a tensor on
+their device first shows up::
+
+    @rms_norm.kernel(device="cpu", name="numba", preference=10, supports=only_float32)
+    def rms_norm_numba(x_TD, weight_D, eps): ...
+
+The first tensor argument decides: its device and dtype are looked up once, the kernel of the highest
+``preference`` that does not decline is kept, and the reference is what remains when all decline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Supports = Callable[[torch.dtype], str | None]
+
+REFERENCE = "reference"
+KERNEL_FOLDERS = {"cpu": "octavo.ops.cpu", "cuda": "octavo.ops.triton"}
+
+_ops: dict[str, Op[Any, Any]] = {}
+_only: str | None = None
+
+
+class Choice(NamedTuple):
+    """One kernel of one op, and whether it is the one that runs; ``octavo doctor`` prints these."""
+
+    op: str
+    kernel: str
+    chosen: bool
+    reason: str
+    """Why it is not chosen; empty when it is."""
+
+
+@dataclass(frozen=True)
+class Kernel(Generic[P, R]):
+    """One implementation of an op on one type of device."""
+
+    name: str
+    device: str
+    preference: int
+    supports: Supports
+    run: Callable[P, R]
+
+
+class Op(Generic[P, R]):
+    """An operation: its reference, and the kernels that do the same faster. See the module's docstring."""
+
+    def __init__(self, reference: Callable[P, R]) -> None:
+        functools.update_wrapper(self, reference)
+        self.name = reference.__name__
+        self.reference = reference
+        self.kernels: list[Kernel[P, R]] = []
+        self._chosen: dict[tuple[str, torch.dtype], Callable[P, R]] = {}
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        x = args[0]
+        assert isinstance(x, torch.Tensor), f"{self.name}: the first argument must be a tensor"
+        key = (x.device.type, x.dtype)
+        run = self._chosen.get(key)
+        if run is None:
+            run = self._chosen[key] = self._choose(*key)
+        return run(*args, **kwargs)
+
+    def kernel(
+        self, *, device: str, name: str, preference: int, supports: Supports
+    ) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Register the decorated function. ``supports(dtype)`` says why it declines, or ``None``."""
+
+        def register(run: Callable[P, R]) -> Callable[P, R]:
+            assert name != REFERENCE, "this name is the reference's own"
+            self.kernels.append(Kernel(name, device, preference, supports, run))
+            self.kernels.sort(key=lambda kernel: -kernel.preference)
+            self._chosen.clear()
+            return run
+
+        return register
+
+    def choices(self, device: str, dtype: torch.dtype) -> list[Choice]:
+        """Every implementation for this device and dtype, the chosen one and the declined ones with reasons."""
+        _load_kernels(device)
+        found: list[Choice] = []
+        winner: str | None = None
+        for kernel in self.kernels:
+            if kernel.device != device:
+                continue
+            reason = self._declines(kernel, dtype) or (f"{winner} is preferred" if winner else "")
+            winner = winner or (None if reason else kernel.name)
+            found.append(Choice(self.name, kernel.name, not reason, reason))
+        found.append(Choice(self.name, REFERENCE, winner is None, f"{winner} is preferred" if winner else ""))
+        return found
+
+    def chosen(self, device: str, dtype: torch.dtype) -> str:
+        """Name of the implementation that runs for tensors of this device and dtype."""
+        return next(choice.kernel for choice in self.choices(device, dtype) if choice.chosen)
+
+    def _choose(self, device: str, dtype: torch.dtype) -> Callable[P, R]:
+        name = self.chosen(device, dtype)
+        if name == REFERENCE:
+            return self.reference
+        return next(kernel.run for kernel in self.kernels if (kernel.name, kernel.device) == (name, device))
+
+    def _declines(self, kernel: Kernel[P, R], dtype: torch.dtype) -> str | None:
+        if _only is not None and kernel.name != _only:
+            return f"only {_only} is allowed now"
+        return kernel.supports(dtype)
+
+
+def op(reference: Callable[P, R]) -> Op[P, R]:
+    """Make an op of a plain-torch function whose first argument is a tensor."""
+    assert reference.__name__ not in _ops, f"two ops are called {reference.__name__}"
+    made = _ops[reference.__name__] = Op(reference)
+    return made
+
+
+def choices(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Choice]:
+    """What would run on this device for this dtype, for every op that is imported."""
+    return [choice for name in sorted(_ops) for choice in _ops[name].choices(device, dtype)]
+
+
+@contextlib.contextmanager
+def only(name: str) -> Iterator[None]:
+    """Within this block run the kernels of this name alone, and references where there is none (for tests)."""
+    global _only
+    before, _only = _only, name
+    _forget_choices()
+    try:
+        yield
+    finally:
+        _only = before
+        _forget_choices()
+
+
+def _forget_choices() -> None:
+    for item in _ops.values():
+        item._chosen.clear()
+
+
+@functools.cache
+def _load_kernels(device: str) -> None:
+    """Import the kernels for a type of device, once; they register themselves."""
+    folder = KERNEL_FOLDERS.get(device)
+    if folder is not None and importlib.util.find_spec(folder) is not None:
+        importlib.import_module(folder)
