@@ -1,0 +1,232 @@
+"""What a client of `octavo serve` may rely on, checked from outside against the default model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.conftest import Server
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+TEXT = (
+    "An octavo is a book made of sheets folded three times into eight leaves. The size of a page follows from the "
+    "size of the sheet, and so an octavo is smaller than a quarto and larger than a duodecimo. Printers liked it "
+    "because it was cheap to print, light to carry and easy to read. "
+)
+
+
+def mixed_requests(count: int, seed: int) -> list[dict[str, Any]]:
+    """Completions of mixed lengths and mixed sampling parameters; the same list for the same seed."""
+    rng = random.Random(seed)
+    requests = []
+    for number in range(count):
+        words = (TEXT * 4).split()
+        start, length = rng.randrange(60), rng.choice([3, 9, 20, 60, 130])
+        body: dict[str, Any] = {
+            "model": "smollm2-135m",
+            "prompt": f"{number}. " + " ".join(words[start : start + length]),
+            "max_tokens": rng.choice([8, 24, 60]),
+            "seed": 1000 + number,
+        }
+        body |= rng.choice(
+            [
+                {"temperature": 0},
+                {"temperature": 0.8, "top_p": 0.9},
+                {"temperature": 1.0, "top_k": 40, "min_p": 0.02},
+                {"temperature": 0.7, "repetition_penalty": 1.2, "ignore_eos": True},
+                {"temperature": 0, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+                {"temperature": 1.2, "logit_bias": {"11": -5, "30": 2}, "min_tokens": 5, "n": 2},
+            ]
+        )
+        requests.append(body)
+    return requests
+
+
+async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON events of a stream, which must close with [DONE]."""
+    done = False
+    async for line in response.aiter_lines():
+        if line.startswith("data: "):
+            assert not done, "an event after [DONE]"
+            done = line == "data: [DONE]"
+            if not done:
+                yield json.loads(line[6:])
+    assert done, "the stream ended without [DONE]"
+
+
+async def complete(client: httpx.AsyncClient, body: dict[str, Any], stream: bool) -> dict[int, tuple[str, str]]:
+    """Choice index to (text, finish_reason)."""
+    if not stream:
+        response = await client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        return {c["index"]: (c["text"], c["finish_reason"]) for c in response.json()["choices"]}
+    texts: dict[int, str] = {}
+    reasons: dict[int, str] = {}
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        assert response.status_code == 200, await response.aread()
+        async for event in events(response):
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+                if choice["finish_reason"]:
+                    assert choice["index"] not in reasons, "two ends of one choice"
+                    reasons[choice["index"]] = choice["finish_reason"]
+    return {index: (texts[index], reasons[index]) for index in texts}
+
+
+def client_of(server: Server) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=4000, max_keepalive_connections=100)
+    return httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits)
+
+
+def wait_until_idle(server: Server) -> dict[str, Any]:
+    """The statistics once nothing runs; at most ten seconds from now."""
+    for _ in range(100):
+        stats: dict[str, Any] = server.get("/stats").json()
+        if not stats["num_running"] and not stats["num_waiting"] and not stats["num_live"]:
+            break
+        time.sleep(0.1)
+    return stats
+
+
+def test_first_answer(serve: Callable[..., Server]) -> None:
+    server = serve()
+    question = {"role": "user", "content": "What is 2+2?"}
+    reply = server.post(
+        "/v1/chat/completions",
+        {"model": "smollm2-135m", "messages": [question], "temperature": 0, "max_tokens": 40},
+    )
+    assert reply.status_code == 200
+    assert "4" in reply.json()["choices"][0]["message"]["content"]
+    assert server.stop() == 0
+
+
+def test_neighbours_preemption_and_streaming_change_nothing(serve: Callable[..., Server]) -> None:
+    """32 requests at once in a pool that cannot hold them give what each gives alone, streamed or not."""
+    roomy = serve("--max-num-seqs", "1", "--no-enable-prefix-caching")
+    bodies = mixed_requests(32, seed=1)
+
+    async def alone() -> list[Any]:
+        async with client_of(roomy) as client:
+            return [await complete(client, body, stream=False) for body in bodies]
+
+    expected = asyncio.run(alone())
+    roomy.stop()
+    tight = serve("--max-model-len", "512", "--num-kv-blocks", "48", "--block-size", "16", "--max-num-seqs", "32")
+
+    async def together(stream: bool) -> list[Any]:
+        async with client_of(tight) as client:
+            return await asyncio.gather(*(complete(client, body, stream) for body in bodies))
+
+    for stream in (True, False):
+        results = asyncio.run(together(stream))
+        for body, result, wanted in zip(bodies, results, expected, strict=True):
+            assert result == wanted, body
+    stats = wait_until_idle(tight)
+    assert stats["num_preemptions"] > 0, "the pool was not small enough to prove anything"
+    assert stats["num_used_blocks"] == 0
+
+
+def test_engine_killed_in_the_middle_of_sixteen_streams(serve: Callable[..., Server]) -> None:
+    server = serve()
+    bodies = [{**body, "max_tokens": 60, "n": 1, "ignore_eos": True} for body in mixed_requests(16, seed=2)]
+
+    async def run(kill: bool) -> list[Any]:
+        async with client_of(server) as client:
+            streams = [asyncio.create_task(complete(client, body, stream=True)) for body in bodies]
+            if kill:
+                for _ in range(400):
+                    await asyncio.sleep(0.02)
+                    stats = (await client.get("/stats")).json()
+                    if stats["num_output_tokens"] > before + 16 * 15:
+                        break
+                os.kill(stats["engine_pid"], signal.SIGKILL)
+            return await asyncio.gather(*streams)
+
+    undisturbed = asyncio.run(run(kill=False))
+    before = server.get("/stats").json()["num_output_tokens"]
+    disturbed = asyncio.run(run(kill=True))
+    assert server.get("/stats").json()["num_restarts"] == 1
+    assert disturbed == undisturbed
+
+
+def test_overload_is_refused_politely(serve: Callable[..., Server]) -> None:
+    """2,000 requests at once against a queue of 256: each gets an answer or a 429, and memory stays flat."""
+    server = serve("--max-num-seqs", "16", "--max-num-queued-reqs", "256")
+    front = psutil.Process(server.process.pid)
+
+    async def burst() -> list[httpx.Response]:
+        async with client_of(server) as client:
+            body = {"model": "smollm2-135m", "prompt": "One two three", "max_tokens": 2, "temperature": 0}
+            return await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(2000)))
+
+    asyncio.run(burst())
+    before = front.memory_info().rss
+    responses = asyncio.run(burst())
+    growth = front.memory_info().rss - before
+    statuses = {code: sum(r.status_code == code for r in responses) for code in {r.status_code for r in responses}}
+    print(statuses, f"front process grew by {growth / 2**20:.1f} MiB")
+    assert set(statuses) <= {200, 429}
+    assert statuses[200] >= 256
+    assert all(r.headers.get("retry-after", "").isdigit() for r in responses if r.status_code == 429)
+    assert growth < 50 * 2**20
+    assert wait_until_idle(server)["num_used_blocks"] == 0
+
+
+def test_disconnect_frees_the_blocks(serve: Callable[..., Server]) -> None:
+    server = serve()
+
+    async def leave_early() -> None:
+        body = {"model": "smollm2-135m", "prompt": TEXT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        async with client_of(server) as client, client.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if line:
+                    break
+
+    start = server.get("/stats").json()["num_steps"]
+    asyncio.run(leave_early())
+    stats = wait_until_idle(server)
+    assert stats["num_used_blocks"] == 0
+    assert stats["num_steps"] - start < 200, "the request went on after its client had left"
+
+
+def test_openai_client(serve: Callable[..., Server]) -> None:
+    """The unmodified client, synchronous and asynchronous, streaming and not, with strict response checking."""
+    import openai
+
+    server = serve()
+    options: dict[str, Any] = {"base_url": server.url + "/v1", "api_key": "none", "_strict_response_validation": True}
+    question: Any = [{"role": "user", "content": "Name three colours."}]
+    chat: dict[str, Any] = {"model": "smollm2-135m", "messages": question, "temperature": 0, "max_tokens": 24}
+    with openai.OpenAI(**options) as client:
+        whole = client.chat.completions.create(**chat).choices[0].message.content
+        chunks = list(client.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True}))
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens > 0
+        assert client.models.retrieve("smollm2-135m").id == client.models.list().data[0].id
+        scored = client.completions.create(model="smollm2-135m", prompt="Hello", max_tokens=3, logprobs=2)
+        assert scored.choices[0].logprobs is not None
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**{**chat, "max_tokens": 10**6})
+        assert refused.value.code == "context_length_exceeded"
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("no-such-model")
+
+    async def asynchronous() -> str:
+        async with openai.AsyncOpenAI(**options) as client:
+            stream = await client.chat.completions.create(**chat, stream=True)
+            return "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+
+    assert asyncio.run(asynchronous()) == whole
