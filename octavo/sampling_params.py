@@ -18,6 +18,8 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
 MAX_TOKEN_ID = 2**31 - 1
 
+_MASK_64 = 2**64 - 1
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens, and when to stop. Field names follow the OpenAI API, extras follow vLLM.
@@ -93,6 +95,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken; a temperature this low would overflow otherwise."""
         return self.temperature < 1e-5
+
+
+def choice_key(seed: int, index: int) -> int:
+    """The random key of choice ``index`` of a request with ``seed``, as an unsigned 64 bit number.
+
+    It is output number ``index`` of the SplitMix64 generator started at ``seed`` (Steele, Lea and Flood, "Fast
+    splittable pseudorandom number generators", OOPSLA 2014), so the choices of one request have unrelated keys,
+    and so have choices of requests whose seeds are neighbours. ``seed`` counts modulo 2**64.
+    """
+    state = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _MASK_64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return state ^ (state >> 31)
 
 
 def _whole(params: SamplingParams, name: str, low: int, high: int) -> None:
