@@ -1,0 +1,90 @@
+"""In-process throughput: prompts of random ids, then greedy decoding, at several numbers of sequences."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.engine.engine import Engine
+from octavo.sampling_params import SamplingParams
+from octavo.types import EngineInfo, Request
+
+MAX_STEPS = 100_000
+
+
+def random_requests(
+    count: int, prompt: int, max_tokens: int, vocab_size: int, first_id: int, seed: int
+) -> list[Request]:
+    """Greedy requests that share nothing and never stop by themselves."""
+    rng = random.Random(seed)
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    return [
+        Request(first_id + i, [rng.randrange(vocab_size) for _ in range(prompt)], params, max_tokens)
+        for i in range(count)
+    ]
+
+
+def time_prefill(engine: Engine, requests: Sequence[Request]) -> float:
+    """Prompt tokens per second, first token of each sequence included."""
+    for request in requests:
+        engine.add(request)
+    start = time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    return sum(len(request.prompt_tokens) for request in requests) / (time.perf_counter() - start)
+
+
+def time_decode(engine: Engine, requests: Sequence[Request], steps: int) -> float:
+    """Output tokens per second over ``steps`` steps in which every sequence advances by one token."""
+    for request in requests:
+        engine.add(request)
+    started: set[int] = set()
+    while len(started) < len(requests):
+        started.update(output.request_id for output in engine.step() if output.tokens)
+    tokens = 0
+    start = time.perf_counter()
+    for _ in range(steps):
+        tokens += sum(len(output.tokens) for output in engine.step())
+    seconds = time.perf_counter() - start
+    for request in requests:
+        engine.abort(request.id)
+    while engine.has_work:
+        engine.step()
+    return tokens / seconds
+
+
+class OfflineBench:
+    """One loaded engine; each ``run`` measures one number of sequences once."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        from octavo.build import build_engine
+
+        self.engine: Engine
+        self.info: EngineInfo
+        self.engine, self.info = build_engine(config)
+        self.next_id = 1
+
+    def run(self, sequences: int, prompt: int, decode: int) -> dict[str, float]:
+        """Prefill and decode tokens per second, over all sequences together."""
+        slack = -(-sequences * prompt // self.info.max_num_batched_tokens) + 2
+        vocab = self.info.vocab_size
+        prefill = time_prefill(
+            self.engine, random_requests(sequences, prompt, 1, vocab, self._ids(sequences), self.next_id)
+        )
+        decoding = random_requests(sequences, prompt, decode + slack, vocab, self._ids(sequences), self.next_id)
+        return {"prefill_tok_s": prefill, "decode_tok_s": time_decode(self.engine, decoding, decode)}
+
+    def _ids(self, count: int) -> int:
+        first, self.next_id = self.next_id, self.next_id + count
+        return first
+
+
+def bench_config(values: dict[str, Any], sequences: Sequence[int], prompt: int, decode: int) -> EngineConfig:
+    """The given settings, with a pool and a batch that hold the largest run, and no prefix cache to help."""
+    length = prompt + decode + 64
+    sizes = {"max_num_seqs": max(sequences), "max_num_batched_tokens": max(512, max(sequences))}
+    blocks = {"block_size": 16, "num_kv_blocks": max(sequences) * (-(-length // 16) + 1)}
+    return EngineConfig.from_flat({**sizes, **blocks, **values, "enable_prefix_caching": False})

@@ -1,0 +1,63 @@
+"""What deciding costs: the engine's own time per step, with a runner that answers at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from octavo.bench.report import spread
+from octavo.cache.kv_cache import KVCache
+from octavo.engine.engine import Engine
+from octavo.engine.scheduler import Scheduler
+from octavo.sampling_params import SamplingParams
+from octavo.types import Masks, Plan, Request, Sampled
+
+
+class InstantRunner:
+    """A runner whose device takes no time: every sampled token is 7."""
+
+    def submit(self, plan: Plan) -> InstantStep:
+        return InstantStep(plan)
+
+
+class InstantStep:
+    """A step of it: already done."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def sample(self, masks: Masks) -> list[Sampled]:
+        return [Sampled([7] if item.samples and not item.is_stale else []) for item in self.plan]
+
+
+def build_instant_engine(num_sequences: int, tokens: int) -> Engine:
+    """An engine over an instant runner, with room for ``num_sequences`` of ``tokens`` tokens."""
+    cache = KVCache(num_blocks=num_sequences * (tokens // 16 + 2), block_size=16)
+    scheduler = Scheduler(
+        cache, max_num_seqs=num_sequences, max_num_batched_tokens=8192, policy="fcfs"
+    )
+    return Engine(scheduler, InstantRunner())
+
+
+def decode_step_milliseconds(num_sequences: int, prompt: int, steps: int) -> list[float]:
+    """Wall time of each of ``steps`` steps in which every sequence decodes one token."""
+    engine = build_instant_engine(num_sequences, prompt + steps + 64)
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    for number in range(num_sequences):
+        engine.add(Request(number, [number, *range(prompt - 1)], params, max_tokens=steps + 64))
+    while engine.stats().num_waiting or engine.stats().step_tokens != num_sequences:
+        engine.step()
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        engine.step()
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def measure(sizes: Sequence[int], prompt: int, steps: int) -> list[dict[str, object]]:
+    """One row for each number of sequences: milliseconds per step."""
+    return [
+        {"sequences": size, "prompt": prompt, "step_ms": spread(decode_step_milliseconds(size, prompt, steps))}
+        for size in sizes
+    ]

@@ -1,0 +1,1 @@
+"""Other engines on the same work. Each file is a script for the peer's own Python interpreter."""
