@@ -12,7 +12,7 @@ from typing import Any
 from octavo.bench.offline import OfflineBench
 from octavo.errors import ConfigError
 
-SCRIPTS = {"llama.cpp": "llama_cpp.py"}
+SCRIPTS = {"llama.cpp": "run_llama_cpp.py"}
 
 
 class PeerProcess:

@@ -11,6 +11,7 @@ import sys
 import time
 
 import llama_cpp
+import numpy as np
 
 BATCH = 512
 
@@ -73,8 +74,6 @@ class Peer:
 
 
 if __name__ == "__main__":
-    import numpy as np
-
     peer = Peer(sys.argv[1], int(sys.argv[2]))
     about = {
         "engine": "llama.cpp",
