@@ -57,9 +57,7 @@ class Peer:
             tokens = [rng.randrange(self.vocab_size) for _ in range(prompt)]
             for first in range(0, prompt, BATCH):
                 chunk = tokens[first : first + BATCH]
-                self.decode(
-                    context, [(t, first + i, sequence, first + i == prompt - 1) for i, t in enumerate(chunk)]
-                )
+                self.decode(context, [(t, first + i, sequence, first + i == prompt - 1) for i, t in enumerate(chunk)])
             last.append(self.best(context, len(chunk) - 1))
         middle = time.perf_counter()
         for step in range(decode):
