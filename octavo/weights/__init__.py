@@ -1,0 +1,1 @@
+"""Checkpoints: from files, which may be hostile, to named weights."""

@@ -1,0 +1,219 @@
+"""Block-quantised weights: their forms, and how to get floats back.
+
+A row of weights is cut into blocks of equal length; each block holds its numbers in few bits beside the
+scales to widen them with. The forms are those of the GGUF specification (``ggml`` documents them in
+``ggml-common.h``); numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.errors import CheckpointError
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+VALUES_AT_ONCE = 1 << 20
+"""Dequantising works on this many values at a time, so that what it needs besides its result stays small."""
+
+if sys.byteorder != "little":
+    raise ImportError("octavo.weights reads little-endian files by view; this machine is big-endian")
+
+
+class BlockKind(NamedTuple):
+    """One form: how many weights make a block, and how many bytes it takes."""
+
+    length: int
+    num_bytes: int
+
+    def row_bytes(self, num_values: int) -> int:
+        """Bytes of a row of ``num_values`` weights, which must be a multiple of ``length``."""
+        return num_values // self.length * self.num_bytes
+
+
+BLOCK_KINDS: dict[str, BlockKind] = {
+    "F32": BlockKind(1, 4),
+    "F16": BlockKind(1, 2),
+    "BF16": BlockKind(1, 2),
+    "Q4_0": BlockKind(32, 18),
+    "Q4_1": BlockKind(32, 20),
+    "Q5_0": BlockKind(32, 22),
+    "Q5_1": BlockKind(32, 24),
+    "Q8_0": BlockKind(32, 34),
+    "Q4_K": BlockKind(256, 144),
+    "Q5_K": BlockKind(256, 176),
+    "Q6_K": BlockKind(256, 210),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTensor:
+    """A weight matrix still in its blocks.
+
+    ``shape`` is (rows, columns) in weights; ``data`` is uint8 [rows, row_bytes], each row whole blocks.
+    Raises ``CheckpointError`` when these do not fit each other.
+    """
+
+    kind: str
+    shape: tuple[int, int]
+    data: Bytes
+
+    def __post_init__(self) -> None:
+        if self.kind not in BLOCK_KINDS:
+            raise CheckpointError(f"block kind {self.kind!r} is not one of {', '.join(BLOCK_KINDS)}")
+        kind = BLOCK_KINDS[self.kind]
+        rows, columns = self.shape
+        if columns % kind.length:
+            raise CheckpointError(f"{columns} columns are not whole {self.kind} blocks of {kind.length}")
+        expected = (rows, kind.row_bytes(columns))
+        if self.data.dtype != np.uint8 or self.data.shape != expected:
+            raise CheckpointError(
+                f"{self.kind} data of a {rows} x {columns} tensor must be uint8 {expected}, "
+                f"got {self.data.dtype} {self.data.shape}"
+            )
+
+
+def dequantize(tensor: BlockTensor) -> Floats:
+    """The weights as float32 [rows, columns], exactly as the form defines them."""
+    kind = BLOCK_KINDS[tensor.kind]
+    decode = _DECODERS[tensor.kind]
+    rows, columns = tensor.shape
+    result = np.empty((rows, columns), dtype=np.float32)
+    step = max(1, VALUES_AT_ONCE // max(1, columns))
+    for start in range(0, rows, step):
+        blocks = np.ascontiguousarray(tensor.data[start : start + step]).reshape(-1, kind.num_bytes)
+        decode(blocks, result[start : start + step].reshape(-1, kind.length))
+    return result
+
+
+# Decoders: blocks [n, num_bytes] -> out [n, length], which they fill.
+
+
+def _half(blocks: Bytes, at: int) -> Floats:
+    """The float16 at byte ``at`` of each block, as float32 [n, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def _float32(blocks: Bytes, out: Floats) -> None:
+    out[:] = blocks.view(np.float32)
+
+
+def _float16(blocks: Bytes, out: Floats) -> None:
+    out[:] = blocks.view(np.float16)
+
+
+def _bfloat16(blocks: Bytes, out: Floats) -> None:
+    out.view(np.uint32)[:] = blocks.view(np.uint16).astype(np.uint32) << 16
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    """[n, 16] bytes to [n, 32] numbers below 16: all low halves, then all high halves."""
+    return np.concatenate([packed & 15, packed >> 4], axis=1)
+
+
+def _fifth_bits(packed: Bytes) -> Bytes:
+    """[n, 4] bytes to [n, 32] numbers that are 0 or 16."""
+    return np.unpackbits(packed, axis=1, bitorder="little") * np.uint8(16)
+
+
+def _q4_0(blocks: Bytes, out: Floats) -> None:
+    out[:] = _nibbles(blocks[:, 2:])
+    out -= 8
+    out *= _half(blocks, 0)
+
+
+def _q4_1(blocks: Bytes, out: Floats) -> None:
+    out[:] = _nibbles(blocks[:, 4:])
+    out *= _half(blocks, 0)
+    out += _half(blocks, 2)
+
+
+def _q5_0(blocks: Bytes, out: Floats) -> None:
+    out[:] = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    out -= 16
+    out *= _half(blocks, 0)
+
+
+def _q5_1(blocks: Bytes, out: Floats) -> None:
+    out[:] = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    out *= _half(blocks, 0)
+    out += _half(blocks, 2)
+
+
+def _q8_0(blocks: Bytes, out: Floats) -> None:
+    out[:] = blocks[:, 2:].view(np.int8)
+    out *= _half(blocks, 0)
+
+
+def _scales_and_minima(packed: Bytes) -> tuple[Bytes, Bytes]:
+    """Eight 6-bit scales and eight 6-bit minima out of 12 bytes: [n, 12] to [n, 8] twice.
+
+    The first four of each are the low 6 bits of bytes 0-3 and 4-7. The last four have their low 4 bits
+    in bytes 8-11 (scale below, minimum above) and their top 2 bits in the top of bytes 0-3 and 4-7.
+    """
+    low, middle, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = np.concatenate([low & 63, (last & 15) | (low >> 6 << 4)], axis=1)
+    minima = np.concatenate([middle & 63, (last >> 4) | (middle >> 6 << 4)], axis=1)
+    return scales, minima
+
+
+def _apply_scales_and_minima(blocks: Bytes, groups: Floats) -> None:
+    """Widen ``groups`` [n, 8, 32] in place by the scales in the first 16 bytes of each block."""
+    scales, minima = _scales_and_minima(blocks[:, 4:16])
+    groups *= (_half(blocks, 0) * scales)[:, :, None]
+    groups -= (_half(blocks, 2) * minima)[:, :, None]
+
+
+def _nibble_groups(packed: Bytes) -> Bytes:
+    """[n, 128] bytes to [n, 8, 32]: each run of 32 bytes gives a group of low halves and one of high."""
+    runs = packed.reshape(-1, 4, 32)
+    return np.stack([runs & 15, runs >> 4], axis=2).reshape(-1, 8, 32)
+
+
+def _q4_k(blocks: Bytes, out: Floats) -> None:
+    groups = out.reshape(-1, 8, 32)
+    groups[:] = _nibble_groups(blocks[:, 16:])
+    _apply_scales_and_minima(blocks, groups)
+
+
+def _q5_k(blocks: Bytes, out: Floats) -> None:
+    group = np.arange(8, dtype=np.uint8)[:, None]
+    fifth_bits = (blocks[:, None, 16:48] >> group & 1) << 4
+    groups = out.reshape(-1, 8, 32)
+    groups[:] = _nibble_groups(blocks[:, 48:]) | fifth_bits
+    _apply_scales_and_minima(blocks, groups)
+
+
+def _q6_k(blocks: Bytes, out: Floats) -> None:
+    low = blocks[:, :128].reshape(-1, 2, 2, 32)
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    scales = blocks[:, 192:208].view(np.int8)
+    # Each half of a block is four runs of 32: the low nibbles of its two byte runs, then the high ones.
+    nibbles = np.concatenate([low & 15, low >> 4], axis=2)
+    top_bits = high >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None] & 3
+    groups = out.reshape(-1, 16, 16)
+    groups[:] = (nibbles | top_bits << 4).reshape(-1, 16, 16)
+    groups -= 32
+    groups *= (_half(blocks, 208) * scales)[:, :, None]
+
+
+_DECODERS: dict[str, Callable[[Bytes, Floats], None]] = {
+    "F32": _float32,
+    "F16": _float16,
+    "BF16": _bfloat16,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
