@@ -1,0 +1,99 @@
+"""Causal attention of a step's tokens over the paged cache, prefill and decode rows alike.
+
+Shapes: T tokens of the step, S sequences, N heads, K kv heads, G = N / K heads that share one, H head dim,
+B blocks of the longest table, C positions of a context, Q rows of one sequence that are computed together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.ops.dispatch import op
+
+MAX_SCRATCH = 2**23
+"""Most elements of one intermediate: bounds the memory of a long prompt."""
+
+
+@op
+def paged_attention(
+    q_TNH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables_SB: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens_S: Tensor,
+    scale: float,
+) -> Tensor:
+    """Attend from every row to the positions of its sequence up to its own; a new tensor [T, N, H] of q's dtype.
+
+    Caches are ``[num_blocks, K, block_size, H]`` and hold this step's keys and values already. Rows
+    ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` (int32 [S + 1]) are the last positions of sequence s, whose
+    context, these rows included, is ``seq_lens[s]`` long: row i of q rows sits at position ``seq_len - q + i``.
+    Nothing is read beyond a context: neither table entries past its last block nor slots past its last position.
+    Sums are taken in float32 at least.
+    """
+    out_TNH = torch.empty_like(q_TNH)
+    starts, seq_lens = cu_seqlens_q.tolist(), seq_lens_S.tolist()
+    single: list[int] = []
+    for s, seq_len in enumerate(seq_lens):
+        rows = slice(starts[s], starts[s + 1])
+        if rows.stop - rows.start == 1:
+            single.append(s)
+        elif rows.stop > rows.start:
+            keys, values = _context(k_cache, v_cache, block_tables_SB[s], seq_len)
+            _attend(q_TNH[rows], keys, values, scale, out_TNH[rows])
+    single.sort(key=lambda s: seq_lens[s])
+    while single:  # from the longest, as many as fit beside each other
+        room = max(1, MAX_SCRATCH // (seq_lens[single[-1]] * k_cache.shape[1] * k_cache.shape[3]))
+        group, single = single[-room:], single[:-room]
+        group_S = torch.tensor(group, device=q_TNH.device)
+        rows_S = cu_seqlens_q[group_S].long()
+        tables, lens_S = block_tables_SB[group_S], seq_lens_S[group_S]
+        out_TNH[rows_S] = _attend_single(q_TNH[rows_S], k_cache, v_cache, tables, lens_S, scale)
+    return out_TNH
+
+
+def _context(k_cache: Tensor, v_cache: Tensor, table_B: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one sequence, copied together: two of [K, C, H]."""
+    num_blocks = -(-seq_len // k_cache.shape[2])
+    blocks = table_B[:num_blocks]
+    keys, values = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len] for cache in (k_cache, v_cache))
+    return keys, values
+
+
+def _attend(q_QNH: Tensor, k_KCH: Tensor, v_KCH: Tensor, scale: float, out_QNH: Tensor) -> None:
+    """The last rows of one sequence, some at a time; each group sees only the keys up to its own last row."""
+    num_rows, N, H = q_QNH.shape
+    K, seq_len, _ = k_KCH.shape
+    dtype = torch.promote_types(q_QNH.dtype, torch.float32)
+    k_KCH, v_KCH = k_KCH.to(dtype), v_KCH.to(dtype)
+    chunk = max(1, MAX_SCRATCH // (N * seq_len))
+    for first in range(0, num_rows, chunk):
+        q = q_QNH[first : first + chunk].to(dtype)
+        Q = q.shape[0]
+        start = seq_len - num_rows + first
+        end = start + Q
+        q_KGQH = q.view(Q, K, N // K, H).permute(1, 2, 0, 3)
+        scores = (q_KGQH.reshape(K, -1, H) @ k_KCH[:, :end].mT).mul_(scale).view(K, -1, Q, end)
+        is_later_QC = torch.ones(Q, end, dtype=torch.bool, device=q.device).triu_(start + 1)
+        weights = scores.masked_fill_(is_later_QC, float("-inf")).softmax(dim=-1)
+        out_KGQH = (weights.view(K, -1, end) @ v_KCH[:, :end]).view(K, -1, Q, H)
+        out_QNH[first : first + Q] = out_KGQH.permute(2, 0, 1, 3).reshape(Q, N, H)
+
+
+def _attend_single(
+    q_SNH: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables_SB: Tensor, seq_lens_S: Tensor, scale: float
+) -> Tensor:
+    """One row for each of several sequences, their contexts padded to the longest."""
+    S, N, H = q_SNH.shape
+    K, block_size = k_cache.shape[1:3]
+    dtype = torch.promote_types(q_SNH.dtype, torch.float32)
+    num_blocks = -(-int(seq_lens_S.max()) // block_size)
+    tables = block_tables_SB[:, :num_blocks]
+    k_SKCH, v_SKCH = (cache[tables].transpose(1, 2).flatten(2, 3).to(dtype) for cache in (k_cache, v_cache))
+    is_beyond_SC = torch.arange(num_blocks * block_size, device=q_SNH.device) >= seq_lens_S.unsqueeze(1)
+    v_SKCH.masked_fill_(is_beyond_SC[:, None, :, None], 0)  # a weight of 0 would not undo a NaN left in a free slot
+    scores = (q_SNH.to(dtype).view(S, K, N // K, H) @ k_SKCH.mT).mul_(scale)
+    weights = scores.masked_fill_(is_beyond_SC[:, None, None, :], float("-inf")).softmax(dim=-1)
+    return (weights @ v_SKCH).view(S, N, H).to(q_SNH.dtype)

@@ -1,0 +1,19 @@
+"""Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467).
+
+Shapes: T tokens, D model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.ops.dispatch import op
+
+
+@op
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` along the last axis, in float32 at least; a new tensor of x's dtype."""
+    x = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+    scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+    return (x * scale * weight_D).to(x_TD.dtype)
