@@ -54,9 +54,11 @@ NUMBER_TYPES: dict[int, np.dtype[Any]] = {
 """Type number of a metadata value to its form; a bool is a byte that must be 0 or 1."""
 
 TENSOR_KINDS = (
-    "F32 F16 Q4_0 Q4_1 4 5 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL "
-    "IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 31 32 33 TQ1_0 TQ2_0 36 37 38 MXFP4"
-).split()
+    {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K"}
+    | {12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
+    | {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
+    | {29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
+)
 """Names of tensor types by their number, also of those that are refused, so that the refusal can name them."""
 
 
@@ -267,7 +269,7 @@ def _read_tensor(header: _Header, what: str, alignment: int) -> GGUFTensor:
     if 0 in shape:
         header.fail(what, f"shape {shape} has a zero")
     number = header.u32(what)
-    kind = TENSOR_KINDS[number] if number < len(TENSOR_KINDS) else str(number)
+    kind = TENSOR_KINDS.get(number, str(number))
     if kind not in BLOCK_KINDS:
         header.fail(what, f"has type {kind}, supported are {', '.join(BLOCK_KINDS)}")
     block = BLOCK_KINDS[kind]

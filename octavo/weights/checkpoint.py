@@ -1,0 +1,65 @@
+"""What a checkpoint is to the rest of the engine, and how one is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from octavo.errors import CheckpointError
+from octavo.weights.blocks import BlockTensor
+from octavo.weights.dummy import DummyCheckpoint
+from octavo.weights.gguf_checkpoint import GGUFCheckpoint
+from octavo.weights.safetensors import SafetensorsCheckpoint, read_configs
+
+
+class Checkpoint(Protocol):
+    """Named weights with the configuration of their model, whatever file they are in."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The keys of Hugging Face's ``config.json``; for GGUF, translated from the metadata."""
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """The keys of ``generation_config.json``, above all ``eos_token_id``; {} when there is none."""
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether weights are made up, of any name and shape; ``names()`` is then empty."""
+
+    def names(self) -> set[str]:
+        """Parameter names as in Hugging Face checkpoints, such as ``model.layers.0.self_attn.q_proj.weight``.
+
+        A head tied to the embedding has no ``lm_head.weight``.
+        """
+
+    def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | BlockTensor:
+        """One parameter of that shape, (outputs, inputs) for a matrix, as stored: in its blocks if quantised.
+
+        Raises ``CheckpointError`` with the file, the tensor, the expected and the found shape.
+        """
+
+
+def open_checkpoint(path: Path, load_format: str = "auto", seed: int = 0) -> Checkpoint:
+    """Open a folder with ``config.json`` and safetensors files, or a GGUF file.
+
+    ``load_format`` is ``auto``, ``safetensors``, ``gguf`` or ``dummy``; a dummy takes only the configuration
+    from ``path``. Raises ``CheckpointError``.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: does not exist")
+    if not path.is_dir() and path.suffix.lower() in (".safetensors", ".bin", ".pt", ".pth"):
+        raise CheckpointError(f"{path}: give a GGUF file, or the folder of a safetensors checkpoint")
+    found = "safetensors" if path.is_dir() else "gguf"
+    if load_format not in ("auto", "dummy", found):
+        raise CheckpointError(f"{path}: is of load format {found}, but {load_format} was asked for")
+    if load_format == "dummy" and found == "safetensors":
+        return DummyCheckpoint(*read_configs(path), seed)
+    if found == "safetensors":
+        return SafetensorsCheckpoint(path)
+    checkpoint = GGUFCheckpoint(path)
+    if load_format == "dummy":
+        return DummyCheckpoint(checkpoint.config, checkpoint.generation_config, seed)
+    return checkpoint

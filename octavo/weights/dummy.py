@@ -1,0 +1,38 @@
+"""Random weights: for measuring and testing an architecture without its checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+STANDARD_DEVIATION = 0.02
+POOL_SIZE = 1_048_573
+"""Random numbers drawn for one tensor; larger ones repeat them, since drawing billions takes minutes.
+It is prime, so that no two rows of a matrix are equal."""
+
+
+class DummyCheckpoint:
+    """Answers any name and shape with small random float32 values that depend on name and seed alone."""
+
+    is_dummy = True
+
+    def __init__(self, config: dict[str, Any], generation_config: dict[str, Any], seed: int) -> None:
+        self.config = config
+        self.generation_config = generation_config
+        self.seed = seed
+
+    def names(self) -> set[str]:
+        """Nothing: a dummy has whatever is asked of it."""
+        return set()
+
+    def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Normal values with deviation 0.02, around 1 for the weights of norms and around 0 for all else."""
+        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        count = torch.Size(shape).numel()
+        pool = torch.randn(min(count, POOL_SIZE), generator=generator).mul_(STANDARD_DEVIATION)
+        if name.endswith("norm.weight"):
+            pool += 1
+        return pool.repeat(-(-count // POOL_SIZE))[:count].reshape(shape) if count > POOL_SIZE else pool.reshape(shape)

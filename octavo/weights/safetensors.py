@@ -1,0 +1,139 @@
+"""Checkpoints in safetensors files: one file, or shards with an index, beside a ``config.json``.
+
+The bytes are read by the ``safetensors`` library, which maps them. What the library accepts but a sound
+checkpoint does not have, such as a name that appears twice, is refused here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from octavo.errors import CheckpointError
+from octavo.weights.folder import MAX_JSON_BYTES, find_file, parse_json, read_json
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+DTYPES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, eq=False)
+class _TensorFile:
+    """One safetensors file: the header as JSON, and the library's handle."""
+
+    path: Path
+    header: dict[str, Any]
+    handle: Any
+
+
+class SafetensorsCheckpoint:
+    """A folder of safetensors files in the layout of the Hugging Face hub.
+
+    Opening checks every name: raises ``CheckpointError`` when a file is missing or malformed, or when
+    the index and the files do not agree.
+    """
+
+    is_dummy = False
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self.config, self.generation_config = read_configs(folder)
+        self._files = _open_files(folder)
+
+    def names(self) -> set[str]:
+        """Names of all parameters in the checkpoint."""
+        return set(self._files)
+
+    def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The parameter ``name`` as stored, mapped from the file; it must have this shape."""
+        file = self._files.get(name)
+        if file is None:
+            raise CheckpointError(f"{self.path}: there is no tensor {name!r}; expected one of shape {shape}")
+        what = f"{file.path}: tensor {name!r}"
+        found = file.header[name]
+        if found["dtype"] not in DTYPES:
+            raise CheckpointError(f"{what}: has dtype {found['dtype']}, supported are {', '.join(DTYPES)}")
+        if tuple(found["shape"]) != shape:
+            raise CheckpointError(f"{what}: has shape {tuple(found['shape'])}, expected {shape}")
+        tensor: torch.Tensor = file.handle.get_tensor(name)
+        return tensor
+
+
+def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``config.json`` and ``generation_config.json`` of a folder; the second may be absent and is then {}."""
+    config = read_json(folder, "config.json")
+    if config is None:
+        raise CheckpointError(f"{folder}: there is no config.json")
+    return config, read_json(folder, "generation_config.json") or {}
+
+
+def _open_files(folder: Path) -> dict[str, _TensorFile]:
+    """Parameter name to the file that has it."""
+    single = find_file(folder, SINGLE_NAME)
+    if single is not None:
+        file = _open_file(single, folder / SINGLE_NAME)
+        return dict.fromkeys(file.header, file)
+    weight_map = _read_weight_map(folder)
+    files = {}
+    for file_name in sorted(set(weight_map.values())):
+        path = find_file(folder, file_name)
+        if path is None:
+            raise CheckpointError(f"{folder / INDEX_NAME}: names the file {file_name!r}, which does not exist")
+        files[file_name] = _open_file(path, folder / file_name)
+    _check_against_index(folder, weight_map, files)
+    return {name: files[file_name] for name, file_name in weight_map.items()}
+
+
+def _read_weight_map(folder: Path) -> dict[str, str]:
+    index = read_json(folder, INDEX_NAME)
+    if index is None:
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        hint = f"; found {', '.join(others[:3])}" if others else ""
+        raise CheckpointError(
+            f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there{hint}. Weights must be safetensors files, "
+            "or a GGUF file given by its own path; .bin and .pt files can run code when loaded and are not supported"
+        )
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(value, str) for value in weight_map.values()):
+        raise CheckpointError(f"{folder / INDEX_NAME}: weight_map must map tensor names to file names")
+    return weight_map
+
+
+def _check_against_index(folder: Path, weight_map: dict[str, str], files: dict[str, _TensorFile]) -> None:
+    for name, file_name in weight_map.items():
+        if name not in files[file_name].header:
+            raise CheckpointError(f"{folder / INDEX_NAME}: tensor {name!r} is not in {file_name!r}, as it says")
+    owner: dict[str, str] = {}
+    for file_name, file in files.items():
+        for name in file.header:
+            if name in owner:
+                raise CheckpointError(f"{folder}: tensor {name!r} is both in {owner[name]!r} and in {file_name!r}")
+            owner[name] = file_name
+
+
+def _open_file(path: Path, shown: Path) -> _TensorFile:
+    """Open one file; ``shown`` is its name in the folder, ``path`` where a link leads."""
+    try:
+        header = _read_header(path, shown)
+        handle = safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{shown}: not a sound safetensors file: {error}") from error
+    return _TensorFile(shown, header, handle)
+
+
+def _read_header(path: Path, shown: Path) -> dict[str, Any]:
+    """Tensor names to ``{"dtype", "shape", ...}``; the library checks offsets and sizes after this."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{shown}: header of {size} bytes, at most {MAX_JSON_BYTES} are allowed")
+        header = parse_json(file.read(size), f"{shown}: header")
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("shape"), list) or "dtype" not in entry:
+            raise CheckpointError(f"{shown}: tensor {name[:100]!r}: has no dtype and shape")
+    return header
