@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import force_setattr
 
-from octavo.errors import InvalidParameter
+from octavo.errors import ContextLengthExceeded, InvalidParameter
 
 MAX_N = 16
 MAX_LOGPROBS = 20
@@ -108,6 +108,28 @@ def choice_key(seed: int, index: int) -> int:
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return state ^ (state >> 31)
+
+
+def resolve_max_tokens(
+    params: SamplingParams, num_prompt_tokens: int, max_model_len: int, param: str = "prompt"
+) -> int:
+    """The most tokens a request may generate: what it asks for, or what the context has left when it asks for none.
+
+    Raise ``ContextLengthExceeded`` about ``param`` when the prompt and the tokens asked for do not fit. Clients tell
+    this error by its code, older ones by the beginning of its text.
+    """
+    limit = f"This model's maximum context length is {max_model_len} tokens. However, "
+    if params.max_tokens is None:
+        if num_prompt_tokens >= max_model_len:
+            found = f"your {param} has {num_prompt_tokens} tokens, which leaves no room for an answer."
+            raise ContextLengthExceeded(f"{limit}{found} Please shorten the {param}.", param=param)
+        return max_model_len - num_prompt_tokens
+    if num_prompt_tokens + params.max_tokens > max_model_len:
+        total = num_prompt_tokens + params.max_tokens
+        parts = f"{num_prompt_tokens} in the {param}, {params.max_tokens} in the completion"
+        found = f"you requested {total} tokens ({parts})."
+        raise ContextLengthExceeded(f"{limit}{found} Please shorten the {param} or the completion.", param=param)
+    return params.max_tokens
 
 
 def _whole(params: SamplingParams, name: str, low: int, high: int) -> None:
