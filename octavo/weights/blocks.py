@@ -80,25 +80,59 @@ class BlockTensor:
             )
 
 
+class Groups(NamedTuple):
+    """Blocks taken apart: a weight is ``(number - zero_point) * scale + minimum``, in this order in float32.
+
+    Neighbouring weights that share a scale are a group.
+    """
+
+    numbers: Bytes
+    """[rows, columns]"""
+    zero_point: int
+    scales: Floats
+    """[rows, groups]"""
+    minima: Floats | None
+    """[rows, groups]; ``None`` where the form has none."""
+
+
+def split_groups(tensor: BlockTensor) -> Groups:
+    """Take a quantised tensor apart, exactly. F32, F16 and BF16 have no groups."""
+    rows, columns = tensor.shape
+    zero_point, split = _FORMS[tensor.kind]
+    numbers, scales, minima = split(_whole_blocks(tensor))
+    minima = None if minima is None else minima.reshape(rows, -1)
+    return Groups(numbers.reshape(rows, columns), zero_point, scales.reshape(rows, -1), minima)
+
+
 def dequantize(tensor: BlockTensor) -> Floats:
     """The weights as float32 [rows, columns], exactly as the form defines them."""
-    kind = BLOCK_KINDS[tensor.kind]
-    decode = _DECODERS[tensor.kind]
     rows, columns = tensor.shape
     result = np.empty((rows, columns), dtype=np.float32)
     step = max(1, VALUES_AT_ONCE // max(1, columns))
     for start in range(0, rows, step):
-        blocks = np.ascontiguousarray(tensor.data[start : start + step]).reshape(-1, kind.num_bytes)
-        decode(blocks, result[start : start + step].reshape(-1, kind.length))
+        data = tensor.data[start : start + step]
+        _widen(BlockTensor(tensor.kind, (len(data), columns), data), result[start : start + step])
     return result
 
 
-# Decoders: blocks [n, num_bytes] -> out [n, length], which they fill.
+def _widen(tensor: BlockTensor, out: Floats) -> None:
+    if tensor.kind in _FLOATS:
+        _FLOATS[tensor.kind](_whole_blocks(tensor), out.reshape(-1, 1))
+        return
+    numbers, zero_point, scales, minima = split_groups(tensor)
+    groups = out.reshape(*scales.shape, -1)
+    groups[:] = numbers.reshape(groups.shape)
+    groups -= zero_point
+    groups *= scales[:, :, None]
+    if minima is not None:
+        groups += minima[:, :, None]
 
 
-def _half(blocks: Bytes, at: int) -> Floats:
-    """The float16 at byte ``at`` of each block, as float32 [n, 1]."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+def _whole_blocks(tensor: BlockTensor) -> Bytes:
+    return np.ascontiguousarray(tensor.data).reshape(-1, BLOCK_KINDS[tensor.kind].num_bytes)
+
+
+# Plain numbers: blocks [n, num_bytes] -> out [n, 1], which they fill.
 
 
 def _float32(blocks: Bytes, out: Floats) -> None:
@@ -113,6 +147,19 @@ def _bfloat16(blocks: Bytes, out: Floats) -> None:
     out.view(np.uint32)[:] = blocks.view(np.uint16).astype(np.uint32) << 16
 
 
+_FLOATS: dict[str, Callable[[Bytes, Floats], None]] = {"F32": _float32, "F16": _float16, "BF16": _bfloat16}
+
+
+# Forms with groups: blocks [n, num_bytes] -> numbers [n, length], scales [n, groups], minima [n, groups] or None.
+
+_Parts = tuple[Bytes, Floats, Floats | None]
+
+
+def _half(blocks: Bytes, at: int) -> Floats:
+    """The float16 at byte ``at`` of each block, as float32 [n, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+
+
 def _nibbles(packed: Bytes) -> Bytes:
     """[n, 16] bytes to [n, 32] numbers below 16: all low halves, then all high halves."""
     return np.concatenate([packed & 15, packed >> 4], axis=1)
@@ -123,52 +170,36 @@ def _fifth_bits(packed: Bytes) -> Bytes:
     return np.unpackbits(packed, axis=1, bitorder="little") * np.uint8(16)
 
 
-def _q4_0(blocks: Bytes, out: Floats) -> None:
-    out[:] = _nibbles(blocks[:, 2:])
-    out -= 8
-    out *= _half(blocks, 0)
+def _q4_0(blocks: Bytes) -> _Parts:
+    return _nibbles(blocks[:, 2:]), _half(blocks, 0), None
 
 
-def _q4_1(blocks: Bytes, out: Floats) -> None:
-    out[:] = _nibbles(blocks[:, 4:])
-    out *= _half(blocks, 0)
-    out += _half(blocks, 2)
+def _q4_1(blocks: Bytes) -> _Parts:
+    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
 
 
-def _q5_0(blocks: Bytes, out: Floats) -> None:
-    out[:] = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    out -= 16
-    out *= _half(blocks, 0)
+def _q5_0(blocks: Bytes) -> _Parts:
+    return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), _half(blocks, 0), None
 
 
-def _q5_1(blocks: Bytes, out: Floats) -> None:
-    out[:] = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    out *= _half(blocks, 0)
-    out += _half(blocks, 2)
+def _q5_1(blocks: Bytes) -> _Parts:
+    return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), _half(blocks, 0), _half(blocks, 2)
 
 
-def _q8_0(blocks: Bytes, out: Floats) -> None:
-    out[:] = blocks[:, 2:].view(np.int8)
-    out *= _half(blocks, 0)
+def _q8_0(blocks: Bytes) -> _Parts:
+    return blocks[:, 2:] ^ 128, _half(blocks, 0), None  # from signed to 128 more
 
 
-def _scales_and_minima(packed: Bytes) -> tuple[Bytes, Bytes]:
-    """Eight 6-bit scales and eight 6-bit minima out of 12 bytes: [n, 12] to [n, 8] twice.
+def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
+    """The eight scales and minima of each block, from its first 16 bytes: two float16 factors and 6-bit multiples.
 
     The first four of each are the low 6 bits of bytes 0-3 and 4-7. The last four have their low 4 bits
     in bytes 8-11 (scale below, minimum above) and their top 2 bits in the top of bytes 0-3 and 4-7.
     """
-    low, middle, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    low, middle, last = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([low & 63, (last & 15) | (low >> 6 << 4)], axis=1)
     minima = np.concatenate([middle & 63, (last >> 4) | (middle >> 6 << 4)], axis=1)
-    return scales, minima
-
-
-def _apply_scales_and_minima(blocks: Bytes, groups: Floats) -> None:
-    """Widen ``groups`` [n, 8, 32] in place by the scales in the first 16 bytes of each block."""
-    scales, minima = _scales_and_minima(blocks[:, 4:16])
-    groups *= (_half(blocks, 0) * scales)[:, :, None]
-    groups -= (_half(blocks, 2) * minima)[:, :, None]
+    return _half(blocks, 0) * scales, -(_half(blocks, 2) * minima)
 
 
 def _nibble_groups(packed: Bytes) -> Bytes:
@@ -177,43 +208,33 @@ def _nibble_groups(packed: Bytes) -> Bytes:
     return np.stack([runs & 15, runs >> 4], axis=2).reshape(-1, 8, 32)
 
 
-def _q4_k(blocks: Bytes, out: Floats) -> None:
-    groups = out.reshape(-1, 8, 32)
-    groups[:] = _nibble_groups(blocks[:, 16:])
-    _apply_scales_and_minima(blocks, groups)
+def _q4_k(blocks: Bytes) -> _Parts:
+    return _nibble_groups(blocks[:, 16:]), *_scales_and_minima(blocks)
 
 
-def _q5_k(blocks: Bytes, out: Floats) -> None:
+def _q5_k(blocks: Bytes) -> _Parts:
     group = np.arange(8, dtype=np.uint8)[:, None]
     fifth_bits = (blocks[:, None, 16:48] >> group & 1) << 4
-    groups = out.reshape(-1, 8, 32)
-    groups[:] = _nibble_groups(blocks[:, 48:]) | fifth_bits
-    _apply_scales_and_minima(blocks, groups)
+    return _nibble_groups(blocks[:, 48:]) | fifth_bits, *_scales_and_minima(blocks)
 
 
-def _q6_k(blocks: Bytes, out: Floats) -> None:
+def _q6_k(blocks: Bytes) -> _Parts:
     low = blocks[:, :128].reshape(-1, 2, 2, 32)
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
-    scales = blocks[:, 192:208].view(np.int8)
     # Each half of a block is four runs of 32: the low nibbles of its two byte runs, then the high ones.
     nibbles = np.concatenate([low & 15, low >> 4], axis=2)
     top_bits = high >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None] & 3
-    groups = out.reshape(-1, 16, 16)
-    groups[:] = (nibbles | top_bits << 4).reshape(-1, 16, 16)
-    groups -= 32
-    groups *= (_half(blocks, 208) * scales)[:, :, None]
+    return nibbles | top_bits << 4, _half(blocks, 208) * blocks[:, 192:208].view(np.int8), None
 
 
-_DECODERS: dict[str, Callable[[Bytes, Floats], None]] = {
-    "F32": _float32,
-    "F16": _float16,
-    "BF16": _bfloat16,
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
+_FORMS: dict[str, tuple[int, Callable[[Bytes], _Parts]]] = {
+    "Q4_0": (8, _q4_0),
+    "Q4_1": (0, _q4_1),
+    "Q5_0": (16, _q5_0),
+    "Q5_1": (0, _q5_1),
+    "Q8_0": (128, _q8_0),
+    "Q4_K": (0, _q4_k),
+    "Q5_K": (0, _q5_k),
+    "Q6_K": (32, _q6_k),
 }
+"""The number that stands for zero, and how a block is taken apart."""
