@@ -91,11 +91,14 @@ class Sequence:
     published: Any = None
     """The prefix cache's own note of how far this sequence is published."""
     stop_token_ids: frozenset[int] = field(init=False)
+    max_computed_tokens: int = field(init=False)
+    """Positions that are ever computed: prompt and output, but for the last token, which nothing follows."""
 
     def __post_init__(self) -> None:
         request = self.request
         self.tokens = [*request.prompt_tokens, *request.output_tokens]
         self.num_prompt_tokens = len(request.prompt_tokens)
+        self.max_computed_tokens = self.num_prompt_tokens + max(request.max_tokens, 1) - 1
         self.stop_token_ids = frozenset(request.eos_token_ids).union(request.params.stop_token_ids)
 
     @property

@@ -1,0 +1,164 @@
+"""The KV cache as accounting: which block belongs to which sequence, and which can be found again.
+
+A block is in exactly one of three states::
+
+               reserve                        publish: full and committed blocks are put in the tree
+       FREE ───────────> HELD by sequences ──────────────────────────────────────────────┐
+        ^                  │         ^                                                   │
+        │   release        │         │ adopt                                             v
+        ├──────────────────┘         └──────────────── IDLE: in the tree, held by nobody
+        └────────────────────────────────────────────── evict, when a reservation needs it
+
+    num_free + num_used + num_cached == num_blocks
+
+The tensors live elsewhere (``KVStorage``); here a block is a number. Verbs: ``match``, ``adopt``, ``reserve``,
+``publish``, ``release``, ``evict``, ``check``. None of them costs more than the tokens it is about.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from octavo.cache.block_pool import BlockPool
+from octavo.cache.radix_tree import Node, RadixTree
+from octavo.types import Sequence
+
+
+class KVCache:
+    """Hands blocks of ``block_size`` token positions to sequences, and shares those with equal prefixes."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self.tree = RadixTree(block_size)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Idle blocks, kept only for reuse."""
+        return len(self.tree.idle)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that some sequence holds."""
+        return self.num_blocks - self.num_free - self.num_cached
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold ``num_tokens`` positions."""
+        return -(-num_tokens // self.block_size)
+
+    def match(self, tokens: list[int | None], salt: str) -> list[int]:
+        """Blocks with the longest cached prefix of ``tokens``; never all of it.
+
+        At least one token is left to compute, since sampling needs the logits after the last one.
+        """
+        return self.tree.find(tokens, (len(tokens) - 1) // self.block_size, salt)
+
+    def adopt(self, seq: Sequence, blocks: list[int]) -> None:
+        """Start ``seq``, which holds nothing, with ``blocks`` as ``match`` gave them."""
+        for block in blocks:
+            self._hold(block)
+        seq.block_table = blocks
+        seq.num_computed_tokens = len(blocks) * self.block_size
+        seq.published = self.tree.node_of[blocks[-1]] if blocks else None
+
+    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
+        """Grow the block table of ``seq`` to cover ``num_tokens`` positions, or change nothing and say no."""
+        num_missing = self.blocks_for(num_tokens) - len(seq.block_table)
+        if num_missing > self.num_free + self.num_cached:
+            return False
+        self.evict(num_missing - self.num_free)
+        for _ in range(num_missing):
+            seq.block_table.append(self.pool.take())
+        return True
+
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Let others find the full blocks among the first ``num_tokens`` positions of ``seq``.
+
+        Only committed positions may be published: a step in flight can still fail, and its keys and values
+        would never have been written. ``seq.published`` is the last node of ``seq`` in the tree, so only blocks
+        completed since then are looked at.
+
+        When another sequence published the same prefix first, ``seq`` changes over to that block and gives its
+        own back. Both then hold one path. With a copy each, a child would hang below a parent that its
+        holder does not hold: the parent could go idle, and could not be evicted.
+        """
+        if not self.enable_prefix_caching:
+            return
+        node: Node = seq.published or self.tree.root
+        for index in range(node.depth, num_tokens // self.block_size):
+            edge = self.tree.edge(seq.tokens, index, seq.request.cache_salt)
+            own = seq.block_table[index]
+            child = node.children.get(edge)
+            if child is None:
+                child = self.tree.insert(node, edge, own)
+            elif child.block != own:
+                self._hold(child.block)
+                self._drop(own)
+                seq.block_table[index] = child.block
+                seq.table_version += 1
+            seq.published = node = child
+
+    def release(self, seq: Sequence) -> None:
+        """Take back all blocks of ``seq``; what it published stays findable until evicted."""
+        for block in reversed(seq.block_table):  # deepest first: see RadixTree
+            self._drop(block)
+        seq.block_table = []
+        seq.table_version += 1
+        seq.num_computed_tokens = 0
+        seq.published = None
+
+    def evict(self, num_blocks: int) -> None:
+        """Forget ``num_blocks`` idle blocks, those that were held longest ago first; none when negative."""
+        for _ in range(num_blocks):
+            self.pool.free(self.tree.evict())
+
+    def _hold(self, block: int) -> None:
+        if self.pool.refs[block] == 0:
+            self.tree.wake(block)
+        self.pool.share(block)
+
+    def _drop(self, block: int) -> None:
+        if self.pool.drop(block) and not self.tree.rest(block):
+            self.pool.free(block)
+
+    def check(self, holders: Iterable[Sequence]) -> None:
+        """Assert that every block is accounted for, given all sequences that hold blocks. Costs O(pool)."""
+        refs, free, tree = self.pool.refs, self.pool.free_blocks, self.tree
+        held: Counter[int] = Counter()
+        for seq in holders:
+            held.update(seq.block_table)
+            self._check_published(seq)
+        assert all(held[block] == refs[block] for block in range(self.num_blocks)), "reference counts drifted"
+        assert len(set(free)) == len(free), "a block was freed twice"
+        in_tree: set[int] = set()
+        rested = {block: place for place, block in enumerate(tree.idle)}
+        for node in tree.walk():
+            assert tree.node_of.get(node.block) is node, "tree and block index disagree"
+            assert (node.block in rested) == (refs[node.block] == 0), "a held block is idle, or an idle one is not"
+            in_tree.add(node.block)
+            above = node.parent
+            assert above is not None
+            assert node.depth == above.depth + 1, "depths do not count up"
+            if above is not tree.root:
+                assert refs[above.block] >= refs[node.block], "a parent is held by fewer than its child"
+                assert rested.get(above.block, self.num_blocks) > rested.get(node.block, -1), "evicted top down"
+        assert in_tree == set(tree.node_of), "a cached block cannot be reached from the root"
+        assert rested.keys() <= in_tree, "an idle block is not in the tree"
+        unused = {block for block in range(self.num_blocks) if held[block] == 0} - in_tree
+        assert unused == set(free), f"blocks lost, or free and in use: {unused ^ set(free)}"
+
+    def _check_published(self, seq: Sequence) -> None:
+        node: Node | None = seq.published
+        while node is not None and node is not self.tree.root:
+            assert seq.block_table[node.depth - 1] == node.block, "the table of a sequence left its published path"
+            node = node.parent

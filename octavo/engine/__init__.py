@@ -1,0 +1,1 @@
+"""What runs next: the step loop, the scheduler, and the rules by which a text ends."""
