@@ -1,0 +1,62 @@
+"""Tokens to text, a few at a time, without ever emitting half a character."""
+
+from __future__ import annotations
+
+import codecs
+
+from octavo.text.tokenizer import Tokenizer
+
+_new_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """Turns a growing list of tokens into growing text.
+
+    However the tokens are split over calls, the concatenation of all ``push`` results and ``flush`` is
+    what ``Tokenizer.decode`` gives for all of them at once. The bytes of a character that is not complete
+    yet are kept back; bytes that cannot become one come out as U+FFFD as soon as that is certain.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._whole_texts = tokenizer.whole_texts_without_special if skip_special_tokens else tokenizer.whole_texts
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._token_bytes = tokenizer.token_bytes
+        self._decoder = _new_decoder("replace")
+        self._is_inside_character = False
+
+    def push(self, tokens: list[int]) -> str:
+        """The text that ``tokens`` make certain."""
+        if len(tokens) == 1 and not self._is_inside_character:
+            # By far the most common call: one token that is whole characters.
+            text = self._whole_texts.get(tokens[0])
+            if text is not None:
+                return text
+        data = b"".join([self._token_bytes(token) for token in tokens if token not in self._skipped])
+        text = self._decoder.decode(data)
+        self._is_inside_character = bool(self._decoder.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for a character that never became complete, or nothing."""
+        self._is_inside_character = False
+        return self._decoder.decode(b"", final=True)
+
+
+class TextOffsets:
+    """Where in the text each token begins, in characters: ``text_offset`` of the OpenAI completions API.
+
+    The tokens that share one character all begin where it begins. Skipped special tokens take no room.
+    ``start`` is the length of what comes before, such as an echoed prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, start: int = 0) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        self._length = start
+
+    def push(self, tokens: list[int]) -> list[int]:
+        """The offset of each of ``tokens``, which follow those of the calls before."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._length)
+            self._length += len(self._detokenizer.push([token]))
+        return offsets

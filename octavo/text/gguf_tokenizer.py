@@ -1,0 +1,177 @@
+"""Build a tokenizer from the metadata of a GGUF file (keys: ``docs/gguf.md`` in the ggml project)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers
+
+from octavo.errors import CheckpointError
+from octavo.text.pre_tokenizers import word_rule
+from octavo.text.token_bytes import SPACE_MARK
+from octavo.text.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
+from octavo.weights.gguf import GGUFFile
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Values of ``tokenizer.ggml.token_type``."""
+_SPECIAL_KEYS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def read_parts(file: Path) -> TokenizerParts | None:
+    """The tokenizer inside ``file``, or ``None`` if it has none; raise ``CheckpointError`` for a bad one."""
+    return parts_from_metadata(GGUFFile.open(file).metadata, file)
+
+
+def parts_from_metadata(metadata: dict[str, Any], origin: Path) -> TokenizerParts | None:
+    """The tokenizer that GGUF ``metadata`` describes; ``origin`` is named in errors."""
+    kind = metadata.get("tokenizer.ggml.model", "none")
+    if kind in ("none", "no_vocab"):
+        return None
+    reader = _Metadata(metadata, origin)
+    if kind == "gpt2":
+        backend, adds_bos = _byte_level(reader)
+    elif kind == "llama":
+        backend, adds_bos = _sentencepiece(reader), True
+    else:
+        raise CheckpointError(f"{origin}: tokenizer.ggml.model is {kind!r}; only 'gpt2' and 'llama' can be handled")
+    _add_tokens(backend, reader)
+    special_tokens = reader.special_tokens()
+    add_bos = reader.flag("add_bos_token", adds_bos and "bos_token" in special_tokens)
+    wrap_with_special_tokens(backend, special_tokens, add_bos, reader.flag("add_eos_token", False), origin)
+    template = metadata.get("tokenizer.chat_template")
+    return TokenizerParts(
+        origin=origin,
+        backend=backend,
+        special_tokens=special_tokens,
+        eos_token_ids=tuple(sorted({i for key in _END_KEYS if (i := reader.token_id(key)) is not None})),
+        chat_template=template if isinstance(template, str) else None,
+    )
+
+
+class _Metadata:
+    """The ``tokenizer.ggml.*`` keys of a file, checked as they are asked for."""
+
+    def __init__(self, metadata: dict[str, Any], origin: Path) -> None:
+        self._metadata = metadata
+        self.origin = origin
+        self.tokens: list[str] = self.strings("tokens")
+        self.types: list[int] = [int(t) for t in self.numbers("token_type", len(self.tokens), default=NORMAL)]
+
+    def fail(self, key: str, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.origin}: tokenizer.ggml.{key}: {problem}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{key}", default)
+
+    def strings(self, key: str) -> list[str]:
+        value = self.get(key)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.fail(key, "a list of strings is needed")
+        return value
+
+    def numbers(self, key: str, length: int, default: float | None = None) -> Sequence[float]:
+        value = self.get(key)
+        if value is None and default is not None:
+            return [default] * length
+        if value is None or isinstance(value, (str, int, float)) or len(value) != length:
+            raise self.fail(key, f"a list of {length} numbers is needed")
+        return [float(item) for item in value]
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self.get(key, default))
+
+    def token_id(self, key: str) -> int | None:
+        value = self.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(self.tokens):
+            raise self.fail(key, f"{value!r} is not one of the {len(self.tokens)} token ids")
+        return value
+
+    def special_tokens(self) -> dict[str, str]:
+        ids = {name: self.token_id(key) for name, key in _SPECIAL_KEYS.items()}
+        return {name: self.tokens[index] for name, index in ids.items() if index is not None}
+
+
+def _byte_level(reader: _Metadata) -> tuple[tokenizers.Tokenizer, bool]:
+    """Byte-level BPE with the merges of the file; and whether it begins texts with BOS by default."""
+    rule = word_rule(reader.get("pre", "default"), reader.origin)
+    merges = [_pair(merge, reader) for merge in reader.strings("merges")]
+    vocabulary = {token: index for index, token in enumerate(reader.tokens)}
+    backend = tokenizers.Tokenizer(_bpe(reader, vocabulary, merges, ignore_merges=rule.whole_words))
+    if rule.compose:
+        backend.normalizer = rule.normalizer()
+    backend.pre_tokenizer = rule.pre_tokenizer(reader.flag("add_space_prefix", False))
+    backend.decoder = decoders.ByteLevel()
+    return backend, rule.add_bos
+
+
+def _pair(merge: str, reader: _Metadata) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not (left and space and right):
+        raise reader.fail("merges", f"{merge!r} is not two pieces with a space between")
+    return left, right
+
+
+def _bpe(reader: _Metadata, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
+    try:
+        return models.BPE(vocab=vocabulary, merges=merges, **options)
+    except Exception as error:  # the library raises the bare class
+        raise reader.fail("merges", str(error)) from None
+
+
+def _sentencepiece(reader: _Metadata) -> tokenizers.Tokenizer:
+    """SentencePiece's BPE: the best-scored piece is merged first; characters without one become bytes."""
+    vocabulary = {token: index for index, token in enumerate(reader.tokens)}
+    scores = reader.numbers("scores", len(reader.tokens))
+    pieces = {token for token, kind in zip(reader.tokens, reader.types, strict=True) if kind == NORMAL}
+    merges = merges_from_scores({token: scores[vocabulary[token]] for token in pieces})
+    unknown = reader.token_id("unknown_token_id")
+    model = _bpe(
+        reader,
+        vocabulary,
+        merges,
+        unk_token=None if unknown is None else reader.tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)),
+    )
+    backend = tokenizers.Tokenizer(model)
+    mark_spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE_MARK)]
+    if reader.flag("add_space_prefix", True):
+        mark_spaces.insert(0, normalizers.Prepend(SPACE_MARK))
+    backend.normalizer = normalizers.Sequence(mark_spaces)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return backend
+
+
+def merges_from_scores(scores: dict[str, float]) -> list[tuple[str, str]]:
+    """The merges that make SentencePiece's choice: every way to put a piece together, best piece first."""
+    ranked = [
+        (-score, piece[:cut], piece[cut:])
+        for piece, score in scores.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
+    return [(left, right) for _, left, right in sorted(ranked)]
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, reader: _Metadata) -> None:
+    """Make tokens of the kinds that are matched in raw text known as such: control, unknown, user-defined."""
+    kinds = list(zip(reader.tokens, reader.types, strict=True))
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token, kind in kinds if kind in (CONTROL, UNKNOWN)]
+    )
+    backend.add_tokens(
+        [AddedToken(token, normalized=False, special=False) for token, kind in kinds if kind == USER_DEFINED]
+    )

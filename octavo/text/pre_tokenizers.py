@@ -1,0 +1,91 @@
+r"""How byte-level vocabularies cut text into words before merging, by the names that GGUF files use.
+
+The names are values of ``tokenizer.ggml.pre``; each stands for the rule that the model was trained with.
+A wrong rule gives plausible but wrong tokens, so a name that is not in the table is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+from octavo.errors import CheckpointError
+
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LOWER_WORD = r"[^\r\n\p{L}\p{N}]?" + _UPPER + "*" + _LOWER + "+"
+_UPPER_WORD = r"[^\r\n\p{L}\p{N}]?" + _UPPER + "+" + _LOWER + "*"
+_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_MARKS_AND_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = "|".join((_CONTRACTION, _LETTERS, r"\p{N}{1,3}", _MARKS, _SPACES))
+_QWEN2 = "|".join((_CONTRACTION, _LETTERS, r"\p{N}", _MARKS, _SPACES))
+_TEKKEN = "|".join((_LOWER_WORD, _UPPER_WORD, r"\p{N}", _MARKS_AND_SLASHES, _SPACES))
+_GPT4O = "|".join(
+    (f"{_LOWER_WORD}{_CONTRACTION}?", f"{_UPPER_WORD}{_CONTRACTION}?", r"\p{N}{1,3}", _MARKS_AND_SLASHES, _SPACES)
+)
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+
+
+@dataclass(frozen=True)
+class WordRule:
+    """``patterns`` cut the text one after another, each cutting what the one before it left."""
+
+    patterns: tuple[str, ...]
+    whole_words: bool = False
+    """Whether a word that is in the vocabulary is one token, whatever the merges would give."""
+    add_bos: bool = False
+    """Whether a text begins with the beginning-of-text token when the file does not say."""
+    compose: bool = False
+    """Whether text is brought into Unicode's composed form (NFC) first."""
+
+    def pre_tokenizer(self, add_prefix_space: bool) -> pre_tokenizers.PreTokenizer:
+        cuts: list[pre_tokenizers.PreTokenizer] = [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns
+        ]
+        spell = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)
+        return pre_tokenizers.Sequence([*cuts, spell])
+
+    def normalizer(self) -> normalizers.Normalizer | None:
+        return normalizers.NFC() if self.compose else None
+
+
+_GPT2_RULE = WordRule((_GPT2,))
+_DIGITS_RULE = WordRule((r"\p{N}", _GPT2))
+_LLAMA3_RULE = WordRule((_LLAMA3,), whole_words=True, add_bos=True)
+_QWEN2_RULE = WordRule((_QWEN2,), compose=True)
+
+WORD_RULES = {
+    "default": WordRule(_DEFAULT),
+    "gpt-2": _GPT2_RULE,
+    "gpt2": _GPT2_RULE,
+    "phi-2": _GPT2_RULE,
+    "olmo": _GPT2_RULE,
+    "mpt": _GPT2_RULE,
+    "smollm": _DIGITS_RULE,
+    "starcoder": _DIGITS_RULE,
+    "refact": _DIGITS_RULE,
+    "codeshell": _DIGITS_RULE,
+    "llama-bpe": _LLAMA3_RULE,
+    "llama3": _LLAMA3_RULE,
+    "llama-v3": _LLAMA3_RULE,
+    "smaug-bpe": WordRule((_LLAMA3,)),
+    "dbrx": WordRule((_LLAMA3,)),
+    "qwen2": _QWEN2_RULE,
+    "deepseek-r1-qwen": _QWEN2_RULE,
+    "tekken": WordRule((_TEKKEN,), whole_words=True, add_bos=True),
+    "gpt-4o": WordRule((_GPT4O,)),
+    "llama4": WordRule((_GPT4O,)),
+}
+
+
+def word_rule(name: str, origin: object) -> WordRule:
+    """The rule called ``name``; raise ``CheckpointError`` for a name that is not known."""
+    if name not in WORD_RULES:
+        raise CheckpointError(f"{origin}: tokenizer.ggml.pre is {name!r}; known are {', '.join(sorted(WORD_RULES))}")
+    return WORD_RULES[name]

@@ -1,0 +1,103 @@
+"""Find stop strings in text that arrives in pieces, without ever letting out part of one.
+
+The stop strings form one automaton (Aho and Corasick, "Efficient string matching", CACM 1975): its state is
+the longest end of the text so far that may still grow into a stop string. One step per character, whatever
+the number of stop strings and however the text is cut.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _State:
+    """A beginning of some stop string; ``depth`` is its length."""
+
+    depth: int = 0
+    next: dict[str, _State] = field(default_factory=dict)
+    fallback: _State | None = None
+    """The longest proper end of this text that is a beginning too; ``None`` for the empty text."""
+    stop: str | None = None
+    """The longest stop string that this text ends with."""
+
+
+class StopStrings:
+    """Watches growing text for the first of several stop strings.
+
+    The first to be *complete* wins; of those that are complete with the same character, the longest (which
+    began first). So the answer never depends on how the text was cut, and nothing waits for a longer match.
+    The text before the match comes out, followed by the match itself if ``include``.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool) -> None:
+        self.found: str | None = None
+        """The stop string that ended the text; nothing comes out any more."""
+        self._root = _build(stops)
+        self._state = self._root
+        self._include = include
+        self._held = ""
+        """Text not let out yet: that of ``_state``."""
+
+    def push(self, text: str) -> str:
+        """Text that is safe to let out."""
+        if self.found is not None:
+            return ""
+        for position, character in enumerate(text):
+            self._state = _advance(self._state, character)
+            if self._state.stop is not None:
+                return self._end(text[: position + 1], self._state.stop)
+        return self._let_out(text)
+
+    def pass_over(self, text: str) -> str:
+        """Like ``push`` for text in which no stop string counts, though one may begin in it."""
+        for character in text:
+            self._state = _advance(self._state, character)
+        return self._let_out(text)
+
+    def flush(self) -> str:
+        """The text held back, at the end of all text."""
+        held, self._held, self._state = self._held, "", self._root
+        return held
+
+    def _end(self, text: str, stop: str) -> str:
+        text = self._held + text
+        self._held, self.found = "", stop
+        return text if self._include else text[: len(text) - len(stop)]
+
+    def _let_out(self, text: str) -> str:
+        if self._include:
+            return text  # a match would be let out as well, so nothing has to wait for it
+        text = self._held + text
+        safe = len(text) - self._state.depth
+        self._held = text[safe:]
+        return text[:safe]
+
+
+def _advance(state: _State, character: str) -> _State:
+    """The state after one more character; falls back at most as often as it went forward before."""
+    while (following := state.next.get(character)) is None:
+        if state.fallback is None:
+            return state
+        state = state.fallback
+    return following
+
+
+def _build(stops: Sequence[str]) -> _State:
+    root = _State()
+    for stop in stops:
+        state = root
+        for character in stop:
+            state = state.next.setdefault(character, _State(state.depth + 1))
+        state.stop = stop
+    # Shorter texts first: a fallback is always shorter, so it is settled before it is needed.
+    queue = deque([root])
+    while queue:
+        state = queue.popleft()
+        for character, following in state.next.items():
+            following.fallback = root if state.fallback is None else _advance(state.fallback, character)
+            following.stop = following.stop or following.fallback.stop
+            queue.append(following)
+    return root

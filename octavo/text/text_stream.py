@@ -1,0 +1,84 @@
+"""From a choice's tokens to the text that its client sees."""
+
+from __future__ import annotations
+
+import msgspec
+
+from octavo.sampling_params import SamplingParams
+from octavo.text.detokenizer import Detokenizer
+from octavo.text.stop_strings import StopStrings
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import FinishReason
+
+
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
+    """What some more tokens add to the text."""
+
+    text: str
+    stop: str | None
+    """The stop string that ended the text with these tokens."""
+    num_tokens: int
+    """How many of these tokens count: all, or those up to the one that completed the stop string."""
+
+
+class TextStream:
+    """One choice's growing text: decoding, stop strings and ``min_tokens`` in one.
+
+    Text is the same however the tokens are split over calls. Stop strings count only when a token after the
+    first ``min_tokens`` completes them, as in vLLM. Without a tokenizer the text stays empty; admission
+    refuses stop strings then.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+        self._detokenizer = _NoText() if tokenizer is None else Detokenizer(tokenizer, params.skip_special_tokens)
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._shows_stop_token = params.include_stop_str_in_output
+        self._num_exempt = params.min_tokens
+        """How many more tokens must come before stop strings count."""
+
+    def push(self, tokens: list[int], finish_reason: FinishReason | None = None) -> TextDelta:
+        """What ``tokens`` add; ``finish_reason`` is the engine's, given with the last tokens.
+
+        With ``"stop"`` the last token is the one that ended the text: it counts, but unless
+        ``include_stop_str_in_output`` it is not shown, special or not. After a stop string was found
+        nothing is added and nothing counts.
+        """
+        if self._stops is not None:
+            return self._push_watched(self._stops, tokens, finish_reason)
+        if finish_reason is None:
+            return TextDelta(self._detokenizer.push(tokens), None, len(tokens))
+        text = self._detokenizer.push(self._shown(tokens, finish_reason)) + self._detokenizer.flush()
+        return TextDelta(text, None, len(tokens))
+
+    def _push_watched(self, stops: StopStrings, tokens: list[int], finish_reason: FinishReason | None) -> TextDelta:
+        """Go token by token, so that it is known which one completed a stop string."""
+        if stops.found is not None:
+            return TextDelta("", stops.found, 0)
+        texts = []
+        for count, token in enumerate(self._shown(tokens, finish_reason), 1):
+            texts.append(self._watch(stops, self._detokenizer.push([token])))
+            if stops.found is not None:
+                return TextDelta("".join(texts), stops.found, count)
+        if finish_reason is not None:
+            texts.append(stops.push(self._detokenizer.flush()))
+            texts.append(stops.flush())
+        return TextDelta("".join(texts), stops.found, len(tokens))
+
+    def _watch(self, stops: StopStrings, text: str) -> str:
+        if self._num_exempt == 0:
+            return stops.push(text)
+        self._num_exempt -= 1
+        return stops.pass_over(text)
+
+    def _shown(self, tokens: list[int], finish_reason: FinishReason | None) -> list[int]:
+        return tokens[:-1] if finish_reason == "stop" and not self._shows_stop_token else tokens
+
+
+class _NoText:
+    """Stands in for a ``Detokenizer`` when there is no tokenizer."""
+
+    def push(self, tokens: list[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""

@@ -1,0 +1,104 @@
+"""Text to tokens and tokens to text, over the ``tokenizers`` library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+
+from octavo.errors import InvalidParameter
+from octavo.text import folder_tokenizer, gguf_tokenizer
+from octavo.text.token_bytes import token_bytes_table
+from octavo.text.tokenizer_parts import TokenizerParts
+
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>", "<end_of_turn>", "<|endoftext|>", "</s>")
+"""Special tokens that end a turn wherever they are known; many checkpoints name only one of theirs."""
+
+
+class Tokenizer:
+    """A vocabulary with both directions.
+
+    Encoding runs outside Python and releases the interpreter lock. Decoding is the UTF-8 decoding of the
+    tokens' bytes, invalid bytes becoming U+FFFD. On valid text it equals the library's own decoding with
+    one deliberate difference: a leading space is never stripped and nothing is tidied up, so that the
+    texts of a prompt and of its continuation concatenate to the text of both.
+    """
+
+    def __init__(self, parts: TokenizerParts) -> None:
+        self._backend = parts.backend
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._bytes = token_bytes_table(parts.backend, parts.origin)
+        self.vocab_size = len(self._bytes)
+        """One more than the largest id."""
+        self.longest_token_bytes = max(map(len, self._bytes), default=0)
+        added = parts.backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(index for index, token in added.items() if token.special)
+        self.special_tokens = dict(parts.special_tokens)
+        """What chat templates know as ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token``."""
+        self.bos_token_id = self._id_of(self.special_tokens.get("bos_token"))
+        turn_ends = (self._id_of(text) for text in TURN_ENDS)
+        known = {index for index in turn_ends if index in self.special_token_ids}
+        self.eos_token_ids = tuple(sorted({*parts.eos_token_ids, *known} - {None}))
+        """Every id that ends a text or a turn: the checkpoint's own and the well-known ones it has."""
+        self.chat_template = parts.chat_template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``. Special tokens spelled out in the text are recognised as such.
+
+        ``add_special_tokens`` puts beginning- and end-of-text tokens around it, as the checkpoint says.
+        Raises ``InvalidParameter`` for a string that is not Unicode text (it has an unpaired surrogate).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidParameter("prompt", f"Character {error.start} of the text is an unpaired surrogate.") from None
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``tokens``; an id that the vocabulary does not have is no text."""
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+        return b"".join([self.token_bytes(t) for t in tokens if t not in skipped]).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that ``token`` adds to the text, special or not; none for an unknown id."""
+        return self._bytes[token] if 0 <= token < self.vocab_size else b""
+
+    def token_text(self, token: int) -> str:
+        r"""A name for ``token`` in lists of log-probabilities: its text, or ``bytes:\xe2\x80`` for a part of
+        a character, as the OpenAI completions API spells it (so that different parts have different names)."""
+        data = self.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    @cached_property
+    def whole_texts(self) -> dict[int, str]:
+        """Texts of the tokens that are complete text by themselves: most of them."""
+        texts = {}
+        for token, data in enumerate(self._bytes):
+            try:
+                texts[token] = data.decode()
+            except UnicodeDecodeError:
+                continue
+        return texts
+
+    @cached_property
+    def whole_texts_without_special(self) -> dict[int, str]:
+        """The same with nothing as the text of special tokens."""
+        return self.whole_texts | dict.fromkeys(self.special_token_ids, "")
+
+    def _id_of(self, text: str | None) -> int | None:
+        return None if text is None else self._backend.token_to_id(text)
+
+
+def load_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer of a checkpoint: a folder with ``tokenizer.json``, or a ``.gguf`` file.
+
+    ``None`` when the checkpoint has none, so that it can serve token ids only. Raises ``CheckpointError``
+    for one that is damaged or of a kind that cannot be handled.
+    """
+    read = folder_tokenizer.read_parts if path.is_dir() else gguf_tokenizer.read_parts
+    parts = read(path)
+    return None if parts is None else Tokenizer(parts)

@@ -1,0 +1,47 @@
+"""What a tokenizer is made of, whichever file it was read from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+from tokenizers import processors
+
+from octavo.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class TokenizerParts:
+    """A ``tokenizers`` backend and what its checkpoint says about it."""
+
+    origin: Path
+    backend: tokenizers.Tokenizer
+    special_tokens: Mapping[str, str]
+    """Text of ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token``, as far as there are such."""
+    eos_token_ids: tuple[int, ...]
+    """Ends of text by the checkpoint's own account."""
+    chat_template: str | None
+
+
+def wrap_with_special_tokens(
+    backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], add_bos: bool, add_eos: bool, origin: Path
+) -> None:
+    """Make ``backend`` put the beginning- and end-of-text tokens around what it encodes, as asked for.
+
+    Raises ``CheckpointError`` when such a token is asked for and there is none.
+    """
+    wanted = [name for name, flag in (("bos_token", add_bos), ("eos_token", add_eos)) if flag]
+    ids = {}
+    for name in wanted:
+        text = special_tokens.get(name)
+        index = None if text is None else backend.token_to_id(text)
+        if text is None or index is None:
+            raise CheckpointError(f"{origin}: add_{name} is set, but there is no {name}")
+        ids[text] = index
+    before = f"{special_tokens['bos_token']}:0 " if add_bos else ""
+    after = f" {special_tokens['eos_token']}:0" if add_eos else ""
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{before}$A:0{after}", pair=f"{before}$A:0 $B:0{after}", special_tokens=list(ids.items())
+    )
