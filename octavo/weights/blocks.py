@@ -187,7 +187,7 @@ def _q5_1(blocks: Bytes) -> _Parts:
 
 
 def _q8_0(blocks: Bytes) -> _Parts:
-    return blocks[:, 2:] ^ 128, _half(blocks, 0), None  # from signed to 128 more
+    return blocks[:, 2:] ^ np.uint8(128), _half(blocks, 0), None  # from signed to 128 more
 
 
 def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
@@ -214,7 +214,7 @@ def _q4_k(blocks: Bytes) -> _Parts:
 
 def _q5_k(blocks: Bytes) -> _Parts:
     group = np.arange(8, dtype=np.uint8)[:, None]
-    fifth_bits = (blocks[:, None, 16:48] >> group & 1) << 4
+    fifth_bits = (blocks[:, None, 16:48] >> group & np.uint8(1)) << np.uint8(4)
     return _nibble_groups(blocks[:, 48:]) | fifth_bits, *_scales_and_minima(blocks)
 
 
@@ -223,8 +223,8 @@ def _q6_k(blocks: Bytes) -> _Parts:
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
     # Each half of a block is four runs of 32: the low nibbles of its two byte runs, then the high ones.
     nibbles = np.concatenate([low & 15, low >> 4], axis=2)
-    top_bits = high >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None] & 3
-    return nibbles | top_bits << 4, _half(blocks, 208) * blocks[:, 192:208].view(np.int8), None
+    top_bits = high >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None] & np.uint8(3)
+    return nibbles | top_bits << np.uint8(4), _half(blocks, 208) * blocks[:, 192:208].view(np.int8), None
 
 
 _FORMS: dict[str, tuple[int, Callable[[Bytes], _Parts]]] = {

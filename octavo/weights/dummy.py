@@ -31,8 +31,10 @@ class DummyCheckpoint:
         """Normal values with deviation 0.02, around 1 for the weights of norms and around 0 for all else."""
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        count = torch.Size(shape).numel()
-        pool = torch.randn(min(count, POOL_SIZE), generator=generator).mul_(STANDARD_DEVIATION)
+        values = torch.empty(torch.Size(shape).numel())
+        pool = torch.randn(min(len(values), POOL_SIZE), generator=generator).mul_(STANDARD_DEVIATION)
         if name.endswith("norm.weight"):
             pool += 1
-        return pool.repeat(-(-count // POOL_SIZE))[:count].reshape(shape) if count > POOL_SIZE else pool.reshape(shape)
+        for part in torch.split(values, POOL_SIZE):
+            part.copy_(pool[: len(part)])
+        return values.reshape(shape)

@@ -1,0 +1,88 @@
+"""Fetching one large file over HTTP so that an interrupt costs nothing: the next attempt goes on from there."""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import certifi
+import httpx
+
+from octavo.errors import ConfigError
+
+Progress = Callable[[int, int | None], None]
+"""Called with the bytes there are so far, and the bytes there will be if that is known."""
+
+MAX_ATTEMPTS = 5
+"""Attempts in a row that bring no new byte before giving up."""
+TIMEOUT_SECONDS = 30.0
+CHUNK_BYTES = 1 << 18
+
+
+class _NoProgress(Exception):
+    """The connection was refused or broke, or the server was busy; trying again may help."""
+
+
+def download(url: str, target: Path, progress: Progress, pause: float = 1.0) -> None:
+    """Fetch ``url`` into ``target``, appending to what an earlier attempt left there.
+
+    The caller checks the content. Broken connections are taken up again, after ``pause`` seconds times
+    the number of failures in a row. Raises ``ConfigError`` when the server refuses or cannot be reached.
+    """
+    failures = 0
+    with httpx.Client(follow_redirects=True, timeout=TIMEOUT_SECONDS, verify=_trusted_certificates()) as client:
+        while True:
+            before = _size(target)
+            try:
+                return _fetch_rest(client, url, target, progress)
+            except (_NoProgress, httpx.TransportError) as error:
+                failures = 1 if _size(target) > before else failures + 1
+                if failures >= MAX_ATTEMPTS:
+                    raise ConfigError(f"{url}: {str(error) or type(error).__name__}") from error
+                time.sleep(pause * failures)
+
+
+def _fetch_rest(client: httpx.Client, url: str, target: Path, progress: Progress) -> None:
+    have = _size(target)
+    # Bytes of a compressed answer could not be taken up in the middle.
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
+    with client.stream("GET", url, headers=headers) as response:
+        if response.status_code == 416 and have:
+            return  # There is no byte after the last: it is complete.
+        if response.status_code in (408, 429) or response.status_code >= 500:
+            raise _NoProgress(f"the server answers {response.status_code}")
+        if response.status_code not in (200, 206):
+            raise ConfigError(f"{url}: the server answers {response.status_code}")
+        if _range_start(response) != have:
+            have = 0
+        total = have + int(response.headers["Content-Length"]) if "Content-Length" in response.headers else None
+        with target.open("ab") as file:
+            file.truncate(have)
+            progress(have, total)
+            for chunk in response.iter_raw(CHUNK_BYTES):
+                file.write(chunk)
+                have += len(chunk)
+                progress(have, total)
+
+
+def _range_start(response: httpx.Response) -> int:
+    """The position in the file where the body of a response starts."""
+    found = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
+    return int(found[1]) if response.status_code == 206 and found else 0
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _trusted_certificates() -> ssl.SSLContext:
+    """The usual authorities, the system's, and the one that pip was told of, as behind a company's proxy."""
+    context = ssl.create_default_context(cafile=certifi.where())
+    context.load_default_certs()
+    if own := os.environ.get("PIP_CERT"):
+        context.load_verify_locations(own)
+    return context
