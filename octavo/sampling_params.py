@@ -111,25 +111,36 @@ def choice_key(seed: int, index: int) -> int:
 
 
 def resolve_max_tokens(
-    params: SamplingParams, num_prompt_tokens: int, max_model_len: int, param: str = "prompt"
+    params: SamplingParams,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    *,
+    field: str = "prompt",
+    default: int | None = None,
 ) -> int:
-    """The most tokens a request may generate: what it asks for, or what the context has left when it asks for none.
+    """The most tokens a request may generate: what it asks for, or what the context has left when it names nothing.
 
-    Raise ``ContextLengthExceeded`` about ``param`` when the prompt and the tokens asked for do not fit. Clients tell
-    this error by its code, older ones by the beginning of its text.
+    ``default`` bounds the latter. A prompt and a limit that do not fit are refused with ``ContextLengthExceeded``
+    about ``field``, never clamped; clients tell this error by its code, older ones by the beginning of its text.
     """
     limit = f"This model's maximum context length is {max_model_len} tokens. However, "
-    if params.max_tokens is None:
-        if num_prompt_tokens >= max_model_len:
-            found = f"your {param} has {num_prompt_tokens} tokens, which leaves no room for an answer."
-            raise ContextLengthExceeded(f"{limit}{found} Please shorten the {param}.", param=param)
-        return max_model_len - num_prompt_tokens
-    if num_prompt_tokens + params.max_tokens > max_model_len:
-        total = num_prompt_tokens + params.max_tokens
-        parts = f"{num_prompt_tokens} in the {param}, {params.max_tokens} in the completion"
-        found = f"you requested {total} tokens ({parts})."
-        raise ContextLengthExceeded(f"{limit}{found} Please shorten the {param} or the completion.", param=param)
-    return params.max_tokens
+    room = max_model_len - num_prompt_tokens
+    if params.max_tokens is not None:
+        if params.max_tokens <= room:
+            return params.max_tokens
+        parts = f"{num_prompt_tokens} in the {field}, {params.max_tokens} in the completion"
+        found = f"you requested {num_prompt_tokens + params.max_tokens} tokens ({parts})."
+        raise ContextLengthExceeded(
+            f"{limit}{found} Please reduce the length of the {field} or completion.", param=field
+        )
+    if room < 1:
+        found = f"your {field} resulted in {num_prompt_tokens} tokens."
+        raise ContextLengthExceeded(f"{limit}{found} Please reduce the length of the {field}.", param=field)
+    resolved = room if default is None else min(room, default)
+    if params.min_tokens > resolved:
+        message = f"'min_tokens' ({params.min_tokens}) is above the most tokens there are, {resolved}."
+        raise InvalidParameter("min_tokens", message)
+    return resolved
 
 
 def _whole(params: SamplingParams, name: str, low: int, high: int) -> None:
