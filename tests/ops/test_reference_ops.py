@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops import dispatch
-from octavo.ops import paged_attention as paged_attention_op
 
+ATTENTION = importlib.import_module("octavo.ops.paged_attention")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 DTYPES = list(TOLERANCE)
 
@@ -110,7 +111,7 @@ def attend_plainly(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Ten
         [(1, 4), (1, 17), (1, 8)],
     ],
 )
-@pytest.mark.parametrize("max_scratch", [1, paged_attention_op.reference.__globals__["MAX_SCRATCH"]])
+@pytest.mark.parametrize("max_scratch", [1, ATTENTION.MAX_SCRATCH])
 def test_paged_attention(
     lengths: list[tuple[int, int]],
     num_heads: int,
@@ -120,7 +121,7 @@ def test_paged_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ragged rows over shuffled blocks; whatever is not part of a context holds NaN."""
-    monkeypatch.setitem(paged_attention_op.reference.__globals__, "MAX_SCRATCH", max_scratch)
+    monkeypatch.setattr(ATTENTION, "MAX_SCRATCH", max_scratch)
     block_size, head_dim, num_blocks = 4, 8, 40
     caches = torch.full((2, num_blocks, num_kv_heads, block_size, head_dim), math.nan, dtype=dtype).unbind()
     free = (torch.randperm(num_blocks - 1) + 1).tolist()

@@ -1,0 +1,91 @@
+"""Puts an engine together: the one module that names every concrete part."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from octavo.cache.kv_cache import KVCache
+from octavo.config import EngineConfig, ModelSettings
+from octavo.engine.engine import Engine
+from octavo.engine.scheduler import Scheduler
+from octavo.errors import ConfigError
+from octavo.models.config import ModelConfig, token_ids
+from octavo.models.registry import load_model
+from octavo.ops import dispatch
+from octavo.quant.scheme import WeightFormat, best_scheme
+from octavo.runtime import memory
+from octavo.runtime.cpu_threads import num_physical_cores
+from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.model_runner import ModelRunner
+from octavo.types import EngineInfo
+from octavo.weights.checkpoint import Checkpoint, open_checkpoint
+from octavo.weights.hub import resolve_model
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
+    """Load the model and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
+    device = resolve_device(config.model.device)
+    if device.type == "cpu":
+        torch.set_num_threads(num_physical_cores())
+    path = resolve_model(config.model)
+    checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed)
+    model_config = ModelConfig.from_dict(checkpoint.config)
+    form = weight_format(config.model, device, checkpoint)
+    loaded = load_model(model_config, checkpoint, form)
+    gc.collect()
+    kv_dtype = DTYPES.get(config.cache.kv_cache_dtype, form.dtype)
+    free = memory.free_memory(device, config.cache.gpu_memory_utilization)
+    limits, budget = memory.settle(
+        config, model_config, kv_dtype, form.dtype, device.type, weights=loaded.num_bytes, free=free
+    )
+    storage = KVStorage(model_config, limits.num_kv_blocks, limits.block_size, kv_dtype, device)
+    runner = ModelRunner(loaded.model, storage, model_config.vocab_size)
+    cache = KVCache(limits.num_kv_blocks, limits.block_size, config.cache.enable_prefix_caching)
+    scheduler = Scheduler(
+        cache,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        policy=config.scheduler.scheduling_policy,
+    )
+    info = EngineInfo(
+        max_model_len=limits.max_model_len,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=token_ids(checkpoint.generation_config, "eos_token_id") or model_config.eos_token_ids,
+        block_size=limits.block_size,
+        num_kv_blocks=limits.num_kv_blocks,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        architecture=model_config.architecture,
+        num_parameters=loaded.num_parameters,
+        dtype=str(form.dtype).removeprefix("torch."),
+        device=str(device),
+        memory=budget.as_dict(),
+        kernels={choice.op: choice.kernel for choice in dispatch.choices(device.type, form.dtype) if choice.chosen},
+    )
+    return Engine(scheduler, runner), info
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of a setting; "auto" takes a GPU when there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda was asked for, but torch finds no CUDA device here")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Checkpoint) -> WeightFormat:
+    """The form of weights and activations.
+
+    A dtype that is asked for is honoured, exactly: blocks are made dense. "auto" is float32 on a CPU, with block
+    weights kept as they are where a scheme computes with them well, and on a GPU the checkpoint's own type when
+    that is a 16-bit one, else bfloat16.
+    """
+    if settings.dtype != "auto":
+        return WeightFormat(DTYPES[settings.dtype], device)
+    if device.type == "cpu":
+        return WeightFormat(torch.float32, device, best_scheme(device))
+    own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    return WeightFormat(torch.float16 if own == "float16" else torch.bfloat16, device)

@@ -1,0 +1,1 @@
+"""The parts that models are made of. They hold weights and no state."""

@@ -1,0 +1,1 @@
+"""Model families: each base file stands alone and reads from top to bottom."""

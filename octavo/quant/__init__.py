@@ -1,0 +1,1 @@
+"""How the weights of linear maps are stored and applied."""

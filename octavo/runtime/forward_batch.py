@@ -1,0 +1,113 @@
+"""A plan as flat tensors.
+
+Shapes: T tokens of the step, S sequences, B blocks of the longest table.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from octavo.layers.attention import PagedRows
+from octavo.types import Plan, Sequence
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """What one forward pass computes: the rows of all sequences, one after the other."""
+
+    token_ids_T: Tensor
+    """int64."""
+    positions_T: Tensor
+    """int64."""
+    rows: PagedRows
+    first_rows: list[int]
+    """Where each sequence's rows begin, and at the end their number."""
+
+
+@dataclass(slots=True)
+class _Table:
+    """A sequence's block table as an array that is only extended while its version stays."""
+
+    version: int
+    length: int = 0
+    blocks: Ints = field(default_factory=lambda: np.zeros(16, dtype=np.int32))
+
+    def update(self, seq: Sequence) -> None:
+        length = len(seq.block_table)
+        if self.version != seq.table_version or length < self.length:
+            self.version, self.length = seq.table_version, 0
+        if length == self.length:
+            return
+        if length > len(self.blocks):
+            self.blocks = np.concatenate([self.blocks, np.zeros(length, dtype=np.int32)])
+        self.blocks[self.length : length] = seq.block_table[self.length :]
+        self.length = length
+
+
+class BatchBuilder:
+    """Makes forward batches. It keeps the block tables of live sequences as arrays between steps."""
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        self.device = device
+        self._tables: WeakKeyDictionary[Sequence, _Table] = WeakKeyDictionary()
+
+    def build(self, plan: Plan) -> ForwardBatch:
+        """Tensors for a plan of which no item is stale.
+
+        A ``None`` among the tokens is looked up in its sequence, where the step that sampled it is committed.
+        """
+        token_ids: list[int] = []
+        for item in plan:
+            token_ids.extend(_known_tokens(item.seq, item.start, item.tokens))
+            token_ids.extend(item.drafts)
+        starts = np.array([item.start for item in plan], dtype=np.int64)
+        query_lens = np.array([len(item.tokens) + len(item.drafts) for item in plan], dtype=np.int64)
+        first_rows = [0, *itertools.accumulate(query_lens.tolist())]
+        seq_lens = starts + query_lens
+        tables_SB = self._block_tables(plan, seq_lens)
+        of_row = np.repeat(np.arange(len(plan)), query_lens)
+        positions = np.arange(len(token_ids)) - np.array(first_rows)[of_row] + starts[of_row]
+        slots = tables_SB[of_row, positions // self.block_size].astype(np.int64) * self.block_size
+        slots += positions % self.block_size
+        return ForwardBatch(
+            torch.tensor(token_ids, dtype=torch.int64, device=self.device),
+            self._tensor(positions),
+            PagedRows(
+                self._tensor(slots),
+                self._tensor(tables_SB),
+                torch.tensor(first_rows, dtype=torch.int32, device=self.device),
+                self._tensor(seq_lens.astype(np.int32)),
+            ),
+            first_rows,
+        )
+
+    def _block_tables(self, plan: Plan, seq_lens: npt.NDArray[np.int64]) -> Ints:
+        num_blocks: list[int] = (-(-seq_lens // self.block_size)).tolist()
+        tables_SB = np.zeros((len(plan), max(num_blocks)), dtype=np.int32)
+        for row, item, count in zip(tables_SB, plan, num_blocks, strict=True):
+            table = self._tables.get(item.seq)
+            if table is None:
+                table = self._tables[item.seq] = _Table(item.seq.table_version)
+            table.update(item.seq)
+            assert count <= table.length, f"sequence {item.seq.id} has fewer blocks than its tokens need"
+            row[:count] = table.blocks[:count]
+        return tables_SB
+
+    def _tensor(self, values: npt.NDArray[np.int64] | Ints) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+def _known_tokens(seq: Sequence, start: int, tokens: tuple[int | None, ...]) -> list[int]:
+    known = [seq.tokens[start + i] if token is None else token for i, token in enumerate(tokens)]
+    assert None not in known, f"sequence {seq.id} is computed before its token is committed"
+    return known  # type: ignore[return-value]

@@ -1,0 +1,32 @@
+"""The tensors that hold keys and values. Which sequence owns which block is not known here.
+
+Shapes: L layers, K kv heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.layers.attention import LayerCache
+from octavo.models.config import ModelConfig
+
+
+class KVStorage:
+    """One pool of blocks for all layers; ``layers[i]`` is layer i's view of it, ``[num_blocks, K, block_size, H]``.
+
+    The memory is left as it comes: nothing may be read before it is written.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        self.pool = torch.empty(shape, dtype=dtype, device=device)
+        self.layers = [LayerCache(keys, values) for keys, values in self.pool]
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What one position takes, over all layers."""
+    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize

@@ -1,0 +1,94 @@
+"""What may be done to one row of logits before a token is chosen: pure functions, in the order of their use.
+
+Each takes float32 [V] and returns a new tensor; a token that may not be chosen is at minus infinity. Token ids beyond
+the vocabulary are passed over.
+
+Shapes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+NEVER = -math.inf
+NUCLEUS_GUESS = 256
+"""Most often the nucleus is found among this many tokens, which spares sorting the vocabulary."""
+
+
+def apply_mask(logits_V: Tensor, mask: npt.NDArray[np.uint8]) -> Tensor:
+    """Leave only tokens whose bit is set: bit ``id % 8`` of byte ``id // 8``; what the mask does not reach is out."""
+    allowed = np.zeros(len(logits_V), dtype=np.bool_)
+    bits = np.unpackbits(mask, bitorder="little")[: len(allowed)]
+    allowed[: len(bits)] = bits
+    return logits_V.where(torch.from_numpy(allowed).to(logits_V.device), NEVER)
+
+
+def ban(logits_V: Tensor, token_ids: Iterable[int]) -> Tensor:
+    """Take these tokens out."""
+    return logits_V.index_fill(0, _ids(token_ids, logits_V), NEVER)
+
+
+def add_bias(logits_V: Tensor, bias: Mapping[int, float]) -> Tensor:
+    """Add to the logits of single tokens."""
+    ids = _ids(bias, logits_V)
+    added = torch.tensor([bias[token] for token in ids.tolist()], dtype=logits_V.dtype, device=logits_V.device)
+    return logits_V.index_add(0, ids, added)
+
+
+def penalize_repetition(logits_V: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:
+    """Make tokens that occurred less likely: positive logits are divided by ``penalty``, others multiplied.
+
+    Source: CTRL, arXiv 1909.05858.
+    """
+    ids = torch.unique(_ids(tokens, logits_V))
+    seen = logits_V[ids]
+    return logits_V.index_copy(0, ids, torch.where(seen > 0, seen / penalty, seen * penalty))
+
+
+def penalize_output(logits_V: Tensor, tokens: Sequence[int], frequency: float, presence: float) -> Tensor:
+    """Subtract ``frequency`` for each occurrence and ``presence`` once, as the OpenAI API defines them."""
+    ids, counts = torch.unique(_ids(tokens, logits_V), return_counts=True)
+    return logits_V.index_add(0, ids, -(counts * frequency + presence).to(logits_V.dtype))
+
+
+def keep_min_p(logits_V: Tensor, min_p: float) -> Tensor:
+    """Leave tokens at least ``min_p`` times as probable as the most probable one."""
+    return _keep_from(logits_V, logits_V.max() + math.log(min_p))
+
+
+def keep_top_k(logits_V: Tensor, k: int) -> Tensor:
+    """Leave the k most probable tokens, and those as probable as the last of them."""
+    if k >= len(logits_V):
+        return logits_V
+    return _keep_from(logits_V, logits_V.topk(k).values[-1])
+
+
+def keep_top_p(logits_V: Tensor, top_p: float) -> Tensor:
+    """Leave the fewest tokens, most probable first, that together reach ``top_p``, and those as probable as the last.
+
+    Source: Holtzman et al., arXiv 1904.09751.
+    """
+    total = logits_V.logsumexp(0)
+    for count in (NUCLEUS_GUESS, len(logits_V)):
+        best = logits_V.topk(min(count, len(logits_V))).values
+        reached = (best - total).double().exp().cumsum(0)
+        if reached[-1] >= top_p:
+            break
+    last = int((reached < top_p).sum())
+    return _keep_from(logits_V, best[min(last, len(best) - 1)])
+
+
+def _keep_from(logits_V: Tensor, threshold: Tensor) -> Tensor:
+    return logits_V.masked_fill(logits_V < threshold, NEVER)
+
+
+def _ids(token_ids: Iterable[int], logits_V: Tensor) -> Tensor:
+    vocab_size = len(logits_V)
+    known = [token for token in token_ids if 0 <= token < vocab_size]
+    return torch.tensor(known, dtype=torch.int64, device=logits_V.device)

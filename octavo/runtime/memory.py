@@ -1,0 +1,182 @@
+"""What fits into memory, by arithmetic: settles every automatic limit before anything is allocated.
+
+All sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from octavo.config import CacheSettings, EngineConfig, SchedulerSettings
+from octavo.errors import ConfigError
+from octavo.models.config import ModelConfig
+from octavo.ops.paged_attention import MAX_SCRATCH
+from octavo.runtime.kv_storage import kv_bytes_per_token
+
+GIB = 1 << 30
+CPU_KV_MEMORY = 1 * GIB
+CPU_KV_SHARE = 0.5
+"""Most of the memory still free that the KV cache takes by itself on a CPU."""
+LOGITS_COPIES = 4
+"""Tensors as large as the logits that sampling holds at once."""
+
+ATTENTION_COPIES = 4
+"""The same for the intermediates of attention."""
+
+
+@dataclass(frozen=True)
+class DeviceDefaults:
+    """Limits where the settings leave them open."""
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+DEFAULTS = {"cpu": DeviceDefaults(16, 64, 256), "cuda": DeviceDefaults(64, 256, 8192)}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The settled limits of an engine; names as in the settings."""
+
+    max_model_len: int
+    block_size: int
+    num_kv_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes by purpose."""
+
+    weights: int
+    kv_cache: int
+    activations: int
+    logits: int
+
+    def as_dict(self) -> dict[str, int]:
+        """Purpose to bytes."""
+        return dataclasses.asdict(self)
+
+    def table(self) -> str:
+        """The budget for people to read, a line for each purpose."""
+        rows = [*self.as_dict().items(), ("total", sum(self.as_dict().values()))]
+        return "\n".join(f"{name.replace('_', ' '):<12}{size / 2**20:>12,.1f} MiB" for name, size in rows)
+
+
+def free_memory(device: torch.device, gpu_memory_utilization: float) -> int:
+    """Bytes that this process may still take on the device."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free - int(total * (1 - gpu_memory_utilization))
+    known = [_meminfo_available(), _cgroup_available(Path("/sys/fs/cgroup"))]
+    return min((size for size in known if size is not None), default=4 * GIB)
+
+
+def settle(
+    settings: EngineConfig,
+    model: ModelConfig,
+    kv_dtype: torch.dtype,
+    dtype: torch.dtype,
+    device: str,
+    weights: int,
+    free: int,
+) -> tuple[Limits, MemoryBudget]:
+    """Settle what the settings leave open, given the loaded weights' bytes and the bytes still free.
+
+    Raises ``ConfigError`` with the setting to change when something does not fit.
+    """
+    defaults = DEFAULTS[device]
+    block_size = settings.cache.block_size or defaults.block_size
+    max_num_seqs, max_num_batched_tokens = _batch_limits(settings.scheduler, defaults)
+    activations = _activation_bytes(model, max_num_batched_tokens, dtype)
+    logits = LOGITS_COPIES * max_num_seqs * model.vocab_size * 4
+    per_block = kv_bytes_per_token(model, kv_dtype) * block_size
+    room = free - activations - logits
+    max_model_len = _longest_asked(settings, model)
+    given = _given_blocks(settings.cache, per_block)
+    if given is None:
+        needed = -(-max_model_len // block_size)
+        preferred = int(min(CPU_KV_MEMORY, room * CPU_KV_SHARE)) if device == "cpu" else room
+        num_blocks = max(needed, preferred // per_block)
+    else:
+        num_blocks = given
+        if settings.model.max_model_len is None:
+            max_model_len = min(max_model_len, num_blocks * block_size)
+    _check_fit(max_model_len, num_blocks, block_size, per_block, room)
+    limits = Limits(max_model_len, block_size, num_blocks, max_num_seqs, max_num_batched_tokens)
+    return limits, MemoryBudget(weights, num_blocks * per_block, activations, logits)
+
+
+def _batch_limits(settings: SchedulerSettings, defaults: DeviceDefaults) -> tuple[int, int]:
+    """Sequences and tokens in a step; a limit that is open follows the one that is given."""
+    seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
+    if seqs is None:
+        seqs = min(defaults.max_num_seqs, tokens or defaults.max_num_seqs)
+    return seqs, tokens or max(defaults.max_num_batched_tokens, seqs)
+
+
+def _longest_asked(settings: EngineConfig, model: ModelConfig) -> int:
+    asked = settings.model.max_model_len
+    if asked is not None and asked > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len: {asked} is more than the model was made for, {model.max_position_embeddings}"
+        )
+    return asked or model.max_position_embeddings
+
+
+def _given_blocks(settings: CacheSettings, per_block: int) -> int | None:
+    if settings.num_kv_blocks is not None:
+        return settings.num_kv_blocks
+    if settings.kv_cache_memory is None:
+        return None
+    num_blocks = int(settings.kv_cache_memory * GIB) // per_block
+    if num_blocks == 0:
+        raise ConfigError(f"kv_cache_memory: one block takes {per_block / GIB:.3g} GiB; give at least that")
+    return num_blocks
+
+
+def _check_fit(max_model_len: int, num_blocks: int, block_size: int, per_block: int, room: int) -> None:
+    if num_blocks * block_size < max_model_len:
+        raise ConfigError(
+            f"max_model_len: {max_model_len} tokens do not fit into a KV cache of {num_blocks} blocks of {block_size}; "
+            f"lower max_model_len to {num_blocks * block_size}, or raise num_kv_blocks or kv_cache_memory"
+        )
+    if num_blocks * per_block > room:
+        raise ConfigError(
+            f"the KV cache needs {num_blocks * per_block / GIB:.2f} GiB ({num_blocks} blocks of {block_size} tokens) "
+            f"but {max(room, 0) / GIB:.2f} GiB of memory are free beside weights and activations; "
+            f"lower max_model_len (now {max_model_len}; {max(room // per_block, 0) * block_size} would fit), "
+            "num_kv_blocks or kv_cache_memory"
+        )
+
+
+def _activation_bytes(model: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
+    """The widest moment of a layer: the residual stream with the MLP's or the attention's tensors beside it."""
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    widest = 3 * model.hidden_size + max(3 * model.ffn_size, 3 * heads)
+    scratch = ATTENTION_COPIES * MAX_SCRATCH * 4
+    return num_tokens * widest * dtype.itemsize + scratch
+
+
+def _meminfo_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _cgroup_available(folder: Path) -> int | None:
+    """What the control group (version 2) leaves, when it has a limit."""
+    try:
+        limit, used = (folder / "memory.max").read_text().strip(), (folder / "memory.current").read_text()
+    except OSError:
+        return None
+    return None if limit == "max" else max(0, int(limit) - int(used))

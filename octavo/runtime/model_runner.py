@@ -1,0 +1,122 @@
+"""Carries out plans with a model: the forward pass, then sampling.
+
+Shapes: T tokens of the step, R rows whose logits are wanted, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.errors import RunnerError
+from octavo.models.registry import CausalLM
+from octavo.runtime.forward_batch import BatchBuilder
+from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.sampler import Choice, Row, Sampler, token_logprobs
+from octavo.types import Masks, Plan, Sampled, Scheduled, TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+LOGPROB_ROWS = 128
+"""Prompt positions whose logits are in memory at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A plan that is computed when its result is asked for: a CPU has nothing to overlap it with."""
+
+    runner: ModelRunner
+    plan: Plan
+
+    def sample(self, masks: Masks) -> list[Sampled]:
+        """Compute the plan; items that are stale by now give an empty ``Sampled``. Raise ``RunnerError``."""
+        live = [item for item in self.plan if not item.is_stale]
+        try:
+            with torch.inference_mode():
+                results = iter(self.runner.compute(live, masks) if live else [])
+        except Exception as error:
+            logger.exception("a forward pass of %d sequences failed", len(live))
+            raise RunnerError(f"the forward pass failed: {type(error).__name__}: {error}") from error
+        return [Sampled([]) if item.is_stale else next(results) for item in self.plan]
+
+
+class ModelRunner:
+    """Runs a model over the paged cache. Steps must be asked for in the order they were submitted."""
+
+    def __init__(self, model: CausalLM, storage: KVStorage, vocab_size: int) -> None:
+        device = storage.pool.device
+        self._model = model
+        self._layers = storage.layers
+        self._builder = BatchBuilder(storage.block_size, device)
+        self._sampler = Sampler(vocab_size, device)
+
+    def submit(self, plan: Plan) -> PendingStep:
+        """Take a plan; the steps before it may still be without a result."""
+        return PendingStep(self, plan)
+
+    def compute(self, plan: Plan, masks: Masks) -> list[Sampled]:
+        """Compute and sample a plan of which no item is stale."""
+        batch = self._builder.build(plan)
+        x_TD = self._model.forward(batch.token_ids_T, batch.positions_T, self._layers, batch.rows)
+        chosen: list[int] = []
+        rows: list[Row] = []
+        for item, end in zip(plan, batch.first_rows[1:], strict=True):
+            if item.samples:
+                chosen.extend(range(end - 1 - len(item.drafts), end))
+                rows.extend(_rows(item, masks))
+        choices = iter(self._sampler.sample(self._model.logits(x_TD[chosen]), rows) if rows else [])
+        results = []
+        for item, first in zip(plan, batch.first_rows, strict=False):
+            sampled = _accept(item, choices) if item.samples else Sampled([])
+            if item.seq.request.params.prompt_logprobs is not None:
+                sampled.prompt_logprobs = self._prompt_logprobs(item, x_TD[first:])
+            results.append(sampled)
+        return results
+
+    def _prompt_logprobs(self, item: Scheduled, x_TD: Tensor) -> list[TokenLogprobs]:
+        """Log-probabilities of the prompt's tokens after each position of this item, some rows at a time."""
+        seq = item.seq
+        count = seq.request.params.prompt_logprobs or 0
+        targets = seq.request.prompt_tokens[item.start + 1 : item.start + 1 + len(item.tokens)]
+        found: list[TokenLogprobs] = []
+        for first in range(0, len(targets), LOGPROB_ROWS):
+            tokens = targets[first : first + LOGPROB_ROWS]
+            logits_RV = self._model.logits(x_TD[first : first + len(tokens)])
+            found += token_logprobs(logits_RV, tokens, [count] * len(tokens))
+        return found
+
+
+def _rows(item: Scheduled, masks: Masks) -> Iterator[Row]:
+    """The token after this item, preceded by one for the place of each draft."""
+    seq = item.seq
+    end = item.start + len(item.tokens)
+    tokens = [*seq.tokens[:end], *item.drafts] if item.drafts else seq.tokens
+    seq_masks = masks.get(seq.id)
+    for i in range(1 + len(item.drafts)):
+        yield Row(
+            params=seq.request.params,
+            seed=seq.request.seed,
+            position=end + i,
+            tokens=tokens,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            stop_token_ids=seq.stop_token_ids,
+            mask=None if seq_masks is None else seq_masks[i],
+        )
+
+
+def _accept(item: Scheduled, choices: Iterator[Choice]) -> Sampled:
+    """Drafts are kept as long as they are what was chosen in their place: the same tokens as without drafts."""
+    made = [next(choices) for _ in range(1 + len(item.drafts))]
+    num_kept = 1
+    while num_kept <= len(item.drafts) and made[num_kept - 1][::2] == (item.drafts[num_kept - 1], None):
+        num_kept += 1
+    kept = made[:num_kept]
+    error = next((choice.error for choice in kept if choice.error is not None), None)
+    if error is not None:
+        return Sampled([], error=error)
+    logprobs = [choice.logprobs for choice in kept if choice.logprobs is not None]
+    return Sampled([choice.token for choice in kept], logprobs or None)

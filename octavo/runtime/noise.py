@@ -1,0 +1,56 @@
+"""Random numbers without state: each is a hash of (seed, position, token id), the same on every device.
+
+What a request draws therefore depends on nothing but itself: not on its neighbours, on the order of a batch, on
+preemption or on a replay. Integers are held in int64 and cut to 32 bits after every product; no product leaves the
+range of int64, so every device computes the same bits.
+
+Shapes: V vocabulary, C candidates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_32_BITS = 2**32 - 1
+_64_BITS = 2**64 - 1
+LARGEST_BELOW_ONE = 1 - 2**-24
+
+
+def token_hashes(vocab_size: int, device: torch.device) -> Tensor:
+    """A well-mixed 32-bit number for each token id; int64 [V]. Made once."""
+    return _mix(torch.arange(vocab_size, dtype=torch.int64, device=device))
+
+
+def exponentials(hashes_C: Tensor, seed: int, position: int) -> Tensor:
+    """Standard exponential variates of these tokens at this position; float32 [C], all above 0.
+
+    ``hashes_C`` are entries of ``token_hashes``. Small values, which decide an exponential race, are the finest.
+    """
+    key = _split_mix(_split_mix(seed & _64_BITS) ^ position)
+    factor, offset = _signed(key >> 32 | 1), key & _32_BITS
+    bits_C = _mix((hashes_C * factor + offset) & _32_BITS)
+    uniform_C = ((bits_C.to(torch.float64) + 0.5) * 2.0**-32).float().clamp_(max=LARGEST_BELOW_ONE)
+    return torch.log1p(-uniform_C).neg_()
+
+
+def _split_mix(x: int) -> int:
+    """One output of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) & _64_BITS
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _64_BITS
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _64_BITS
+    return x ^ x >> 31
+
+
+def _signed(x: int) -> int:
+    """The 32-bit number of the same bits, so that its product with one of 32 bits fits int64."""
+    return x - 2**32 if x >= 2**31 else x
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Mix 32-bit numbers (``lowbias32`` of Wellons' hash prospector: a bijection with little bias)."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _32_BITS
+    x = x ^ (x >> 15)
+    x = (x * _signed(0x846CA68B)) & _32_BITS
+    return x ^ (x >> 16)
