@@ -1,0 +1,1 @@
+"""The HTTP server: a front process that must not die, around an engine process that may."""

@@ -1,0 +1,296 @@
+"""The front process's engine: takes requests, tells their listeners, and outlives any engine process.
+
+Every accepted request is kept here with its output until it ends. When the engine process dies or hangs, the
+supervisor starts another, and what is live is submitted again as prompt + output so far; a listener notices a
+pause. Everything here runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import sys
+import time
+
+import msgspec
+
+from octavo.config import EngineConfig, ServeConfig, to_flat
+from octavo.errors import InvalidParameter, RequestError, RequestFailed, Unavailable
+from octavo.server import wire
+from octavo.server.engine_client import OutputListener
+from octavo.server.live import LiveRequest
+from octavo.server.supervisor import Supervisor
+from octavo.server.trials import Trials
+from octavo.telemetry.counts import Condition, Timing
+from octavo.telemetry.metrics import Metrics
+from octavo.types import EngineInfo, EngineStats, FinishReason, Output, Request
+
+ENGINE_ARGV = (sys.executable, "-m", "octavo.server.engine_process")
+READY_SECONDS = 5.0
+"""An engine that was silent for longer is not ready, though it may only be slow."""
+STOP_GRACE = 5.0
+"""Seconds that the engine process gets to end when asked, before it is killed."""
+DRAIN_POLL_SECONDS = 0.02
+
+COUNTER_FIELDS = (
+    *("num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions"),
+    *("prefix_queries", "prefix_hits", "num_faults"),
+)
+"""Fields of ``EngineStats`` that start from 0 in each engine process."""
+
+logger = logging.getLogger("octavo.server")
+
+
+class AsyncEngine:
+    """One engine for all that the server does, whatever happens to the process it runs in.
+
+    ``argv`` is the command of the engine process without its last argument, the number of the inherited socket.
+    """
+
+    def __init__(self, config: ServeConfig, argv: list[str] | None = None) -> None:
+        self.metrics = Metrics(config.server.served_model_name or config.model.model)
+        self.metrics.condition = self._condition
+        self.failure: str | None = None
+        """Why there will never again be an engine, once the supervisor has given up."""
+        engine_config = EngineConfig(model=config.model, cache=config.cache, scheduler=config.scheduler)
+        self._supervisor = Supervisor(argv or ENGINE_ARGV, to_flat(engine_config), config.server.engine_timeout, self)
+        self._ids = itertools.count(1)
+        self._live: dict[int, LiveRequest] = {}
+        self._trials = Trials()
+        self._info: EngineInfo | None = None
+        self._is_draining = False
+        self._earlier = EngineStats()
+        """The counters that ended engine processes left."""
+
+    # --- life ---
+
+    async def start(self) -> None:
+        """Start the engine process and wait until it is ready.
+
+        Raises ``ConfigError`` or ``CheckpointError`` with the engine process's own message when it cannot be
+        built, and ``OctavoError`` when the process ended some other way.
+        """
+        await self._supervisor.start()
+
+    async def stop(self, timeout: float) -> None:
+        """Take no more requests, give the live ones ``timeout`` seconds to end, then end everything."""
+        self._is_draining = True
+        deadline = time.monotonic() + timeout
+        while self._live and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        for live in list(self._live.values()):
+            self._fail(live, Unavailable("The server shut down before this request was finished."))
+        await self._supervisor.stop(STOP_GRACE)
+
+    # --- what it is, and how it is ---
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise RuntimeError("the engine has not been started")
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest figures; counters go on over restarts of the engine process."""
+        return self.metrics.stats
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request accepted now would be computed at once."""
+        return self._accepts and self._is_up and self.seconds_since_progress < READY_SECONDS
+
+    @property
+    def num_live(self) -> int:
+        """Requests accepted and not yet ended."""
+        return len(self._live)
+
+    @property
+    def num_restarts(self) -> int:
+        return self.metrics.restarts
+
+    @property
+    def seconds_since_progress(self) -> float:
+        """Age of the engine process's last sign of life: a step, or an answer while idle."""
+        link = self._supervisor.link
+        return 0.0 if link is None else time.monotonic() - link.last_sign
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine process of now."""
+        link = self._supervisor.link
+        return None if link is None else link.pid
+
+    @property
+    def _accepts(self) -> bool:
+        return self._info is not None and self.failure is None and not self._is_draining
+
+    @property
+    def _is_up(self) -> bool:
+        link = self._supervisor.link
+        return link is not None and link.is_ready
+
+    def _condition(self) -> Condition:
+        return Condition(self.num_live, self.is_ready, self.seconds_since_progress)
+
+    # --- requests ---
+
+    def next_id(self) -> int:
+        """An id that no other request of this server has."""
+        return next(self._ids)
+
+    def add(self, request: Request, listener: OutputListener) -> None:
+        """Accept a request; from here on it ends with an answer to ``listener``, whatever happens.
+
+        Raises ``Unavailable`` when not started, draining or given up, and ``InvalidParameter`` for a request
+        that cannot be sent. While the engine process restarts, requests are accepted and wait.
+        """
+        if not self._accepts:
+            raise Unavailable(self.failure or "The server takes no requests now.", retry_after=5)
+        if request.id in self._live:
+            raise ValueError(f"request id {request.id} is in use")
+        live = LiveRequest(request, listener, Timing(request.arrival or time.monotonic()))
+        if self._is_up and not self._trials.holds_back:
+            try:
+                self._submit(live)
+            except wire.FrameError as error:
+                raise InvalidParameter("request", str(error)) from None
+            live.is_submitted = True
+        else:
+            self._trials.holds_back = True
+        self._live[request.id] = live
+
+    def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
+        """End a request without another word to its listener; an id that is not live is ignored.
+
+        ``reason`` is what the metrics count it as: ``"stop"`` when the listener has all it wants.
+        """
+        live = self._live.get(request_id)
+        if live is not None:
+            self._end(live, reason)
+            self._forget_in_engine(live)
+            self._admit_waiting()
+
+    def _submit(self, live: LiveRequest) -> None:
+        link = self._supervisor.link
+        assert link is not None
+        link.send(wire.Submit(link.generation, live.replay()))
+
+    def _forget_in_engine(self, live: LiveRequest) -> None:
+        link = self._supervisor.link
+        if live.is_submitted and link is not None:
+            link.send(wire.Abort(link.generation, live.id))
+
+    def _end(self, live: LiveRequest, reason: FinishReason) -> None:
+        del self._live[live.id]
+        request = live.request
+        self.metrics.observe_end(live.timing, reason, len(request.prompt_tokens), len(live.tokens), request.max_tokens)
+
+    def _fail(self, live: LiveRequest, error: RequestError) -> None:
+        """End a request with an error, and tell its listener."""
+        self._end(live, "error")
+        self._forget_in_engine(live)
+        try:
+            live.listener.on_error(error)
+        except Exception:
+            logger.exception("the listener of request %d failed on an error", live.id)
+
+    def _admit_waiting(self) -> None:
+        """Submit those of the live requests that are not, as far as they may enter now."""
+        if self._trials.holds_back and self._is_up:
+            for live in self._trials.admit(self._live.values()):
+                self._replay(live)
+
+    def _replay(self, live: LiveRequest) -> None:
+        if live.total_deaths:
+            self.metrics.replays += 1
+        try:
+            self._submit(live)
+        except wire.FrameError as error:
+            self._fail(live, InvalidParameter("request", str(error)))
+
+    # --- what the supervisor tells ---
+
+    def on_up(self, info: EngineInfo) -> None:
+        """An engine process is ready: submit what is live."""
+        if self._info is not None:
+            self.metrics.restarts += 1
+        self._info = self.metrics.info = info
+        self._admit_waiting()
+
+    def on_down(self) -> None:
+        """The engine process is gone: who is guilty ends, the others wait for the next."""
+        self.metrics.hangs = self._supervisor.num_hangs
+        self._earlier = self._settled(self.stats)
+        self.metrics.stats = self._earlier
+        for live in self._trials.on_death(self._live.values()):
+            self.metrics.convictions += 1
+            logger.error("request %d ends: %d engine processes died with it", live.id, live.total_deaths)
+            self._fail(live, RequestFailed("The engine fails whenever it computes this request."))
+
+    def on_given_up(self, reason: str) -> None:
+        """There will be no other engine process: everything live ends."""
+        self.failure = f"The engine cannot be restarted: {reason}"
+        for live in list(self._live.values()):
+            self._fail(live, RequestFailed(self.failure))
+
+    def on_step(self, step: wire.StepDone) -> None:
+        """One step's news, in one pass."""
+        now = time.monotonic()
+        self.metrics.observe_step(self._total(step.stats))
+        live_requests = self._live
+        for output in step.outputs:
+            live = live_requests.get(output.request_id)
+            if live is not None:
+                self._deliver(live, output, now)
+        for refusal in step.refusals:
+            live = live_requests.get(refusal.request_id)
+            if live is not None:
+                live.is_submitted = False
+                self._fail(live, refusal.as_error())
+        self._admit_waiting()
+
+    def _deliver(self, live: LiveRequest, output: Output, now: float) -> None:
+        """Journal first, then count, then tell the listener."""
+        tokens = output.tokens
+        if tokens:
+            live.tokens += tokens
+            live.deaths = 0
+            timing = live.timing
+            if timing.first_token:
+                self.metrics.observe_tokens(timing, len(tokens), now)
+            else:
+                timing.first_scheduled = output.first_scheduled
+                self.metrics.observe_first_tokens(
+                    timing, len(tokens), now, len(live.request.prompt_tokens), output.num_cached_tokens
+                )
+        if output.prompt_logprobs is not None:
+            live.drop_delivered_prompt_logprobs(output)
+        if output.error is not None:
+            live.is_submitted = False
+            self._fail(live, RequestFailed(output.error))
+            return
+        if output.finish_reason is not None:
+            self._end(live, output.finish_reason)
+        try:
+            live.listener.on_output(output)
+        except Exception:
+            logger.exception("the listener of request %d failed; the request ends", live.id)
+            if live.id in self._live:
+                self._fail(live, RequestFailed("The server failed to handle the output of this request."))
+
+    # --- counters over restarts ---
+
+    def _total(self, stats: EngineStats) -> EngineStats:
+        """``stats`` with what earlier engine processes counted; the same object as long as there were none."""
+        if self._earlier.num_steps:
+            for name in COUNTER_FIELDS:
+                setattr(stats, name, getattr(stats, name) + getattr(self._earlier, name))
+        return stats
+
+    @staticmethod
+    def _settled(stats: EngineStats) -> EngineStats:
+        """The counters alone: nothing is running, and nothing is held."""
+        kept = {name: getattr(stats, name) for name in COUNTER_FIELDS}
+        return msgspec.structs.replace(EngineStats(num_blocks=stats.num_blocks), **kept)

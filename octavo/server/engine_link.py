@@ -1,0 +1,140 @@
+"""One engine process, as the front process holds it: the child, and the socket to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from octavo.errors import OctavoError
+from octavo.server import wire
+from octavo.types import EngineInfo
+
+POLL_SECONDS = 0.005
+
+logger = logging.getLogger("octavo.server")
+
+
+class EngineLink(asyncio.Protocol):
+    """Starts one engine process and talks to it, until one of the two ends goes away.
+
+    ``ready`` is done when the engine is built, or holds the error that says why it cannot be. ``closed`` is set
+    when the process is gone or of no more use; then nothing more is delivered.
+    """
+
+    def __init__(self, generation: int, on_step: Callable[[wire.StepDone], None]) -> None:
+        self.generation = generation
+        self.last_sign = time.monotonic()
+        """When the engine process last reported, or was started."""
+        self.started = self.last_sign
+        self.has_delivered = False
+        """Whether it ever brought a token."""
+        self.had_requests = False
+        self.ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self.closed = asyncio.Event()
+        self._on_step = on_step
+        self._reader = wire.FrameReader()
+        self._transport: Any = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def open(self, argv: Sequence[str], config: dict[str, Any]) -> None:
+        """Start ``argv + [FD]`` and tell it what to build; raise ``OSError`` when it cannot be started."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with theirs:
+                fd = theirs.fileno()
+                # A group of its own: Ctrl-C in a terminal is for the front process, which drains.
+                self._process = subprocess.Popen([*argv, str(fd)], pass_fds=[fd], process_group=0)
+        except OSError:
+            ours.close()
+            self.closed.set()
+            raise
+        ours.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+        self.send(wire.Start(self.generation, config))
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready.done() and not self.closed.is_set() and self.ready.exception() is None
+
+    def send(self, message: wire.ToEngine) -> None:
+        """Send one message; raise ``FrameError`` if it cannot be encoded. To a process that is gone: nothing."""
+        frame = wire.pack(message)
+        if isinstance(message, wire.Submit):
+            self.had_requests = True
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame)
+
+    def has_exited(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End the process at once. Harmless when it is gone; never signals a process that is not our own child."""
+        if self._process is not None:
+            self._process.kill()
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Close the socket, which asks the process to end; ``closed`` follows."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def wait_exit(self, seconds: float) -> bool:
+        """Wait until the process is gone and reaped; say whether it is."""
+        deadline = time.monotonic() + seconds
+        while not self.has_exited():
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(POLL_SECONDS)
+        return True
+
+    def describe_exit(self) -> str:
+        """How the process ended, in words."""
+        code = None if self._process is None else self._process.poll()
+        if code is None:
+            return "still running"
+        return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+
+    # --- called by the event loop ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for payload in self._reader.feed(data):
+                self._receive(wire.unpack_from_engine(payload))
+        except wire.FrameError as error:
+            logger.error("engine process %s speaks nonsense and is killed: %s", self.pid, error)
+            self.kill()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set()
+        if not self.ready.done():
+            self._fail(OctavoError("the engine process ended while it was starting; its output says why"))
+
+    def _receive(self, message: wire.FromEngine) -> None:
+        if message.generation != self.generation or self.closed.is_set():
+            return
+        self.last_sign = time.monotonic()
+        if isinstance(message, wire.StepDone):
+            self.has_delivered = self.has_delivered or bool(message.outputs)
+            self._on_step(message)
+        elif isinstance(message, wire.Failed):
+            self._fail(message.as_error())
+        elif not self.ready.done():
+            self.ready.set_result(message.info)
+
+    def _fail(self, error: OctavoError) -> None:
+        with contextlib.suppress(asyncio.InvalidStateError):
+            self.ready.set_exception(error)
+            self.ready.exception()  # marked as seen: nobody may be waiting for it any more

@@ -1,0 +1,190 @@
+"""The engine process: builds an engine and steps it, for a front process at the other end of a socket.
+
+Run as ``python -m octavo.server.engine_process FD``, where ``FD`` is an inherited socket. This process is
+disposable: it holds nothing that the front process does not have, and may be killed at any time. It ends
+when the socket closes, when its parent dies, and on SIGTERM; SIGINT is for the parent to act on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import logging
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Protocol
+
+from octavo.config import EngineConfig
+from octavo.errors import OctavoError, RequestError
+from octavo.server import wire
+from octavo.types import EngineInfo, EngineStats, Output, Request
+
+IDLE_WAIT = 0.001
+"""Seconds to wait for messages when a step found nothing to do although there is work."""
+
+logger = logging.getLogger("octavo.engine")
+
+
+class EngineLike(Protocol):
+    """What this loop needs of ``octavo.engine.Engine``."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: Request) -> None: ...
+    def abort(self, request_id: int) -> None: ...
+    def step(self) -> list[Output]: ...
+    def stats(self) -> EngineStats: ...
+
+
+Build = Callable[[EngineConfig], tuple[EngineLike, EngineInfo]]
+
+
+class FrontGone(Exception):
+    """The front process closed the socket."""
+
+
+class Channel:
+    """The engine's end of the socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._reader = wire.FrameReader()
+
+    def send(self, message: wire.FromEngine) -> None:
+        """Send one message; wait while the front process has no room for it."""
+        try:
+            self._socket.sendall(wire.pack(message))
+        except (BrokenPipeError, ConnectionResetError):
+            raise FrontGone from None
+
+    def receive(self, wait: bool) -> list[wire.ToEngine]:
+        """The messages that arrived; with ``wait``, at least one. Raise ``FrontGone`` at the end of the stream."""
+        while True:
+            try:
+                data = self._socket.recv(1 << 18, 0 if wait else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return []
+            except ConnectionResetError:
+                raise FrontGone from None
+            if not data:
+                raise FrontGone
+            payloads = self._reader.feed(data)
+            if payloads or not wait:
+                return [wire.unpack_to_engine(payload) for payload in payloads]
+
+    def wait_readable(self, seconds: float) -> None:
+        select.select([self._socket], [], [], seconds)
+
+
+class EngineLoop:
+    """Steps an engine, and does what the front process asks between the steps."""
+
+    def __init__(self, engine: EngineLike, channel: Channel, generation: int) -> None:
+        self.engine = engine
+        self.channel = channel
+        self.generation = generation
+        self._refusals: list[wire.Refusal] = []
+        self._num_steps = 0
+        self._stopped = False
+
+    def run(self) -> None:
+        """Serve until told to stop; raise ``FrontGone`` when the front process is gone."""
+        while not self._stopped:
+            messages = self.channel.receive(wait=not self.engine.has_work)
+            for message in messages:
+                if message.generation == self.generation:
+                    self._handle(message)
+            if self.engine.has_work:
+                self._step()
+            elif messages:
+                self._report([], self.engine.stats())
+
+    def _handle(self, message: wire.ToEngine) -> None:
+        match message:
+            case wire.Submit(request=request):
+                try:
+                    self.engine.add(request)
+                except RequestError as error:
+                    kind = type(error).__name__
+                    self._refusals.append(wire.Refusal(request.id, kind, error.message, error.param))
+            case wire.Abort(request_id=request_id):
+                self.engine.abort(request_id)
+            case wire.Stop():
+                self._stopped = True
+            case wire.Start() | wire.Ping():
+                pass  # a Ping is answered by the report that follows every batch of messages
+
+    def _step(self) -> None:
+        outputs = self.engine.step()
+        stats = self.engine.stats()
+        if outputs or self._refusals or stats.num_steps != self._num_steps:
+            self._num_steps = stats.num_steps
+            self._report(outputs, stats)
+        else:
+            # Silence, so that an engine that never gets anywhere is seen to hang.
+            self.channel.wait_readable(IDLE_WAIT)
+
+    def _report(self, outputs: list[Output], stats: EngineStats) -> None:
+        refusals, self._refusals = self._refusals, []
+        self.channel.send(wire.StepDone(self.generation, outputs, stats, refusals))
+
+
+def main(build: Build | None = None, argv: list[str] | None = None) -> int:
+    """Run an engine process; ``build`` is ``octavo.build.build_engine`` unless a test brings its own."""
+    arguments = sys.argv[1:] if argv is None else argv
+    _settle_signals()
+    channel = Channel(socket.socket(fileno=int(arguments[-1])))
+    try:
+        start = channel.receive(wait=True)[0]
+        if not isinstance(start, wire.Start):
+            raise wire.FrameError(f"the first message must be Start, not {type(start).__name__}")
+        built = _build(build, start, channel)
+        if built is None:
+            return 1
+        EngineLoop(built, channel, start.generation).run()
+    except FrontGone:
+        logger.info("the front process is gone")
+    return 0
+
+
+def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLike | None:
+    """Build the engine and say so, or say why not and return ``None``."""
+    try:
+        engine, info = (build or _default_build())(EngineConfig.from_flat(start.config))
+    except Exception as error:
+        message = str(error)
+        if not isinstance(error, OctavoError):
+            traceback.print_exc()
+            message = f"{type(error).__name__}: {error}"
+        channel.send(wire.Failed(start.generation, type(error).__name__, message))
+        return None
+    # What exists now lives as long as the process: full collections need not look at it again.
+    gc.collect()
+    gc.freeze()
+    channel.send(wire.Ready(start.generation, info))
+    return engine
+
+
+def _default_build() -> Build:
+    from octavo.build import build_engine  # brings torch, which the front process must never import
+
+    return build_engine
+
+
+def _settle_signals() -> None:
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        # Also in the middle of a long step or a long start, when nobody reads the socket.
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""What is counted while serving. Names and meanings for the outside are in ``octavo.telemetry.catalogue``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import get_args
+
+from octavo.telemetry import histogram
+from octavo.telemetry.histogram import Histogram
+from octavo.types import EngineInfo, EngineStats, FinishReason
+
+FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
+REJECTIONS = ("queue_full", "unavailable", "too_large", "invalid", "unauthorized", "other")
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+MAX_HANDLERS = 64
+"""More different routes than this are counted together: labels must not grow with what clients send."""
+
+MAX_COUNTED_TOKENS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Condition:
+    """How the engine process is right now."""
+
+    num_live: int = 0
+    is_ready: bool = False
+    seconds_since_progress: float = 0.0
+
+
+@dataclass(slots=True)
+class Timing:
+    """When things happened to one request, by ``time.monotonic()``; 0 means not yet."""
+
+    arrival: float
+    first_scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+
+class Counts:
+    """Counts what the server does.
+
+    ``condition`` and ``info`` are set by the owner of the engine process; ``stats``, what the engine counts
+    itself, is replaced after every step.
+    """
+
+    def __init__(self) -> None:
+        self.stats = EngineStats()
+        self.info: EngineInfo | None = None
+        self.condition: Callable[[], Condition] = Condition
+
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.step_seconds = 0.0
+        self.restarts = 0
+        self.hangs = 0
+        self.replays = 0
+        self.convictions = 0
+        self.finished = dict.fromkeys(FINISH_REASONS, 0)
+        self.rejected = dict.fromkeys(REJECTIONS, 0)
+        self.http_requests: dict[tuple[str, str, str], int] = {}
+        self.http_seconds: dict[str, Histogram] = {}
+
+        tokens = histogram.decades(MAX_COUNTED_TOKENS)
+        self.time_to_first_token = Histogram(histogram.FIRST_TOKEN_BUCKETS)
+        self.inter_token_latency = Histogram(histogram.PER_TOKEN_BUCKETS)
+        self.time_per_output_token = Histogram(histogram.PER_TOKEN_BUCKETS)
+        self.end_to_end = Histogram(histogram.LATENCY_BUCKETS)
+        self.queue_time = Histogram(histogram.LATENCY_BUCKETS)
+        self.prefill_time = Histogram(histogram.LATENCY_BUCKETS)
+        self.decode_time = Histogram(histogram.LATENCY_BUCKETS)
+        self.inference_time = Histogram(histogram.LATENCY_BUCKETS)
+        self.request_prompt_tokens = Histogram(tokens)
+        self.request_output_tokens = Histogram(tokens)
+        self.request_max_tokens = Histogram(tokens)
+        self.step_tokens = Histogram(histogram.STEP_TOKENS_BUCKETS)
+
+    def observe_step(self, stats: EngineStats) -> None:
+        """A step was reported; ``stats`` counts over all engine processes of this server."""
+        if stats.num_steps != self.stats.num_steps:
+            self.step_tokens.observe(stats.step_tokens)
+            self.step_seconds += stats.step_seconds
+        self.stats = stats
+
+    def observe_tokens(self, timing: Timing, count: int, now: float) -> None:
+        """A request got ``count`` > 0 output tokens, and not its first ones."""
+        self.output_tokens += count
+        self.inter_token_latency.observe(now - timing.last_token)
+        timing.last_token = now
+
+    def observe_first_tokens(
+        self, timing: Timing, count: int, now: float, prompt_tokens: int, cached_tokens: int
+    ) -> None:
+        """A request got its first ``count`` > 0 output tokens."""
+        self.output_tokens += count
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
+        timing.first_token = timing.last_token = now
+        self.time_to_first_token.observe(now - timing.arrival)
+        if timing.first_scheduled:
+            self.queue_time.observe(timing.first_scheduled - timing.arrival)
+            self.prefill_time.observe(now - timing.first_scheduled)
+
+    def observe_end(
+        self, timing: Timing, reason: FinishReason, prompt_tokens: int, output_tokens: int, max_tokens: int
+    ) -> None:
+        """A request ended; its latencies count only when it ended by itself."""
+        self.finished[reason] += 1
+        if reason not in ("stop", "length"):
+            return
+        self.request_prompt_tokens.observe(prompt_tokens)
+        self.request_output_tokens.observe(output_tokens)
+        self.request_max_tokens.observe(max_tokens)
+        if not timing.first_token:
+            return
+        self.end_to_end.observe(timing.last_token - timing.arrival)
+        self.decode_time.observe(timing.last_token - timing.first_token)
+        if timing.first_scheduled:
+            self.inference_time.observe(timing.last_token - timing.first_scheduled)
+        if output_tokens > 1:
+            self.time_per_output_token.observe((timing.last_token - timing.first_token) / (output_tokens - 1))
+
+    def observe_rejection(self, reason: str) -> None:
+        """Admission refused a request, for one of ``REJECTIONS``."""
+        self.rejected[reason if reason in self.rejected else "other"] += 1
+
+    def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """An HTTP request was answered. ``handler`` is the route's pattern, never the path that was sent."""
+        if handler not in self.http_seconds:
+            if len(self.http_seconds) >= MAX_HANDLERS:
+                handler = "other"
+            self.http_seconds.setdefault(handler, Histogram(histogram.HTTP_BUCKETS))
+        self.http_seconds[handler].observe(seconds)
+        key = (handler, method if method in METHODS else "other", f"{status // 100}xx")
+        self.http_requests[key] = self.http_requests.get(key, 0) + 1

@@ -1,0 +1,147 @@
+"""An engine process without a model, for tests: ``python fake_engine.py FD``.
+
+Each token is a digest of the prompt and the position, so what a stream must be is known beforehand. The model
+name in the config is a JSON object of what shall go wrong; see ``Knobs``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import struct
+import sys
+import time
+
+import msgspec
+
+from octavo import errors
+from octavo.config import EngineConfig
+from octavo.server import engine_process
+from octavo.types import EngineInfo, EngineStats, Output, Request
+
+VOCAB = 50_000
+
+INFO = EngineInfo(
+    max_model_len=4096,
+    vocab_size=VOCAB,
+    eos_token_ids=(0,),
+    block_size=16,
+    num_kv_blocks=1024,
+    max_num_seqs=64,
+    max_num_batched_tokens=512,
+    architecture="digest",
+    num_parameters=0,
+    dtype="float32",
+    device="cpu",
+    memory={},
+    kernels={},
+)
+
+
+class Knobs(msgspec.Struct, forbid_unknown_fields=True):
+    """What goes wrong, and how slow everything is. Token values mark the prompts that are meant."""
+
+    step_seconds: float = 0.0
+    max_num_seqs: int = 64
+    start_error: str = ""
+    """Name of the error class that building raises."""
+    start_crash_after: str = ""
+    """A file; building exits when it exists, and creates it."""
+    poison: int = -1
+    """The process dies instead of sampling output token ``poison_at`` of a prompt that begins with this."""
+    poison_at: int = 0
+    refuse: int = -1
+    faulty: int = -1
+    """The engine ends a prompt that begins with this with an error after 3 tokens."""
+    stuck: int = -1
+    """The engine has work and never does it while a prompt that begins with this is there."""
+    garbage: int = -1
+    """Bytes that are no message are sent when a prompt begins with this."""
+    slow_step: int = -1
+    """A step takes ``slow_seconds`` when it first sees a prompt that begins with this."""
+    slow_seconds: float = 0.0
+
+
+def token_at(prompt: list[int], position: int) -> int:
+    packed = struct.pack(f"<{len(prompt) + 1}q", *prompt, position)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=4).digest(), "little") % VOCAB
+
+
+def expected(request: Request) -> list[int]:
+    return [token_at(request.prompt_tokens, i) for i in range(request.max_tokens)]
+
+
+class FakeEngine:
+    def __init__(self, knobs: Knobs) -> None:
+        self.knobs = knobs
+        self.requests: dict[int, tuple[Request, list[int]]] = {}
+        self.num_steps = 0
+        self.slowed: set[int] = set()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def add(self, request: Request) -> None:
+        if request.prompt_tokens[0] == self.knobs.refuse:
+            raise errors.ContextLengthExceeded("too long for the pool", param="prompt")
+        if len(request.output_tokens) >= request.max_tokens:
+            raise errors.InvalidParameter("output_tokens", "nothing is left to generate")
+        if request.prompt_tokens[0] == self.knobs.garbage:
+            os.write(int(sys.argv[-1]), b"\xff" * 64)
+        self.requests[request.id] = (request, list(request.output_tokens))
+
+    def abort(self, request_id: int) -> None:
+        self.requests.pop(request_id, None)
+
+    def step(self) -> list[Output]:
+        knobs = self.knobs
+        running = list(self.requests.values())[: knobs.max_num_seqs]
+        marks = {request.prompt_tokens[0] for request, _ in running}
+        if knobs.stuck in marks:
+            return []
+        if knobs.slow_step in marks - self.slowed:
+            self.slowed.add(knobs.slow_step)
+            time.sleep(knobs.slow_seconds)
+        time.sleep(knobs.step_seconds)
+        self.num_steps += 1
+        return [self._advance(request, tokens) for request, tokens in running]
+
+    def _advance(self, request: Request, tokens: list[int]) -> Output:
+        mark = request.prompt_tokens[0]
+        if mark == self.knobs.poison and len(tokens) == self.knobs.poison_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mark == self.knobs.faulty and len(tokens) == 3:
+            del self.requests[request.id]
+            return Output(request.id, [], "error", error="its logits are not numbers")
+        token = token_at(request.prompt_tokens, len(tokens))
+        tokens.append(token)
+        done = len(tokens) == request.max_tokens
+        if done:
+            del self.requests[request.id]
+        return Output(request.id, [token], "length" if done else None, first_scheduled=time.monotonic())
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self.requests),
+            num_blocks=1024,
+            num_used_blocks=len(self.requests),
+            num_steps=self.num_steps,
+            step_tokens=len(self.requests),
+        )
+
+
+def build(config: EngineConfig) -> tuple[FakeEngine, EngineInfo]:
+    knobs = msgspec.json.decode(config.model.model, type=Knobs)
+    if knobs.start_error:
+        raise getattr(errors, knobs.start_error, ZeroDivisionError)("layer 3 is missing")
+    if knobs.start_crash_after:
+        if os.path.exists(knobs.start_crash_after):
+            os._exit(7)
+        open(knobs.start_crash_after, "w").close()
+    return FakeEngine(knobs), INFO
+
+
+if __name__ == "__main__":
+    sys.exit(engine_process.main(build=build))

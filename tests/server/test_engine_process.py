@@ -1,0 +1,202 @@
+"""The engine process at the other end of a socket, without the front process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.config import EngineConfig, ModelSettings, to_flat
+from octavo.sampling_params import SamplingParams
+from octavo.server import engine_process, wire
+from octavo.types import EngineStats, Output, Request
+from tests.server import fake_engine
+
+ROOT = Path(__file__).parents[2]
+
+
+class Child:
+    """An engine process with a fake engine, and our end of its socket."""
+
+    def __init__(self, code: str) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(20)
+        with theirs:
+            fd = theirs.fileno()
+            self.process = subprocess.Popen([sys.executable, "-c", code, str(fd)], pass_fds=[fd], cwd=ROOT)
+        self.reader = wire.FrameReader()
+        self.pending: list[wire.FromEngine] = []
+
+    def send(self, *messages: wire.ToEngine) -> None:
+        self.socket.sendall(b"".join(map(wire.pack, messages)))
+
+    def receive(self) -> wire.FromEngine:
+        while not self.pending:
+            data = self.socket.recv(1 << 16)
+            assert data, "the child closed the socket"
+            self.pending = [wire.unpack_from_engine(payload) for payload in self.reader.feed(data)]
+        return self.pending.pop(0)
+
+    def receive_step(self) -> wire.StepDone:
+        message = self.receive()
+        assert isinstance(message, wire.StepDone)
+        return message
+
+
+@pytest.fixture
+def children() -> Iterator[list[Child]]:
+    started: list[Child] = []
+    yield started
+    for child in started:
+        child.socket.close()
+        child.process.kill()
+        child.process.wait()
+
+
+def start(children: list[Child], **knobs: Any) -> Child:
+    code = "import sys; from tests.server import fake_engine as f; sys.exit(f.engine_process.main(build=f.build))"
+    child = Child(code)
+    children.append(child)
+    child.send(wire.Start(3, to_flat(EngineConfig(model=ModelSettings(model=json.dumps(knobs))))))
+    return child
+
+
+def make_request(request_id: int, max_tokens: int, mark: int = 1) -> Request:
+    return Request(request_id, [mark, request_id], SamplingParams(), max_tokens)
+
+
+def test_ready_then_one_message_a_step_then_silence(children: list[Child]) -> None:
+    child = start(children)
+    assert child.receive() == wire.Ready(3, fake_engine.INFO)
+    requests = [make_request(1, 3), make_request(2, 3)]
+    child.send(*(wire.Submit(3, request) for request in requests))
+    steps = [child.receive_step() for _ in range(3)]
+    assert [step.stats.num_steps for step in steps] == [1, 2, 3]
+    for request in requests:
+        outputs = [output for step in steps for output in step.outputs if output.request_id == request.id]
+        assert [output.tokens[0] for output in outputs] == fake_engine.expected(request)
+        assert [output.finish_reason for output in outputs] == [None, None, "length"]
+    child.socket.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        child.receive()
+
+
+def test_messages_of_another_generation_are_dropped(children: list[Child]) -> None:
+    child = start(children)
+    child.receive()
+    child.send(wire.Submit(2, make_request(1, 5)), wire.Ping(3))
+    step = child.receive_step()
+    assert (step.generation, step.outputs, step.stats.num_running) == (3, [], 0)
+
+
+def test_an_abort_while_idle_is_reported_in_the_figures(children: list[Child]) -> None:
+    child = start(children, step_seconds=0.05)
+    child.receive()
+    child.send(wire.Submit(3, make_request(1, 1000)))
+    assert child.receive_step().stats.num_running == 1
+    child.send(wire.Abort(3, 1))
+    while (step := child.receive_step()).outputs:
+        pass
+    assert step.stats.num_running == 0
+
+
+def test_a_refusal_reaches_the_front_and_others_go_on(children: list[Child]) -> None:
+    child = start(children, refuse=5)
+    child.receive()
+    child.send(wire.Submit(3, make_request(1, 2, mark=5)), wire.Submit(3, make_request(2, 2)))
+    step = child.receive_step()
+    assert step.refusals == [wire.Refusal(1, "ContextLengthExceeded", "too long for the pool", "prompt")]
+    assert [output.request_id for output in step.outputs] == [2]
+
+
+def test_a_failing_build_is_told_and_ends_the_process(children: list[Child]) -> None:
+    child = start(children, start_error="ConfigError")
+    assert child.receive() == wire.Failed(3, "ConfigError", "layer 3 is missing")
+    assert child.process.wait(10) == 1
+
+
+@pytest.mark.parametrize("ending", ["stop", "close", "SIGTERM"])
+def test_it_ends_in_order(children: list[Child], ending: str) -> None:
+    child = start(children)
+    child.receive()
+    if ending == "stop":
+        child.send(wire.Stop(3))
+    elif ending == "close":
+        child.socket.close()
+    else:
+        child.process.send_signal(signal.SIGTERM)
+    assert child.process.wait(10) == (-signal.SIGTERM if ending == "SIGTERM" else 0)
+
+
+def test_it_ends_in_the_middle_of_work_when_the_socket_closes(children: list[Child]) -> None:
+    child = start(children, step_seconds=0.01)
+    child.receive()
+    child.send(wire.Submit(3, make_request(1, 100_000)))
+    child.receive()
+    child.socket.close()
+    assert child.process.wait(10) == 0
+
+
+def test_an_interrupt_is_left_to_the_parent(children: list[Child]) -> None:
+    child = start(children)
+    child.receive()
+    child.process.send_signal(signal.SIGINT)
+    child.send(wire.Ping(3))
+    assert child.receive_step().outputs == []
+
+
+class IdleEngine:
+    """Has work and never does any."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.requests: set[int] = set()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def add(self, request: Request) -> None:
+        self.requests.add(request.id)
+
+    def abort(self, request_id: int) -> None:
+        self.requests.discard(request_id)
+
+    def step(self) -> list[Output]:
+        self.calls += 1
+        return []
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+
+def test_steps_that_do_nothing_are_not_reported_and_do_not_spin() -> None:
+    ours, theirs = socket.socketpair()
+    engine = IdleEngine()
+    loop = engine_process.EngineLoop(engine, engine_process.Channel(theirs), generation=1)
+    thread = threading.Thread(target=loop.run)
+    ours.sendall(wire.pack(wire.Submit(1, make_request(1, 5))))
+    thread.start()
+    ours.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        ours.recv(1)
+    assert 1 < engine.calls <= 0.3 / engine_process.IDLE_WAIT
+    ours.sendall(wire.pack(wire.Stop(1)))
+    thread.join(10)
+    assert not thread.is_alive()
+    ours.close()
+    theirs.close()
+
+
+def test_importing_the_front_side_brings_no_torch() -> None:
+    code = "import sys, octavo.server.async_engine, octavo.server.engine_process; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ})
