@@ -1,0 +1,187 @@
+"""The one door through which every request reaches the engine, whichever API it came by.
+
+Everything is bounded and checked here, the cheap things first: room for the request before its text is
+tokenised, bytes before tokens, tokens before the engine. The engine trusts what this lets through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from octavo.errors import ContextLengthExceeded, InvalidParameter, QueueFull
+from octavo.sampling_params import SamplingParams, choice_key, resolve_max_tokens
+from octavo.server.engine_client import EngineClient
+from octavo.server.errors import RETRY_AFTER_SECONDS
+from octavo.server.generation import Choice, Generation, Prompt
+from octavo.text.text_stream import TextStream
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import Request
+
+THREAD_BYTES = 16 << 10
+"""Longer texts are tokenised in a thread, so that the event loop goes on."""
+
+PromptSource = str | list[int] | Callable[[], str]
+"""Text, token ids, or a function that makes the text and may take its time: it is called in a thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a client asks for, the same for every API."""
+
+    prompts: Sequence[PromptSource]
+    prompt_field: str
+    """The field that the prompts came in, for error messages."""
+    params: SamplingParams
+    """With ``max_tokens`` ``None`` when the client named none."""
+    default_max_tokens: int | None
+    """Used when the client named none, as far as the context has room; ``None`` is up to its end."""
+    add_special_tokens: bool
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Admission:
+    """Lets requests in, or refuses them with the error that the client gets."""
+
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None, max_num_queued_reqs: int) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.max_num_queued_reqs = max_num_queued_reqs
+        self._num_reserved = 0
+
+    def check_room(self, count: int = 1) -> None:
+        """Raise ``QueueFull`` when ``count`` more would be too many."""
+        room = self.engine.info.max_num_seqs + self.max_num_queued_reqs
+        if self.engine.num_live + self._num_reserved + count > room:
+            raise QueueFull(f"All {room} places are taken; try again shortly.", retry_after=RETRY_AFTER_SECONDS)
+
+    async def admit(self, asked: Asked) -> Generation:
+        """Check ``asked`` and give it to the engine. Raises ``RequestError``; then nothing was started."""
+        count = len(asked.prompts) * asked.params.n
+        room = self.engine.info.max_num_seqs + self.max_num_queued_reqs
+        if count > room:
+            message = f"The request asks for {count} texts at once; this server has room for {room}."
+            raise InvalidParameter(asked.prompt_field, message)
+        with self._reserved(count):
+            prompts = await self._encode_all(asked)
+            self._check_tokens(asked)
+            return self._start(asked, [(prompt, self._max_tokens(asked, prompt)) for prompt in prompts])
+
+    @contextlib.contextmanager
+    def _reserved(self, count: int) -> Iterator[None]:
+        """Hold places between the check and the engine, while other requests are checked too."""
+        self.check_room(count)
+        self._num_reserved += count
+        try:
+            yield
+        finally:
+            self._num_reserved -= count
+
+    def _start(self, asked: Asked, prompts: list[tuple[Prompt, int]]) -> Generation:
+        generation = Generation(self.engine)
+        arrival = time.monotonic()
+        for prompt, max_tokens in prompts:
+            seed = asked.params.seed
+            if seed is None:
+                seed = int.from_bytes(os.urandom(8), "little")
+            for index in range(asked.params.n):
+                request = Request(
+                    id=self.engine.next_id(),
+                    prompt_tokens=prompt.tokens,
+                    params=asked.params,
+                    max_tokens=max_tokens,
+                    seed=choice_key(seed, index),
+                    eos_token_ids=() if asked.params.ignore_eos else self._eos_token_ids(),
+                    priority=asked.priority,
+                    arrival=arrival,
+                    cache_salt=asked.cache_salt,
+                )
+                text_stream = TextStream(self.tokenizer, asked.params)
+                generation.add(Choice(generation, len(generation.choices), prompt, request, text_stream))
+        try:
+            for choice in generation.choices:
+                self.engine.add(choice.request, choice)
+        except BaseException:
+            generation.close()
+            raise
+        return generation
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        own = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        return tuple(sorted({*self.engine.info.eos_token_ids, *own}))
+
+    # --- prompts ---
+
+    async def _encode_all(self, asked: Asked) -> list[Prompt]:
+        encode = functools.partial(self._encode, field=asked.prompt_field, adds_special=asked.add_special_tokens)
+        if any(callable(p) for p in asked.prompts) or sum(map(_size, asked.prompts)) > THREAD_BYTES:
+            return await asyncio.to_thread(lambda: [encode(prompt) for prompt in asked.prompts])
+        return [encode(prompt) for prompt in asked.prompts]
+
+    async def encode(self, source: PromptSource, field: str, add_special_tokens: bool) -> Prompt:
+        """One prompt's tokens, checked. Raises ``RequestError`` about ``field``."""
+        return await asyncio.to_thread(self._encode, source, field, add_special_tokens)
+
+    def _encode(self, source: PromptSource, field: str, adds_special: bool) -> Prompt:
+        if isinstance(source, list):
+            self._check_ids(source, field)
+            return Prompt(source, None)
+        if self.tokenizer is None:
+            message = f"This model has no tokenizer: '{field}' must be given as token ids, to /v1/completions."
+            raise InvalidParameter(field, message)
+        text = source() if callable(source) else source
+        self._check_bytes(text, field)
+        tokens = self.tokenizer.encode(text, add_special_tokens=adds_special)
+        if not tokens:
+            raise InvalidParameter(field, f"'{field}' must not be empty.")
+        return Prompt(tokens, text)
+
+    def _check_bytes(self, text: str, field: str) -> None:
+        """Refuse text that is too long for the context whatever its tokens are; tokenising it would cost much."""
+        assert self.tokenizer is not None
+        limit = self.engine.info.max_model_len
+        num_bytes = len(text.encode())
+        if num_bytes > limit * self.tokenizer.longest_token_bytes:
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {limit} tokens. However, your {field} has {num_bytes} bytes, "
+                f"which cannot fit. Please reduce the length of the {field}.",
+                param=field,
+            )
+
+    def _check_ids(self, tokens: list[int], field: str) -> None:
+        if not tokens:
+            raise InvalidParameter(field, f"'{field}' must not be empty.")
+        self.check_in_vocabulary((min(tokens), max(tokens)), field)
+
+    def check_in_vocabulary(self, tokens: Sequence[int], field: str) -> None:
+        """Raise ``InvalidParameter`` unless every id is one of the model's tokens."""
+        vocab_size = self.engine.info.vocab_size
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                shown = token if -(2**64) < token < 2**64 else "a number of over 64 bits"
+                message = f"'{field}' has {shown}, which is not a token id: they go from 0 to {vocab_size - 1}."
+                raise InvalidParameter(field, message)
+
+    def _check_tokens(self, asked: Asked) -> None:
+        self.check_in_vocabulary(asked.params.stop_token_ids, "stop_token_ids")
+        self.check_in_vocabulary(tuple(asked.params.logit_bias), "logit_bias")
+
+    def _max_tokens(self, asked: Asked, prompt: Prompt) -> int:
+        return resolve_max_tokens(
+            asked.params,
+            len(prompt.tokens),
+            self.engine.info.max_model_len,
+            field=asked.prompt_field,
+            default=asked.default_max_tokens,
+        )
+
+
+def _size(source: PromptSource) -> int:
+    """About how many bytes there are to tokenise."""
+    return len(source) if isinstance(source, str) else 0

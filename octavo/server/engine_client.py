@@ -1,0 +1,43 @@
+"""What the HTTP side needs of the engine; ``AsyncEngine`` is it in a server, a fake in tests."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from octavo.errors import RequestError
+from octavo.telemetry.metrics import Metrics
+from octavo.types import EngineInfo, EngineStats, FinishReason, Output, Request
+
+
+class OutputListener(Protocol):
+    """Told about one request, on the event loop, in one pass over all listeners per step; must not block."""
+
+    def on_output(self, output: Output) -> None: ...
+    def on_error(self, error: RequestError) -> None: ...
+
+
+class EngineClient(Protocol):
+    """An engine that takes requests and tells listeners what comes of them."""
+
+    metrics: Metrics
+    failure: str | None
+    """Why there will never again be an engine; ``None`` as long as there may be."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def stats(self) -> EngineStats: ...
+    @property
+    def is_ready(self) -> bool: ...
+    @property
+    def num_live(self) -> int: ...
+    @property
+    def num_restarts(self) -> int: ...
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def seconds_since_progress(self) -> float: ...
+
+    def next_id(self) -> int: ...
+    def add(self, request: Request, listener: OutputListener) -> None: ...
+    def abort(self, request_id: int, reason: FinishReason = "abort") -> None: ...

@@ -1,0 +1,133 @@
+"""Errors as the OpenAI API words them: one object with four keys, a status and, when it helps, ``Retry-After``.
+
+What a client sees is made here from a ``RequestError`` and from nothing else, so no stack trace, path or ``repr``
+of an unexpected exception can reach it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import AuthenticationError, InvalidParameter, QueueFull, RequestError, RequestTooLarge, Unavailable
+
+logger = logging.getLogger(__name__)
+
+_REJECTIONS: dict[type[RequestError], str] = {
+    QueueFull: "queue_full",
+    Unavailable: "unavailable",
+    RequestTooLarge: "too_large",
+    AuthenticationError: "unauthorized",
+}
+
+RETRY_AFTER_SECONDS = 1
+MAX_SHOWN_LENGTH = 100
+
+
+class UnsupportedParameter(InvalidParameter):
+    """A field that the API defines and this server does not implement asks for something."""
+
+    code = "unsupported_parameter"
+
+    def __init__(self, param: str, message: str | None = None) -> None:
+        super().__init__(param, message or f"'{param}' is not supported by this server.")
+
+
+class UnknownParameter(InvalidParameter):
+    """A field that no API defines, on a server that was told to refuse such fields."""
+
+    code = "unknown_parameter"
+
+    def __init__(self, names: Iterable[str]) -> None:
+        shown = ", ".join(f"'{printable(name)}'" for name in names)
+        super().__init__(shown.partition(",")[0].strip("'"), f"Unknown parameter: {shown}.")
+
+
+class MissingParameter(InvalidParameter):
+    """A required field is absent or null."""
+
+    code = "missing_required_parameter"
+
+    def __init__(self, param: str) -> None:
+        super().__init__(param, f"Missing required parameter: '{param}'.")
+
+
+class UnexpectedError(RequestError):
+    """Something went wrong that nobody foresaw; the log has the details, the client gets an apology."""
+
+    status = 500
+    type = "server_error"
+    code = "internal_error"
+
+    def __init__(self) -> None:
+        super().__init__("The server had an error while processing your request. Sorry about that!")
+
+
+class HTTPRefusal(RequestError):
+    """A request that is refused for its HTTP form: unknown path, wrong method, headers too large, too slow."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+def printable(text: str) -> str:
+    """Client text as it may be shown in a message, a header or a log: short, and plain visible characters."""
+    return "".join(char if " " <= char <= "~" else "?" for char in text[:MAX_SHOWN_LENGTH])
+
+
+def error_object(error: RequestError) -> dict[str, dict[str, str | None]]:
+    """The body of an error answer; all four keys are always there."""
+    return {
+        "error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code},
+    }
+
+
+def error_response(error: RequestError) -> Response:
+    headers: dict[str, str] = {}
+    retry_after = error.retry_after
+    if isinstance(error, QueueFull | Unavailable):
+        retry_after = retry_after or RETRY_AFTER_SECONDS
+    if retry_after is not None:
+        headers["Retry-After"] = str(retry_after)
+    if isinstance(error, AuthenticationError):
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, RequestTooLarge):
+        # The rest of the body is not wanted, so the connection cannot be used again.
+        headers["Connection"] = "close"
+    body = msgspec.json.encode(error_object(error))
+    return Response(body, status_code=error.status, headers=headers, media_type="application/json")
+
+
+def rejection_of(error: RequestError) -> str:
+    """What a refused request counts as in the metrics."""
+    for kind, reason in _REJECTIONS.items():
+        if isinstance(error, kind):
+            return reason
+    return "invalid" if error.status < 500 else "other"
+
+
+async def on_request_error(request: Request, error: Exception) -> Response:
+    """The application's handler of ``RequestError``."""
+    assert isinstance(error, RequestError)
+    request.app.state.front.engine.metrics.observe_rejection(rejection_of(error))
+    return error_response(error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """The application's handler of what the router itself refuses: paths and methods."""
+    assert isinstance(error, HTTPException)
+    where = f"{printable(request.method)} {printable(request.scope['path'])}"
+    if error.status_code == 405:
+        refusal = HTTPRefusal(405, f"Invalid method for URL ({where}).", "method_not_allowed")
+    else:
+        refusal = HTTPRefusal(error.status_code, f"Invalid URL ({where}).", "unknown_url")
+    response = error_response(refusal)
+    response.headers.update(error.headers or {})
+    return response

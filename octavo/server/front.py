@@ -1,0 +1,56 @@
+"""What all endpoints share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from octavo.config import ServeConfig
+from octavo.errors import InvalidParameter, ModelNotFound
+from octavo.server.admission import Admission
+from octavo.server.engine_client import EngineClient
+from octavo.server.errors import UnknownParameter, printable
+from octavo.text.chat_template import ChatTemplate
+from octavo.text.tokenizer import Tokenizer
+
+MAX_SHOWN_FIELDS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Front:
+    """The parts that the endpoints of one application work with."""
+
+    config: ServeConfig
+    engine: EngineClient
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate
+    admission: Admission
+    model_name: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, name: str) -> None:
+        """Raise ``ModelNotFound`` unless ``name`` is this server's model, or was not given."""
+        if name and name != self.model_name:
+            raise ModelNotFound(f"The model `{printable(name)}` does not exist.", param="model")
+
+    def need_tokenizer(self, field: str) -> Tokenizer:
+        """The tokenizer, for the sake of ``field``. Raises ``InvalidParameter`` when the model has none."""
+        if self.tokenizer is None:
+            raise InvalidParameter(field, f"This model has no tokenizer, so '{field}' cannot be used.")
+        return self.tokenizer
+
+    def headers_for(self, unknown: list[str]) -> dict[str, str]:
+        """Response headers about fields that no API defines; raise ``UnknownParameter`` if they are refused."""
+        policy = self.config.server.unknown_fields
+        if not unknown or policy == "ignore":
+            return {}
+        if policy == "reject":
+            raise UnknownParameter(unknown[:MAX_SHOWN_FIELDS])
+        return {"x-octavo-unknown-fields": ", ".join(printable(name) for name in unknown[:MAX_SHOWN_FIELDS])}
+
+
+def front_of(request: Request) -> Front:
+    front: Front = request.app.state.front
+    return front

@@ -1,0 +1,101 @@
+"""The outermost layer, plain ASGI: request ids, the API key, header sizes, and the last net under everything.
+
+Nothing but the paths in ``OPEN_PATHS`` is served without the key, when there is one: what is not known to be
+harmless is closed. The path is the one that the router will use, so there is no second reading of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import time
+import uuid
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.errors import AuthenticationError, RequestError
+from octavo.server.errors import HTTPRefusal, UnexpectedError, error_response, rejection_of
+from octavo.server.generation import ClientGone
+from octavo.telemetry.metrics import Metrics
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+MAX_HEADER_BYTES = 32 << 10
+MAX_HEADERS = 100
+MAX_REQUEST_ID_BYTES = 128
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status, for the log and the metrics, of a request whose client left before its answer."""
+
+logger = logging.getLogger(__name__)
+
+
+class Gate:
+    """ASGI middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None, metrics: Metrics) -> None:
+        self.app = app
+        self._metrics = metrics
+        self._key_digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._serve(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        request_id = _request_id(headers)
+        start = time.monotonic()
+        status = 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
+            await send(message)
+
+        try:
+            self._check(scope, headers)
+            await self.app(scope, receive, send_named)
+        except (ClientGone, ClientDisconnect):
+            logger.debug("%s: the client left", request_id)
+            status = status or CLIENT_CLOSED_REQUEST
+        except RequestError as error:
+            self._metrics.observe_rejection(rejection_of(error))
+            await error_response(error)(scope, receive, send_named)
+        except Exception:
+            logger.exception("%s: unexpected error", request_id)
+            if not status:
+                await error_response(UnexpectedError())(scope, receive, send_named)
+        # The route's pattern, not the path: labels must not grow with what clients send.
+        handler = getattr(scope.get("route"), "path", "other")
+        self._metrics.observe_http(handler, scope["method"], status, time.monotonic() - start)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > MAX_HEADER_BYTES or len(scope["headers"]) > MAX_HEADERS:
+            message = f"The headers are too large: at most {MAX_HEADERS} with {MAX_HEADER_BYTES} bytes are accepted."
+            raise HTTPRefusal(431, message, "headers_too_large")
+        if self._key_digest is None or scope["path"] in OPEN_PATHS:
+            return
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise AuthenticationError("You didn't provide an API key. Send it as 'Authorization: Bearer YOUR_KEY'.")
+        # Header values were decoded as Latin-1; encoding them so gives back the bytes that were sent.
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        if not hmac.compare_digest(digest, self._key_digest):
+            raise AuthenticationError("Incorrect API key provided.")
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's own id when it is fit to be echoed, else a new one."""
+    given = headers.get("x-request-id", "")
+    if 1 <= len(given) <= MAX_REQUEST_ID_BYTES and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex

@@ -1,0 +1,192 @@
+"""One HTTP request while the engine works on it: several choices, and the task that waits for their news.
+
+The engine's side calls ``Choice.on_output`` for every step, in one pass over all listeners. That detokenises,
+looks for stop strings and notes what is new. The HTTP task wakes once after the pass and takes all of it, so a
+slow reader gets fewer and longer pieces instead of a growing queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import NamedTuple
+
+from octavo.errors import RequestError, RequestFailed
+from octavo.server.engine_client import EngineClient
+from octavo.server.errors import UnexpectedError
+from octavo.text.text_stream import TextStream
+from octavo.types import FinishReason, Output, Request, TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+
+class Prompt(NamedTuple):
+    """A prompt as the engine gets it; ``text`` is ``None`` when the client gave token ids."""
+
+    tokens: list[int]
+    text: str | None
+
+
+class News(NamedTuple):
+    """What a choice got since it was last asked."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+class ClientGone(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+class Choice:
+    """One continuation: tokens come in from the engine, text and counts go out to the client."""
+
+    def __init__(
+        self, generation: Generation, index: int, prompt: Prompt, request: Request, text_stream: TextStream
+    ) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.request = request
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        """The stop string or stop token that ended the text; ``None`` for end-of-text and for length."""
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        """One entry for each prompt token once complete; the first has none. Empty when not asked for."""
+        self.is_noted = False
+        self._generation = generation
+        self._text_stream = text_stream
+        self._texts: list[str] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        if request.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(prompt.tokens)
+
+    def on_output(self, output: Output) -> None:
+        """Take the news of one step. Called on the event loop; does not block and does not raise."""
+        if self.finish_reason is not None:
+            return
+        try:
+            self._take_in(output)
+        except Exception:
+            logger.exception("request %d: its output could not be turned into text", self.request.id)
+            self.on_error(UnexpectedError())
+
+    def _take_in(self, output: Output) -> None:
+        if output.num_cached_tokens:
+            self.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs:
+            start = output.prompt_logprobs_start
+            self.prompt_logprobs[start : start + len(output.prompt_logprobs)] = output.prompt_logprobs
+        reason = output.finish_reason
+        if reason == "error" or reason == "abort":
+            self.on_error(RequestFailed("The engine could not finish this request; other requests are not affected."))
+        elif output.tokens or reason is not None:
+            self._advance(output)
+
+    def _advance(self, output: Output) -> None:
+        delta = self._text_stream.push(output.tokens, output.finish_reason)
+        self._texts.append(delta.text)
+        self._tokens += output.tokens[: delta.num_tokens]
+        if output.logprobs:
+            self._logprobs += output.logprobs[: delta.num_tokens]
+        self.num_tokens += delta.num_tokens
+        if delta.stop is not None:
+            self._end("stop", delta.stop)
+            self._generation.engine.abort(self.request.id, "stop")
+        elif output.finish_reason is not None:
+            self._end(output.finish_reason, output.stop_token_id)
+        self._generation.note(self)
+
+    def _end(self, reason: FinishReason, stop_reason: str | int | None) -> None:
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self._generation.num_unfinished -= 1
+
+    def on_error(self, error: RequestError) -> None:
+        """The engine gives this request up; the whole generation ends."""
+        self._generation.fail(error)
+
+    def take(self) -> News:
+        """What is new since the last call."""
+        news = News("".join(self._texts), self._tokens, self._logprobs)
+        self._texts, self._tokens, self._logprobs = [], [], []
+        self.is_noted = False
+        return news
+
+
+class Generation:
+    """All choices of one HTTP request. ``close`` must be called, however it ends."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self.engine = engine
+        self.choices: list[Choice] = []
+        self.num_unfinished = 0
+        self.error: Exception | None = None
+        self._noted: list[Choice] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._wakes_for_news = True
+
+    def add(self, choice: Choice) -> None:
+        self.choices.append(choice)
+        self.num_unfinished += 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every choice is finished and its news taken."""
+        return self.error is None and not self.num_unfinished and not self._noted
+
+    async def news(self) -> list[Choice]:
+        """Wait for news, and return the choices that have some; none of them after ``nudge``.
+
+        Raises the ``RequestError`` that ended the generation, or ``ClientGone``.
+        """
+        if not self._noted and self.error is None:
+            await self._wait(for_news=True)
+        noted, self._noted = self._noted, []
+        if not noted and self.error is not None:
+            raise self.error
+        return noted
+
+    async def result(self) -> list[Choice]:
+        """Wait until every choice is finished, and return them all. Raises as ``news`` does."""
+        while self.num_unfinished:
+            await self._wait(for_news=False)
+        if self.error is not None:
+            raise self.error
+        return self.choices
+
+    async def _wait(self, for_news: bool) -> None:
+        self._wakes_for_news = for_news
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def note(self, choice: Choice) -> None:
+        """A choice has news."""
+        if not choice.is_noted:
+            choice.is_noted = True
+            self._noted.append(choice)
+        if self._wakes_for_news or not self.num_unfinished:
+            self.nudge()
+
+    def nudge(self) -> None:
+        """Wake whoever waits."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """End with an error; nothing of it goes on in the engine."""
+        if self.error is None and self.num_unfinished:
+            self.error = error
+            self.close()
+            self.nudge()
+
+    def close(self) -> None:
+        """Abort what still runs; nobody wants more of it."""
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                choice.finish_reason = "abort"
+                self.engine.abort(choice.request.id)
+        self.num_unfinished = 0

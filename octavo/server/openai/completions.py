@@ -1,0 +1,186 @@
+"""POST /v1/completions: text or token ids in, their continuation out.
+
+https://platform.openai.com/docs/api-reference/completions, with ``echo`` and ``logprobs`` as evaluation harnesses use
+them: the lists cover an echoed prompt too, and ``max_tokens`` 0 only scores it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import InvalidParameter
+from octavo.server.admission import Asked
+from octavo.server.body import BodyReader, read_body
+from octavo.server.errors import UnsupportedParameter
+from octavo.server.front import Front, front_of
+from octavo.server.generation import Choice, News
+from octavo.server.openai.fields import (
+    ACCEPTED,
+    REFUSED,
+    GenerationFields,
+    check_generation_fields,
+    sampling_params,
+)
+from octavo.server.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
+from octavo.server.openai.rendering import ChunkFrame, Identity, encode, encode_line, json_response, usage
+from octavo.server.openai.schema import documented
+from octavo.server.sse import EventStream, whole
+
+DEFAULT_MAX_TOKENS = 16
+
+_GOES_ON = b',"logprobs":null,"finish_reason":null,"stop_reason":null'
+_ENDS = b'"","logprobs":null,"finish_reason":%b,"stop_reason":%b'
+
+
+class CompletionBody(GenerationFields, kw_only=True):
+    """A request for completions of one prompt or of several."""
+
+    prompt: str | list[int | str | list[int]]
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+
+reader = BodyReader(CompletionBody, REFUSED | {"suffix": ()}, ACCEPTED)
+router = APIRouter()
+
+
+@router.post("/v1/completions", **documented(CompletionBody, "Continue text or token ids"))
+async def create_completion(request: Request) -> Response:
+    front = front_of(request)
+    front.admission.check_room()
+    body, unknown = reader.read(await read_body(request, front.config.server.max_request_bytes))
+    headers = front.headers_for(unknown)
+    asked = _asked(body, front)
+    generation = await front.admission.admit(asked)
+    answer = CompletionAnswer(front, body, generation.choices)
+    if body.stream:
+        return EventStream(generation, answer, headers)
+    return json_response(answer.whole(await whole(generation, request)), headers)
+
+
+def _asked(body: CompletionBody, front: Front) -> Asked:
+    check_generation_fields(body, front)
+    if body.best_of is not None and body.best_of != body.n:
+        raise UnsupportedParameter("best_of", f"'best_of' other than 'n' ({body.n}) is not supported by this server.")
+    echoed = body.logprobs if body.echo else None
+    if body.prompt_logprobs is not None and body.stream:
+        raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
+    # vLLM's own field and the echo ask the engine for the same thing; it gets the larger number.
+    scored = max((k for k in (echoed, body.prompt_logprobs) if k is not None), default=None)
+    return Asked(
+        prompts=_prompts(body.prompt),
+        prompt_field="prompt",
+        params=sampling_params(body, body.max_tokens, body.logprobs, scored),
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        add_special_tokens=body.add_special_tokens,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+    )
+
+
+def _prompts(prompt: str | list[int | str | list[int]]) -> list[str | list[int]]:
+    """One prompt, or a list of them all of one kind. Raises ``InvalidParameter``."""
+    if not prompt:
+        raise InvalidParameter("prompt", "'prompt' must not be empty.")
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) == len(prompt):
+        return [ids]
+    texts: list[str | list[int]] = [item for item in prompt if isinstance(item, str)]
+    lists: list[str | list[int]] = [item for item in prompt if isinstance(item, list)]
+    if len(prompt) not in (len(texts), len(lists)):
+        raise InvalidParameter("prompt", "'prompt' must hold only strings, only token ids or only lists of token ids.")
+    if not all(prompt):
+        raise InvalidParameter("prompt", "No prompt may be empty.")
+    return texts or lists
+
+
+class CompletionAnswer:
+    """Renders the choices of one request, whole or as chunks."""
+
+    def __init__(self, front: Front, body: CompletionBody, choices: list[Choice]) -> None:
+        self.body = body
+        self.identity = Identity("cmpl", "text_completion", front.model_name)
+        self._tokenizer = front.tokenizer
+        self._names = TokenNames(front.tokenizer, body.return_tokens_as_token_ids)
+        self._shows_ids = body.return_token_ids or front.tokenizer is None
+        self._has_details = body.logprobs is not None or self._shows_ids
+        self._frame = ChunkFrame(self.identity, choices, body.includes_usage, body.has_continuous_usage)
+        self._starts = [self._frame.start + b'"index":%d,"text":' % choice.index for choice in choices]
+        hidden = frozenset[int]()
+        if front.tokenizer is not None and body.skip_special_tokens:
+            hidden = front.tokenizer.special_token_ids
+        self._logprobs = [CompletionLogprobs(self._names, hidden, body.logprobs or 0) for _ in choices]
+        self._unopened = set(range(len(choices)))
+
+    # --- not streamed ---
+
+    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+        return {
+            **self.identity.as_dict(),
+            "choices": [self._whole_choice(choice) for choice in choices],
+            "usage": usage(choices),
+        }
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        result = self._details(choice, choice.take(), is_first=True)
+        result["finish_reason"] = choice.finish_reason
+        result["stop_reason"] = choice.stop_reason
+        if self.body.prompt_logprobs is not None:
+            entries = choice.prompt_logprobs
+            result["prompt_logprobs"] = prompt_logprobs(entries, self._names, self.body.prompt_logprobs)
+        return result
+
+    def _details(self, choice: Choice, news: News, is_first: bool) -> dict[str, Any]:
+        """A choice, or a piece of it, with all that was asked for; the first piece has the echo."""
+        is_echo = is_first and self.body.echo
+        result: dict[str, Any] = {
+            "index": choice.index,
+            "text": (self._prompt_text(choice) if is_echo else "") + news.text,
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_reason": None,
+        }
+        if self.body.logprobs is not None:
+            entries = list(zip(choice.prompt.tokens, choice.prompt_logprobs, strict=True)) if is_echo else []
+            entries += zip(news.tokens, news.logprobs, strict=True)
+            result["logprobs"] = self._logprobs[choice.index].render(entries)
+        if self._shows_ids:
+            result["token_ids"] = news.tokens
+            if is_first:
+                result["prompt_token_ids"] = choice.prompt.tokens
+        return result
+
+    def _prompt_text(self, choice: Choice) -> str:
+        if choice.prompt.text is not None:
+            return choice.prompt.text
+        tokens = choice.prompt.tokens
+        return "" if self._tokenizer is None else self._tokenizer.decode(tokens, self.body.skip_special_tokens)
+
+    # --- streamed ---
+
+    def frames(self, choice: Choice) -> bytes:
+        """The chunks for what is new about a choice."""
+        news = choice.take()
+        is_first = choice.index in self._unopened
+        self._unopened.discard(choice.index)
+        data = b""
+        if (self._has_details and news.tokens) or (is_first and (self._shows_ids or self.body.echo)):
+            details = encode_line(self._details(choice, news, is_first))
+            data = self._frame.start + details[1:-1] + self._frame.end()
+        elif news.text:
+            data = self._starts[choice.index] + encode_line(news.text) + _GOES_ON + self._frame.end()
+        if choice.finish_reason is not None:
+            end = _ENDS % (encode(choice.finish_reason), encode_line(choice.stop_reason))
+            data += self._starts[choice.index] + end + self._frame.end()
+        return data
+
+    def last_frames(self) -> bytes:
+        return self._frame.usage_chunk()

@@ -1,0 +1,160 @@
+"""The fields of a generation request: those that are served, refused by name, or without effect.
+
+Field names and defaults are OpenAI's, then vLLM's for what OpenAI has no name for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from octavo.errors import InvalidParameter
+from octavo.sampling_params import MAX_TOKEN_ID, SamplingParams
+from octavo.server.errors import UnsupportedParameter
+from octavo.server.front import Front
+
+MAX_CACHE_SALT = 256
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": (),
+    "custom_logit_processor": (),
+    "early_stopping": (),
+    "ebnf": (),
+    "grammar": (),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_json_object": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "json_schema": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1.0,),
+    "logit_processors": (),
+    "logits_processors": (),
+    "logprob_token_ids": (),
+    "lora_path": (),
+    "prompt_embeds": (),
+    "regex": (),
+    "repetition_detection": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": (),
+    "store": (),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (),
+    "vllm_xargs": (),
+}
+"""Defined by an API and not served: the values beside each name are its defaults, which ask for nothing."""
+
+ACCEPTED = frozenset({"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"})
+"""Labels and hints for the operator of a service; no answer depends on them."""
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream tells besides text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """What completions and chat completions have in common. Ranges are those of ``SamplingParams``."""
+
+    model: str = ""
+    max_tokens: int | None = None
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}
+    stop: str | list[str] = []
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with its usage; asked for in every chunk, it comes at the end too."""
+        options = self.stream_options
+        return options is not None and bool(options.include_usage or options.continuous_usage_stats)
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+
+def check_generation_fields(body: GenerationFields, front: Front) -> None:
+    """Checks that ``SamplingParams`` does not make. Raises ``RequestError``."""
+    front.check_model(body.model)
+    if body.stream_options is not None:
+        if not body.stream:
+            raise InvalidParameter("stream_options", "'stream_options' is only allowed when 'stream' is true.")
+        if body.stream_options.include_obfuscation:
+            raise UnsupportedParameter("stream_options", "'stream_options.include_obfuscation' is not supported.")
+    if abs(body.priority) > MAX_TOKEN_ID:
+        raise InvalidParameter("priority", f"'priority' must be from -{MAX_TOKEN_ID} to {MAX_TOKEN_ID}.")
+    if body.priority and front.config.scheduler.scheduling_policy != "priority":
+        raise UnsupportedParameter("priority", "'priority' needs a server with --scheduling-policy priority.")
+    if len(body.cache_salt) > MAX_CACHE_SALT:
+        raise InvalidParameter("cache_salt", f"'cache_salt' must have at most {MAX_CACHE_SALT} characters.")
+    if body.stop and front.tokenizer is None:
+        front.need_tokenizer("stop")
+
+
+def sampling_params(
+    body: GenerationFields, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
+    """The body's own fields, and those that the two endpoints word differently. Raises ``InvalidParameter``."""
+    return SamplingParams(
+        n=body.n,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=_logit_bias(body.logit_bias),
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids),
+        include_stop_str_in_output=body.include_stop_str_in_output,
+        ignore_eos=body.ignore_eos,
+        skip_special_tokens=body.skip_special_tokens,
+        seed=None if body.seed is None else body.seed % 2**64,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    """JSON has only string keys: each must be a token id in digits."""
+    bias = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise InvalidParameter("logit_bias", "The keys of 'logit_bias' must be token ids.")
+        bias[int(key)] = value
+    return bias

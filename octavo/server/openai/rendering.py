@@ -1,0 +1,94 @@
+"""What answers of both endpoints are made of: identity, usage, and chunks whose constant parts are rendered once."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from octavo.server.generation import Choice
+
+encode = msgspec.json.encode
+
+_LINE_BREAKS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+"""Characters that JSON leaves alone and that some readers of event streams take for the end of a line."""
+
+
+def encode_line(value: object) -> bytes:
+    """``value`` as JSON that every reader of event streams takes for one line."""
+    data = encode(value)
+    if not data.isascii():
+        for line_break, escape in _LINE_BREAKS:
+            data = data.replace(line_break, escape)
+    return data
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What every chunk of an answer repeats."""
+
+    prefix: str
+    kind: str
+    model: str
+    id: str = field(init=False)
+    created: int = field(default_factory=lambda: int(time.time()), init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id", f"{self.prefix}-{uuid.uuid4().hex}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": self.kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+        }
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Token counts; a prompt counts once, however many choices it has."""
+    firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()
+    prompt_tokens = sum(len(choice.prompt.tokens) for choice in firsts)
+    completion_tokens = sum(choice.num_tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in firsts)},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def json_response(body: dict[str, Any], headers: dict[str, str]) -> Response:
+    return Response(encode(body), headers=headers, media_type="application/json")
+
+
+class ChunkFrame:
+    """The part of a chunk around the members of its one choice, rendered once for a whole stream."""
+
+    def __init__(
+        self, identity: Identity, choices: Sequence[Choice], includes_usage: bool, has_continuous_usage: bool
+    ) -> None:
+        head = encode(identity.as_dict())[:-1]
+        self.start = b"data: " + head + b',"choices":[{'
+        self._end = b'}],"usage":null}\n\n' if includes_usage else b"}]}\n\n"
+        self._usage_start = b"data: " + head + b',"choices":[],"usage":'
+        self._choices = choices
+        self._includes_usage = includes_usage
+        self._has_continuous_usage = has_continuous_usage
+
+    def end(self) -> bytes:
+        """What follows the choice; with continuous usage it has the counts so far."""
+        if self._has_continuous_usage:
+            return b'}],"usage":' + encode(usage(self._choices)) + b"}\n\n"
+        return self._end
+
+    def usage_chunk(self) -> bytes:
+        """The last chunk of a stream that was asked for its usage; nothing otherwise."""
+        return self._usage_start + encode(usage(self._choices)) + b"}\n\n" if self._includes_usage else b""

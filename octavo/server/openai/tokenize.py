@@ -1,0 +1,92 @@
+"""POST /tokenize and /detokenize, in vLLM's form: what the model sees of a prompt or of a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import InvalidParameter
+from octavo.server.admission import PromptSource
+from octavo.server.body import BodyReader, read_body
+from octavo.server.errors import MissingParameter
+from octavo.server.front import Front, front_of
+from octavo.server.openai.chat import conversation
+from octavo.server.openai.fields import ACCEPTED
+from octavo.server.openai.rendering import json_response
+from octavo.server.openai.schema import documented
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """Text to turn into token ids: a prompt, or a conversation."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    """Default: true for a prompt, false for a conversation, whose template writes them."""
+    return_token_strs: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """Token ids to turn into text."""
+
+    model: str = ""
+    tokens: list[int]
+
+
+tokenize_reader = BodyReader(TokenizeBody, {"chat_template": (), "tools": (), "mm_processor_kwargs": ()}, ACCEPTED)
+detokenize_reader = BodyReader(DetokenizeBody, {}, ACCEPTED)
+router = APIRouter()
+
+
+@router.post("/tokenize", **documented(TokenizeBody, "Turn text into token ids"))
+async def tokenize(request: Request) -> Response:
+    front = front_of(request)
+    body, unknown = tokenize_reader.read(await read_body(request, front.config.server.max_request_bytes))
+    headers = front.headers_for(unknown)
+    front.check_model(body.model)
+    tokenizer = front.need_tokenizer("prompt" if body.messages is None else "messages")
+    source, field, adds_special = _source(body, front)
+    if body.add_special_tokens is not None:
+        adds_special = body.add_special_tokens
+    prompt = await front.admission.encode(source, field, adds_special)
+    result: dict[str, Any] = {
+        "count": len(prompt.tokens),
+        "max_model_len": front.engine.info.max_model_len,
+        "tokens": prompt.tokens,
+        "token_strs": None,
+    }
+    if body.return_token_strs:
+        result["token_strs"] = [tokenizer.token_text(token) for token in prompt.tokens]
+    return json_response(result, headers)
+
+
+def _source(body: TokenizeBody, front: Front) -> tuple[PromptSource, str, bool]:
+    """The text, the field it came in, and whether special tokens go around it unless told otherwise."""
+    if body.messages is not None and body.prompt is not None:
+        raise InvalidParameter("messages", "'prompt' and 'messages' cannot both be given.")
+    if body.messages is not None:
+        return conversation(body.messages, body, front).prompt, "messages", False
+    if body.prompt is None:
+        raise MissingParameter("prompt")
+    return body.prompt, "prompt", True
+
+
+@router.post("/detokenize", **documented(DetokenizeBody, "Turn token ids into text"))
+async def detokenize(request: Request) -> Response:
+    front = front_of(request)
+    body, unknown = detokenize_reader.read(await read_body(request, front.config.server.max_request_bytes))
+    headers = front.headers_for(unknown)
+    front.check_model(body.model)
+    tokenizer = front.need_tokenizer("tokens")
+    front.admission.check_in_vocabulary(body.tokens, "tokens")
+    text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
+    return json_response({"prompt": text}, headers)

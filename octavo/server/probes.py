@@ -1,0 +1,66 @@
+"""What operators and their tools ask: liveness, readiness, metrics, statistics, version."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import Unavailable
+from octavo.server.front import front_of
+from octavo.server.openai.rendering import json_response
+from octavo.telemetry.metrics import CONTENT_TYPE
+
+router = APIRouter()
+
+
+def version() -> str:
+    """The installed version; "0" when run from a source tree that was never installed."""
+    try:
+        return metadata.version("octavo")
+    except metadata.PackageNotFoundError:
+        return "0"
+
+
+@router.get("/health", summary="Whether this process is alive; if not, only starting it anew helps")
+async def health(request: Request) -> Response:
+    if front_of(request).engine.failure is not None:
+        raise Unavailable("The engine has failed for good.")
+    return Response(status_code=200)
+
+
+@router.get("/ready", summary="Whether a request sent now would be computed soon")
+async def ready(request: Request) -> Response:
+    engine = front_of(request).engine
+    if not engine.is_ready:
+        raise Unavailable(f"The engine is not ready: last sign of life {engine.seconds_since_progress:.1f} s ago.")
+    return json_response({"ready": True}, {})
+
+
+@router.get("/metrics", summary="Metrics for Prometheus")
+async def metrics(request: Request) -> Response:
+    return Response(front_of(request).engine.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+@router.get("/stats", summary="Gauges and counters as JSON")
+async def stats(request: Request) -> Response:
+    engine = front_of(request).engine
+    return json_response(
+        {
+            **msgspec.structs.asdict(engine.stats),
+            "num_live": engine.num_live,
+            "num_restarts": engine.num_restarts,
+            "is_ready": engine.is_ready,
+            "seconds_since_progress": round(engine.seconds_since_progress, 3),
+            "engine_pid": engine.pid,
+        },
+        {},
+    )
+
+
+@router.get("/version", summary="The version of this server")
+async def get_version() -> Response:
+    return json_response({"version": version()}, {})

@@ -1,0 +1,114 @@
+"""Answers over time: server-sent events, and waiting for a whole answer while watching for a client that leaves.
+
+Format: https://html.spec.whatwg.org/multipage/server-sent-events.html, with the OpenAI API's habits: frames of one
+``data:`` line, ``data: [DONE]`` at the end, comments as signs of life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.errors import RequestError
+from octavo.server.errors import error_object
+from octavo.server.generation import Choice, ClientGone, Generation
+
+KEEP_ALIVE_SECONDS = 15.0
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class EventWriter(Protocol):
+    """Turns news into frames; each API has its own."""
+
+    def frames(self, choice: Choice) -> bytes:
+        """Everything that is new about a choice; its end, when it ended."""
+        ...
+
+    def last_frames(self) -> bytes:
+        """What follows the end of all choices, but for ``[DONE]``."""
+        ...
+
+
+@contextlib.asynccontextmanager
+async def attended(generation: Generation, receive: Receive) -> AsyncIterator[None]:
+    """Answer a generation inside this: it fails with ``ClientGone`` when the client leaves; at the end it is closed."""
+    watcher = asyncio.create_task(_watch(generation, receive))
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        generation.close()
+
+
+async def _watch(generation: Generation, receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    generation.fail(ClientGone())
+
+
+async def whole(generation: Generation, request: Request) -> list[Choice]:
+    """All choices, once they are finished. Raises ``RequestError`` or ``ClientGone``."""
+    async with attended(generation, request.receive):
+        return await generation.result()
+
+
+class EventStream(Response):
+    """Streams a generation.
+
+    The status goes out with the first event, so that whatever goes wrong before it has a status of its own. An
+    error after that is an event, followed by ``[DONE]``.
+    """
+
+    def __init__(self, generation: Generation, writer: EventWriter, headers: Mapping[str, str]) -> None:
+        super().__init__(headers={**HEADERS, **headers})
+        del self.headers["content-length"]
+        self.generation = generation
+        self.writer = writer
+        self._last_sent = 0.0
+        self._timer: asyncio.TimerHandle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with attended(self.generation, receive):
+            data = self._render(await self.generation.news())
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            self._last_sent = asyncio.get_running_loop().time()
+            self._watch_silence()
+            try:
+                await self._send_all(data, send)
+            finally:
+                self._timer.cancel()
+
+    async def _send_all(self, data: bytes, send: Send) -> None:
+        generation, clock = self.generation, asyncio.get_running_loop().time
+        try:
+            while not generation.is_over:
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    self._last_sent = clock()
+                choices = await generation.news()
+                data = self._render(choices) if choices else KEEP_ALIVE
+            data += self.writer.last_frames()
+        except RequestError as error:
+            data = b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n"
+        await send({"type": "http.response.body", "body": data + DONE, "more_body": False})
+
+    def _render(self, choices: list[Choice]) -> bytes:
+        return b"".join([self.writer.frames(choice) for choice in choices])
+
+    def _watch_silence(self) -> None:
+        """Nudge the stream when nothing was sent for a while, which makes it send a comment."""
+        loop = asyncio.get_running_loop()
+        due = self._last_sent + KEEP_ALIVE_SECONDS
+        if loop.time() >= due:
+            self.generation.nudge()
+            due = loop.time() + KEEP_ALIVE_SECONDS
+        self._timer = loop.call_at(due, self._watch_silence)
