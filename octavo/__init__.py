@@ -1,0 +1,69 @@
+"""Octavo: an LLM inference engine. ``LLM`` runs it in this process, ``octavo serve`` over HTTP.
+
+Importing this package is quick: torch is loaded when ``LLM`` is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from octavo.config import EngineConfig
+from octavo.errors import (
+    AuthenticationError,
+    CheckpointError,
+    ConfigError,
+    ContextLengthExceeded,
+    InvalidParameter,
+    ModelNotFound,
+    OctavoError,
+    QueueFull,
+    RequestError,
+    RequestFailed,
+    RequestTooLarge,
+    RunnerError,
+    Unavailable,
+)
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM, CompletionOutput, Logprob, RequestOutput
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AuthenticationError",
+    "CheckpointError",
+    "CompletionOutput",
+    "ConfigError",
+    "ContextLengthExceeded",
+    "EngineConfig",
+    "InvalidParameter",
+    "Logprob",
+    "ModelNotFound",
+    "OctavoError",
+    "QueueFull",
+    "RequestError",
+    "RequestFailed",
+    "RequestOutput",
+    "RequestTooLarge",
+    "RunnerError",
+    "SamplingParams",
+    "Unavailable",
+    "__version__",
+]
+
+_FROM_LLM = {"LLM", "CompletionOutput", "Logprob", "RequestOutput"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load the names that need the engine when they are first asked for (PEP 562)."""
+    if name not in _FROM_LLM:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    from octavo import llm
+
+    return getattr(llm, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

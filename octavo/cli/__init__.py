@@ -1,0 +1,99 @@
+"""The ``octavo`` command: one module for each sub-command, found through ``COMMANDS``.
+
+A command module has ``NAME``, ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int`` (the exit code). It
+imports what is heavy, torch above all, inside ``run``, so that help and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn, Protocol, cast
+
+from octavo import __version__
+from octavo.cli.settings import environment_warnings
+from octavo.errors import OctavoError
+
+COMMANDS = ("serve", "chat", "generate", "doctor", "bench")
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+"""What a shell reports for a process that SIGINT ended."""
+EXIT_BROKEN_PIPE = 141
+
+
+class Command(Protocol):
+    """What a command module offers."""
+
+    NAME: str
+    HELP: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes no abbreviated flags, and answers an unknown one with the closest that exists."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=_formatter, **options)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_ERROR, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
+
+    def refuse(self, argument: str) -> NoReturn:
+        """End with an error about an argument that means nothing here."""
+        flag = argument.partition("=")[0]
+        close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        self.error(f"unknown argument {argument!r}" + (f"; did you mean {close[0]}?" if close else ""))
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, max_help_position=36)
+
+
+def commands() -> Iterator[Command]:
+    """Every command, in the order of the help."""
+    for name in COMMANDS:
+        yield cast(Command, importlib.import_module(f"octavo.cli.{name}"))
+
+
+def build_parser() -> Parser:
+    """The parser of the whole command line."""
+    parser = Parser(prog="octavo", description="Serve and run large language models.")
+    parser.add_argument("--version", action="version", version=f"octavo {__version__}")
+    table = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+    for command in commands():
+        sub = table.add_parser(command.NAME, help=command.HELP, description=command.HELP[0].upper() + command.HELP[1:])
+        sub.set_defaults(run=command.run, parser=sub)
+        command.add_arguments(sub)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse ``argv``; end the process with help, the version or an error where that is the answer."""
+    args, rest = build_parser().parse_known_args(argv)
+    if rest:
+        args.parser.refuse(rest[0])
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that ``argv`` (default: the process's arguments) names; return its exit code."""
+    args = parse_arguments(argv)
+    for warning in environment_warnings(os.environ):
+        print(f"octavo: warning: {warning}", file=sys.stderr)
+    try:
+        return int(args.run(args))
+    except OctavoError as error:
+        print(f"octavo: error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output left, as `| head` does. The interpreter must not flush into the pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE

@@ -1,0 +1,140 @@
+"""``octavo chat [MODEL|URL]``: a conversation in the terminal, with a model in this process or behind a URL."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Generator
+from typing import Any, Protocol
+
+from octavo.cli.sampling import add_sampling, sampling_values
+from octavo.cli.settings import add_settings, flag_name, from_flags, load_config
+from octavo.cli.terminal import note, write
+from octavo.config import EngineConfig, settings, to_flat
+from octavo.errors import ConfigError, RequestError
+from octavo.sampling_params import SamplingParams
+
+NAME = "chat"
+HELP = "chat in the terminal with a model, or with any OpenAI-compatible server"
+
+COMMANDS = "/reset forgets the conversation, /exit ends; Ctrl-C stops an answer"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Whom to talk to, how it should answer, and every setting of the engine."""
+    parser.add_argument("--system", metavar="TEXT", help="system prompt that stays before the conversation")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key for the server at URL (default: OCTAVO_API_KEY, then OPENAI_API_KEY)"
+    )
+    add_sampling(parser)
+    add_settings(parser, EngineConfig)
+    parser.usage = f"{parser.prog} [MODEL|URL] [options]"
+
+
+class Partner(Protocol):
+    """Who answers."""
+
+    @property
+    def name(self) -> str: ...
+
+    def reply(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
+        """Stream the answer to a conversation; raise ``RequestError`` when there is none."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalChat:
+    """A model in this process."""
+
+    def __init__(self, config: EngineConfig, values: dict[str, Any]) -> None:
+        from octavo.llm import LLM
+
+        self._params = SamplingParams(**{"max_tokens": None, **values})
+        self._llm = LLM(**to_flat(config))
+        self.name = config.model.model
+
+    def reply(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
+        prompt = self._llm.render_chat(messages)
+        for piece in self._llm.stream(prompt, self._params):
+            yield piece.text
+
+    def close(self) -> None:
+        self._llm.close()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until /exit or the end of the input."""
+    with contextlib.closing(_partner(args)) as partner:
+        note(f"talking to {partner.name}; {COMMANDS}")
+        converse(partner, args.system)
+    return 0
+
+
+def _partner(args: argparse.Namespace) -> Partner:
+    url, values = args.model_argument, sampling_values(args)
+    if url is None or not url.startswith(("http://", "https://")):
+        if args.api_key is not None:
+            raise ConfigError("--api-key: only a server at a URL asks for a key")
+        return LocalChat(load_config(EngineConfig, args), values)
+    from octavo.cli.remote_chat import RemoteChat
+
+    args.model_argument = None
+    others = from_flags({item.name: item for item in settings(EngineConfig) if item.name != "model"}, args)
+    if others or args.config:
+        flag = flag_name(next(iter(others), "config"))
+        raise ConfigError(f"{flag}: is about a model in this process, not about a server at a URL")
+    key = args.api_key or os.environ.get("OCTAVO_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    return RemoteChat(url, args.model, key, values)
+
+
+def converse(partner: Partner, system: str | None) -> None:
+    """Read lines from the user and write the answers, until /exit or the end of the input."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (importing it gives input() line editing and history)
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    while (line := _ask()) is not None:
+        if line == "/exit":
+            return
+        if line == "/reset":
+            messages = list(opening)
+            note("the conversation is forgotten")
+        elif line.startswith("/"):
+            note(f"{line.split()[0]} is no command; {COMMANDS}")
+        elif line:
+            messages.append({"role": "user", "content": line})
+            answer = _answer(partner, messages)
+            if answer is None:
+                messages.pop()
+            else:
+                messages.append({"role": "assistant", "content": answer})
+
+
+def _ask() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+
+
+def _answer(partner: Partner, messages: list[dict[str, str]]) -> str | None:
+    """Write the answer as it comes. Ctrl-C keeps what was said so far; ``None`` when it failed."""
+    answer = ""
+    try:
+        with contextlib.closing(partner.reply(messages)) as pieces:
+            for piece in pieces:
+                answer += piece
+                write(piece)
+    except KeyboardInterrupt:
+        write("\n")
+        note("stopped")
+        return answer
+    except RequestError as error:
+        write("\n" if answer else "")
+        note(f"error: {error}")
+        return None
+    write("\n")
+    return answer

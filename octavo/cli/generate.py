@@ -1,0 +1,53 @@
+"""``octavo generate [MODEL] --prompt TEXT``: continue a text, streamed to the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from octavo.cli.sampling import add_sampling, sampling_values
+from octavo.cli.settings import add_settings, load_config
+from octavo.cli.terminal import note, write
+from octavo.config import EngineConfig, to_flat
+from octavo.errors import InvalidParameter
+from octavo.sampling_params import SamplingParams
+
+NAME = "generate"
+HELP = "continue a prompt, streaming to the terminal"
+
+DEFAULT_MAX_TOKENS = 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The prompt, how to sample, and every setting of the engine."""
+    parser.add_argument("--prompt", metavar="TEXT", help="text to continue; - or nothing reads standard input")
+    add_sampling(parser)
+    add_settings(parser, EngineConfig)
+    parser.usage = f"{parser.prog} [MODEL] --prompt TEXT [options]"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the continuation alone to standard output, and a line about it to standard error."""
+    config = load_config(EngineConfig, args)
+    params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **sampling_values(args)})
+    prompt = _prompt(args.prompt)
+    from octavo.llm import LLM
+
+    with LLM(**to_flat(config)) as llm:
+        start, count, reason = time.perf_counter(), 0, None
+        for piece in llm.stream(prompt, params):
+            write(piece.text)
+            count += len(piece.token_ids)
+            reason = piece.finish_reason
+    write("\n")
+    note(f"{count} tokens in {time.perf_counter() - start:.2f} s, finish_reason {reason}")
+    return 0 if reason != "error" else 1
+
+
+def _prompt(text: str | None) -> str:
+    if text is not None and text != "-":
+        return text
+    if text is None and sys.stdin.isatty():
+        raise InvalidParameter("prompt", "There is nothing to continue: give --prompt TEXT, or text on standard input.")
+    return sys.stdin.read()

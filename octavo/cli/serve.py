@@ -1,0 +1,25 @@
+"""``octavo serve [MODEL]``: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+
+from octavo.cli.settings import add_settings, load_config
+from octavo.config import ServeConfig
+
+NAME = "serve"
+HELP = "serve a model over an OpenAI-compatible HTTP API"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Every setting of the engine and the server."""
+    add_settings(parser, ServeConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C."""
+    config = load_config(ServeConfig, args)
+    from octavo.server import app
+
+    app.run(config)
+    return 0

@@ -1,0 +1,149 @@
+"""Settings on the command line: flags, ``OCTAVO_*`` variables and YAML files, all from ``octavo.config``.
+
+A flag goes before a variable, a variable before the file, the file before the default. A bad value is
+reported under the name of where it came from, such as ``OCTAVO_PORT: expected int, got 'x'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from octavo.config import EngineConfig, ServeConfig, Setting, settings
+from octavo.errors import ConfigError
+
+PREFIX = "OCTAVO_"
+OTHER_VARIABLES = frozenset({"OCTAVO_CACHE_DIR"})
+"""Variables that other parts of Octavo read, and that are not settings."""
+
+Config = TypeVar("Config", bound=EngineConfig)
+
+
+class Given(NamedTuple):
+    """A value as somebody gave it, not yet checked, and where."""
+
+    value: Any
+    source: str
+
+
+def flag_name(name: str) -> str:
+    """``max_num_seqs`` as a flag: ``--max-num-seqs``."""
+    return "--" + name.replace("_", "-")
+
+
+def variable_name(name: str) -> str:
+    """``max_num_seqs`` as an environment variable: ``OCTAVO_MAX_NUM_SEQS``."""
+    return PREFIX + name.upper()
+
+
+def add_settings(parser: argparse.ArgumentParser, config_class: type[EngineConfig]) -> None:
+    """Add ``[MODEL]``, ``--config`` and a flag for each setting of ``config_class``, grouped by owner.
+
+    Values stay text until ``load_config``, so that every source is checked by the same code.
+    """
+    parser.usage = f"{parser.prog} [MODEL] [options]"
+    parser.epilog = (
+        f"Every setting can also be given as an environment variable, such as {variable_name('max_num_seqs')}=8, "
+        "or in the YAML file of --config. Flags go first, then the environment, then the file."
+    )
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of settings by name; those of other commands are skipped"
+    )
+    owners = typing.get_type_hints(config_class)
+    groups: dict[str, Any] = {}
+    for item in settings(config_class):
+        if item.group not in groups:
+            groups[item.group] = parser.add_argument_group(f"{item.group} settings", owners[item.group].__doc__)
+        _add_flag(groups[item.group], item)
+
+
+def _add_flag(group: Any, item: Setting) -> None:
+    if item.type is bool:
+        help = f"{item.help} (default: {'on' if item.default else 'off'})"
+        group.add_argument(flag_name(item.name), dest=item.name, action=argparse.BooleanOptionalAction, help=help)
+        return
+    help = item.help.replace("%", "%%") + ("" if item.default is None else f" (default: {item.default})")
+    metavar = "{" + ",".join(item.choices) + "}" if item.choices else item.type.__name__.upper()
+    group.add_argument(flag_name(item.name), dest=item.name, metavar=metavar, help=help)
+
+
+def load_config(
+    config_class: type[Config], args: argparse.Namespace, environ: Mapping[str, str] = os.environ
+) -> Config:
+    """The settings that flags, environment and file make together; raise ``ConfigError`` naming the source."""
+    known = {item.name: item for item in settings(config_class)}
+    file = from_file(Path(args.config)) if args.config else {}
+    everything = {**file, **from_environment(known, environ), **from_flags(known, args)}
+    given = {name: value for name, value in everything.items() if name in known}
+    values = {name: known[name]._replace(name=source).parse(value) for name, (value, source) in given.items()}
+    try:
+        return typing.cast(Config, config_class.from_flat(values))
+    except ConfigError as error:
+        # A combination that cannot work. Its message names settings; say who set them.
+        sources = [f"{name} is from {given[name].source}" for name in given if name in str(error)]
+        raise ConfigError("; ".join([str(error), *sources])) from None
+
+
+def from_flags(known: Mapping[str, Setting], args: argparse.Namespace) -> dict[str, Given]:
+    """The settings given as flags or as ``MODEL``."""
+    given = {name: Given(value, flag_name(name)) for name in known if (value := getattr(args, name, None)) is not None}
+    if args.model_argument is not None:
+        if "model" in given and given["model"].value != args.model_argument:
+            raise ConfigError(f"two models are given: {args.model_argument!r} and --model {given['model'].value!r}")
+        given["model"] = Given(args.model_argument, "MODEL")
+    return given
+
+
+def from_environment(known: Mapping[str, Setting], environ: Mapping[str, str]) -> dict[str, Given]:
+    """The settings given as ``OCTAVO_*`` variables; an empty one is an error, for nobody could tell what it means."""
+    given = {}
+    for name in known:
+        variable = variable_name(name)
+        if variable in environ:
+            if not environ[variable]:
+                raise ConfigError(f"{variable}: is empty; give a value or unset it")
+            given[name] = Given(environ[variable], variable)
+    return given
+
+
+def from_file(path: Path) -> dict[str, Given]:
+    """The settings in a YAML file: flat names, with ``-`` or ``_``; unknown names are refused."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config: {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict | None):
+        raise ConfigError(f"--config: {path} must hold 'name: value' lines, not a {type(content).__name__}")
+    known = [item.name for item in settings(ServeConfig)]
+    given: dict[str, Given] = {}
+    for key, value in (content or {}).items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"{path}: unknown setting {str(key)!r}{_suggestion(name, known)}")
+        if name in given:
+            raise ConfigError(f"{path}: {name} is given twice")
+        given[name] = Given(value, f"{path}: {key}")
+    return given
+
+
+def environment_warnings(environ: Mapping[str, str]) -> Iterator[str]:
+    """One line for each ``OCTAVO_*`` variable that nothing reads."""
+    known = [variable_name(item.name) for item in settings(ServeConfig)]
+    for variable in sorted(environ):
+        if variable.startswith(PREFIX) and variable not in known and variable not in OTHER_VARIABLES:
+            yield f"{variable} is not a setting{_suggestion(variable, known)}"
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,97 @@
+"""Prompts on their way through the engine: what each continuation has produced so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.llm.outputs import CompletionOutput, RequestOutput, logprobs_by_token
+from octavo.text.text_stream import TextStream
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import FinishReason, Output, Request, TokenLogprobs
+
+
+class Continuation:
+    """One of a prompt's ``n`` continuations: takes the engine's outputs, makes text, and looks for stop strings."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
+        self.index = index
+        self.request = request
+        self.tokenizer = tokenizer
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(request.prompt_tokens)
+        self.finish_reason: FinishReason | None = None
+        self._stop_reason: int | str | None = None
+        self._error: str | None = None
+        self._text_stream = TextStream(tokenizer, request.params)
+        self._text = ""
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._num_shown = (0, 0)
+        """Characters and tokens that ``next_piece`` has given."""
+
+    def take(self, output: Output) -> None:
+        """Note what a step brought. A stop string may end the text before the engine does."""
+        self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
+        if output.prompt_logprobs:
+            start = output.prompt_logprobs_start
+            self.prompt_logprobs[start : start + len(output.prompt_logprobs)] = output.prompt_logprobs
+        delta = self._text_stream.push(output.tokens, output.finish_reason)
+        self._text += delta.text
+        self._tokens += output.tokens[: delta.num_tokens]
+        self._logprobs += (output.logprobs or [])[: delta.num_tokens]
+        if delta.stop is not None:
+            self.finish_reason, self._stop_reason = "stop", delta.stop
+        else:
+            self.finish_reason, self._stop_reason = output.finish_reason, output.stop_token_id
+            self._error = output.error
+
+    def next_piece(self) -> CompletionOutput | None:
+        """What is new since the last call; ``None`` when nothing is."""
+        num_characters, num_tokens = self._num_shown
+        self._num_shown = len(self._text), len(self._tokens)
+        piece = self._output(num_characters, num_tokens)
+        return piece if piece.text or piece.token_ids or piece.finished() else None
+
+    def output(self) -> CompletionOutput:
+        """All of it."""
+        return self._output(0, 0)
+
+    def _output(self, num_characters: int, num_tokens: int) -> CompletionOutput:
+        has_logprobs = self.request.params.logprobs is not None
+        entries = self._logprobs[num_tokens:]
+        return CompletionOutput(
+            index=self.index,
+            text=self._text[num_characters:],
+            token_ids=self._tokens[num_tokens:],
+            cumulative_logprob=sum(entry.logprob for entry in self._logprobs) if has_logprobs else None,
+            logprobs=[logprobs_by_token(entry, self.tokenizer) for entry in entries] if has_logprobs else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            error=self._error,
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt with its continuations."""
+
+    id: str
+    text: str | None
+    continuations: list[Continuation]
+
+    def result(self) -> RequestOutput:
+        first = self.continuations[0]
+        prompt_logprobs = None
+        if first.request.params.prompt_logprobs is not None:
+            prompt_logprobs = [
+                None if entry is None else logprobs_by_token(entry, first.tokenizer) for entry in first.prompt_logprobs
+            ]
+        return RequestOutput(
+            request_id=self.id,
+            prompt=self.text,
+            prompt_token_ids=first.request.prompt_tokens,
+            prompt_logprobs=prompt_logprobs,
+            outputs=[continuation.output() for continuation in self.continuations],
+            finished=all(continuation.finish_reason is not None for continuation in self.continuations),
+            num_cached_tokens=first.num_cached_tokens,
+        )

@@ -1,0 +1,221 @@
+"""``LLM``: load a model once, then continue prompts with it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import random
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from octavo.build import build_engine
+from octavo.config import DEFAULT_MODEL, EngineConfig, ModelSettings
+from octavo.engine.engine import Engine
+from octavo.errors import ConfigError, Unavailable
+from octavo.llm.continuations import Continuation, Job
+from octavo.llm.interrupts import interrupts_held_back
+from octavo.llm.outputs import CompletionOutput, RequestOutput
+from octavo.llm.prompts import Checked, Params, Prompt, check_all
+from octavo.sampling_params import SamplingParams, choice_key
+from octavo.text.chat_template import ChatTemplate
+from octavo.text.tokenizer import Tokenizer, load_tokenizer
+from octavo.types import Request
+from octavo.weights.hub import resolve_model
+
+Message = Mapping[str, Any]
+"""``{"role": ..., "content": ...}``, as in the OpenAI API."""
+
+
+class LLM:
+    """A model with its engine, in this process.
+
+    ``settings`` are those of ``EngineConfig`` by name, such as ``max_model_len=2048``. Raises ``ConfigError`` for
+    settings that cannot work and ``CheckpointError`` for a model that cannot be loaded. One thread at a time
+    may use it. Close it, or use it in a ``with`` statement, to give the memory back.
+    """
+
+    def __init__(self, model: str | Path = DEFAULT_MODEL, **settings: Any) -> None:
+        config = EngineConfig.from_flat({"model": model, **settings})
+        path = resolve_model(config.model)
+        self.config = dataclasses.replace(config, model=dataclasses.replace(config.model, model=str(path)))
+        self._tokenizer = load_tokenizer(Path(config.model.tokenizer or path))
+        self._chat_template = _load_chat_template(config.model, self._tokenizer)
+        engine, self.info = build_engine(self.config)
+        self._engine: Engine | None = engine
+        self._live: dict[int, Continuation] = {}
+        """What the engine works on, by request id."""
+        self._job_ids = itertools.count()
+        self._request_ids = itertools.count()
+        self._seeds = random.Random(config.model.seed)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_progress: bool = False
+    ) -> list[RequestOutput]:
+        """Continue every prompt; results are in the order of the prompts.
+
+        ``sampling_params`` is one for all prompts or one for each. Every prompt is checked before the first one
+        starts, and a bad one raises a ``RequestError`` naming it. What goes wrong later with one continuation
+        ends that one alone, with the ``finish_reason`` ``"error"``. Ctrl-C ends all of them, between two steps.
+        Requests without a seed get one that depends on the setting ``seed`` and on how many came before.
+        """
+        jobs = self._jobs(check_all(prompts, sampling_params, self._tokenizer, self.info))
+        unfinished = {continuation.request.id for job in jobs for continuation in job.continuations}
+        with self._submitted(jobs), _progress_bar(len(unfinished), use_progress) as advance:
+            while unfinished:
+                ended = self._step()
+                unfinished.difference_update(ended)
+                advance(len(ended))
+        return [job.result() for job in jobs]
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[CompletionOutput, None, None]:
+        """Continue one prompt, step by step: each item is what a step added to one of the continuations.
+
+        Texts and token ids of the items concatenate to what ``generate`` gives; the last item of a continuation
+        has its ``finish_reason``. Closing the generator early aborts what still runs.
+        """
+        (job,) = self._jobs(check_all([prompt], sampling_params, self._tokenizer, self.info))
+        return self._pieces(job)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        use_progress: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, each a list of messages; otherwise like ``generate``."""
+        is_one = not messages or isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if is_one else messages
+        prompts = [self.render_chat(conversation, chat_template_kwargs) for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_progress=use_progress)
+
+    def render_chat(
+        self, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation as the model's chat template writes it, ready for the answer.
+
+        ``chat_template_kwargs`` are further variables of the template. Raises ``InvalidParameter`` when the model
+        has no chat template, or its template refuses the messages.
+        """
+        tokenizer = self.get_tokenizer()
+        text = self._chat_template.render(messages, template_kwargs=chat_template_kwargs)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; raises ``Unavailable`` for a model that has none and takes token ids only."""
+        if self._tokenizer is None:
+            raise Unavailable("The model has no tokenizer.")
+        return self._tokenizer
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for its statistics; raises ``Unavailable`` once this is closed."""
+        if self._engine is None:
+            raise Unavailable("This LLM is closed.")
+        return self._engine
+
+    def close(self) -> None:
+        """Give the memory back; what still runs is dropped. May be called twice."""
+        self._engine = None
+        self._live.clear()
+        self._chat_template.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _jobs(self, prompts: Sequence[Checked]) -> list[Job]:
+        return [Job(str(next(self._job_ids)), prompt.text, self._continuations(prompt)) for prompt in prompts]
+
+    def _continuations(self, prompt: Checked) -> list[Continuation]:
+        params = prompt.params
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        own = self._tokenizer.eos_token_ids if self._tokenizer else ()
+        requests = [
+            Request(
+                id=next(self._request_ids),
+                prompt_tokens=prompt.tokens,
+                params=params,
+                max_tokens=prompt.max_tokens,
+                seed=choice_key(seed, index),
+                eos_token_ids=() if params.ignore_eos else tuple(sorted({*self.info.eos_token_ids, *own})),
+                arrival=time.monotonic(),
+            )
+            for index in range(params.n)
+        ]
+        return [Continuation(index, request, self._tokenizer) for index, request in enumerate(requests)]
+
+    @contextlib.contextmanager
+    def _submitted(self, jobs: Sequence[Job]) -> Iterator[None]:
+        """Within this block the engine works on ``jobs``; what is left of them at its end is aborted."""
+        continuations = [continuation for job in jobs for continuation in job.continuations]
+        try:
+            for continuation in continuations:
+                self.engine.add(continuation.request)
+                self._live[continuation.request.id] = continuation
+            yield
+        finally:
+            for continuation in continuations:
+                if self._live.pop(continuation.request.id, None) is not None:
+                    self.engine.abort(continuation.request.id)
+
+    def _step(self) -> list[int]:
+        """Run the engine for one step; return the ids of the requests that ended with it."""
+        engine, ended = self.engine, []
+        assert engine.has_work, "the engine forgot requests"
+        with interrupts_held_back():
+            for output in engine.step():
+                continuation = self._live.get(output.request_id)
+                if continuation is None:
+                    continue
+                continuation.take(output)
+                if continuation.finish_reason is not None:
+                    del self._live[output.request_id]
+                    ended.append(output.request_id)
+                if continuation.finish_reason != output.finish_reason:
+                    engine.abort(output.request_id)  # a stop string ended it; the engine knows nothing of text
+        return ended
+
+    def _pieces(self, job: Job) -> Generator[CompletionOutput, None, None]:
+        unfinished = job.continuations
+        with self._submitted([job]):
+            while unfinished:
+                # While this generator was not asked, another call may have brought its requests to their end.
+                if all(continuation.finish_reason is None for continuation in unfinished):
+                    self._step()
+                for continuation in unfinished:
+                    if piece := continuation.next_piece():
+                        yield piece
+                unfinished = [continuation for continuation in unfinished if continuation.finish_reason is None]
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int, visible: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, as a function to tell how many more are done."""
+    with Progress(console=Console(stderr=True), disable=not visible) as progress:
+        task = progress.add_task("generating", total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+def _load_chat_template(settings: ModelSettings, tokenizer: Tokenizer | None) -> ChatTemplate:
+    source = tokenizer.chat_template if tokenizer else None
+    if settings.chat_template is not None:
+        try:
+            source = Path(settings.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template: cannot read {settings.chat_template}: {error}") from None
+    return ChatTemplate(source, tokenizer.special_tokens if tokenizer else None)

@@ -1,0 +1,100 @@
+"""From what a caller passes as prompts and parameters to what is checked and may run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from octavo.errors import InvalidParameter
+from octavo.sampling_params import SamplingParams, resolve_max_tokens
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import EngineInfo
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+Params = SamplingParams | Sequence[SamplingParams] | None
+"""The same for all prompts, or one for each."""
+
+
+class Checked(NamedTuple):
+    """A prompt that may run."""
+
+    text: str | None
+    tokens: list[int]
+    params: SamplingParams
+    max_tokens: int
+
+
+def check_all(prompts: Any, params: Any, tokenizer: Tokenizer | None, info: EngineInfo) -> list[Checked]:
+    """Check every prompt with its parameters; raise ``RequestError`` about the first bad one, by its place."""
+    items = _as_list(prompts)
+    checked = []
+    for place, (prompt, own) in enumerate(zip(items, _params_for_each(params, len(items)), strict=True)):
+        name = "prompt" if len(items) == 1 else f"prompts[{place}]"
+        text, tokens = _encode(prompt, name, tokenizer, info.vocab_size)
+        _check_params(own, tokenizer, info.vocab_size)
+        checked.append(Checked(text, tokens, own, resolve_max_tokens(own, len(tokens), info.max_model_len, field=name)))
+    return checked
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidParameter("prompts", f"'prompts' must be text, token ids or a list, not {type(prompts).__name__}.")
+    if prompts and all(type(token) is int for token in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def _params_for_each(params: Any, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    each = [params] * count if isinstance(params, SamplingParams) else list(params)
+    if len(each) != count:
+        raise InvalidParameter("sampling_params", f"There are {len(each)} sampling_params for {count} prompts.")
+    for own in each:
+        if not isinstance(own, SamplingParams):
+            raise InvalidParameter("sampling_params", f"{type(own).__name__} is not SamplingParams.")
+    return each
+
+
+def _encode(prompt: Any, name: str, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:
+    """The text, if there is one, and the token ids of a prompt."""
+    if isinstance(prompt, Mapping):
+        prompt = _from_mapping(prompt, name)
+    text = None
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InvalidParameter(name, f"The model has no tokenizer: '{name}' must be token ids.")
+        text, tokens = prompt, tokenizer.encode(prompt)
+    elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+        tokens = list(prompt)
+    else:
+        raise InvalidParameter(name, f"'{name}' must be text, a list of token ids or a dict with one of them.")
+    if not tokens:
+        raise InvalidParameter(name, f"'{name}' must not be empty.")
+    _check_in_vocabulary((min(tokens), max(tokens)), name, vocab_size)
+    return text, tokens
+
+
+def _from_mapping(prompt: Mapping[str, Any], name: str) -> Any:
+    known = {"prompt", "prompt_token_ids"}
+    if unknown := [key for key in prompt if key not in known]:
+        raise InvalidParameter(name, f"'{name}' has the unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}.")
+    if len(prompt) != 1:
+        raise InvalidParameter(name, f"'{name}' must have either 'prompt' or 'prompt_token_ids'.")
+    return next(iter(prompt.values()))
+
+
+def _check_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    if params.stop and tokenizer is None:
+        raise InvalidParameter("stop", "The model has no tokenizer, so 'stop' cannot be used.")
+    _check_in_vocabulary(params.stop_token_ids, "stop_token_ids", vocab_size)
+    _check_in_vocabulary(tuple(params.logit_bias), "logit_bias", vocab_size)
+
+
+def _check_in_vocabulary(tokens: Sequence[int], name: str, vocab_size: int) -> None:
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise InvalidParameter(name, f"'{name}' has {token}, which is not a token id: 0 to {vocab_size - 1}.")
