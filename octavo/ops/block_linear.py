@@ -1,0 +1,135 @@
+"""A linear map whose weight stays in quantised blocks.
+
+Shapes: T tokens, K inputs, N outputs, G groups of inputs that share a scale, P panels of 16 outputs.
+
+``PackedBlocks`` holds a ``BlockTensor``'s numbers in the order in which a vector unit takes them. Panel by
+panel and group by group, four inputs of row 0, the same four of row 1, and so on to row 15::
+
+    8 bit   [P, G, group / 4, 16, 4]   one byte a number
+    4 bit   [P, G, group / 8, 16, 4]   low halves: inputs 8 s + 0..3 of the group; high halves: 8 s + 4..7
+
+with the scales, and the minima of the forms that have them, as [P, G, 1 or 2, 16]. A last panel that is
+not full is filled up with zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from octavo.ops.dispatch import op
+from octavo.weights.blocks import BlockTensor, Groups, split_groups
+
+PANEL = 16
+FOUR_BIT_KINDS = frozenset({"Q4_0", "Q4_1", "Q4_K"})
+KINDS = FOUR_BIT_KINDS | {"Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K"}
+"""The block kinds that can be packed. Five- and six-bit numbers take a byte each."""
+
+_PANELS_AT_ONCE = 64
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBlocks:
+    """A weight [N, K] as panels; a weight is ``(number - zero_point) * scale + minimum``, exactly the blocks'."""
+
+    kind: str
+    shape: tuple[int, int]
+    bits: int
+    zero_point: int
+    values: Tensor
+    """uint8 [P, G, steps, 16, 4]"""
+    scales: Tensor
+    """float16 where that is exact, else float32: [P, G, 1 or 2, 16]"""
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[1] // self.values.shape[1]
+
+    @property
+    def has_minima(self) -> bool:
+        return self.scales.shape[2] == 2
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    @classmethod
+    def pack(cls, tensor: BlockTensor) -> PackedBlocks:
+        """Bring the blocks into panels. Raises ``ValueError`` for a kind that is not in ``KINDS``."""
+        if tensor.kind not in KINDS:
+            raise ValueError(f"blocks of kind {tensor.kind} cannot be packed; these can: {', '.join(sorted(KINDS))}")
+        bits = 4 if tensor.kind in FOUR_BIT_KINDS else 8
+        step = PANEL * _PANELS_AT_ONCE
+        values, scales, zero_point = [], [], 0
+        for start in range(0, tensor.shape[0], step):
+            data = tensor.data[start : start + step]
+            groups = split_groups(BlockTensor(tensor.kind, (len(data), tensor.shape[1]), data))
+            zero_point = groups.zero_point
+            values.append(_value_panels(groups, bits))
+            scales.append(_scale_panels(groups))
+        return cls(
+            tensor.kind,
+            tensor.shape,
+            bits,
+            zero_point,
+            torch.from_numpy(np.concatenate(values)),
+            torch.from_numpy(_smallest_exact(np.concatenate(scales))),
+        )
+
+    def unpack(self) -> Tensor:
+        """The weight as float32 [N, K]."""
+        N, K = self.shape
+        P, G = self.values.shape[:2]
+        numbers = self.values.unsqueeze(3)
+        if self.bits == 4:
+            numbers = torch.cat((numbers & 15, numbers >> 4), dim=3)
+        numbers = numbers.permute(0, 4, 1, 2, 3, 5).reshape(P, PANEL, G, self.group)
+        parts = self.scales.float().permute(2, 0, 3, 1).unsqueeze(-1)  # [1 or 2, P, 16, G, 1]
+        weight = (numbers.float() - self.zero_point) * parts[0]
+        if self.has_minima:
+            weight += parts[1]
+        return weight.view(P * PANEL, K)[:N]
+
+
+def _pad_rows(rows: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    return np.pad(rows, [(0, -len(rows) % PANEL), (0, 0)])
+
+
+def _value_panels(groups: Groups, bits: int) -> npt.NDArray[np.uint8]:
+    numbers, G = _pad_rows(groups.numbers), groups.scales.shape[1]
+    steps = numbers.reshape(len(numbers) // PANEL, PANEL, G, -1, 8 // bits, 4).transpose(0, 2, 4, 3, 1, 5)
+    if bits == 8:
+        return np.ascontiguousarray(steps[:, :, 0], dtype=np.uint8)
+    return np.asarray(steps[:, :, 0] | steps[:, :, 1] << np.uint8(4), dtype=np.uint8, order="C")
+
+
+def _scale_panels(groups: Groups) -> npt.NDArray[np.float32]:
+    parts = [groups.scales] if groups.minima is None else [groups.scales, groups.minima]
+    rows = np.stack([_pad_rows(part) for part in parts], axis=1)  # [rows, parts, G]
+    panels = rows.reshape(-1, PANEL, len(parts), rows.shape[2]).transpose(0, 3, 2, 1)
+    return np.ascontiguousarray(panels, dtype=np.float32)
+
+
+def _smallest_exact(scales: npt.NDArray[np.float32]) -> npt.NDArray[np.floating]:
+    with np.errstate(over="ignore"):
+        small = scales.astype(np.float16)
+    return small if np.array_equal(small, scales) else scales
+
+
+@op
+def block_linear(x_TK: Tensor, packed: PackedBlocks) -> Tensor:
+    """``x @ weight.T`` as float32 [T, N], for float32 activations.
+
+    The reference is exact up to float32 rounding. Kernels may round each group of a row of activations to
+    8 bits: an error of at most scale / 2 = max |x| / 254 for each activation of the group, so that::
+
+        |y - exact| <= sum over groups of max |x| / 254 * sum |weight|     (and float32 rounding)
+
+    A kernel's row depends on that row of ``x`` alone, to the bit.
+    """
+    return x_TK @ packed.unpack().T

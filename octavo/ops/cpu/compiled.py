@@ -1,0 +1,83 @@
+"""Compiling kernels, once per machine: the decorators, and the folder that keeps the compiled code.
+
+numba's own cache looks at the file that a function is written in, not at the files that it calls into. The
+folder's name therefore carries a digest of this whole package, so that changed kernels are never mixed with
+old ones. numba itself tells CPUs and its own versions apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba import extending, types
+
+numba_config: Any = numba.config
+
+
+@functools.cache
+def cache_folder() -> Path | None:
+    """Where compiled kernels are kept, under the user's cache folder; ``None`` when it cannot be written."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "octavo" / "kernels" / digest.hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+@contextlib.contextmanager
+def _numba_cache() -> Iterator[bool]:
+    """Point numba at our folder while a function is decorated; other users of numba keep their own setting."""
+    folder, config = cache_folder(), numba_config
+    before = config.CACHE_DIR
+    if folder is None:
+        yield False
+        return
+    config.CACHE_DIR = str(folder)
+    try:
+        yield True
+    finally:
+        config.CACHE_DIR = before
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile when first called, without the interpreter lock; division by zero gives inf or nan, as in numpy."""
+    with _numba_cache() as cache:
+        return numba.njit(nogil=True, error_model="numpy", cache=cache)(function)
+
+
+def compiled_task(function: Callable[[int, int, int], None]) -> int:
+    """Compile ``function(arguments, begin, end)`` now and return its address, for ``threads.run``."""
+    signature = types.void(types.intp, types.int64, types.int64)
+    with _numba_cache() as cache:
+        task: Any = numba.cfunc(signature, error_model="numpy", cache=cache)(function)
+    _tasks.append(task)
+    return int(task.address)
+
+
+_tasks: list[Any] = []
+"""Compiled tasks are code that threads jump to: they are never freed."""
+
+
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For use within compiled functions: compiled with each of them."""
+    return extending.register_jitable(function)
+
+
+def emitted(definition: Callable[..., Any]) -> Callable[..., Any]:
+    """For use within compiled functions: ``definition`` gets the arguments' types and says how to emit the code.
+
+    A literal, or a variable of an enclosing function, arrives as a literal type with its value.
+    """
+    return extending.intrinsic(prefer_literal=True)(definition)

@@ -1,0 +1,162 @@
+"""Raw memory in compiled code: typed views of addresses, atomic words, and waiting for a word to change.
+
+Kernels take tensors as addresses and sizes: numba spends microseconds on taking an array apart, and a step
+makes hundreds of calls. The callers in this folder check shapes and contiguity before they pass an address.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.np.numpy_support import carray
+
+from octavo.ops.cpu.compiled import emitted, inlined
+from octavo.ops.cpu.vector_ir import I8, I32, I64, call, i64
+
+FUTEX_SYSCALL = 202
+FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
+
+
+@emitted
+def _pointer(context: Any, address: Any) -> Any:
+    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        return b.inttoptr(args[0], I8.as_pointer())
+
+    return types.voidptr(types.intp), emit
+
+
+@inlined
+def view(address: Any, size: Any, dtype: Any) -> Any:
+    """The ``size`` numbers of ``dtype`` at ``address`` as a one-dimensional array."""
+    return carray(_pointer(address), (size,), dtype)
+
+
+def fields(**kinds: Any) -> np.dtype[np.void]:
+    """A record of numbers, such as the arguments of a task: ``fields(x=int, eps=float)``, all of 64 bits."""
+    return np.dtype([(name, np.float64 if kind is float else np.int64) for name, kind in kinds.items()])
+
+
+@inlined
+def read(address: Any, record: Any) -> Any:
+    """The record at an address."""
+    return view(address, 1, record)[0]
+
+
+@emitted
+def keep(context: Any, array: Any) -> Any:
+    """Keep an array alive up to here: numba frees it after its last use, and its address does not count as one."""
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        return c.get_dummy_value()
+
+    return types.void(array), emit
+
+
+@emitted
+def float_bits(context: Any, x: Any) -> Any:
+    """The float32 whose bits are an int32."""
+
+    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        return b.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), emit
+
+
+@emitted
+def int_bits(context: Any, x: Any) -> Any:
+    """The int32 with the bits of a float32."""
+
+    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        return b.bitcast(args[0], I32)
+
+    return types.int32(types.float32), emit
+
+
+@emitted
+def atomic_add(context: Any, address: Any, amount: Any) -> Any:
+    """Add to the int64 at an address; gives what it was before."""
+
+    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.intp, types.int64), emit
+
+
+@emitted
+def atomic_load(context: Any, address: Any) -> Any:
+    """Read the int64 at an address."""
+
+    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        return b.load_atomic(b.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
+
+    return types.int64(types.intp), emit
+
+
+@emitted
+def atomic_store(context: Any, address: Any, value: Any) -> Any:
+    """Write the int64 at an address."""
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        b.store_atomic(args[1], b.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
+        return c.get_dummy_value()
+
+    return types.void(types.intp, types.int64), emit
+
+
+@emitted
+def atomic_swap_if(context: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Write the int64 at an address if it still is ``expected``; says whether it was."""
+
+    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        pointer = b.inttoptr(args[0], I64.as_pointer())
+        return b.extract_value(b.cmpxchg(pointer, args[1], args[2], "seq_cst", "seq_cst"), 1)
+
+    return types.boolean(types.intp, types.int64, types.int64), emit
+
+
+@emitted
+def pause(context: Any) -> Any:
+    """Tell the CPU that this thread is spinning."""
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        call(b, "llvm.x86.sse2.pause", ir.VoidType(), [])
+        return c.get_dummy_value()
+
+    return types.void(), emit
+
+
+@emitted
+def yield_processor(context: Any) -> Any:
+    """Let another thread run (``sched_yield``)."""
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        call(b, "sched_yield", I32, [])
+        return c.get_dummy_value()
+
+    return types.void(), emit
+
+
+@emitted
+def futex(context: Any, address: Any, operation: Any, value: Any) -> Any:
+    """Linux's futex: sleep while the int32 at an address is ``value``, or wake ``value`` sleepers."""
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        call(b, "syscall", I64, [i64(FUTEX_SYSCALL), args[0], args[1], args[2], i64(0), i64(0), i64(0)])
+        return c.get_dummy_value()
+
+    return types.void(types.intp, types.int64, types.int64), emit
+
+
+@emitted
+def call_task(context: Any, task: Any, arguments: Any, begin: Any, end: Any) -> Any:
+    """Call the compiled task at an address; see ``compiled.compiled_task``."""
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
+        b.call(b.inttoptr(args[0], kind.as_pointer()), list(args[1:]))
+        return c.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.int64, types.int64), emit

@@ -1,0 +1,168 @@
+"""Words for writing vector code as LLVM instructions: sixteen lanes of 32 bits at a time.
+
+numba compiles loops well, but it cannot be told which values stay in registers. The inner loops here are
+therefore emitted instruction by instruction, by ``@intrinsic`` functions that use these helpers. Every
+helper takes the ``IRBuilder`` first and emits at its current place. Addresses are 64-bit integers.
+
+No helper reorders floating-point operations, and no fast-math flag is ever set: what is written is what is
+computed, on every CPU, which is why a row's bits do not depend on which variant computed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+
+LANES = 16
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
+I32x16, F32x16 = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
+I16x16, F16x16 = ir.VectorType(I16, LANES), ir.VectorType(F16, LANES)
+I8x16, I8x64 = ir.VectorType(I8, LANES), ir.VectorType(I8, 4 * LANES)
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+"""Number formats in memory, as the intrinsics take them."""
+FORMAT_BYTES = (4, 2, 2)
+
+_LLVM_MAJOR: int = llvmlite.binding.llvm_version_info[0]
+
+
+def i64(value: int) -> ir.Constant:
+    return ir.Constant(I64, value)
+
+
+def offset(b: ir.IRBuilder, base: ir.Value, *terms: tuple[ir.Value, int]) -> ir.Value:
+    """``base`` plus the sum of value * factor over ``terms``."""
+    for value, factor in terms:
+        base = b.add(base, b.mul(value, i64(factor)))
+    return base
+
+
+def load(b: ir.IRBuilder, kind: ir.Type, address: ir.Value, displacement: int = 0) -> ir.Value:
+    """Unaligned load of a scalar or a vector."""
+    pointer = b.inttoptr(b.add(address, i64(displacement)), kind.as_pointer())
+    return b.load(pointer, align=1)
+
+
+def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, displacement: int = 0) -> None:
+    """Unaligned store of a scalar or a vector."""
+    b.store(value, b.inttoptr(b.add(address, i64(displacement)), value.type.as_pointer()), align=1)
+
+
+def splat(b: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+    """All sixteen lanes set to ``scalar``."""
+    kind = ir.VectorType(scalar.type, LANES)
+    first = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return b.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(I32x16, [0] * LANES))
+
+
+def constant(kind: ir.VectorType, value: float) -> ir.Constant:
+    """All lanes set to a number known now."""
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def shuffle(b: ir.IRBuilder, x: ir.Value, y: ir.Value, lanes: Sequence[int]) -> ir.Value:
+    """Lanes picked from ``x`` (0 to 15) and ``y`` (16 to 31)."""
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
+
+
+def call(b: ir.IRBuilder, name: str, result: ir.Type, args: Sequence[ir.Value]) -> ir.Value:
+    """Call an LLVM intrinsic or a C function by name."""
+    function = b.module.globals.get(name)
+    if function is None:
+        function = ir.Function(b.module, ir.FunctionType(result, [arg.type for arg in args]), name)
+    return b.call(function, args)
+
+
+def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    """x * y + z, rounded once."""
+    return call(b, "llvm.fma.v16f32", F32x16, [x, y, z])
+
+
+def dot4(b: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
+    """Per lane: total + the sum of four products of unsigned and signed bytes, exact (``vpdpbusd``)."""
+    kind = I8x64 if _LLVM_MAJOR >= 21 else I32x16
+    args = [total, b.bitcast(unsigned, kind), b.bitcast(signed, kind)]
+    return call(b, "llvm.x86.avx512.vpdpbusd.512", I32x16, args)
+
+
+def load_floats(b: ir.IRBuilder, number_format: int, address: ir.Value, displacement: int = 0) -> ir.Value:
+    """Sixteen neighbouring numbers of a format, as float32 (exact)."""
+    if number_format == FLOAT32:
+        return load(b, F32x16, address, displacement)
+    if number_format == FLOAT16:
+        return b.fpext(load(b, F16x16, address, displacement), F32x16)
+    wide = b.zext(load(b, I16x16, address, displacement), I32x16)
+    return b.bitcast(b.shl(wide, constant(I32x16, 16)), F32x16)
+
+
+def sum_lanes(b: ir.IRBuilder, vectors: Sequence[ir.Value]) -> ir.Value:
+    """The sums over lanes of 16 vectors, as one vector. The order is that of ``sum_one``::
+
+        16 vectors of 16 lanes -> 8 of two halves -> 4 of four quarters -> 2 -> 1
+
+    Each step adds lanes 8, 4, 2, 1 apart, of two vectors at a time.
+    """
+    parts, distance = list(vectors), LANES // 2
+    while len(parts) > 1:
+        # Before this step a vector holds LANES / (2 * distance) sums, each still spread over 2 * distance lanes.
+        low = [lane for start in range(0, 2 * LANES, 2 * distance) for lane in range(start, start + distance)]
+        high = [lane + distance for lane in low]
+        half = len(parts) // 2
+        pairs = zip(parts[:half], parts[half:], strict=True)
+        parts = [b.fadd(shuffle(b, x, y, low), shuffle(b, x, y, high)) for x, y in pairs]
+        distance //= 2
+    return _undo_interleave(b, parts[0])
+
+
+def _undo_interleave(b: ir.IRBuilder, sums: ir.Value) -> ir.Value:
+    """Put the sums back into the order of the vectors: pairing halves leaves lane i with bits of i reversed."""
+    return shuffle(b, sums, sums, [int(f"{lane:04b}"[::-1], 2) for lane in range(LANES)])
+
+
+def sum_one(b: ir.IRBuilder, vector: ir.Value) -> ir.Value:
+    """The sum over the lanes of one vector, adding lanes 8, 4, 2 and then 1 apart."""
+    for distance in (8, 4, 2, 1):
+        vector = b.fadd(vector, shuffle(b, vector, vector, [(lane + distance) % LANES for lane in range(LANES)]))
+    return b.extract_element(vector, ir.Constant(I32, 0))
+
+
+class Loop:
+    """A counted loop with values carried from turn to turn.
+
+    ``with Loop(b, count, [first, ...]) as loop:`` gives ``loop.index`` and ``loop.carried``; set
+    ``loop.carried`` to the next values inside, and read the last ones from ``loop.results`` afterwards.
+    ``count`` may be zero.
+    """
+
+    def __init__(self, b: ir.IRBuilder, count: ir.Value, carried: Sequence[ir.Value]) -> None:
+        self._b, self._count, self._first = b, count, list(carried)
+
+    def __enter__(self) -> Loop:
+        b = self._b
+        before = b.block
+        self._head = b.append_basic_block("head")
+        body = b.append_basic_block("body")
+        self._after = b.append_basic_block("after")
+        b.branch(self._head)
+        b.position_at_end(self._head)
+        self.index: Any = b.phi(I64)
+        self.index.add_incoming(i64(0), before)
+        self.results: list[Any] = [b.phi(value.type) for value in self._first]
+        for phi, value in zip(self.results, self._first, strict=True):
+            phi.add_incoming(value, before)
+        b.cbranch(b.icmp_signed("<", self.index, self._count), body, self._after)
+        b.position_at_end(body)
+        self.carried: list[ir.Value] = list(self.results)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        b = self._b
+        self.index.add_incoming(b.add(self.index, i64(1)), b.block)
+        for phi, value in zip(self.results, self.carried, strict=True):
+            phi.add_incoming(value, b.block)
+        b.branch(self._head)
+        b.position_at_end(self._after)
