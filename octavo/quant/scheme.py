@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.quant.blocks import PackedBlockScheme
 from octavo.weights.blocks import BlockTensor, dequantize
 
 Part = Tensor | BlockTensor
@@ -53,7 +54,7 @@ class BlockScheme(Protocol):
         ...
 
 
-SCHEMES: tuple[BlockScheme, ...] = ()
+SCHEMES: tuple[BlockScheme, ...] = (PackedBlockScheme(),)
 
 
 @dataclass(frozen=True)
