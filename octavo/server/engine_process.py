@@ -89,7 +89,7 @@ class EngineLoop:
         self.channel = channel
         self.generation = generation
         self._refusals: list[wire.Refusal] = []
-        self._num_steps = 0
+        self._progress = (0, 0)
         self._stopped = False
 
     def run(self) -> None:
@@ -122,8 +122,9 @@ class EngineLoop:
     def _step(self) -> None:
         outputs = self.engine.step()
         stats = self.engine.stats()
-        if outputs or self._refusals or stats.num_steps != self._num_steps:
-            self._num_steps = stats.num_steps
+        progress = (stats.num_steps, stats.num_faults)
+        if outputs or self._refusals or progress != self._progress:
+            self._progress = progress
             self._report(outputs, stats)
         else:
             # Silence, so that an engine that never gets anywhere is seen to hang.

@@ -1,0 +1,49 @@
+"""An engine process with the real deciding half and the oracle as its runner, for tests of replay."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from octavo.cache.kv_cache import KVCache
+from octavo.config import EngineConfig
+from octavo.engine.engine import Engine
+from octavo.engine.scheduler import Scheduler
+from octavo.server import engine_process
+from octavo.types import EngineInfo, Plan
+from tests.oracle import VOCAB_SIZE, OracleRunner, PendingStep
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 100
+STEP_SECONDS = 0.002
+
+
+class SlowOracleRunner(OracleRunner):
+    def submit(self, plan: Plan) -> PendingStep:
+        time.sleep(STEP_SECONDS)
+        return super().submit(plan)
+
+
+def build(config: EngineConfig) -> tuple[Engine, EngineInfo]:
+    cache = KVCache(NUM_BLOCKS, BLOCK_SIZE)
+    scheduler = Scheduler(cache, max_num_seqs=8, max_num_batched_tokens=32, policy="fcfs")
+    info = EngineInfo(
+        max_model_len=NUM_BLOCKS * BLOCK_SIZE,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(),
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=NUM_BLOCKS,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        architecture="oracle",
+        num_parameters=0,
+        dtype="",
+        device="cpu",
+        memory={},
+        kernels={},
+    )
+    return Engine(scheduler, SlowOracleRunner(BLOCK_SIZE), depth=config.model.seed), info
+
+
+if __name__ == "__main__":
+    sys.exit(engine_process.main(build=build))
