@@ -21,5 +21,4 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(ServeConfig, args)
     from octavo.server import app
 
-    app.run(config)
-    return 0
+    return app.run(config)

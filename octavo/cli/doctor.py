@@ -1,0 +1,147 @@
+"""``octavo doctor [MODEL]``: what this machine and this installation can do, and why not more."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from octavo import __version__
+from octavo.cli.settings import add_settings, load_config
+from octavo.config import DEFAULT_MODEL, EngineConfig
+from octavo.errors import OctavoError
+
+NAME = "doctor"
+HELP = "show versions, devices, kernels and the memory budget of a model"
+
+PACKAGES = ("torch", "numba", "numpy", "tokenizers", "safetensors", "huggingface_hub", "fastapi", "uvicorn", "msgspec")
+
+EXIT_PROBLEM = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A model to load and look at, with every setting of the engine."""
+    add_settings(parser, EngineConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print all sections; the exit code is 1 when one of them found something that does not work."""
+    config = load_config(EngineConfig, args)
+    sections: list[tuple[str, Callable[[EngineConfig], Iterator[str]]]] = [
+        ("versions", _versions),
+        ("machine", _machine),
+        ("models", _models),
+        ("model", _model),
+        ("kernels", _kernels),
+    ]
+    is_well = True
+    for title, lines in sections:
+        print(title)
+        try:
+            for line in lines(config):
+                print(f"  {line}", flush=True)
+        except OctavoError as error:
+            print(f"  PROBLEM: {error}")
+            is_well = False
+    return 0 if is_well else EXIT_PROBLEM
+
+
+def _versions(config: EngineConfig) -> Iterator[str]:
+    yield _row("octavo", __version__)
+    yield _row("python", f"{platform.python_version()} on {platform.platform()}")
+    for package in PACKAGES:
+        try:
+            yield _row(package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            yield _row(package, "not installed")
+
+
+def _machine(config: EngineConfig) -> Iterator[str]:
+    import torch
+
+    from octavo.build import resolve_device
+    from octavo.ops.cpu.host import BLOCK_FEATURES, FLOAT_FEATURES, cpu_features
+    from octavo.runtime.cpu_threads import num_physical_cores
+    from octavo.runtime.memory import free_memory
+
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield _row("processor", f"{_processor()}, {num_physical_cores()} cores with {cpus} threads for this process")
+    wanted = (*FLOAT_FEATURES, *BLOCK_FEATURES)
+    yield _row("features", " ".join(name for name in wanted if name in cpu_features()) or "none that kernels use")
+    absent = [name for name in wanted if name not in cpu_features()]
+    if absent:
+        yield _row("", f"not here: {' '.join(absent)}")
+    yield _row("free memory", _size(free_memory(torch.device("cpu"), 1.0)))
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        yield _row(f"cuda:{index}", f"{properties.name}, {_size(properties.total_memory)}")
+    if not torch.cuda.is_available():
+        yield _row("cuda", "torch finds no device")
+    yield _row("used", f"{resolve_device(config.model.device)} (setting device: {config.model.device})")
+
+
+def _models(config: EngineConfig) -> Iterator[str]:
+    yield _row("kept in", str(_default_model_file(config).parent))
+    state = "is there" if _default_model_file(config).is_file() else "not fetched yet; the first use fetches it"
+    yield _row(DEFAULT_MODEL, state)
+
+
+def _model(config: EngineConfig) -> Iterator[str]:
+    """Load the model and tell what became of it; the default model only if it is there, for looking fetches nothing."""
+    name = config.model.model
+    if name == DEFAULT_MODEL and not _default_model_file(config).is_file():
+        yield "not loaded: the default model is not fetched yet, and no other is named"
+        return
+    from octavo.build import build_engine
+
+    _, info = build_engine(config)
+    yield _row("name", name)
+    yield _row("kind", f"{info.architecture}, {info.num_parameters / 1e6:,.1f} M parameters, {info.dtype}")
+    yield _row("context", f"{info.max_model_len} tokens")
+    yield _row("kv cache", f"{info.num_kv_blocks} blocks of {info.block_size} tokens")
+    yield _row("step", f"at most {info.max_num_seqs} sequences and {info.max_num_batched_tokens} tokens")
+    for purpose, num_bytes in info.memory.items():
+        yield _row("memory", f"{_size(num_bytes)}  {purpose.replace('_', ' ')}")
+    yield _row("memory", f"{_size(sum(info.memory.values()))}  in all")
+
+
+def _kernels(config: EngineConfig) -> Iterator[str]:
+    from octavo.build import DTYPES, resolve_device
+    from octavo.ops import dispatch
+
+    device = resolve_device(config.model.device)
+    dtype = DTYPES[config.model.dtype if config.model.dtype != "auto" else _automatic_dtype(device.type)]
+    yield f"for {str(dtype).removeprefix('torch.')} on {device.type}"
+    for choice in dispatch.choices(device.type, dtype):
+        yield _row(choice.op, f"{choice.kernel}: " + ("runs" if choice.chosen else choice.reason))
+
+
+def _automatic_dtype(device_type: str) -> str:
+    return "float32" if device_type == "cpu" else "bfloat16"
+
+
+def _default_model_file(config: EngineConfig) -> Path:
+    from octavo.weights.default_model import SMOLLM2_135M, models_dir
+
+    folder = config.model.download_dir
+    return (Path(folder).expanduser() if folder else models_dir()) / SMOLLM2_135M.file_name
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:>10,.1f} MiB"
+
+
+def _row(name: str, value: str) -> str:
+    return f"{name:<16}{value}"
