@@ -55,6 +55,8 @@ class StopStrings:
         """Like ``push`` for text in which no stop string counts, though one may begin in it."""
         for character in text:
             self._state = _advance(self._state, character)
+        while not self._state.next and self._state.fallback is not None:
+            self._state = self._state.fallback  # a whole stop string that did not count need not wait
         return self._let_out(text)
 
     def flush(self) -> str:

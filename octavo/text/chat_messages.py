@@ -1,0 +1,55 @@
+"""Bring a client's chat messages into the one form that chat templates are written for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.errors import InvalidParameter
+
+
+def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of ``messages`` in which every role is a string and every content is text.
+
+    Parts of type ``text`` are joined by line ends, as vLLM joins them; parts of other types are refused by
+    name. No content is empty text, except next to ``tool_calls``, where templates expect none. ``developer``
+    is OpenAI's newer word for ``system``, which is the one that templates know. Everything else, such as
+    ``name`` or the arguments of tool calls, stays as it is. Raises ``InvalidParameter("messages", ...)``.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        raise InvalidParameter("messages", "'messages' must be a list of at least one message.")
+    return [_normalise(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _normalise(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidParameter("messages", f"'{where}' must be an object with 'role' and 'content'.")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidParameter("messages", f"'{where}.role' must be a string such as 'user'.")
+    content = _text(message.get("content"), f"{where}.content")
+    if content is None and not message.get("tool_calls"):
+        content = ""
+    return {**message, "role": "system" if role == "developer" else role, "content": content}
+
+
+def _text(content: Any, where: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidParameter("messages", f"'{where}' must be a string or a list of parts.")
+    return "\n".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str):
+        raise InvalidParameter("messages", f"'{where}' must be an object with a 'type'.")
+    if kind != "text":
+        raise InvalidParameter("messages", f"'{where}' is of type {kind[:40]!r}; only 'text' can be handled.")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidParameter("messages", f"'{where}.text' must be a string.")
+    return text

@@ -1,0 +1,111 @@
+"""Messages to the prompt text that a chat model was trained on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.errors import ConfigError, InvalidParameter
+from octavo.text.chat_messages import normalise_messages
+from octavo.text.template_process import RenderingLost, TemplateProcess
+from octavo.text.template_worker import INVALID, REFUSED, RENDERED
+
+RESERVED_VARIABLES = ("chat_template", "messages", "add_generation_prompt")
+"""What a client may not set through ``chat_template_kwargs``; the first would be a program of its own."""
+
+
+class ChatTemplate:
+    """A model's chat template, rendered in a child process with bounded time, memory and output.
+
+    The template is a program out of the model's files: one that hangs or explodes costs its own request an
+    error, and the next rendering gets a fresh process. Safe for several threads at once; a rendering blocks,
+    so call it from a thread beside an event loop.
+    """
+
+    def __init__(
+        self,
+        source: str | None,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        max_seconds: float = 2.0,
+        max_memory: int = 512 << 20,
+        max_output: int = 16 << 20,
+    ) -> None:
+        """``source`` is Jinja text, ``None`` if the model has none; ``special_tokens`` are its variables such as
+        ``bos_token``. Limits: wall and processor seconds of one rendering, bytes of memory, bytes of output."""
+        self._special_tokens = dict(special_tokens or {})
+        self._has_source = source is not None
+        self._settings = {
+            "source": source,
+            "max_seconds": max_seconds,
+            "max_memory": max_memory,
+            "max_output": max_output,
+        }
+        self._process: TemplateProcess | None = None
+        self._lock = threading.Lock()
+
+    def check(self) -> None:
+        """Compile the template, which also starts the process; raise ``ConfigError`` if it is not sound."""
+        if not self._has_source:
+            return
+        try:
+            kind, text = self._ask(None)
+        except RenderingLost as error:
+            raise ConfigError(f"chat template: {error}") from None
+        if kind != RENDERED:
+            raise ConfigError(f"chat template: {text}")
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for ``messages``, which may have any form that ``normalise_messages`` takes.
+
+        ``template_kwargs`` are further variables of the template. Raises ``InvalidParameter`` about
+        ``messages`` or ``chat_template_kwargs``: refused by the template, not renderable, or no template.
+        """
+        if not self._has_source:
+            raise InvalidParameter(
+                "messages", "The model has no chat template. Give one with --chat-template FILE, or use completions."
+            )
+        for name in RESERVED_VARIABLES:
+            if template_kwargs and name in template_kwargs:
+                raise InvalidParameter("chat_template_kwargs", f"'chat_template_kwargs' may not set '{name}'.")
+        variables = {
+            "documents": None,
+            **self._special_tokens,
+            **(template_kwargs or {}),
+            "tools": tools,
+            "messages": normalise_messages(messages),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            kind, text = self._ask(variables)
+        except (TypeError, ValueError):
+            raise InvalidParameter("messages", "Messages and template variables must be plain JSON values.") from None
+        except RenderingLost as error:
+            raise InvalidParameter("messages", f"The chat template could not be rendered: {error}.") from None
+        if kind == RENDERED:
+            return text
+        if kind == REFUSED:
+            raise InvalidParameter("messages", text)
+        problem = "is not valid" if kind == INVALID else "could not be rendered"
+        raise InvalidParameter("messages", f"The chat template {problem}: {text.rstrip('.')}.")
+
+    def close(self) -> None:
+        """End the process. Rendering again starts a new one."""
+        with self._lock:
+            if self._process is not None:
+                self._process.close()
+                self._process = None
+
+    def _ask(self, variables: dict[str, Any] | None) -> tuple[bytes, str]:
+        with self._lock:
+            if self._process is None or not self._process.is_alive:
+                self._process = TemplateProcess(self._settings)
+            return self._process.ask(variables)

@@ -1,0 +1,96 @@
+"""The parent's side of the process that renders chat templates."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from octavo.text.template_worker import LENGTH, OUT_OF_MEMORY, READY
+
+START_SECONDS = 60.0
+"""An import of Jinja on a very busy machine."""
+_SCRIPT = Path(__file__).with_name("template_worker.py")
+_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
+"""What the child is told of the environment: enough to start, no secrets."""
+
+
+class RenderingLost(Exception):
+    """The process gave no answer in time or ended; it is gone now. The message says what it did."""
+
+
+class TemplateProcess:
+    """One running ``template_worker``. Not safe for several threads at once."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_SCRIPT)],
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+            )
+        self.close = weakref.finalize(self, _end, self._process, self._connection)
+        """Ends the process; also called when this object or the interpreter goes."""
+        if self._exchange(json.dumps(settings).encode(), START_SECONDS)[:1] != READY:
+            raise RenderingLost("it could not be started")
+
+    @property
+    def is_alive(self) -> bool:
+        return self.close.alive and self._process.poll() is None
+
+    def ask(self, variables: dict[str, Any] | None) -> tuple[bytes, str]:
+        """The kind of answer and its text; raise ``RenderingLost`` if there is none."""
+        message = json.dumps(variables).encode()
+        answer = self._exchange(message, self._settings["max_seconds"])
+        return answer[:1], answer[1:].decode("utf-8", "replace")
+
+    def _exchange(self, message: bytes, seconds: float) -> bytes:
+        try:
+            return self._exchange_until(message, time.monotonic() + seconds)
+        except TimeoutError:
+            problem = f"it took more than {seconds:g} seconds"
+        except OSError:
+            problem = self._cause_of_death()
+        self.close()
+        raise RenderingLost(problem)
+
+    def _exchange_until(self, message: bytes, deadline: float) -> bytes:
+        self._connection.settimeout(deadline - time.monotonic())
+        self._connection.sendall(LENGTH.pack(len(message)) + message)
+        (size,) = LENGTH.unpack(self._receive(LENGTH.size, deadline))
+        if size > self._settings["max_output"] + 1:
+            raise ConnectionError("longer than the other side may send")
+        return self._receive(size, deadline)
+
+    def _receive(self, size: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            piece = self._connection.recv(min(size - len(data), 1 << 20))
+            if not piece:
+                raise ConnectionError("closed by the other side")
+            data += piece
+        return bytes(data)
+
+    def _cause_of_death(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._process.wait(timeout=1) == OUT_OF_MEMORY:
+                return f"it needed more than {self._settings['max_memory'] >> 20} MiB of memory"
+        return "it used up its memory or processor time"
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    connection.close()
+    process.kill()
+    process.wait()
