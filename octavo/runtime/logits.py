@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 NEVER = -math.inf
-NUCLEUS_GUESS = 256
-"""Most often the nucleus is found among this many tokens, which spares sorting the vocabulary."""
+NUCLEUS_GUESSES = (256, 4096)
+"""The nucleus is looked for among this many of the best tokens before the whole vocabulary is sorted."""
 
 
 def apply_mask(logits_V: Tensor, mask: npt.NDArray[np.uint8]) -> Tensor:
@@ -74,10 +74,10 @@ def keep_top_p(logits_V: Tensor, top_p: float) -> Tensor:
 
     Source: Holtzman et al., arXiv 1904.09751.
     """
-    total = logits_V.logsumexp(0)
-    for count in (NUCLEUS_GUESS, len(logits_V)):
+    total = logits_V.double().logsumexp(0)
+    for count in (*NUCLEUS_GUESSES, len(logits_V)):
         best = logits_V.topk(min(count, len(logits_V))).values
-        reached = (best - total).double().exp().cumsum(0)
+        reached = (best - total).exp().cumsum(0)
         if reached[-1] >= top_p:
             break
     last = int((reached < top_p).sum())

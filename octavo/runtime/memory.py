@@ -16,6 +16,7 @@ from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.ops.paged_attention import MAX_SCRATCH
 from octavo.runtime.kv_storage import kv_bytes_per_token
+from octavo.runtime.model_runner import LOGPROB_ROWS
 
 GIB = 1 << 30
 CPU_KV_MEMORY = 1 * GIB
@@ -96,7 +97,7 @@ def settle(
     block_size = settings.cache.block_size or defaults.block_size
     max_num_seqs, max_num_batched_tokens = _batch_limits(settings.scheduler, defaults)
     activations = _activation_bytes(model, max_num_batched_tokens, dtype)
-    logits = LOGITS_COPIES * max_num_seqs * model.vocab_size * 4
+    logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     per_block = kv_bytes_per_token(model, kv_dtype) * block_size
     room = free - activations - logits
     max_model_len = _longest_asked(settings, model)

@@ -16,8 +16,8 @@ from octavo.errors import RunnerError
 from octavo.models.registry import CausalLM
 from octavo.runtime.forward_batch import BatchBuilder
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.sampler import Choice, Row, Sampler, token_logprobs
-from octavo.types import Masks, Plan, Sampled, Scheduled, TokenLogprobs
+from octavo.runtime.sampler import NOT_NUMBERS, Choice, Row, Sampler, are_finite, token_logprobs
+from octavo.types import Masks, Plan, Sampled, Scheduled
 
 logger = logging.getLogger(__name__)
 
@@ -73,21 +73,23 @@ class ModelRunner:
         for item, first in zip(plan, batch.first_rows, strict=False):
             sampled = _accept(item, choices) if item.samples else Sampled([])
             if item.seq.request.params.prompt_logprobs is not None:
-                sampled.prompt_logprobs = self._prompt_logprobs(item, x_TD[first:])
+                self._add_prompt_logprobs(sampled, item, x_TD[first:])
             results.append(sampled)
         return results
 
-    def _prompt_logprobs(self, item: Scheduled, x_TD: Tensor) -> list[TokenLogprobs]:
-        """Log-probabilities of the prompt's tokens after each position of this item, some rows at a time."""
-        seq = item.seq
-        count = seq.request.params.prompt_logprobs or 0
-        targets = seq.request.prompt_tokens[item.start + 1 : item.start + 1 + len(item.tokens)]
-        found: list[TokenLogprobs] = []
+    def _add_prompt_logprobs(self, sampled: Sampled, item: Scheduled, x_TD: Tensor) -> None:
+        """Log-probabilities of the prompt's tokens that follow this item's positions, some rows at a time."""
+        request = item.seq.request
+        count = request.params.prompt_logprobs or 0
+        targets = request.prompt_tokens[item.start + 1 : item.start + 1 + len(item.tokens)]
+        sampled.prompt_logprobs = []
         for first in range(0, len(targets), LOGPROB_ROWS):
             tokens = targets[first : first + LOGPROB_ROWS]
             logits_RV = self._model.logits(x_TD[first : first + len(tokens)])
-            found += token_logprobs(logits_RV, tokens, [count] * len(tokens))
-        return found
+            if not all(are_finite(logits_RV)):
+                sampled.tokens, sampled.error = [], NOT_NUMBERS
+                return
+            sampled.prompt_logprobs += token_logprobs(logits_RV, tokens, [count] * len(tokens))
 
 
 def _rows(item: Scheduled, masks: Masks) -> Iterator[Row]:

@@ -88,14 +88,13 @@ class Sampler:
 
     def sample(self, logits_RV: Tensor, rows: Sequence[Row]) -> list[Choice]:
         """Choose a token for each row of float32 logits."""
-        # One number that is not finite makes the sum so: cheaper than looking at each.
-        is_finite = logits_RV.sum(dim=-1).isfinite().tolist()
+        is_finite = are_finite(logits_RV)
         tokens = [0] * len(rows)
         errors = [None if good else NOT_NUMBERS for good in is_finite]
         plain = [r for r, row in enumerate(rows) if is_finite[r] and row.is_plain]
         if plain:
             some_RV = logits_RV if len(plain) == len(rows) else logits_RV[plain]
-            for r, token in zip(plain, some_RV.argmax(dim=-1).tolist(), strict=True):
+            for r, token in zip(plain, some_RV.max(dim=-1).indices.tolist(), strict=True):
                 tokens[r] = token
         for r in set(range(len(rows))).difference(plain):
             if is_finite[r]:
@@ -122,6 +121,12 @@ class Sampler:
         ids_C = (logits_V > processors.NEVER).nonzero().squeeze(1)
         race_C = logits_V[ids_C] - exponentials(self._hashes_V[ids_C], row.seed, row.position).log_()
         return int(ids_C[race_C.argmax()]), None
+
+
+def are_finite(logits_RV: Tensor) -> list[bool]:
+    """For each row, whether all its logits are numbers: if one is not, neither is their sum."""
+    finite: list[bool] = logits_RV.sum(dim=-1).isfinite().tolist()
+    return finite
 
 
 def process(logits_V: Tensor, row: Row) -> Tensor:
@@ -156,7 +161,7 @@ def truncate(logits_V: Tensor, params: SamplingParams) -> Tensor:
 
 
 def token_logprobs(logits_RV: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """For each row: log-probability and rank of its token, and the ``counts[r]`` most likely tokens."""
+    """For each row of finite logits: log-probability and rank of its token, and the ``counts[r]`` likeliest tokens."""
     logprobs_RV = logits_RV.log_softmax(dim=-1)
     chosen_R1 = logprobs_RV.gather(1, torch.tensor(tokens, device=logits_RV.device).unsqueeze(1))
     ranks = ((logprobs_RV > chosen_R1).sum(dim=1) + 1).tolist()
