@@ -77,7 +77,7 @@ def keep_top_p(logits_V: Tensor, top_p: float) -> Tensor:
     total = logits_V.double().logsumexp(0)
     for count in (*NUCLEUS_GUESSES, len(logits_V)):
         best = logits_V.topk(min(count, len(logits_V))).values
-        reached = (best - total).exp().cumsum(0)
+        reached = (best.double() - total).exp().cumsum(0)
         if reached[-1] >= top_p:
             break
     last = int((reached < top_p).sum())
