@@ -10,7 +10,7 @@ from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
-from octavo.types import Masks, Plan, Request, Sampled
+from octavo.types import Masks, Plan, Request, Runner, Sampled
 
 
 class InstantRunner:
@@ -30,11 +30,11 @@ class InstantStep:
         return [Sampled([7] if item.samples and not item.is_stale else []) for item in self.plan]
 
 
-def build_instant_engine(num_sequences: int, tokens: int) -> Engine:
-    """An engine over an instant runner, with room for ``num_sequences`` of ``tokens`` tokens."""
+def build_instant_engine(num_sequences: int, tokens: int, runner: Runner | None = None) -> Engine:
+    """An engine over an instant runner, or another one, with room for ``num_sequences`` of ``tokens`` tokens."""
     cache = KVCache(num_blocks=num_sequences * (tokens // 16 + 2), block_size=16)
     scheduler = Scheduler(cache, max_num_seqs=num_sequences, max_num_batched_tokens=8192, policy="fcfs")
-    return Engine(scheduler, InstantRunner())
+    return Engine(scheduler, runner or InstantRunner())
 
 
 def decode_step_milliseconds(num_sequences: int, prompt: int, steps: int) -> list[float]:

@@ -32,7 +32,7 @@ def start_once(arguments: Sequence[str]) -> dict[str, float]:
     start = time.perf_counter()
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        while not _is_ready(url):
+        while not is_ready(url):
             if server.poll() is not None or time.perf_counter() - start > TIMEOUT:
                 raise ConfigError("the server did not become ready")
             time.sleep(0.01)
@@ -45,7 +45,7 @@ def start_once(arguments: Sequence[str]) -> dict[str, float]:
         server.wait(timeout=60)
 
 
-def _is_ready(url: str) -> bool:
+def is_ready(url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
         return httpx.get(url + "/ready", timeout=5).status_code == 200
     return False

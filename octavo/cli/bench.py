@@ -89,12 +89,9 @@ def _offline_bench(args: argparse.Namespace) -> Any:
 
 
 def _peer(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo.weights.hub import resolve_model
-
     from octavo.bench.peer import PeerProcess, compare
-    from octavo.config import ModelSettings
 
-    peer = PeerProcess(args.engine, args.python, resolve_model(ModelSettings(model=args.model)), args.threads)
+    peer = PeerProcess(args.engine, args.python, _model_path(args.model), args.threads)
     ours = _offline_bench(args)
     try:
         ours.run(max(args.sequences), args.prompt, 4)
@@ -102,6 +99,13 @@ def _peer(args: argparse.Namespace) -> dict[str, Any]:
     finally:
         peer.close()
     return {"model": args.model, "dtype": ours.info.dtype, "peer": peer.about, "rows": rows}
+
+
+def _model_path(model: str) -> Path:
+    from octavo.config import ModelSettings
+    from octavo.weights.hub import resolve_model
+
+    return resolve_model(ModelSettings(model=model))
 
 
 def _overhead(args: argparse.Namespace) -> dict[str, Any]:
@@ -113,7 +117,8 @@ def _overhead(args: argparse.Namespace) -> dict[str, Any]:
 def _front(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.bench.front import measure
 
-    return {"rows": measure(args.streams, args.tokens, args.step_ms)}
+    model = _model_path(DEFAULT_MODEL)
+    return {"rows": measure(args.streams, args.tokens, args.step_ms, model), "step_ms": args.step_ms}
 
 
 def _startup(args: argparse.Namespace) -> dict[str, Any]:

@@ -39,8 +39,11 @@ CreateApp = Callable[[ServeConfig, AsyncEngine, Tokenizer | None], FastAPI]
 logger = logging.getLogger("octavo.server")
 
 
-def run(config: ServeConfig, create_app: CreateApp, model_name: str) -> int:
-    """Serve until told to stop; return the exit code. Raises ``ConfigError`` and ``CheckpointError``."""
+def run(config: ServeConfig, create_app: CreateApp, model_name: str, engine_argv: list[str] | None = None) -> int:
+    """Serve until told to stop; return the exit code. Raises ``ConfigError`` and ``CheckpointError``.
+
+    ``engine_argv`` is the command of another engine process than the usual one.
+    """
     _log_to_stderr(config.server.log_level)
     _raise_file_limit()
     with _listening_socket(config.server.host, config.server.port) as listener:
@@ -50,7 +53,7 @@ def run(config: ServeConfig, create_app: CreateApp, model_name: str) -> int:
         server = dataclasses.replace(config.server, served_model_name=model_name)
         config = dataclasses.replace(config, model=model, server=server)
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-            return runner.run(_Serving(config, create_app, tokenizer, listener).run())
+            return runner.run(_Serving(config, create_app, tokenizer, listener, engine_argv).run())
 
 
 class _Server(uvicorn.Server):
@@ -65,13 +68,18 @@ class _Serving:
     """One serving process from start to exit code."""
 
     def __init__(
-        self, config: ServeConfig, create_app: CreateApp, tokenizer: Tokenizer | None, listener: socket.socket
+        self,
+        config: ServeConfig,
+        create_app: CreateApp,
+        tokenizer: Tokenizer | None,
+        listener: socket.socket,
+        engine_argv: list[str] | None,
     ) -> None:
         self.config = config
         self.create_app = create_app
         self.tokenizer = tokenizer
         self.listener = listener
-        self.engine = AsyncEngine(config)
+        self.engine = AsyncEngine(config, engine_argv)
         self.signals = 0
         self.drain: asyncio.Task[None] | None = None
         self.starting: asyncio.Task[None] | None = None
