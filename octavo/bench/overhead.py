@@ -12,9 +12,12 @@ from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
 from octavo.types import Masks, Plan, Request, Runner, Sampled
 
+TOKEN = 1000
+"""An ordinary token in any vocabulary, one that has a text."""
+
 
 class InstantRunner:
-    """A runner whose device takes no time: every sampled token is 7."""
+    """A runner whose device takes no time: every sampled token is the same."""
 
     def submit(self, plan: Plan) -> InstantStep:
         return InstantStep(plan)
@@ -27,7 +30,7 @@ class InstantStep:
         self.plan = plan
 
     def sample(self, masks: Masks) -> list[Sampled]:
-        return [Sampled([7] if item.samples and not item.is_stale else []) for item in self.plan]
+        return [Sampled([TOKEN] if item.samples and not item.is_stale else []) for item in self.plan]
 
 
 def build_instant_engine(num_sequences: int, tokens: int, runner: Runner | None = None) -> Engine:
