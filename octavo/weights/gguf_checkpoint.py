@@ -53,11 +53,11 @@ class GGUFCheckpoint:
         what = f"{self.path}: tensor {stored_name!r}"
         if tensor.shape != shape:
             raise CheckpointError(f"{what}: has shape {tensor.shape}, expected {shape} for {name!r}")
+        if tensor.kind not in DENSE_KINDS and len(shape) != 2:
+            raise CheckpointError(f"{what}: has type {tensor.kind} and shape {shape}, only matrices can be quantised")
         rows = self._hugging_face_rows(name, self._file.data(stored_name).reshape(shape[0], -1))
         if tensor.kind in DENSE_KINDS:
             return torch.from_numpy(rows.copy()).view(DENSE_KINDS[tensor.kind]).reshape(shape)
-        if len(shape) != 2:
-            raise CheckpointError(f"{what}: has type {tensor.kind} and shape {shape}, only matrices can be quantised")
         return BlockTensor(tensor.kind, (shape[0], shape[1]), rows)
 
     def _hugging_face_rows(self, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
