@@ -5,6 +5,6 @@ attention, its sequence's cache), to the bit: not on the other rows, on how a pr
 on the number of threads. Sums therefore have one fixed order, and no fast-math flag is ever set.
 """
 
-from octavo.ops.cpu import block_linear
+from octavo.ops.cpu import block_linear, linear
 
-__all__ = ["block_linear"]
+__all__ = ["block_linear", "linear"]
