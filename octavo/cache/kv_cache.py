@@ -74,6 +74,8 @@ class KVCache:
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """Grow the block table of ``seq`` to cover ``num_tokens`` positions, or change nothing and say no."""
         num_missing = self.blocks_for(num_tokens) - len(seq.block_table)
+        if num_missing <= 0:
+            return True
         if num_missing > self.num_free + self.num_cached:
             return False
         self.evict(num_missing - self.num_free)
@@ -148,6 +150,7 @@ class KVCache:
             in_tree.add(node.block)
             above = node.parent
             assert above is not None
+            assert len(node.edge) == self.block_size + (above is tree.root), "a block was cached before it was full"
             assert node.depth == above.depth + 1, "depths do not count up"
             if above is not tree.root:
                 assert refs[above.block] >= refs[node.block], "a parent is held by fewer than its child"
@@ -159,6 +162,8 @@ class KVCache:
 
     def _check_published(self, seq: Sequence) -> None:
         node: Node | None = seq.published
+        depth = node.depth if node else 0
+        assert depth * self.block_size <= seq.num_computed_tokens, "published before it was computed"
         while node is not None and node is not self.tree.root:
             assert seq.block_table[node.depth - 1] == node.block, "the table of a sequence left its published path"
             node = node.parent

@@ -92,3 +92,8 @@ class Engine:
         num_in_flight = Counter(item.seq for plan, _ in self.in_flight for item in plan)
         for seq in [*self.scheduler.running.values(), *self.scheduler.leaving, *num_in_flight]:
             assert seq.num_in_flight == num_in_flight[seq], "steps in flight are miscounted"
+        block_size = self.scheduler.cache.block_size
+        for plan, _ in self.in_flight:
+            for item in plan:
+                end = item.start + len(item.tokens) + len(item.drafts)
+                assert len(item.seq.block_table) * block_size >= end, "blocks were taken back while in flight"

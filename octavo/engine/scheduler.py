@@ -113,7 +113,8 @@ class Scheduler:
                 continue
             num_tokens = min(num_tokens, budget - num_behind)
             drafts = self._drafts(seq, num_tokens, budget - num_behind) if seq.draft_tokens else ()
-            if not self._make_room(seq, start + num_tokens + len(drafts)):
+            end = start + num_tokens + len(drafts)
+            if not self.cache.reserve(seq, end) and not self._preempt_for(seq, end):
                 # Everybody behind is younger and in flight. Left out now, they are idle when it asks again.
                 return plan
             plan.append(self._take(seq, num_tokens, drafts))
@@ -142,14 +143,13 @@ class Scheduler:
         seq.num_in_flight += 1
         return item
 
-    def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
-        """Get blocks for ``num_tokens`` positions of ``seq``, preempting younger sequences if need be."""
-        while not self.cache.reserve(seq, num_tokens):
-            victim = self._youngest_idle_behind(seq)
-            if victim is None:
-                return False
+    def _preempt_for(self, seq: Sequence, num_tokens: int) -> bool:
+        """Preempt sequences younger than ``seq`` until it has blocks for ``num_tokens`` positions."""
+        while victim := self._youngest_idle_behind(seq):
             self._preempt(victim)
-        return True
+            if self.cache.reserve(seq, num_tokens):
+                return True
+        return False
 
     def _youngest_idle_behind(self, seq: Sequence) -> Sequence | None:
         for other in reversed(self.running.values()):
@@ -276,9 +276,13 @@ class Scheduler:
         """Take back that ``item`` and everything planned after it was computed."""
         seq = item.seq
         seq.num_faults += 1
-        seq.epoch += 1
         seq.num_computed_tokens = item.start
         seq.draft_tokens = []
+        self._disown_steps(seq)
+
+    def _disown_steps(self, seq: Sequence) -> None:
+        """Make every step of ``seq`` in flight stale, and forget the tokens that they would sample."""
+        seq.epoch += 1
         while seq.tokens[-1] is None:
             seq.tokens.pop()
 
@@ -297,7 +301,7 @@ class Scheduler:
         """End ``seq``. Its blocks come back now, or when its last step in flight is over."""
         seq.status = Status.FINISHED
         seq.finish_reason = reason
-        seq.epoch += 1
+        self._disown_steps(seq)
         self.running.pop(seq.id, None)
         self.leaving.add(seq)
         self._let_go(seq)
@@ -339,6 +343,7 @@ class Scheduler:
             assert seq.status is RUNNING, "a running sequence has another status"
             num_covered = len(seq.block_table) * self.cache.block_size
             assert seq.num_computed_tokens <= num_covered, "a computed position has no block"
+            assert seq.num_computed_tokens <= seq.max_computed_tokens, "more is computed than is ever needed"
             num_pending = seq.tokens.count(None)
             assert num_pending <= seq.num_in_flight, "a pending token will never be sampled"
             assert None not in seq.tokens[: len(seq.tokens) - num_pending], "a token follows a pending one"

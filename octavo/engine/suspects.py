@@ -73,14 +73,13 @@ class Suspects:
         is_trial = plan is self._trial
         if is_trial:
             self._trial = None
-        if not members:
-            return None
-        if len(plan) == 1:
+        if len(plan) == 1 and members:
             if is_trial and self._tried.failed_alone:
                 return members[0].seq
             self._groups.appendleft(Group(members, failed_alone=True))
             return None
         half = (len(members) + 1) // 2
         for items in (members[half:], members[:half]):
-            self._groups.appendleft(Group(items, failed_alone=False))
+            if items:
+                self._groups.appendleft(Group(items, failed_alone=False))
         return None

@@ -1,0 +1,64 @@
+"""The deciding half under random load, over the oracle."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.workload import Features, Run
+
+FEATURES = {
+    "plain": Features(),
+    "overlap": Features(depth=2),
+    "deep overlap": Features(depth=3),
+    "drafts": Features(drafts=True),
+    "drafts and overlap": Features(drafts=True, depth=2),
+    "masks": Features(grammar=True),
+    "masks and overlap": Features(grammar=True, depth=2),
+    "drafts and masks": Features(drafts=True, grammar=True),
+    "faults": Features(fault_rate=0.03),
+    "many faults and overlap": Features(fault_rate=0.2, depth=2),
+    "poison": Features(poison=True),
+    "poison and overlap": Features(poison=True, depth=2),
+    "bad rows": Features(bad_rows=True),
+    "aborts": Features(aborts=True),
+    "aborts and overlap": Features(aborts=True, depth=2),
+    "priority": Features(policy="priority"),
+    "priority and overlap": Features(policy="priority", depth=2),
+    "no prefix caching": Features(prefix_caching=False),
+    "tight": Features(tight=True),
+    "tight and overlap": Features(tight=True, depth=2),
+    "tight, priority, drafts": Features(tight=True, policy="priority", drafts=True),
+    "everything": Features(2, True, True, 0.03, True, True, True, "priority", tight=True),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_random_workloads(name: str) -> None:
+    for seed in range(40):
+        try:
+            Run(seed, FEATURES[name]).serve()
+        except AssertionError as error:
+            raise AssertionError(f"workload {seed} with {name}: {error}") from error
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    features=st.builds(
+        Features,
+        depth=st.sampled_from([1, 2, 3]),
+        drafts=st.booleans(),
+        grammar=st.booleans(),
+        fault_rate=st.sampled_from([0.0, 0.03, 0.3]),
+        poison=st.booleans(),
+        bad_rows=st.booleans(),
+        aborts=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        prefix_caching=st.booleans(),
+        tight=st.booleans(),
+    ),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_combination_of_features(seed: int, features: Features) -> None:
+    Run(seed, features).serve()

@@ -1,0 +1,265 @@
+"""Random workloads for the deciding half: made from a seed, run over the oracle, and checked in every step."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import msgspec
+
+from octavo.cache.kv_cache import KVCache
+from octavo.engine.engine import Engine
+from octavo.engine.scheduler import Scheduler
+from octavo.sampling_params import SamplingParams
+from octavo.types import Output, Request, Sequence
+from tests.oracle import VOCAB_SIZE, OracleRunner, ToyGrammars, ToyProposer, Trouble, expected_output
+
+MAX_STEPS = 20_000
+
+
+@dataclass(frozen=True)
+class Features:
+    """What may happen in a workload, besides chunking, shared prefixes, preemption and replay."""
+
+    depth: int = 1
+    drafts: bool = False
+    grammar: bool = False
+    fault_rate: float = 0.0
+    poison: bool = False
+    bad_rows: bool = False
+    aborts: bool = False
+    policy: str = "fcfs"
+    prefix_caching: bool = True
+    tight: bool = False
+    """Hardly more blocks than one sequence needs, and many sequences at once."""
+
+
+@dataclass
+class Workload:
+    """Requests with the sizes of the engine that serves them."""
+
+    requests: list[Request]
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    is_roomy: bool
+    """Whether nothing is ever evicted or preempted."""
+
+
+@dataclass
+class Record:
+    """What was told about one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: dict[int, float] = field(default_factory=dict)
+    last: Output | None = None
+
+    def add(self, output: Output) -> None:
+        assert self.last is None or self.last.finish_reason is None, "news after the end"
+        assert self.last is None or self.last.first_scheduled == output.first_scheduled
+        self.tokens += output.tokens
+        self.logprobs += [entry.logprob for entry in output.logprobs or []]
+        for position, entry in enumerate(output.prompt_logprobs or [], output.prompt_logprobs_start):
+            self.prompt_logprobs[position] = entry.logprob
+        self.last = output
+
+
+class WatchedCache(KVCache):
+    """Asserts that a prefix is found as far as it was ever computed, when nothing is evicted."""
+
+    def __init__(self, workload: Workload, prefix_caching: bool) -> None:
+        super().__init__(workload.num_blocks, workload.block_size, prefix_caching)
+        self.must_find = workload.is_roomy and prefix_caching
+        self.history: list[tuple[str, list[int | None]]] = []
+        self.num_adopted = 0
+
+    def adopt(self, seq: Sequence, blocks: list[int]) -> None:
+        if self.must_find and seq.request.params.prompt_logprobs is None:
+            best = max((self._common(seq, *entry) for entry in self.history), default=0)
+            assert len(blocks) >= best // self.block_size, "a cached prefix was missed"
+        super().adopt(seq, blocks)
+        self.num_adopted += seq.num_computed_tokens
+
+    def release(self, seq: Sequence) -> None:
+        if seq.finish_reason in ("stop", "length"):
+            self.history.append((seq.request.cache_salt, seq.tokens[:-1] if seq.num_output_tokens else seq.tokens))
+        super().release(seq)
+
+    @staticmethod
+    def _common(seq: Sequence, salt: str, computed: list[int | None]) -> int:
+        if salt != seq.request.cache_salt:
+            return 0
+        most = min(len(computed), len(seq.tokens) - 1)
+        return next((i for i in range(most) if computed[i] != seq.tokens[i]), most)
+
+
+def random_workload(rng: random.Random, features: Features) -> tuple[Workload, set[int]]:
+    """A workload, and the ids of the requests in it that use a grammar."""
+    block_size = rng.choice([1, 2, 4, 8])
+    prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(30))] for _ in range(3)]
+    requests: list[Request] = []
+    grammar_users: set[int] = set()
+    for request_id in range(rng.randrange(1, 14)):
+        if features.grammar and rng.random() < 0.6:
+            grammar_users.add(request_id)
+        if requests and rng.random() < 0.4:
+            prompt = _later_turn(rng, rng.choice(requests))
+        else:
+            prompt = [*rng.choice(prefixes)[: rng.randrange(31)], *_tokens(rng, rng.randrange(1, 12))]
+        requests.append(_random_request(rng, request_id, prompt, request_id in grammar_users))
+    sizes = [-(-(len(r.prompt_tokens) + max(r.max_tokens, 1) - 1) // block_size) for r in requests]
+    is_roomy = rng.random() < 0.3 and not features.tight
+    num_spare = rng.randrange(3 if features.tight else max(sizes) * 2)
+    num_blocks = sum(sizes) + 1 if is_roomy else max(sizes) + num_spare
+    max_num_seqs = 16 if features.tight else rng.choice([1, 2, 4, 16])
+    budget = max(max_num_seqs, rng.choice([1, 3, 8, 32, 200]))
+    return Workload(requests, block_size, num_blocks, max_num_seqs, budget, is_roomy), grammar_users
+
+
+def _later_turn(rng: random.Random, request: Request) -> list[int]:
+    """The same prompt again, perhaps with the answer to it and more."""
+    answer, _ = expected_output(request)
+    num_kept = rng.choice([0, len(answer)])
+    return [*request.prompt_tokens, *answer[:num_kept], *_tokens(rng, rng.randrange(3))]
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(VOCAB_SIZE) for _ in range(count)]
+
+
+def _random_request(rng: random.Random, request_id: int, prompt: list[int], uses_grammar: bool) -> Request:
+    max_tokens = rng.randrange(1, 20) if rng.random() < 0.95 else 0
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=rng.randrange(max_tokens + 1) if rng.random() < 0.2 else 0,
+        stop_token_ids=tuple(_tokens(rng, rng.choice([0, 0, 1, 2]))),
+        prompt_logprobs=0 if rng.random() < 0.15 else None,
+        logprobs=0 if rng.random() < 0.2 else None,
+    )
+    request = Request(
+        id=request_id,
+        prompt_tokens=prompt,
+        params=params,
+        max_tokens=max_tokens,
+        eos_token_ids=tuple(_tokens(rng, rng.choice([0, 1]))),
+        priority=rng.randrange(3),
+        cache_salt=rng.choice(["", "", "", "tenant"]),
+    )
+    if rng.random() < 0.15:
+        output, _ = expected_output(request, uses_grammar)
+        replayed = output[: rng.randrange(len(output))] if output else []
+        request = msgspec.structs.replace(request, output_tokens=replayed)
+    return request
+
+
+class Run:
+    """One workload being served."""
+
+    def __init__(self, seed: int, features: Features) -> None:
+        self.rng = rng = random.Random(seed)
+        self.features = features
+        self.workload, self.grammar_users = random_workload(rng, features)
+        self.trouble = Trouble(rng, features.fault_rate)
+        for request in self.workload.requests:
+            position = rng.randrange(len(request.prompt_tokens) + max(request.max_tokens, 1))
+            if features.poison and rng.random() < 0.15:
+                self.trouble.poison[request.id] = position
+            elif features.bad_rows and rng.random() < 0.3:
+                self.trouble.bad_rows[request.id] = position
+        self.cache = WatchedCache(self.workload, features.prefix_caching)
+        self.runner = OracleRunner(self.workload.block_size, self.trouble, reads_live_tables=rng.random() < 0.5)
+        self.engine = Engine(
+            Scheduler(
+                self.cache,
+                max_num_seqs=self.workload.max_num_seqs,
+                max_num_batched_tokens=self.workload.max_num_batched_tokens,
+                policy=features.policy,
+            ),
+            self.runner,
+            grammars=ToyGrammars(self.grammar_users),
+            proposer=ToyProposer(rng) if features.drafts else None,
+            depth=features.depth,
+        )
+        self.records = {request.id: Record() for request in self.workload.requests}
+        self.aborted: set[int] = set()
+
+    def serve(self) -> None:
+        """Serve everything, then check what came out and that nothing is left behind."""
+        todo = list(self.workload.requests)
+        num_steps = 0
+        while todo or self.engine.has_work:
+            while todo and (self.rng.random() < 0.4 or not self.engine.has_work):
+                self.engine.add(todo.pop(0))
+            if self.features.aborts and self.rng.random() < 0.05:
+                self._abort_one(len(self.workload.requests) - len(todo))
+            for output in self.engine.step():
+                assert output.request_id not in self.aborted, "news of an aborted request"
+                self.records[output.request_id].add(output)
+            self.engine.check()
+            self._check_last_plan()
+            num_steps += 1
+            assert num_steps < MAX_STEPS, "livelock"
+        self._check_nothing_left()
+        for request in self.workload.requests:
+            self._check_record(request)
+        self._check_nothing_computed_twice()
+
+    def _abort_one(self, num_added: int) -> None:
+        request_id = self.rng.randrange(num_added + 1)
+        self.engine.abort(request_id)
+        record = self.records.get(request_id)
+        if record is not None and request_id < num_added and (record.last is None or record.last.finish_reason is None):
+            self.aborted.add(request_id)
+
+    def _check_last_plan(self) -> None:
+        if self.runner.plans:
+            plan = self.runner.plans[-1]
+            num_tokens = sum(len(item.tokens) + len(item.drafts) for item in plan)
+            assert num_tokens <= self.workload.max_num_batched_tokens, "over the token budget"
+            assert len(plan) <= self.workload.max_num_seqs, "too many sequences in a step"
+
+    def _check_nothing_left(self) -> None:
+        scheduler, cache = self.engine.scheduler, self.cache
+        assert cache.num_used == 0, "blocks leaked"
+        assert cache.num_free + cache.num_cached == self.workload.num_blocks
+        assert not scheduler.waiting._heap, "the waiting queue keeps something"
+        assert not scheduler.suspects.is_active, "somebody is suspected for ever"
+        stats = self.engine.stats()
+        if not self.features.prefix_caching:
+            assert stats.prefix_hits == stats.num_cached_blocks == 0
+        assert stats.num_running == stats.num_waiting == stats.num_used_blocks == 0
+        assert stats.num_faults == self.runner.num_failed_steps
+
+    def _check_record(self, request: Request) -> None:
+        record = self.records[request.id]
+        want, reason = expected_output(request, request.id in self.grammar_users)
+        want = want[len(request.output_tokens) :]
+        if request.id in self.aborted:
+            assert record.tokens == want[: len(record.tokens)]
+            return
+        assert record.last is not None, "a request without an answer"
+        if record.last.finish_reason == "error":
+            assert self._may_fail(request.id), "an innocent request ended with an error"
+            assert record.last.error
+            assert record.tokens == want[: len(record.tokens)]
+            return
+        assert record.tokens == want, f"request {request.id}"
+        assert record.last.finish_reason == reason
+        named = reason == "stop" and want[-1] in request.params.stop_token_ids
+        assert record.last.stop_token_id == (want[-1] if named else None)
+        assert len(record.logprobs) == (0 if request.params.logprobs is None else len(want))
+        if request.params.prompt_logprobs is not None:
+            assert sorted(record.prompt_logprobs) == list(range(1, len(request.prompt_tokens)))
+
+    def _may_fail(self, request_id: int) -> bool:
+        return request_id in self.trouble.poison or request_id in self.trouble.bad_rows or self.features.fault_rate > 0
+
+    def _check_nothing_computed_twice(self) -> None:
+        features, stats = self.features, self.engine.stats()
+        can_stop = any(request.eos_token_ids or request.params.stop_token_ids for request in self.workload.requests)
+        is_calm = features == Features(drafts=features.drafts, grammar=features.grammar) and not stats.num_preemptions
+        if is_calm and not can_stop:
+            sizes = [len(r.prompt_tokens) + max(r.max_tokens, 1) - 1 for r in self.workload.requests]
+            assert self.runner.num_computed == sum(sizes) - self.cache.num_adopted

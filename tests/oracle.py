@@ -1,0 +1,287 @@
+"""A runner without a model that notices every mistake of the deciding half.
+
+Instead of keys and values, each KV slot holds a digest of the whole prefix it should encode, salt included.
+Every slot that a step would read is checked, so that reading a block too early, too late, or of somebody
+else fails at once. The next token follows from the digest: a right text means right bookkeeping all along.
+
+It is as hostile as a device may be. Failed steps, results nobody wants any more and rejected drafts leave
+garbage behind. It keeps its own copies of the block tables, and refreshes only what it is told has changed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from octavo.errors import RunnerError
+from octavo.types import FinishReason, Masks, Output, Plan, Request, Sampled, Scheduled, Sequence, TokenLogprobs
+
+VOCAB_SIZE = 50
+GARBAGE = -1
+
+
+def digest(prefix_digest: int, token: int) -> int:
+    return hash((prefix_digest, token)) & 0xFFFFFFFFFFFF
+
+
+def empty_digest(salt: str) -> int:
+    return sum(salt.encode()) + 7
+
+
+def likely_token(prefix_digest: int, allowed: Collection[int] | None = None) -> int:
+    """The "model": the one token that follows a prefix, among those allowed."""
+    token = (prefix_digest * 2654435761 >> 7) % VOCAB_SIZE
+    while allowed is not None and token not in allowed:
+        token = (token + 1) % VOCAB_SIZE
+    return token
+
+
+def masked_stops(request: Request, position: int) -> frozenset[int]:
+    """Tokens that the sampler must not choose at ``position``, because of ``min_tokens``."""
+    if position - len(request.prompt_tokens) >= request.params.min_tokens:
+        return frozenset()
+    return frozenset(request.eos_token_ids) | frozenset(request.params.stop_token_ids)
+
+
+def choose(request: Request, position: int, prefix_digest: int, mask: Collection[int] | None) -> int:
+    allowed = set(range(VOCAB_SIZE)) if mask is None else set(mask)
+    return likely_token(prefix_digest, allowed - masked_stops(request, position) or allowed)
+
+
+def expected_output(request: Request, uses_grammar: bool = False) -> tuple[list[int], FinishReason]:
+    """What ``request`` must give, by a plain loop: all its output tokens, replayed ones included."""
+    state, prefix = 1, empty_digest(request.cache_salt)
+    for token in request.prompt_tokens:
+        prefix = digest(prefix, token)
+    output: list[int] = []
+    while len(output) < request.max_tokens:
+        mask = ToyGrammars.allowed(state) if uses_grammar else None
+        token = choose(request, len(request.prompt_tokens) + len(output), prefix, mask)
+        output.append(token)
+        if token in request.eos_token_ids or token in request.params.stop_token_ids:
+            return output, "stop"
+        prefix, state = digest(prefix, token), ToyGrammars.advanced(state, token)
+    return output, "length"
+
+
+def logprob_at(prefix_digest: int, token: int) -> TokenLogprobs:
+    return TokenLogprobs(token, -float(prefix_digest % 1009), 1, [], [])
+
+
+class ToyGrammars:
+    """A grammar for some requests: which tokens are allowed depends on all the tokens before."""
+
+    def __init__(self, users: Collection[int] = ()) -> None:
+        self.users = users
+        self.states: dict[int, int] = {}
+
+    @staticmethod
+    def advanced(state: int, token: int) -> int:
+        return (state * 7 + token) % 11
+
+    @staticmethod
+    def allowed(state: int) -> set[int]:
+        return {token for token in range(VOCAB_SIZE) if token % 11 != state}
+
+    def masks(self, plan: Plan) -> Masks:
+        masks: dict[int, list[set[int]]] = {}
+        for item in plan:
+            if item.samples and item.seq.id in self.users and not item.is_stale:
+                state = self._state(item.seq.request)
+                masks[item.seq.id] = [self.allowed(state)]
+                for token in item.drafts:
+                    state = self.advanced(state, token)
+                    masks[item.seq.id].append(self.allowed(state))
+        return masks
+
+    def advance(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            for token in output.tokens:
+                if output.request_id in self.states:
+                    self.states[output.request_id] = self.advanced(self.states[output.request_id], token)
+
+    def _state(self, request: Request) -> int:
+        if request.id not in self.states:
+            state = 1
+            for token in request.output_tokens:
+                state = self.advanced(state, token)
+            self.states[request.id] = state
+        return self.states[request.id]
+
+
+class ToyProposer:
+    """Guesses the next tokens, right most of the time."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def propose(self, plan: Plan) -> None:
+        for item in plan:
+            seq = item.seq
+            if seq.finish_reason is None and seq.tokens[-1] is not None:
+                seq.draft_tokens = self._guess(seq)
+
+    def _guess(self, seq: Sequence) -> list[int]:
+        prefix = empty_digest(seq.request.cache_salt)
+        for token in seq.tokens:
+            prefix = digest(prefix, token or 0)
+        guesses = []
+        for _ in range(self.rng.randrange(5)):
+            guesses.append(likely_token(prefix) if self.rng.random() < 0.7 else self.rng.randrange(VOCAB_SIZE))
+            prefix = digest(prefix, guesses[-1])
+        return guesses
+
+
+@dataclass
+class Trouble:
+    """What goes wrong on the device."""
+
+    rng: random.Random = field(default_factory=random.Random)
+    fault_rate: float = 0.0
+    """Share of steps that fail by chance."""
+    poison: dict[int, int] = field(default_factory=dict)
+    """Request id to the position at which every step that computes it, or one after it, fails."""
+    bad_rows: dict[int, int] = field(default_factory=dict)
+    """Request id to the position at which its own result is an error, and nobody else's."""
+
+    def strikes(self, plan: Plan) -> bool:
+        poisoned = any(_end(item) > self.poison.get(item.seq.id, 1 << 30) for item in plan)
+        return poisoned or self.rng.random() < self.fault_rate
+
+    def spoils(self, item: Scheduled) -> bool:
+        return _end(item) > self.bad_rows.get(item.seq.id, 1 << 30)
+
+
+def _end(item: Scheduled) -> int:
+    return item.start + len(item.tokens)
+
+
+class OracleRunner:
+    """Executes plans in the order of their submission; see the top of this module."""
+
+    def __init__(self, block_size: int, trouble: Trouble | None = None, reads_live_tables: bool = False) -> None:
+        self.block_size = block_size
+        self.trouble = trouble or Trouble()
+        self.reads_live_tables = reads_live_tables
+        """Whether a step uses the block table as it is when executed, and not as it was when submitted."""
+        self.slots: dict[int, int] = {}
+        self.tables: dict[Sequence, tuple[int, list[int]]] = {}
+        self.digests: dict[Sequence, list[int]] = {}
+        self.plans: list[Plan] = []
+        self.num_checked_reads = 0
+        self.num_computed = 0
+        self.num_failed_steps = 0
+
+    def submit(self, plan: Plan) -> PendingStep:
+        assert plan, "an empty plan was submitted"
+        assert len({item.seq for item in plan}) == len(plan), "a sequence is twice in a plan"
+        self.plans.append(plan)
+        return PendingStep(self, plan, [list(self._refreshed_table(item.seq)) for item in plan])
+
+    def _refreshed_table(self, seq: Sequence) -> list[int]:
+        """The runner's own copy of a block table, brought up to date the cheap way."""
+        version, table = self.tables.get(seq, (-1, []))
+        if version != seq.table_version:
+            table = list(seq.block_table)
+        else:
+            table.extend(seq.block_table[len(table) :])
+        assert table == seq.block_table, "a block table changed without a new version"
+        self.tables[seq] = (seq.table_version, table)
+        return table
+
+    def execute(self, plan: Plan, tables: list[list[int]], masks: Masks) -> list[Sampled]:
+        if self.trouble.strikes(plan):
+            self.num_failed_steps += 1
+            for item, table in zip(plan, tables, strict=True):
+                self._spill(item, table, item.start)
+            raise RunnerError("device fault")
+        return [self._row(item, table, masks) for item, table in zip(plan, tables, strict=True)]
+
+    def _row(self, item: Scheduled, table: list[int], masks: Masks) -> Sampled:
+        assert item.tokens, "an item computes nothing"
+        assert not item.drafts or (item.samples and item.tokens[-1] is not None), "drafts follow no known token"
+        if item.is_stale:
+            self._spill(item, table, item.start)
+            return Sampled([GARBAGE])
+        if self.reads_live_tables:
+            table = item.seq.block_table
+        if self.trouble.spoils(item):
+            self._spill(item, table, item.start)
+            return Sampled([], error="bad row")
+        self._read(item.seq, table, item.start)
+        self._write(item, table)
+        result = Sampled([], prompt_logprobs=self._prompt_logprobs(item))
+        if item.samples:
+            self._sample(item, table, masks.get(item.seq.id), result)
+        return result
+
+    def _slot(self, table: list[int], position: int) -> int:
+        return table[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _spill(self, item: Scheduled, table: list[int], start: int) -> None:
+        """Leave garbage where ``item`` would have written, from position ``start`` on."""
+        for position in range(start, _end(item) + len(item.drafts)):
+            self.slots[self._slot(table, position)] = GARBAGE
+
+    def _known_digests(self, seq: Sequence, num_tokens: int) -> list[int]:
+        """Digests of the prefixes of ``seq``: the one at ``i`` covers tokens 0 to i - 1."""
+        digests = self.digests.setdefault(seq, [empty_digest(seq.request.cache_salt)])
+        for token in seq.tokens[len(digests) - 1 : num_tokens]:
+            assert token is not None, "a token is computed before it is known"
+            digests.append(digest(digests[-1], token))
+        return digests
+
+    def _read(self, seq: Sequence, table: list[int], num_tokens: int) -> None:
+        digests = self._known_digests(seq, num_tokens)
+        for position in range(num_tokens):
+            found = self.slots.get(self._slot(table, position))
+            assert found == digests[position + 1], f"stale KV: sequence {seq.id}, position {position}"
+        self.num_checked_reads += num_tokens
+
+    def _write(self, item: Scheduled, table: list[int]) -> None:
+        seq, end = item.seq, _end(item)
+        for planned, token in zip(item.tokens, seq.tokens[item.start : end], strict=True):
+            assert planned is None or planned == token, "a plan holds another token than its sequence"
+        digests = self._known_digests(seq, end)
+        for position in range(item.start, end):
+            self.slots[self._slot(table, position)] = digests[position + 1]
+        self.num_computed += len(item.tokens)
+
+    def _prompt_logprobs(self, item: Scheduled) -> list[TokenLogprobs] | None:
+        request = item.seq.request
+        if request.params.prompt_logprobs is None:
+            return None
+        last = min(_end(item) + 1, len(request.prompt_tokens))
+        digests = self._known_digests(item.seq, last)
+        return [logprob_at(digests[p], request.prompt_tokens[p]) for p in range(item.start + 1, last)]
+
+    def _sample(self, item: Scheduled, table: list[int], masks: list[set[int]] | None, result: Sampled) -> None:
+        """Sample one token, and one more for each draft that turns out right."""
+        request, end = item.seq.request, _end(item)
+        prefix = self._known_digests(item.seq, end)[end]
+        logprobs = []
+        for index in range(len(item.drafts) + 1):
+            token = choose(request, end + index, prefix, masks[index] if masks else None)
+            result.tokens.append(token)
+            logprobs.append(logprob_at(prefix, token))
+            prefix = digest(prefix, token)
+            if item.drafts[index : index + 1] != (token,):
+                break
+            self.slots[self._slot(table, end + index)] = prefix
+            self.num_computed += 1
+        num_accepted = len(result.tokens) - 1
+        for position in range(end + num_accepted, end + len(item.drafts)):
+            self.slots[self._slot(table, position)] = GARBAGE
+        if request.params.logprobs is not None:
+            result.logprobs = logprobs
+
+
+class PendingStep:
+    """A submitted step; it is executed when its result is asked for, so that masks can take part."""
+
+    def __init__(self, runner: OracleRunner, plan: Plan, tables: list[list[int]]) -> None:
+        self.runner, self.plan, self.tables = runner, plan, tables
+
+    def sample(self, masks: Masks) -> list[Sampled]:
+        return self.runner.execute(self.plan, self.tables, masks)
