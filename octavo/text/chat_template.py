@@ -45,6 +45,11 @@ class ChatTemplate:
         self._process: TemplateProcess | None = None
         self._lock = threading.Lock()
 
+    @property
+    def process_id(self) -> int | None:
+        """Id of the child process; ``None`` while there is none."""
+        return None if self._process is None else self._process.id
+
     def check(self) -> None:
         """Compile the template, which also starts the process; raise ``ConfigError`` if it is not sound."""
         if not self._has_source:

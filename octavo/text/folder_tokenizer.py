@@ -1,4 +1,8 @@
-"""Read the tokenizer of a Hugging Face folder: tokenizer.json and the small files beside it."""
+"""Read the tokenizer of a Hugging Face folder: tokenizer.json and the small files beside it.
+
+What is put around a text is tokenizer.json's to say, as in transformers 5; ``add_bos_token`` and the like in
+tokenizer_config.json are about tokenizers that have no such file.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from octavo.errors import CheckpointError
-from octavo.text.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
+from octavo.text.tokenizer_parts import TokenizerParts
 
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_CONFIG_BYTES = 16 << 20
@@ -28,11 +32,6 @@ def read_parts(folder: Path) -> TokenizerParts | None:
     backend = _read_backend(file)
     config = _read_object(folder / "tokenizer_config.json")
     special_tokens = _special_tokens(config, _read_object(folder / "special_tokens_map.json"))
-    if "add_bos_token" in config or "add_eos_token" in config:
-        add_bos, add_eos = (
-            bool(config.get(f"add_{name}")) and name in special_tokens for name in ("bos_token", "eos_token")
-        )
-        wrap_with_special_tokens(backend, special_tokens, add_bos, add_eos, folder)
     return TokenizerParts(
         origin=folder,
         backend=backend,

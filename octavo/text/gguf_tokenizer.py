@@ -23,6 +23,8 @@ _SPECIAL_KEYS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
+MAX_PIECE_CHARACTERS = 256
+"""Of a piece put together by merges; many times what any real vocabulary has, and building merges is quadratic."""
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -134,6 +136,8 @@ def _sentencepiece(reader: _Metadata) -> tokenizers.Tokenizer:
     vocabulary = {token: index for index, token in enumerate(reader.tokens)}
     scores = reader.numbers("scores", len(reader.tokens))
     pieces = {token for token, kind in zip(reader.tokens, reader.types, strict=True) if kind == NORMAL}
+    if any(len(piece) > MAX_PIECE_CHARACTERS for piece in pieces):
+        raise reader.fail("tokens", f"a piece has more than {MAX_PIECE_CHARACTERS} characters")
     merges = merges_from_scores({token: scores[vocabulary[token]] for token in pieces})
     unknown = reader.token_id("unknown_token_id")
     model = _bpe(

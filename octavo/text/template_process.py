@@ -13,7 +13,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from octavo.text.template_worker import LENGTH, OUT_OF_MEMORY, READY
+from octavo.text.template_worker import LENGTH, MAX_ERROR_BYTES, OUT_OF_MEMORY, READY
 
 START_SECONDS = 60.0
 """An import of Jinja on a very busy machine."""
@@ -33,17 +33,12 @@ class TemplateProcess:
         self._settings = settings
         self._connection, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_SCRIPT)],
-                stdin=theirs,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-            )
+            self._process = _start(theirs)
+        self.id = self._process.pid
         self.close = weakref.finalize(self, _end, self._process, self._connection)
         """Ends the process; also called when this object or the interpreter goes."""
         if self._exchange(json.dumps(settings).encode(), START_SECONDS)[:1] != READY:
-            raise RenderingLost("it could not be started")
+            raise RenderingLost("its process did not start")
 
     @property
     def is_alive(self) -> bool:
@@ -69,7 +64,7 @@ class TemplateProcess:
         self._connection.settimeout(deadline - time.monotonic())
         self._connection.sendall(LENGTH.pack(len(message)) + message)
         (size,) = LENGTH.unpack(self._receive(LENGTH.size, deadline))
-        if size > self._settings["max_output"] + 1:
+        if size > 1 + max(self._settings["max_output"], MAX_ERROR_BYTES):
             raise ConnectionError("longer than the other side may send")
         return self._receive(size, deadline)
 
@@ -88,6 +83,19 @@ class TemplateProcess:
             if self._process.wait(timeout=1) == OUT_OF_MEMORY:
                 return f"it needed more than {self._settings['max_memory'] >> 20} MiB of memory"
         return "it used up its memory or processor time"
+
+
+def _start(connection: socket.socket) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", str(_SCRIPT)],
+            stdin=connection.fileno(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        )
+    except OSError as error:
+        raise RenderingLost(f"its process could not be started ({error.strerror})") from None
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:

@@ -33,7 +33,7 @@ READY, RENDERED, REFUSED, FAILED, INVALID = b"R", b"T", b"X", b"F", b"I"
 """Kinds of answer: started, the text, raise_exception's message, an error in running, an error in compiling."""
 OUT_OF_MEMORY = 3
 """Exit status; there is no memory left to say it in words."""
-MAX_ERROR_CHARACTERS = 500
+MAX_ERROR_BYTES = 500
 
 
 class TemplateRefusal(Exception):
@@ -128,7 +128,7 @@ class Worker:
         except UnicodeEncodeError:
             kind, body = FAILED, b"the text has an unpaired surrogate"
         if kind != RENDERED:
-            body = body[:MAX_ERROR_CHARACTERS]
+            body = body[:MAX_ERROR_BYTES]
         elif len(body) > self._settings["max_output"]:
             kind, body = FAILED, f"it produced more than {self._settings['max_output']} bytes".encode()
         self._connection.sendall(LENGTH.pack(1 + len(body)) + kind + body)

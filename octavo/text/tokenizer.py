@@ -32,6 +32,7 @@ class Tokenizer:
         self.vocab_size = len(self._bytes)
         """One more than the largest id."""
         self.longest_token_bytes = max(map(len, self._bytes), default=0)
+        """So a text of more than n times as many bytes has more than n tokens."""
         added = parts.backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(index for index, token in added.items() if token.special)
         self.special_tokens = dict(parts.special_tokens)
@@ -53,7 +54,9 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidParameter("prompt", f"Character {error.start} of the text is an unpaired surrogate.") from None
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The call for one text would hold the interpreter lock all the while; the one for many lets go of it.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of ``tokens``; an id that the vocabulary does not have is no text."""

@@ -1,0 +1,119 @@
+"""Tokenizers out of Hugging Face folders, against the reference and against damage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from octavo.errors import CheckpointError
+from octavo.text.token_bytes import byte_level_alphabet
+from octavo.text.tokenizer import Tokenizer, load_tokenizer
+
+BOS, EOS, TURN = 259, 260, 261
+ADDED = {"content": "<end>", "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+
+
+def write_folder(folder: Path, config: dict[str, Any] | None = None, **files: Any) -> Path:
+    """A byte-level tokenizer whose own post-processor puts BOS in front; ``files`` are further JSON files."""
+    alphabet = sorted(byte_level_alphabet(), key=byte_level_alphabet().__getitem__)
+    vocabulary = {token: index for index, token in enumerate([*alphabet, "th", "the", "Ġthe"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("t", "h"), ("th", "e"), ("Ġ", "the")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in ("<s>", "<end>", "<|im_end|>")])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    backend.enable_truncation(5)
+    backend.enable_padding(length=5)
+    backend.save(str(folder / "tokenizer.json"))
+    base = {
+        "bos_token": "<s>",
+        "eos_token": {"__type": "AddedToken", **ADDED},
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(base | (config or {})))
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return folder
+
+
+def load(folder: Path) -> Tokenizer:
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def test_a_folder_as_it_usually_is(tmp_path: Path) -> None:
+    tokenizer = load(write_folder(tmp_path))
+    assert tokenizer.encode("the the") == [BOS, 257, 258]
+    assert tokenizer.encode("the the", add_special_tokens=False) == [257, 258]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (BOS, (EOS, TURN))
+    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "<end>"}
+    assert tokenizer.vocab_size == 262
+    assert tokenizer.chat_template is None
+
+
+def test_the_files_own_truncation_and_padding_are_off(tmp_path: Path) -> None:
+    tokenizer = load(write_folder(tmp_path))
+    assert len(tokenizer.encode("xyz" * 10)) == 31
+    assert tokenizer.encode("x") == [BOS, ord("x")]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}, {"add_eos_token": True}],
+)
+def test_encoding_equals_the_reference(tmp_path: Path, config: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = write_folder(tmp_path, config)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in ("the thé", "a<|im_end|>b<s>", " the\n😀"):
+        for add_special_tokens in (True, False):
+            expected = reference(text, add_special_tokens=add_special_tokens, truncation=False, padding=False)
+            assert load(folder).encode(text, add_special_tokens) == expected["input_ids"]
+
+
+def test_every_configured_end_is_known(tmp_path: Path) -> None:
+    write_folder(tmp_path, generation_config={"eos_token_id": [7, 8]}, config={"eos_token": None})
+    (tmp_path / "config.json").write_text('{"eos_token_id": 9}')
+    assert load(tmp_path).eos_token_ids == (7, 8, 9, TURN)
+
+
+def test_special_tokens_map_fills_in(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"eos_token": None}, special_tokens_map={"eos_token": "<end>", "pad_token": "<s>"})
+    assert load(tmp_path).special_tokens == {"bos_token": "<s>", "eos_token": "<end>", "pad_token": "<s>"}
+
+
+def test_chat_templates_in_their_places(tmp_path: Path) -> None:
+    assert load(write_folder(tmp_path, {"chat_template": "plain"})).chat_template == "plain"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "usual"}]
+    assert load(write_folder(tmp_path, {"chat_template": named})).chat_template == "usual"
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    assert load(tmp_path).chat_template == "from the file"
+
+
+def test_no_tokenizer_is_none_but_another_form_is_refused(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path) is None
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"has tokenizer\.model but no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model": 3}', "\udcff", "[" * 100_000])
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path, text: str) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: "):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, "\udcff"])
+def test_a_damaged_config_is_refused(tmp_path: Path, text: str) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: "):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,141 @@
+"""Tokenizers out of GGUF metadata: both families, their flags, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.errors import CheckpointError
+from octavo.text.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, parts_from_metadata
+
+from .conftest import build, byte_level_metadata
+
+PIECES = ["▁", "a", "b", "c", "ab", "abc", "▁a", "▁ab", "bc", "aa", "▁▁", "ca", "caa"]
+
+
+def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
+    """A vocabulary in SentencePiece's manner: unknown, BOS, EOS, 256 bytes, one user-defined token, pieces."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "<think>", *PIECES]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, USER_DEFINED, *[NORMAL] * len(PIECES)]
+    scores = [0.0] * 260 + [-100.0] * 4 + [-float(i) for i in range(len(PIECES) - 4)]
+    metadata = {
+        "model": "llama",
+        "tokens": tokens,
+        "token_type": np.array(types, np.int32),
+        "scores": np.array(scores, np.float32),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in (metadata | changes).items() if value is not None}
+
+
+def merged_by_score(text: str, scores: dict[str, float]) -> list[str]:
+    """SentencePiece's BPE by its definition: merge the neighbours whose joint piece scores best, leftmost first."""
+    symbols = list(text)
+    while True:
+        pairs = [(-scores[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(symbols)) if a + b in scores]
+        if not pairs:
+            return symbols
+        at = min(pairs)[1]
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+
+
+SPM = sentencepiece_metadata()
+SPM_TOKENIZER = build(SPM)
+SCORES = dict(zip(SPM["tokenizer.ggml.tokens"], SPM["tokenizer.ggml.scores"].tolist(), strict=True))
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text("abc  é", min_size=1, max_size=30))
+def test_sentencepiece_merges_the_best_piece_first(text: str) -> None:
+    tokens = SPM["tokenizer.ggml.tokens"]
+    pieces = merged_by_score("▁" + text.replace(" ", "▁"), {p: SCORES[p] for p in PIECES})
+    expected = [
+        p if p in PIECES else f"<0x{byte:02X}>" for p in pieces for byte in (p.encode() if p not in PIECES else b"x")
+    ]
+    assert [tokens[t] for t in SPM_TOKENIZER.encode(text, add_special_tokens=False)] == expected
+    assert SPM_TOKENIZER.decode(SPM_TOKENIZER.encode(text)) == " " + text
+
+
+def test_sentencepiece_special_and_user_defined_tokens_are_matched_in_text() -> None:
+    names = [SPM["tokenizer.ggml.tokens"][t] for t in SPM_TOKENIZER.encode("a<think>b</s>")]
+    assert names == ["<s>", "▁a", "<think>", "▁", "b", "</s>"]
+    assert SPM_TOKENIZER.special_token_ids == {0, 1, 2}
+    assert SPM_TOKENIZER.eos_token_ids == (2,)
+    # A byte token is not matched by its name.
+    assert SPM_TOKENIZER.decode(SPM_TOKENIZER.encode("<0x41>")) == " <0x41>"
+
+
+def test_sentencepiece_flags() -> None:
+    plain = build(sentencepiece_metadata(add_space_prefix=False, add_bos_token=False, add_eos_token=True))
+    assert plain.decode(plain.encode("ab"), skip_special_tokens=False) == "ab</s>"
+    assert SPM_TOKENIZER.decode(SPM_TOKENIZER.encode("ab"), skip_special_tokens=False) == "<s> ab"
+
+
+def test_byte_level_flags() -> None:
+    tokenizer = build(byte_level_metadata(add_bos_token=True, add_eos_token=True))
+    assert tokenizer.encode("the")[0] == 1
+    assert tokenizer.encode("the")[-1] == 2
+    assert tokenizer.decode(tokenizer.encode("the")) == "the"
+    assert build(byte_level_metadata()).encode("the") == tokenizer.encode("the", add_special_tokens=False)
+
+
+def test_families_that_begin_with_bos_and_keep_whole_words() -> None:
+    tokens = [*byte_level_metadata()["tokenizer.ggml.tokens"], "xyz"]
+    tokenizer = build(byte_level_metadata(pre="llama-bpe", tokens=tokens, token_type=None))
+    assert tokenizer.encode("xyz") == [1, len(tokens) - 1]
+    assert len(build(byte_level_metadata(tokens=tokens, token_type=None)).encode("xyz")) == 3
+
+
+def test_user_defined_tokens_are_matched_but_not_special() -> None:
+    tokens = [*byte_level_metadata()["tokenizer.ggml.tokens"], "   "]
+    types = [*byte_level_metadata()["tokenizer.ggml.token_type"], USER_DEFINED]
+    tokenizer = build(byte_level_metadata(tokens=tokens, token_type=types))
+    ids = tokenizer.encode("t   t")
+    assert ids[1:-1] == [len(tokens) - 1]
+    assert tokenizer.decode(ids) == "t   t"
+
+
+def test_every_end_of_turn_is_known() -> None:
+    assert build(byte_level_metadata()).eos_token_ids == (0, 2)
+    assert build(byte_level_metadata(eot_token_id=5)).eos_token_ids == (0, 2, 5)
+    normal = build(byte_level_metadata(token_type=None, eos_token_id=None))
+    assert normal.eos_token_ids == ()
+
+
+@pytest.mark.parametrize("model", [None, "none", "no_vocab"])
+def test_a_file_without_a_tokenizer(model: str | None) -> None:
+    assert parts_from_metadata(byte_level_metadata(model=model), Path("a.gguf")) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "bert"}, r"tokenizer\.ggml\.model is 'bert'; only 'gpt2' and 'llama'"),
+        ({"pre": "nobody"}, "'nobody'; known are"),
+        ({"tokens": None}, r"tokenizer\.ggml\.tokens: a list of strings is needed"),
+        ({"tokens": "abc"}, r"tokenizer\.ggml\.tokens: a list of strings is needed"),
+        ({"merges": None}, r"tokenizer\.ggml\.merges: a list of strings is needed"),
+        ({"merges": ["th"]}, r"tokenizer\.ggml\.merges: 'th' is not two pieces"),
+        ({"merges": ["nothere orthere"]}, r"tokenizer\.ggml\.merges: "),
+        ({"token_type": [1, 2]}, r"tokenizer\.ggml\.token_type: a list of \d+ numbers is needed"),
+        ({"eos_token_id": 10**6}, r"tokenizer\.ggml\.eos_token_id: 1000000 is not one of the"),
+        ({"eos_token_id": -1}, r"tokenizer\.ggml\.eos_token_id: -1 is not one of the"),
+        ({"add_bos_token": True, "bos_token_id": None}, "add_bos_token is set, but there is no bos_token"),
+        (
+            {"model": "llama", "tokens": ["x" * 257], "token_type": None, "scores": [0.0], "unknown_token_id": None},
+            r"tokenizer\.ggml\.tokens: a piece has more than 256 characters",
+        ),
+        ({"model": "llama", "scores": None}, r"tokenizer\.ggml\.scores: a list of \d+ numbers is needed"),
+    ],
+)
+def test_bad_metadata_is_refused_by_file_and_key(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"a\.gguf: .*{message}"):
+        parts_from_metadata(byte_level_metadata(**changes), Path("a.gguf"))

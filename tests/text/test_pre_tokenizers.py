@@ -1,0 +1,41 @@
+"""Rules that cut text into words, against known cuts."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.errors import CheckpointError
+from octavo.text.pre_tokenizers import WORD_RULES, word_rule
+
+TEXT = "I'll  PAY 1234 for\n\n 5 ABCdef, don't!"
+
+
+def cut(name: str, text: str) -> list[str]:
+    return [piece for piece, _ in word_rule(name, "here").pre_tokenizer(False).pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("gpt-2", "I 'll Ġ ĠPAY Ġ1234 Ġfor ĊĊ Ġ5 ĠABCdef , Ġdon 't !"),
+        ("smollm", "I 'll Ġ ĠPAY Ġ 1 2 3 4 Ġfor ĊĊĠ 5 ĠABCdef , Ġdon 't !"),
+        ("llama-bpe", "I 'll Ġ ĠPAY Ġ 123 4 Ġfor ĊĊ Ġ 5 ĠABCdef , Ġdon 't !"),
+        ("qwen2", "I 'll Ġ ĠPAY Ġ 1 2 3 4 Ġfor ĊĊ Ġ 5 ĠABCdef , Ġdon 't !"),
+        ("tekken", "I 'll Ġ ĠPAY Ġ 1 2 3 4 Ġfor ĊĊ Ġ 5 ĠABCdef , Ġdon 't !"),
+        ("gpt-4o", "I'll Ġ ĠPAY Ġ 123 4 Ġfor ĊĊ Ġ 5 ĠABCdef , Ġdon't !"),
+        ("default", "I ' ll Ġ ĠPAY Ġ 123 4 Ġfor ĊĊ Ġ 5 ĠABCdef , Ġdon ' t !"),
+    ],
+)
+def test_known_cuts(name: str, pieces: str) -> None:
+    assert " ".join(cut(name, TEXT)) == pieces
+
+
+def test_every_rule_keeps_every_byte() -> None:
+    text = "Añ 日本語 😀👍🏽 e\u0301 ½ \t\r\n\u00a0\u2028x_y= ===\u0000"
+    for name in WORD_RULES:
+        assert len("".join(cut(name, text))) == len(text.encode())
+
+
+def test_unknown_names_are_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match=r"a\.gguf: tokenizer\.ggml\.pre is 'nobody'; known are .*llama-bpe"):
+        word_rule("nobody", "a.gguf")

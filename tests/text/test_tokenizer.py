@@ -1,0 +1,126 @@
+"""The tokenizer as a whole, and against the reference implementation on the real vocabulary."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import pre_tokenizers
+
+from octavo.errors import InvalidParameter
+from octavo.text.tokenizer import Tokenizer
+
+CORPUS = [
+    "",
+    " ",
+    "Hello, world!",
+    "It's 12:30 and we're 100% sure — aren't we?",
+    "def f(x: int) -> str:\n    return f'{x!r:>10}'\n\n\nclass A:\n\tpass\n",
+    "for (int i=0;i<10;++i){ a[i] <<= 2; } // done\r\n",
+    "😀 👩‍👩‍👧‍👦 👍🏽 🇨🇭 ☃️",
+    "中文分词,日本語のテキスト、한국어 문장입니다。",
+    "e\u0301 n\u0303 Zalgo: t\u0300\u0301\u0302e\u0316\u0317xt ﬁ,½,Ⅷ,٣,𝟜",
+    "a  b   c    d     e\t\tf\n\n\ng  \n  h   ",
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "x<|endoftext|>y <|im_end|> <|im_start <repo_name>",
+    "Здравствуй, мир! Γειά σου Κόσμε! שלום עולם مرحبا بالعالم नमस्ते ไทย",
+    "\u00a0\u2003\u200b\ufeff\u0000\x1b[0m",
+    "CamelCase snake_case SCREAMING_CASE kebab-case a1b2c3 v2.0.1-rc3",
+    "https://example.org/a?b=c&d=%20e#f",
+    "$\\int_0^\\infty e^{-x^2}\\,dx = \\frac{\\sqrt{\\pi}}{2}$",
+    "ß ẞ İ ı ǆ ſ Å Å",
+]
+DIGITS_AFTER_SPACES = ["1.\n2.\n\n3.   4", "x  1", "\t\t42\n\n7 8  9", "a = [ 1,  2,   3 ]", " ½ Ⅷ ٣ 𝟜"]
+
+
+@pytest.fixture(scope="module")
+def reference(default_model_path: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(default_model_path.parent, gguf_file=default_model_path.name)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("text", CORPUS)
+def test_encoding_equals_the_reference(smollm_tokenizer: Tokenizer, reference: Any, text: str) -> None:
+    assert smollm_tokenizer.encode(text) == reference.encode(text)
+    assert smollm_tokenizer.encode(text, add_special_tokens=False) == reference.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("text", [*DIGITS_AFTER_SPACES, *CORPUS])
+def test_digits_are_cut_as_the_model_was_trained(smollm_tokenizer: Tokenizer, reference: Any, text: str) -> None:
+    """The file asks for the ``smollm`` rule, every digit a word; the reference reads the file but not that key."""
+    backend = reference.backend_tokenizer
+    as_read = backend.pre_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    try:
+        assert smollm_tokenizer.encode(text) == backend.encode(text).ids
+    finally:
+        backend.pre_tokenizer = as_read
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("text", [*DIGITS_AFTER_SPACES, *CORPUS])
+def test_decoding_equals_the_reference(smollm_tokenizer: Tokenizer, reference: Any, text: str) -> None:
+    tokens = smollm_tokenizer.encode(text)
+    for skip in (True, False):
+        assert smollm_tokenizer.decode(tokens, skip) == reference.backend_tokenizer.decode(tokens, skip)
+    assert smollm_tokenizer.decode(tokens, skip_special_tokens=False) == text
+    assert b"".join(map(smollm_tokenizer.token_bytes, tokens)) == text.encode()
+
+
+@pytest.mark.model
+def test_what_the_real_vocabulary_is(smollm_tokenizer: Tokenizer) -> None:
+    assert smollm_tokenizer.vocab_size == 49152
+    assert smollm_tokenizer.bos_token_id == 1
+    assert smollm_tokenizer.eos_token_ids == (0, 2)
+    assert smollm_tokenizer.special_tokens["eos_token"] == "<|im_end|>"
+    assert len(smollm_tokenizer.special_token_ids) == 17
+    assert smollm_tokenizer.chat_template is not None
+    assert smollm_tokenizer.longest_token_bytes == max(len(smollm_tokenizer.token_bytes(t)) for t in range(49152))
+
+
+@pytest.mark.model
+def test_encoding_lets_other_threads_run(smollm_tokenizer: Tokenizer) -> None:
+    text = "The quick brown fox. " * 50_000
+    ticks, done = [time.perf_counter()], threading.Event()
+
+    def encode() -> None:
+        smollm_tokenizer.encode(text)
+        done.set()
+
+    start = time.perf_counter()
+    worker = threading.Thread(target=encode)
+    worker.start()
+    while not done.is_set():
+        time.sleep(0.001)
+        ticks.append(time.perf_counter())
+    worker.join()
+    # The interpreter is held at most for turning the result into a list.
+    assert max(b - a for a, b in itertools.pairwise(ticks)) < 0.7 * (time.perf_counter() - start)
+
+
+def test_unknown_ids_are_no_text(small_tokenizer: Tokenizer) -> None:
+    beyond = small_tokenizer.vocab_size
+    assert small_tokenizer.decode([-1, beyond, 10**9]) == ""
+    assert small_tokenizer.token_bytes(-1) == b""
+    assert small_tokenizer.token_text(beyond) == ""
+
+
+def test_parts_of_characters_have_names_of_their_own(small_tokenizer: Tokenizer) -> None:
+    first, *_ = small_tokenizer.encode("😀")
+    assert small_tokenizer.token_text(first) == r"bytes:\xf0\x9f"
+    assert small_tokenizer.token_text(2) == "<|im_end|>"
+    assert small_tokenizer.token_text(small_tokenizer.encode(" the")[0]) == " the"
+
+
+def test_an_unpaired_surrogate_is_refused(small_tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidParameter, match="Character 2 of the text") as caught:
+        small_tokenizer.encode("ab\ud800c")
+    assert caught.value.param == "prompt"
