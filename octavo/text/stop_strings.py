@@ -7,6 +7,7 @@ the number of stop strings and however the text is cut.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         self.found: str | None = None
         """The stop string that ended the text; nothing comes out any more."""
-        self._root = _build(stops)
+        self._root = _build(tuple(stops))
         self._state = self._root
         self._include = include
         self._held = ""
@@ -87,7 +88,9 @@ def _advance(state: _State, character: str) -> _State:
     return following
 
 
-def _build(stops: Sequence[str]) -> _State:
+@functools.lru_cache(maxsize=16)
+def _build(stops: tuple[str, ...]) -> _State:
+    """The automaton's empty state. It never changes, so that the choices of a request can share it."""
     root = _State()
     for stop in stops:
         state = root
