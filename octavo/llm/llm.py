@@ -191,16 +191,19 @@ class LLM:
         return ended
 
     def _pieces(self, job: Job) -> Generator[CompletionOutput, None, None]:
-        unfinished = job.continuations
+        unfinished = list(job.continuations)
         with self._submitted([job]):
             while unfinished:
-                # While this generator was not asked, another call may have brought its requests to their end.
+                # While this generator rested, another call may have brought its requests to their end.
                 if all(continuation.finish_reason is None for continuation in unfinished):
                     self._step()
-                for continuation in unfinished:
-                    if piece := continuation.next_piece():
-                        yield piece
-                unfinished = [continuation for continuation in unfinished if continuation.finish_reason is None]
+                for continuation in list(unfinished):
+                    piece = continuation.next_piece()
+                    if piece is None:
+                        continue
+                    if piece.finished():
+                        unfinished.remove(continuation)
+                    yield piece
 
 
 @contextlib.contextmanager
