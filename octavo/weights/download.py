@@ -20,7 +20,6 @@ Progress = Callable[[int, int | None], None]
 MAX_ATTEMPTS = 5
 """Attempts in a row that bring no new byte before giving up."""
 TIMEOUT_SECONDS = 30.0
-CHUNK_BYTES = 1 << 18
 
 
 class _NoProgress(Exception):
@@ -63,7 +62,7 @@ def _fetch_rest(client: httpx.Client, url: str, target: Path, progress: Progress
         with target.open("ab") as file:
             file.truncate(have)
             progress(have, total)
-            for chunk in response.iter_raw(CHUNK_BYTES):
+            for chunk in response.iter_raw():
                 file.write(chunk)
                 have += len(chunk)
                 progress(have, total)

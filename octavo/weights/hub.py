@@ -23,7 +23,7 @@ def resolve_model(settings: ModelSettings) -> Path:
     """
     name = settings.model
     path = Path(name).expanduser()
-    if path.exists():
+    if name and path.exists():
         return path
     if name == DEFAULT_MODEL:
         folder = Path(settings.download_dir).expanduser() if settings.download_dir else None

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from octavo.config import ModelSettings
+from octavo.errors import ConfigError
+from octavo.weights import hub
+from octavo.weights.hub import resolve_model
+
+
+def test_what_exists_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").touch()
+    assert resolve_model(ModelSettings(model=str(tmp_path))) == tmp_path
+    assert resolve_model(ModelSettings(model=str(tmp_path / "model.gguf"))) == tmp_path / "model.gguf"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_model(ModelSettings(model="~/model.gguf")) == tmp_path / "model.gguf"
+
+
+def test_the_default_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path | None] = []
+    monkeypatch.setattr(hub, "fetch_default_model", lambda folder: asked.append(folder) or tmp_path)
+    assert resolve_model(ModelSettings()) == tmp_path
+    resolve_model(ModelSettings(download_dir=str(tmp_path)))
+    assert asked == [None, tmp_path]
+
+
+def test_an_id_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    settings = ModelSettings(model="owner/name", revision="main", download_dir="/models")
+    assert resolve_model(settings) == tmp_path
+    assert (asked["name"], asked["revision"], asked["cache_dir"]) == ("owner/name", "main", "/models")
+    assert not any(pattern.endswith((".bin", ".py")) for pattern in asked["allow_patterns"])
+
+
+def test_the_hub_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        raise LocalEntryNotFoundError("no network\nlong story")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ConfigError, match=r"'owner/name' does not exist here, .* \(no network\). Give the path"):
+        resolve_model(ModelSettings(model="owner/name"))
+
+
+@pytest.mark.parametrize(
+    "name", ["/missing/folder", "./missing", "missing.gguf", "a/b/c", "owner/../name", "", "a b", "-x/y", "x" * 200]
+)
+def test_what_is_neither(name: str) -> None:
+    with pytest.raises(ConfigError, match="does not exist, and is not 'smollm2-135m' or an id on the hub"):
+        resolve_model(ModelSettings(model=name))
