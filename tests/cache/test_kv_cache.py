@@ -1,0 +1,244 @@
+"""Each verb of the KV cache, and what they cost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from octavo.cache.kv_cache import KVCache
+from octavo.sampling_params import SamplingParams
+from octavo.types import Request, Sequence
+from tests.operations import count_lines
+
+
+def make_sequence(tokens: list[int], salt: str = "") -> Sequence:
+    return Sequence(
+        Request(id=0, prompt_tokens=tokens, params=SamplingParams(), max_tokens=1, cache_salt=salt), order=(0,)
+    )
+
+
+def compute(cache: KVCache, tokens: list[int], salt: str = "") -> Sequence:
+    """A sequence with all its tokens computed and published, the way the scheduler does it."""
+    seq = make_sequence(tokens, salt)
+    cache.adopt(seq, cache.match(seq.tokens, salt))
+    assert cache.reserve(seq, len(tokens))
+    seq.num_computed_tokens = len(tokens)
+    cache.publish(seq, len(tokens))
+    return seq
+
+
+def test_match_leaves_a_token_to_compute() -> None:
+    cache = KVCache(8, 2)
+    seq = compute(cache, [1, 2, 3, 4])
+    assert cache.match([1, 2, 3, 4], "") == seq.block_table[:1]
+    assert cache.match([1, 2, 3, 4, 5], "") == seq.block_table
+    assert cache.match([1], "") == []
+
+
+def test_adopt_shares_blocks_in_use_and_wakes_idle_ones() -> None:
+    cache = KVCache(8, 2)
+    first = compute(cache, [1, 2, 3, 4])
+    second = make_sequence([1, 2, 3, 4, 5])
+    cache.adopt(second, cache.match(second.tokens, ""))
+    assert second.block_table == first.block_table
+    assert second.num_computed_tokens == 4
+    cache.check([first, second])
+    cache.release(first)
+    cache.check([second])
+    assert cache.num_cached == 0
+    cache.release(second)
+    assert (cache.num_cached, cache.num_used) == (2, 0)
+    third = make_sequence([1, 2, 3, 4, 5])
+    cache.adopt(third, cache.match(third.tokens, ""))
+    assert (cache.num_cached, cache.num_used) == (0, 2)
+    cache.check([third])
+
+
+def test_reserve_covers_exactly_and_keeps_what_is_there() -> None:
+    cache = KVCache(4, 4)
+    seq = make_sequence([1])
+    assert cache.reserve(seq, 1)
+    assert len(seq.block_table) == 1
+    assert cache.reserve(seq, 4)
+    assert len(seq.block_table) == 1
+    version, table = seq.table_version, list(seq.block_table)
+    assert cache.reserve(seq, 5)
+    assert seq.block_table[:1] == table
+    assert len(seq.block_table) == 2
+    assert seq.table_version == version, "growing is not a change"
+
+
+def test_reserve_says_no_and_changes_nothing() -> None:
+    cache = KVCache(4, 1)
+    cache.release(compute(cache, [1, 2]))
+    seq = make_sequence([9])
+    assert not cache.reserve(seq, 5)
+    assert seq.block_table == []
+    assert (cache.num_free, cache.num_cached) == (2, 2)
+    assert cache.reserve(seq, 4), "idle blocks are given up for a reservation"
+    assert cache.num_cached == 0
+    cache.check([seq])
+
+
+def test_publish_needs_full_blocks() -> None:
+    cache = KVCache(8, 4)
+    seq = make_sequence(list(range(10)))
+    cache.reserve(seq, 10)
+    seq.num_computed_tokens = 10
+    cache.publish(seq, 7)
+    assert cache.match([*range(10), 99], "") == seq.block_table[:1]
+    cache.publish(seq, 8)
+    assert cache.match([*range(10), 99], "") == seq.block_table[:2]
+
+
+def test_publish_changes_over_to_the_block_cached_first() -> None:
+    cache = KVCache(8, 2)
+    tokens = [1, 2, 3, 4]
+    first, second = make_sequence(tokens), make_sequence(tokens)
+    for seq in (first, second):
+        cache.reserve(seq, 4)
+        seq.num_computed_tokens = 4
+    assert not set(first.block_table) & set(second.block_table)
+    cache.publish(first, 2)
+    cache.publish(second, 4)
+    cache.publish(first, 4)
+    assert first.block_table == second.block_table
+    assert (first.table_version, second.table_version) == (1, 1)
+    assert cache.num_used == 2
+    assert cache.num_free == 6
+    cache.check([first, second])
+
+
+def test_publish_is_incremental(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(64, 1)
+    looked_at: list[int] = []
+    edge = cache.tree.edge
+
+    def noted(tokens: list[int | None], index: int, salt: str) -> object:
+        looked_at.append(index)
+        return edge(tokens, index, salt)
+
+    monkeypatch.setattr(cache.tree, "edge", noted)
+    seq = make_sequence(list(range(50)))
+    cache.reserve(seq, 50)
+    seq.num_computed_tokens = 50
+    for num_tokens in (10, 10, 11, 50):
+        cache.publish(seq, num_tokens)
+    assert looked_at == list(range(50))
+    cache.release(seq)
+    again = make_sequence(list(range(60)))
+    cache.adopt(again, cache.match(again.tokens, ""))
+    looked_at.clear()
+    cache.reserve(again, 60)
+    again.num_computed_tokens = 60
+    cache.publish(again, 60)
+    assert looked_at == list(range(50, 60)), "what was adopted is published already"
+
+
+def test_release_gives_everything_back() -> None:
+    cache = KVCache(8, 2)
+    seq = compute(cache, [1, 2, 3])
+    version = seq.table_version
+    cache.release(seq)
+    assert (seq.block_table, seq.num_computed_tokens, seq.published) == ([], 0, None)
+    assert seq.table_version > version
+    assert (cache.num_free, cache.num_cached, cache.num_used) == (7, 1, 0)
+
+
+def test_no_prefix_is_shared_when_that_is_off() -> None:
+    cache = KVCache(8, 2, enable_prefix_caching=False)
+    cache.release(compute(cache, [1, 2, 3, 4]))
+    assert cache.match([1, 2, 3, 4, 5], "") == []
+    assert (cache.num_free, cache.num_cached) == (8, 0)
+
+
+def test_salts_do_not_share() -> None:
+    cache = KVCache(8, 2)
+    seq = compute(cache, [1, 2, 3, 4], salt="a")
+    assert cache.match([1, 2, 3, 4, 5], "a") == seq.block_table
+    assert cache.match([1, 2, 3, 4, 5], "") == []
+
+
+def test_evicts_the_least_recently_used_leaf_first() -> None:
+    """Against a model that searches: the idle leaf released longest ago, deepest first within a release."""
+    rng = random.Random(5)
+    cache = KVCache(40, 1)
+    clock = 0
+    last_use: dict[int, int] = {}
+    for _ in range(300):
+        seq = compute(cache, [rng.randrange(3) for _ in range(rng.randrange(1, 8))])
+        for block in reversed(seq.block_table):
+            clock += 1
+            last_use[block] = clock
+        cache.release(seq)
+        if cache.num_cached > 30:
+            for _ in range(rng.randrange(8)):
+                leaves = [node.block for node in cache.tree.walk() if not node.children]
+                expected = min(leaves, key=last_use.__getitem__)
+                cache.evict(1)
+                assert expected in cache.pool.free_blocks
+        cache.check([])
+
+
+def test_a_prefix_of_32k_tokens() -> None:
+    cache = KVCache(40_000, 1)
+    tokens = [t % 11 for t in range(32_768)]
+    seq = compute(cache, tokens)
+    other = compute(cache, [*tokens, 1, 2])
+    assert other.block_table[: len(tokens)] == seq.block_table
+    cache.release(seq)
+    cache.release(other)
+    cache.check([])
+    hungry = make_sequence([99])
+    assert cache.reserve(hungry, 39_000)
+    cache.check([hungry])
+    assert cache.num_cached == 1_000
+
+
+def verbs(cache: KVCache) -> dict[str, Callable[[], object]]:
+    """One call of each verb, on sequences of the same size whatever the pool."""
+    seq = make_sequence([5, 5, 5, 5])
+    return {
+        "match": lambda: cache.match(seq.tokens, ""),
+        "adopt": lambda: cache.adopt(seq, cache.match(seq.tokens, "")),
+        "reserve by evicting": lambda: cache.reserve(seq, 4),
+        "publish": lambda: cache.publish(seq, 4),
+        "release": lambda: cache.release(seq),
+        "counts": lambda: (cache.num_used, cache.num_free, cache.num_cached),
+    }
+
+
+def test_no_cost_grows_with_the_pool() -> None:
+    costs = []
+    for num_blocks in (16, 4096):
+        cache = KVCache(num_blocks, 1)
+        for start in range(0, num_blocks, 8):
+            cache.release(compute(cache, list(range(start + 10, start + 18))))
+        assert cache.num_free == 0
+        costs.append({name: count_lines(call) for name, call in verbs(cache).items()})
+    assert costs[0] == costs[1]
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda cache, seq: cache.pool.share(seq.block_table[0]),
+        lambda cache, seq: cache.pool.free_blocks.pop(),
+        lambda cache, seq: cache.pool.free_blocks.append(cache.pool.free_blocks[0]),
+        lambda cache, seq: cache.pool.free_blocks.append(seq.block_table[0]),
+        lambda cache, seq: seq.block_table.reverse(),
+        lambda cache, seq: cache.tree.root.children.clear(),
+        lambda cache, seq: cache.tree.node_of.pop(seq.block_table[0]),
+        lambda cache, seq: cache.tree.rest(seq.block_table[0]),
+        lambda cache, seq: setattr(seq, "num_computed_tokens", 1),
+    ],
+)
+def test_check_notices(harm: Callable[[KVCache, Sequence], object]) -> None:
+    cache = KVCache(8, 2)
+    seq = compute(cache, [1, 2, 3, 4])
+    cache.check([seq])
+    harm(cache, seq)
+    with pytest.raises(AssertionError):
+        cache.check([seq])
