@@ -40,23 +40,3 @@ class Detokenizer:
         """What is left at the end: U+FFFD for a character that never became complete, or nothing."""
         self._is_inside_character = False
         return self._decoder.decode(b"", final=True)
-
-
-class TextOffsets:
-    """Where in the text each token begins, in characters: ``text_offset`` of the OpenAI completions API.
-
-    The tokens that share one character all begin where it begins. Skipped special tokens take no room.
-    ``start`` is the length of what comes before, such as an echoed prompt.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, start: int = 0) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
-        self._length = start
-
-    def push(self, tokens: list[int]) -> list[int]:
-        """The offset of each of ``tokens``, which follow those of the calls before."""
-        offsets = []
-        for token in tokens:
-            offsets.append(self._length)
-            self._length += len(self._detokenizer.push([token]))
-        return offsets

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.text.detokenizer import Detokenizer, TextOffsets
+from octavo.text.detokenizer import Detokenizer
 from octavo.text.tokenizer import Tokenizer
 
 from .conftest import build, byte_level_metadata
@@ -67,21 +67,6 @@ def test_special_tokens_are_skipped_or_shown() -> None:
     tokens = [SMALL.encode("t")[0], 2, SMALL.encode("h")[0]]
     assert in_pieces(SMALL, [[t] for t in tokens], skip=True) == ["t", "", "h", ""]
     assert in_pieces(SMALL, [tokens], skip=False) == ["t<|im_end|>h", ""]
-
-
-def test_offsets_say_where_each_token_begins() -> None:
-    tokens = SMALL.encode("the 😀t")
-    offsets = TextOffsets(SMALL, start=10)
-    split = offsets.push(tokens[:3]) + offsets.push(tokens[3:])
-    assert [SMALL.token_text(token) for token in tokens] == [
-        "the",
-        " ",
-        r"bytes:\xf0\x9f",
-        r"bytes:\x98",
-        r"bytes:\x80",
-        "t",
-    ]
-    assert split == [10, 13, 14, 14, 14, 15]
 
 
 @pytest.mark.model
