@@ -1,0 +1,100 @@
+"""The step loop, and what a step costs."""
+
+from __future__ import annotations
+
+import gc
+
+from octavo.engine.engine import Engine
+from octavo.types import Masks, Output, Plan
+from tests.engine.making import make_engine, make_request, run_to_end, tokens_of
+from tests.operations import count_lines
+from tests.oracle import expected_output
+
+
+def test_an_idle_engine_does_nothing() -> None:
+    engine, runner = make_engine()
+    assert not engine.has_work
+    assert engine.step() == []
+    assert runner.plans == []
+
+
+def test_depth_is_how_many_steps_are_submitted_ahead() -> None:
+    for depth in (1, 2, 3):
+        engine, runner = make_engine(depth=depth)
+        request = make_request(0, max_tokens=8)
+        engine.add(request)
+        engine.step()
+        assert len(runner.plans) == depth
+        assert len(engine.in_flight) == depth - 1
+        outputs = run_to_end(engine)
+        assert tokens_of(outputs[0]) == expected_output(request)[0][1:]
+        assert not engine.in_flight
+
+
+class Diary:
+    """A grammar and a proposer that only write down when they were asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def masks(self, plan: Plan) -> Masks:
+        self.calls.append(("masks", len(plan)))
+        return {}
+
+    def advance(self, outputs: list[Output]) -> None:
+        self.calls.append(("advance", len(outputs)))
+
+    def propose(self, plan: Plan) -> None:
+        assert all(not item.seq.num_in_flight for item in plan), "propose comes after the step is committed"
+        self.calls.append(("propose", len(plan)))
+
+
+def test_collaborators_take_part_in_every_step() -> None:
+    engine, runner = make_engine()
+    diary = Diary()
+    engine = Engine(engine.scheduler, runner, grammars=diary, proposer=diary)
+    engine.add(make_request(0, max_tokens=2))
+    run_to_end(engine)
+    assert diary.calls == [("masks", 1), ("advance", 1), ("propose", 1)] * 2
+
+
+def busy_engine(num_seen: int, num_waiting: int) -> Engine:
+    """An engine with eight sequences decoding, after ``num_seen`` others, while some wait."""
+    engine, _ = make_engine(num_blocks=4096, max_num_seqs=8)
+    for request_id in range(num_seen):
+        engine.add(make_request(request_id, prompt=5, max_tokens=2))
+        if request_id % 8 == 7:
+            while engine.has_work:
+                engine.step()
+    for request_id in range(num_seen, num_seen + 8 + num_waiting):
+        engine.add(make_request(request_id, prompt=5, max_tokens=20))
+    for _ in range(3):
+        engine.step()
+    return engine
+
+
+def test_a_step_costs_the_same_whatever_was_seen_and_whoever_waits() -> None:
+    fresh = busy_engine(0, 0)
+    costs = [count_lines(fresh.step) for _ in range(4)]
+    assert costs[0] > 100
+    for engine in (busy_engine(2000, 0), busy_engine(0, 2000)):
+        assert [count_lines(engine.step) for _ in range(4)] == costs
+        assert count_lines(engine.stats) == count_lines(fresh.stats)
+
+
+def test_nothing_is_kept_of_requests_that_ended() -> None:
+    def num_objects(num_requests: int) -> int:
+        engine, runner = make_engine(num_blocks=32, max_num_seqs=4)
+        for request_id in range(num_requests):
+            engine.add(make_request(request_id, prompt=6, max_tokens=3, cache_salt=f"tenant {request_id}"))
+            engine.step()
+            engine.abort(request_id - request_id % 3)
+            if request_id % 4 == 3:
+                run_to_end(engine)
+            for kept in (runner.tables, runner.digests, runner.plans):
+                kept.clear()
+        gc.collect()
+        return len(gc.get_objects())
+
+    num_objects(50)
+    assert abs(num_objects(1000) - num_objects(200)) < 100

@@ -1,0 +1,261 @@
+"""The rules of the scheduler, one by one."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from octavo.cache.kv_cache import KVCache
+from octavo.engine.scheduler import Scheduler
+from octavo.errors import ConfigError, ContextLengthExceeded, InvalidParameter
+from octavo.sampling_params import SamplingParams
+from tests.engine.making import make_engine, make_request, planned, run_to_end, tokens_of
+from tests.oracle import Trouble, expected_output
+
+
+def test_a_long_prompt_is_computed_in_chunks() -> None:
+    engine, runner = make_engine(max_num_batched_tokens=10)
+    engine.add(make_request(0, prompt=25, max_tokens=2))
+    outputs = run_to_end(engine)
+    assert [len(plan[0].tokens) for plan in runner.plans] == [10, 10, 5, 1]
+    assert [plan[0].samples for plan in runner.plans] == [False, False, True, True]
+    assert len(outputs[0]) == 2, "a chunk that samples nothing is no news"
+
+
+def test_a_chunk_leaves_a_token_for_everybody_behind_it() -> None:
+    engine, runner = make_engine(max_num_batched_tokens=8, max_num_seqs=8, policy="priority")
+    for request_id in range(4):
+        engine.add(make_request(request_id, prompt=1, max_tokens=30, priority=1))
+    engine.step()
+    engine.add(make_request(9, prompt=40, max_tokens=1, priority=0))
+    engine.step()
+    for _ in range(5):
+        engine.step()
+        assert planned(runner) == {9: 4, 0: 1, 1: 1, 2: 1, 3: 1}, "first in order, yet nobody starves"
+
+
+def test_everybody_advances_with_the_smallest_budget() -> None:
+    engine, runner = make_engine(max_num_batched_tokens=4, max_num_seqs=4, num_blocks=64)
+    for request_id in range(4):
+        engine.add(make_request(request_id, prompt=6, max_tokens=8))
+    while engine.scheduler.waiting:
+        engine.step()
+    for _ in range(4):
+        engine.step()
+        assert set(planned(runner)) == set(engine.scheduler.running) or len(engine.scheduler.running) < 4
+
+
+def test_nobody_is_overtaken_while_waiting_for_blocks() -> None:
+    engine, runner = make_engine(num_blocks=4, block_size=4)
+    engine.add(make_request(0, prompt=8, max_tokens=8))
+    engine.add(make_request(1, prompt=12, max_tokens=1))
+    engine.add(make_request(2, prompt=1, max_tokens=1))
+    engine.step()
+    assert set(planned(runner)) == {0}, "1 has no room, and 2 comes after it"
+
+
+def test_a_prompt_gets_all_its_blocks_when_it_is_admitted() -> None:
+    engine, _ = make_engine(num_blocks=8, block_size=4, max_num_batched_tokens=8)
+    engine.add(make_request(0, prompt=24, max_tokens=1))
+    engine.add(make_request(1, prompt=12, max_tokens=1))
+    engine.step()
+    engine.step()
+    assert engine.stats().num_used_blocks == 6
+    assert engine.stats().num_waiting == 1
+
+
+def test_the_youngest_is_preempted_and_returns_first() -> None:
+    engine, _ = make_engine(num_blocks=6, block_size=2, max_num_seqs=3)
+    for request_id in range(3):
+        engine.add(make_request(request_id, prompt=3, max_tokens=7))
+    engine.add(make_request(3, prompt=1, max_tokens=1))
+    preempted = []
+    while engine.has_work:
+        before = set(engine.scheduler.running)
+        finished = {output.request_id for output in engine.step() if output.finish_reason}
+        engine.check()
+        gone = before - set(engine.scheduler.running) - finished
+        assert not gone or min(gone) > max(before - gone, default=-1), "an older sequence was preempted"
+        preempted += sorted(gone)
+        assert 0 not in gone
+    assert preempted[0] == 2
+    assert engine.stats().num_preemptions == len(preempted)
+
+
+def test_an_older_sequence_gets_blocks_though_all_are_in_flight() -> None:
+    """The youngest decodes within its own block for long; the oldest must not wait until that is full."""
+    engine, runner = make_engine(num_blocks=3, block_size=16, depth=2, max_num_seqs=2)
+    engine.add(make_request(0, prompt=15, max_tokens=30))
+    engine.add(make_request(1, prompt=17, max_tokens=14))
+    waited = longest = 0
+    while 0 in engine.scheduler.running or not runner.plans:
+        engine.step()
+        engine.check()
+        waited = 0 if 0 in planned(runner) else waited + 1
+        longest = max(longest, waited)
+    assert engine.stats().num_preemptions == 1
+    assert longest <= 2
+    run_to_end(engine)
+
+
+def test_a_lone_sequence_as_big_as_the_pool_finishes() -> None:
+    engine, _ = make_engine(num_blocks=5, block_size=4)
+    request = make_request(0, prompt=11, max_tokens=10)
+    engine.add(request)
+    assert tokens_of(run_to_end(engine)[0]) == expected_output(request)[0]
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (make_request(0, prompt=11, max_tokens=11), ContextLengthExceeded),
+        (make_request(0, prompt=21, max_tokens=0), ContextLengthExceeded),
+        (make_request(0, prompt=[], max_tokens=1), InvalidParameter),
+        (make_request(0, prompt=3, max_tokens=2, output_tokens=[1, 2]), InvalidParameter),
+    ],
+)
+def test_what_can_never_be_served_is_refused(request_: object, error: type[Exception]) -> None:
+    engine, _ = make_engine(num_blocks=5, block_size=4)
+    with pytest.raises(error):
+        engine.add(request_)  # type: ignore[arg-type]
+    assert not engine.has_work
+
+
+def test_an_id_in_use_is_refused() -> None:
+    engine, _ = make_engine()
+    engine.add(make_request(0))
+    with pytest.raises(InvalidParameter):
+        engine.add(make_request(0))
+    engine.step()
+    with pytest.raises(InvalidParameter):
+        engine.add(make_request(0))
+    run_to_end(engine)
+    engine.add(make_request(0))
+
+
+def test_a_budget_below_one_token_each_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens"):
+        Scheduler(KVCache(4, 4), max_num_seqs=8, max_num_batched_tokens=7)
+
+
+def test_abort_while_waiting_is_immediate() -> None:
+    engine, _ = make_engine(max_num_seqs=1)
+    engine.add(make_request(0))
+    engine.add(make_request(1))
+    engine.step()
+    engine.abort(1)
+    assert engine.stats().num_waiting == 0
+    assert set(run_to_end(engine)) == {0}
+
+
+def test_abort_of_an_idle_sequence_frees_its_blocks_at_once() -> None:
+    engine, _ = make_engine(prefix_caching=False)
+    engine.add(make_request(0, prompt=9))
+    engine.step()
+    assert engine.stats().num_used_blocks
+    engine.abort(0)
+    assert engine.stats().num_used_blocks == 0
+    assert not engine.has_work
+    assert engine.step() == []
+
+
+def test_abort_in_flight_frees_blocks_when_the_step_is_over() -> None:
+    engine, _ = make_engine(depth=2, prefix_caching=False)
+    engine.add(make_request(0, prompt=9, max_tokens=9))
+    engine.step()
+    engine.abort(0)
+    engine.check()
+    assert engine.stats().num_used_blocks, "a step in flight may still write there"
+    assert engine.has_work
+    assert engine.step() == []
+    assert engine.stats().num_used_blocks == 0
+    assert not engine.has_work
+
+
+def test_abort_of_nobody_does_nothing() -> None:
+    engine, _ = make_engine()
+    engine.abort(5)
+    engine.add(make_request(0))
+    outputs = run_to_end(engine)
+    engine.abort(0)
+    assert outputs[0][-1].finish_reason == "length"
+
+
+def test_a_prefix_is_computed_once() -> None:
+    engine, runner = make_engine(block_size=4)
+    first = make_request(0, prompt=10, max_tokens=5)
+    engine.add(first)
+    answer = tokens_of(run_to_end(engine)[0])
+    engine.add(make_request(1, prompt=[*first.prompt_tokens, *answer, 3], max_tokens=1))
+    before = time.monotonic()
+    (output,) = run_to_end(engine)[1]
+    assert output.num_cached_tokens == 12
+    assert planned(runner) == {1: 4}
+    assert before <= output.first_scheduled <= time.monotonic()
+    stats = engine.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (26, 12)
+    assert (stats.num_prompt_tokens, stats.num_output_tokens) == (14, 6)
+
+
+def test_prompt_logprobs_need_the_whole_prompt() -> None:
+    engine, runner = make_engine(block_size=4, max_num_batched_tokens=8)
+    engine.add(make_request(0, prompt=[1] * 20, max_tokens=1))
+    run_to_end(engine)
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    engine.add(make_request(1, prompt=[1] * 20, max_tokens=0, params=params))
+    outputs = run_to_end(engine)[1]
+    assert [len(plan[0].tokens) for plan in runner.plans[-3:]] == [8, 8, 4]
+    assert [(o.prompt_logprobs_start, len(o.prompt_logprobs or [])) for o in outputs] == [(1, 8), (9, 8), (17, 3)]
+    assert [o.finish_reason for o in outputs] == [None, None, "length"]
+    assert tokens_of(outputs) == []
+    assert all(o.num_cached_tokens == 0 for o in outputs)
+
+
+def test_a_replayed_request_goes_on_where_it_was() -> None:
+    request = make_request(0, prompt=5, max_tokens=9)
+    whole, _ = expected_output(request)
+    engine, _ = make_engine()
+    engine.add(make_request(0, prompt=5, max_tokens=9, output_tokens=whole[:4]))
+    outputs = run_to_end(engine)[0]
+    assert tokens_of(outputs) == whole[4:]
+    assert outputs[-1].finish_reason == "length"
+
+
+def test_the_urgent_go_first_under_the_priority_policy() -> None:
+    engine, _ = make_engine(max_num_seqs=1, policy="priority")
+    for request_id, priority in enumerate([2, 1, 0, 1]):
+        engine.add(make_request(request_id, max_tokens=1, priority=priority))
+    order = []
+    while engine.has_work:
+        order += [output.request_id for output in engine.step()]
+    assert order == [2, 1, 3, 0]
+
+
+def test_a_bad_row_ends_alone() -> None:
+    engine, _ = make_engine(trouble=Trouble(bad_rows={1: 6}))
+    requests = [make_request(request_id, prompt=4, max_tokens=6) for request_id in range(3)]
+    for request in requests:
+        engine.add(request)
+    outputs = run_to_end(engine)
+    assert outputs[1][-1].finish_reason == "error"
+    assert outputs[1][-1].error == "bad row"
+    assert tokens_of(outputs[1]) == expected_output(requests[1])[0][:3]
+    assert all(tokens_of(outputs[i]) == expected_output(requests[i])[0] for i in (0, 2))
+    assert engine.stats().num_faults == 0
+
+
+def test_stats() -> None:
+    engine, _ = make_engine(num_blocks=10, block_size=4, max_num_seqs=1)
+    engine.add(make_request(0, prompt=6, max_tokens=2))
+    engine.add(make_request(1, prompt=6, max_tokens=2))
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (1, 1)
+    assert (stats.num_blocks, stats.num_used_blocks, stats.num_cached_blocks) == (10, 2, 0)
+    assert (stats.num_steps, stats.step_tokens) == (1, 6)
+    assert stats.step_seconds > 0
+    run_to_end(engine)
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks, stats.num_cached_blocks) == (0, 0, 0, 2)
+    assert (stats.num_steps, stats.num_prompt_tokens, stats.num_output_tokens) == (4, 12, 4)
