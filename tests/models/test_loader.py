@@ -1,0 +1,99 @@
+"""Loading: every tensor is there, none is left over, and shapes are as expected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.errors import CheckpointError
+from octavo.models.config import ModelConfig
+from octavo.models.registry import LoadedModel, load_model
+from octavo.quant.scheme import Part, WeightFormat
+from octavo.weights.blocks import BlockTensor
+from tests.models.checkpoints import FolderSource, make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for variant in ("gqa", "tied"):
+        made[variant] = tmp_path_factory.mktemp(variant)
+        make_checkpoint(made[variant], variant)
+    return made
+
+
+def load(source: FolderSource, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    return load_model(ModelConfig.from_dict(source.config), source, WeightFormat(dtype, torch.device("cpu")))
+
+
+def test_a_missing_tensor_is_named_with_its_shape(folders: dict[str, Path]) -> None:
+    source = FolderSource(folders["gqa"])
+    del source.tensors["model.layers.1.self_attn.k_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.k_proj\.weight is missing.*\[16, 32\]"):
+        load(source)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both(folders: dict[str, Path]) -> None:
+    source = FolderSource(folders["gqa"])
+    source.tensors["model.norm.weight"] = torch.ones(31)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has shape \[31\]; expected \[32\]"):
+        load(source)
+
+
+def test_tensors_left_over_are_named_unless_they_are_harmless(folders: dict[str, Path]) -> None:
+    source = FolderSource(folders["gqa"])
+    source.tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    load(source)
+    source.tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(8)
+    with pytest.raises(CheckpointError, match=r"1 tensors .*model\.layers\.0\.self_attn\.q_norm\.weight"):
+        load(source)
+
+
+def test_a_tied_head_may_be_there_twice_but_not_differ(folders: dict[str, Path]) -> None:
+    source = FolderSource(folders["tied"])
+    num_parameters = load(source).num_parameters
+    source.tensors["lm_head.weight"] = source.tensors["model.embed_tokens.weight"].clone()
+    assert load(source).num_parameters == num_parameters
+    source.tensors["lm_head.weight"][3, 3] += 1
+    with pytest.raises(CheckpointError, match="differs from the embedding"):
+        load(source)
+
+
+def test_an_untied_head_must_be_there(folders: dict[str, Path]) -> None:
+    source = FolderSource(folders["tied"])
+    source.config["tie_word_embeddings"] = False
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
+        load(source)
+
+
+def test_an_unknown_architecture_is_refused_with_those_that_are_known(folders: dict[str, Path]) -> None:
+    source = FolderSource(folders["gqa"])
+    for architectures in (["GPT2LMHeadModel"], None):
+        source.config["architectures"] = architectures
+        with pytest.raises(CheckpointError, match="LlamaForCausalLM"):
+            load(source)
+
+
+class Blocks(FolderSource):
+    """Serves every matrix as F16 blocks."""
+
+    def load(self, name: str, shape: tuple[int, ...]) -> Part:
+        tensor = super().load(name, shape)
+        if tensor.ndim == 1:
+            return tensor
+        return BlockTensor("F16", (shape[0], shape[1]), tensor.half().numpy().view(np.uint8))
+
+
+@pytest.mark.parametrize("variant", ["gqa", "tied"])
+@torch.inference_mode()
+def test_block_weights_are_made_dense_exactly(folders: dict[str, Path], variant: str) -> None:
+    rounded = FolderSource(folders[variant])
+    for name, tensor in rounded.tensors.items():
+        rounded.tensors[name] = tensor.half().float() if tensor.ndim == 2 else tensor
+    x = torch.randn(3, 32)
+    expected, found = load(rounded), load(Blocks(folders[variant]))
+    assert found[1:] == expected[1:]
+    assert torch.equal(found.model.logits(x), expected.model.logits(x))

@@ -1,0 +1,133 @@
+"""The memory budget, and the automatic limits that follow from it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.models.config import ModelConfig
+from octavo.runtime import memory
+from octavo.runtime.cpu_threads import num_physical_cores
+from octavo.runtime.kv_storage import KVStorage, kv_bytes_per_token
+from octavo.runtime.memory import GIB, Limits, MemoryBudget, settle
+
+MODEL = ModelConfig.from_dict(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+    }
+)
+PER_TOKEN = 30 * 2 * 3 * 64 * 4
+
+
+def settled(free: int = 16 * GIB, device: str = "cpu", **settings: Any) -> tuple[Limits, MemoryBudget]:
+    config = EngineConfig.from_flat(settings)
+    return settle(config, MODEL, torch.float32, torch.float32, device, weights=500, free=free)
+
+
+def test_defaults_on_a_cpu_take_one_gib_for_the_cache() -> None:
+    limits, budget = settled()
+    assert limits == Limits(8192, 16, GIB // (16 * PER_TOKEN), 64, 256)
+    assert budget.kv_cache == limits.num_kv_blocks * 16 * PER_TOKEN <= GIB
+    assert budget.weights == 500
+
+
+def test_the_cache_takes_its_share_when_little_is_free_but_always_one_context() -> None:
+    _, budget = settled(free=2 * GIB)
+    assert 0.4 * GIB < budget.kv_cache < GIB
+    small, _ = settled(free=GIB * 8 // 10)
+    assert small.num_kv_blocks * 16 == 8192
+
+
+def test_a_gpu_gives_all_that_is_left() -> None:
+    limits, budget = settled(free=8 * GIB, device="cuda")
+    total = budget.kv_cache + budget.activations + budget.logits
+    assert 8 * GIB - 64 * PER_TOKEN < total <= 8 * GIB
+    assert (limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens) == (64, 256, 8192)
+
+
+def test_what_is_given_is_kept() -> None:
+    limits, _ = settled(max_model_len=100, block_size=7, num_kv_blocks=20, max_num_seqs=3, max_num_batched_tokens=11)
+    assert limits == Limits(100, 7, 20, 3, 11)
+
+
+def test_batch_limits_follow_each_other() -> None:
+    assert settled(max_num_batched_tokens=10)[0].max_num_seqs == 10
+    assert settled(max_num_seqs=1000)[0].max_num_batched_tokens == 1000
+
+
+def test_a_pool_that_is_given_bounds_the_context_that_is_not() -> None:
+    assert settled(num_kv_blocks=10)[0].max_model_len == 160
+    limits, budget = settled(kv_cache_memory=0.25)
+    assert limits.max_model_len == limits.num_kv_blocks * 16
+    assert 0 <= 0.25 * GIB - budget.kv_cache < 16 * PER_TOKEN
+
+
+@pytest.mark.parametrize(
+    ("settings", "free", "words"),
+    [
+        ({"max_model_len": 8193}, 16 * GIB, ["max_model_len", "8193", "8192"]),
+        ({"max_model_len": 161, "num_kv_blocks": 10}, 16 * GIB, ["max_model_len to 160", "num_kv_blocks"]),
+        ({"kv_cache_memory": 0.001}, 16 * GIB, []),
+        ({"kv_cache_memory": 20}, 16 * GIB, ["kv_cache_memory", "20.00 GiB"]),
+        ({}, GIB // 2, ["max_model_len", "would fit"]),
+        ({}, GIB // 100, ["0.00 GiB of memory are free", "0 would fit"]),
+    ],
+)
+def test_what_does_not_fit_names_the_setting_to_change(settings: dict[str, Any], free: int, words: list[str]) -> None:
+    if not words:
+        assert settled(free=free, **settings)[0].num_kv_blocks == 1
+        return
+    with pytest.raises(ConfigError) as raised:
+        settled(free=free, **settings)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_a_cache_smaller_than_a_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_memory: one block takes"):
+        settled(kv_cache_memory=0.001, block_size=64)
+
+
+def test_the_storage_takes_what_the_budget_says() -> None:
+    limits, budget = settled(num_kv_blocks=5)
+    storage = KVStorage(MODEL, limits.num_kv_blocks, limits.block_size, torch.float32, torch.device("cpu"))
+    assert storage.pool.nbytes == budget.kv_cache == 5 * 16 * kv_bytes_per_token(MODEL, torch.float32)
+    assert [layer.keys.shape for layer in storage.layers] == [(5, 3, 16, 64)] * 30
+    assert storage.layers[0].keys.data_ptr() != storage.layers[0].values.data_ptr()
+
+
+def test_the_table_adds_up() -> None:
+    table = MemoryBudget(1 << 20, 2 << 20, 3 << 20, 4 << 20).table().splitlines()
+    assert [line.split()[-2] for line in table] == ["1.0", "2.0", "3.0", "4.0", "10.0"]
+
+
+def test_free_memory_heeds_the_control_group(tmp_path: Path) -> None:
+    assert 0 < memory.free_memory(torch.device("cpu"), 0.9) < math.inf
+    assert memory._cgroup_available(tmp_path) is None
+    (tmp_path / "memory.current").write_text("300\n")
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert memory._cgroup_available(tmp_path) == 700
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._cgroup_available(tmp_path) is None
+
+
+def test_hardware_threads_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5})
+    for cpu, siblings in ((0, "0,2"), (1, "1,3"), (2, "0,2")):
+        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(siblings + "\n")
+    assert num_physical_cores(tmp_path) == 3  # two cores, and one that says nothing
