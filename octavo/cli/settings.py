@@ -10,7 +10,7 @@ import argparse
 import difflib
 import os
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -114,26 +114,35 @@ def from_environment(known: Mapping[str, Setting], environ: Mapping[str, str]) -
 
 def from_file(path: Path) -> dict[str, Given]:
     """The settings in a YAML file: flat names, with ``-`` or ``_``; unknown names are refused."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config: {path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict | None):
-        raise ConfigError(f"--config: {path} must hold 'name: value' lines, not a {type(content).__name__}")
     known = [item.name for item in settings(ServeConfig)]
     given: dict[str, Given] = {}
-    for key, value in (content or {}).items():
-        name = str(key).replace("-", "_")
+    for key, value in _read_yaml(path):
+        name = key.replace("-", "_")
         if name not in known:
-            raise ConfigError(f"{path}: unknown setting {str(key)!r}{_suggestion(name, known)}")
+            raise ConfigError(f"{path}: unknown setting {key!r}{_suggestion(name, known)}")
         if name in given:
             raise ConfigError(f"{path}: {name} is given twice")
         given[name] = Given(value, f"{path}: {key}")
     return given
+
+
+def _read_yaml(path: Path) -> Iterator[tuple[str, Any]]:
+    """The entries of a YAML file of ``name: value`` lines, also those that come twice."""
+    import yaml
+
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        if root is None:
+            return
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"--config: {path} must hold lines of 'name: value'")
+        for key, value in root.value:
+            yield str(key.value), loader.construct_object(value, deep=True)
+    except OSError as error:
+        raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config: {path} is not YAML: {' '.join(str(error).split())}") from None
 
 
 def environment_warnings(environ: Mapping[str, str]) -> Iterator[str]:
@@ -141,9 +150,10 @@ def environment_warnings(environ: Mapping[str, str]) -> Iterator[str]:
     known = [variable_name(item.name) for item in settings(ServeConfig)]
     for variable in sorted(environ):
         if variable.startswith(PREFIX) and variable not in known and variable not in OTHER_VARIABLES:
-            yield f"{variable} is not a setting{_suggestion(variable, known)}"
+            yield f"{variable} is not a setting{_suggestion(variable, known, PREFIX)}"
 
 
-def _suggestion(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+def _suggestion(name: str, known: Sequence[str], prefix: str = "") -> str:
+    """Which of ``known`` may be meant; a ``prefix`` that all names share says nothing about that."""
+    close = difflib.get_close_matches(name.removeprefix(prefix), [other.removeprefix(prefix) for other in known], n=1)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""

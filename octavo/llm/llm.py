@@ -16,15 +16,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from octavo.build import build_engine
-from octavo.config import DEFAULT_MODEL, EngineConfig, ModelSettings
+from octavo.config import DEFAULT_MODEL, EngineConfig
 from octavo.engine.engine import Engine
-from octavo.errors import ConfigError, Unavailable
+from octavo.errors import Unavailable
 from octavo.llm.continuations import Continuation, Job
 from octavo.llm.interrupts import interrupts_held_back
 from octavo.llm.outputs import CompletionOutput, RequestOutput
 from octavo.llm.prompts import Checked, Params, Prompt, check_all
 from octavo.sampling_params import SamplingParams, choice_key
-from octavo.text.chat_template import ChatTemplate
+from octavo.text.chat_template import load_chat_template
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.types import Request
 from octavo.weights.hub import resolve_model
@@ -46,7 +46,7 @@ class LLM:
         path = resolve_model(config.model)
         self.config = dataclasses.replace(config, model=dataclasses.replace(config.model, model=str(path)))
         self._tokenizer = load_tokenizer(Path(config.model.tokenizer or path))
-        self._chat_template = _load_chat_template(config.model, self._tokenizer)
+        self._chat_template = load_chat_template(config.model, self._tokenizer)
         engine, self.info = build_engine(self.config)
         self._engine: Engine | None = engine
         self._live: dict[int, Continuation] = {}
@@ -212,13 +212,3 @@ def _progress_bar(total: int, visible: bool) -> Iterator[Callable[[int], None]]:
     with Progress(console=Console(stderr=True), disable=not visible) as progress:
         task = progress.add_task("generating", total=total)
         yield lambda count: progress.advance(task, count)
-
-
-def _load_chat_template(settings: ModelSettings, tokenizer: Tokenizer | None) -> ChatTemplate:
-    source = tokenizer.chat_template if tokenizer else None
-    if settings.chat_template is not None:
-        try:
-            source = Path(settings.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat_template: cannot read {settings.chat_template}: {error}") from None
-    return ChatTemplate(source, tokenizer.special_tokens if tokenizer else None)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from octavo.config import ModelSettings
 from octavo.errors import ConfigError, InvalidParameter
 from octavo.text.chat_messages import normalise_messages
 from octavo.text.template_process import RenderingLost, TemplateProcess
 from octavo.text.template_worker import INVALID, REFUSED, RENDERED
+from octavo.text.tokenizer import Tokenizer
 
 RESERVED_VARIABLES = ("chat_template", "messages", "add_generation_prompt")
 """What a client may not set through ``chat_template_kwargs``; the first would be a program of its own."""
@@ -114,3 +117,17 @@ class ChatTemplate:
             if self._process is None or not self._process.is_alive:
                 self._process = TemplateProcess(self._settings)
             return self._process.ask(variables)
+
+
+def load_chat_template(settings: ModelSettings, tokenizer: Tokenizer | None) -> ChatTemplate:
+    """The chat template in the file that the settings name, or else the model's own.
+
+    Raises ``ConfigError`` for a file that cannot be read.
+    """
+    source = None if tokenizer is None else tokenizer.chat_template
+    if settings.chat_template is not None:
+        try:
+            source = Path(settings.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template: {settings.chat_template} cannot be read: {error}") from None
+    return ChatTemplate(source, None if tokenizer is None else tokenizer.special_tokens)

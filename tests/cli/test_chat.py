@@ -1,0 +1,215 @@
+"""`octavo chat`: conversations with a server behind a URL, and with a model in this process."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from octavo.cli import chat, main
+from octavo.cli.terminal import write
+from tests.cli.fake_server import DONE, FakeServer, event, running
+from tests.llm.tiny import write_checkpoint
+
+Say = Callable[..., int]
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch) -> Say:
+    """Run `octavo chat ARGV` with these lines typed; returns the exit code."""
+
+    def run(lines: list[str], *argv: str) -> int:
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        return main(["chat", *argv])
+
+    return run
+
+
+def test_answers_stream_and_the_history_grows(fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.answers = [
+        [event(role="assistant", content=""), event(content="Hel"), event(content="lo"), event(), DONE],
+        [b": keep-alive\n\n", event(content="Bye"), DONE],
+    ]
+    options = ("--system", "Be kind", "--temperature", "0.5", "--max-tokens", "9", "--stop", "x", "--stop", "y")
+    assert say(["Hi", "", "Go"], fake.url, *options) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "Hello\nBye\n"
+    assert "first at " + fake.url in shown.err
+    first, second = fake.bodies
+    assert first == {
+        "model": "first",
+        "messages": [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hi"}],
+        "stream": True,
+        "temperature": 0.5,
+        "max_tokens": 9,
+        "stop": ["x", "y"],
+    }
+    rest = [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Go"}]
+    assert second["messages"] == [*first["messages"], *rest]
+
+
+def test_reset_forgets_all_but_the_system_prompt_and_exit_ends(fake: FakeServer, say: Say) -> None:
+    fake.answers = [[event(content="1"), DONE], [event(content="2"), DONE]]
+    assert say(["Hi", "/reset", "Ho", "/exit", "never"], fake.url, "--system", "S") == 0
+    system, user = {"role": "system", "content": "S"}, {"role": "user", "content": "Ho"}
+    assert fake.bodies[-1]["messages"] == [system, user]
+    assert len(fake.bodies) == 2
+
+
+def test_an_unknown_command_is_not_sent(fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    assert say(["/help me"], fake.url) == 0
+    assert "/help is no command; /reset" in capsys.readouterr().err
+    assert fake.bodies == []
+
+
+def test_the_url_may_end_in_v1_and_the_model_may_be_named(fake: FakeServer, say: Say) -> None:
+    fake.answers = [[DONE]]
+    assert say(["Hi"], fake.url + "/v1/", "--model", "second") == 0
+    assert fake.bodies[0]["model"] == "second"
+
+
+def test_the_key_comes_from_the_flag_or_the_environment(
+    fake: FakeServer, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "theirs")
+    say([], fake.url)
+    monkeypatch.setenv("OCTAVO_API_KEY", "ours")
+    say([], fake.url)
+    say([], fake.url, "--api-key", "given")
+    keys = [headers["Authorization"] for headers in fake.headers]
+    assert keys == ["Bearer theirs", "Bearer ours", "Bearer given"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((400, b'{"error": {"message": "too long", "code": "x"}}'), "the server answered 400: too long"),
+        ((401, b'{"error": "Unauthorized"}'), "the server answered 401: Unauthorized"),
+        ((502, b"<h1>Bad gateway</h1>"), "the server answered 502: <h1>Bad gateway</h1>"),
+        ((500, b""), "the server answered 500: no explanation"),
+        ([event(content="Half")], "the server ended the stream before the answer was complete"),
+        ([b'data: {"error": {"message": "out of luck"}}\n\n'], "out of luck"),
+        ([b"data: {half\n\n"], "not JSON"),
+    ],
+)
+def test_a_failed_answer_is_told_and_forgotten(
+    fake: FakeServer,
+    say: Say,
+    capsys: pytest.CaptureFixture[str],
+    answer: list[bytes] | tuple[int, bytes],
+    message: str,
+) -> None:
+    fake.answers = [answer, [event(content="Fine"), DONE]]
+    assert say(["Hi", "Again"], fake.url) == 0
+    shown = capsys.readouterr()
+    assert f"octavo: error: {message}" in shown.err or message in shown.err
+    assert shown.out.endswith("Fine\n")
+    assert fake.bodies[1]["messages"] == [{"role": "user", "content": "Again"}]
+
+
+def test_lines_are_parted_at_line_feeds_alone(fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    """Characters that some libraries take for line ends, and events cut anywhere, also inside a character."""
+    text = "a\u2028b\u0085c 🦋"
+    whole = event(content=text) + DONE
+    fake.answers = [[whole[i : i + 1] for i in range(len(whole))]]
+    assert say(["Hi"], fake.url) == 0
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_no_server_is_one_line_and_exit_code_2(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    assert say(["Hi"], "http://127.0.0.1:1") == 2
+    assert capsys.readouterr().err.startswith("octavo: error: http://127.0.0.1:1/v1: ")
+
+
+def test_a_server_without_models_is_told(fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.models = b'{"data": []}'
+    assert say(["Hi"], fake.url) == 2
+    assert "lists no model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (["URL", "--dtype", "float32"], "--dtype"),
+        (["URL", "--config", "x"], "--config"),
+        (["--api-key", "k"], "--api-key"),
+    ],
+)
+def test_flags_that_would_have_no_effect_are_refused(
+    fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str], argv: list[str], flag: str
+) -> None:
+    assert say([], *(fake.url if part == "URL" else part for part in argv)) == 2
+    assert f"octavo: error: {flag}: " in capsys.readouterr().err
+
+
+class Interrupted:
+    """A partner whose first answer is cut short by Ctrl-C."""
+
+    name = "someone"
+
+    def __init__(self) -> None:
+        self.seen: list[list[dict[str, str]]] = []
+        self.num_closed = 0
+
+    def reply(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
+        self.seen.append([dict(message) for message in messages])
+        try:
+            yield "Once"
+            if len(self.seen) == 1:
+                raise KeyboardInterrupt
+        finally:
+            self.num_closed += 1
+
+    def close(self) -> None:
+        pass
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nGo on\n"))
+    partner = Interrupted()
+    chat.converse(partner, None)
+    assert capsys.readouterr().out == "Once\nOnce\n"
+    assert [message["content"] for message in partner.seen[1]] == ["Hi", "Once", "Go on"]
+    assert partner.num_closed == 2
+
+
+def test_ctrl_c_at_the_prompt_ends_the_command(
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(prompt: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupt)
+    assert main(["chat", fake.url]) == 130
+
+
+def test_a_terminal_gets_no_control_characters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "a\x1b]0;title\x07\r\x9b2J\tb\n"
+    write(hostile)
+    assert capsys.readouterr().out == hostile
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    write(hostile)
+    assert capsys.readouterr().out == "a]0;title2J\tb\n"
+
+
+def test_a_local_model_answers(tmp_path: Path, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_checkpoint(tmp_path)
+    settings = ["--load-format", "dummy", "--num-kv-blocks", "32", "--block-size", "16"]
+    assert say(["Hi", "/reset", "Hi"], str(folder), "--temperature", "0", "--max-tokens", "5", *settings) == 0
+    shown = capsys.readouterr()
+    assert f"talking to {folder}" in shown.err
+    assert len(shown.out) > 2
+    half = len(shown.out) // 2
+    assert shown.out[:half] == shown.out[half:]

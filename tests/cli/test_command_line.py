@@ -1,0 +1,169 @@
+"""The command as a whole: help, exit codes, and that help costs next to nothing."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+import octavo
+from octavo import cli
+from octavo.cli import COMMANDS, main
+from octavo.config import ServeConfig, settings
+from octavo.errors import CheckpointError
+
+HEAVY = ("torch", "numba", "transformers", "fastapi", "tokenizers", "httpx", "rich", "yaml")
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], int]], None]:
+    """Replace what `octavo serve` does."""
+
+    def replace(action: Callable[[], int]) -> None:
+        monkeypatch.setattr("octavo.cli.serve.run", lambda args: action())
+
+    return replace
+
+
+def fail(error: BaseException) -> Callable[[], int]:
+    def action() -> int:
+        raise error
+
+    return action
+
+
+def test_the_table_of_commands_is_complete() -> None:
+    modules = [importlib.import_module(f"octavo.cli.{found.name}") for found in pkgutil.iter_modules(cli.__path__)]
+    named = {module.NAME: module for module in modules if hasattr(module, "NAME")}
+    assert set(named) == set(COMMANDS)
+    assert all(module.HELP and module.run and module.add_arguments for module in named.values())
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["chat", "--help"], ["--version"]])
+def test_help_imports_nothing_heavy(argv: list[str]) -> None:
+    code = (
+        "import sys, octavo.cli\n"
+        f"try:\n    octavo.cli.main({argv!r})\n"
+        "except SystemExit as done:\n    assert not done.code\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n"
+    assert done.stdout
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"octavo {octavo.__version__}\n"
+
+
+def test_the_help_of_serve_is_grouped_and_tells_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: octavo serve [MODEL] [options]\n")
+    places = [text.index(f"\n{group} settings:\n") for group in ("model", "cache", "scheduler", "server")]
+    assert places == sorted(places)
+    assert "\n  The paged KV cache.\n" in text
+    assert "OCTAVO_MAX_NUM_SEQS" in text
+    words = " ".join(text.split())
+    assert "--port INT port to listen on; 0 picks a free one (default: 8000)" in words
+    assert "--enable-prefix-caching, --no-enable-prefix-caching share the blocks of equal prompt prefixes" in words
+    assert "--dtype {auto,float32,bfloat16,float16}" in words
+    for item in settings(ServeConfig):
+        assert item.help in words, item.name
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "octavo: error: the following arguments are required: COMMAND"),
+        (["serve", "--max-num-seq", "3"], "unknown argument '--max-num-seq'; did you mean --max-num-seqs?"),
+        (["serve", "model", "more"], "octavo serve: error: unknown argument 'more'\n"),
+        (["generate", "--temperature", "hot"], "argument --temperature: invalid float value: 'hot'"),
+        (["srve"], "invalid choice: 'srve'"),
+    ],
+)
+def test_a_mistake_in_the_arguments_ends_with_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 2
+
+
+def test_an_error_on_purpose_is_one_line(
+    serving: Callable[[Callable[[], int]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    serving(fail(CheckpointError("model.gguf: is cut short")))
+    assert main(["serve"]) == 2
+    assert capsys.readouterr().err == "octavo: error: model.gguf: is cut short\n"
+
+
+def test_a_bug_keeps_its_traceback(serving: Callable[[Callable[[], int]], None]) -> None:
+    serving(fail(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        main(["serve"])
+
+
+def test_the_command_decides_the_exit_code(serving: Callable[[Callable[[], int]], None]) -> None:
+    serving(lambda: 7)
+    assert main(["serve"]) == 7
+
+
+def test_ctrl_c_ends_with_130_and_without_a_traceback(serving: Callable[[Callable[[], int]], None]) -> None:
+    serving(fail(KeyboardInterrupt()))
+    assert main(["serve"]) == 130
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = (
+        "import sys, octavo.cli, octavo.cli.doctor as doctor\n"
+        "doctor.run = lambda args: [print('x' * 9999, flush=True) for _ in range(99)]\n"
+        "sys.exit(octavo.cli.main(['doctor']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.wait(timeout=60) == 141
+        assert process.stderr.read() == ""
+
+
+def test_an_unknown_variable_is_warned_about(
+    serving: Callable[[Callable[[], int]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("OCTAVO_PORTS", "1")
+    serving(lambda: 0)
+    assert main(["serve"]) == 0
+    assert "OCTAVO_PORTS is not a setting; did you mean OCTAVO_PORT?" in capsys.readouterr().err
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "octavo", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"octavo {octavo.__version__}\n"
+
+
+def test_serve_hands_its_settings_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    from octavo.server import app
+
+    seen: list[ServeConfig] = []
+    monkeypatch.setattr(app, "run", lambda config: seen.append(config) or 5)
+    monkeypatch.setattr(os, "environ", {})
+    assert main(["serve", "some/model", "--port", "1"]) == 5
+    assert (seen[0].model.model, seen[0].server.port) == ("some/model", 1)

@@ -1,0 +1,84 @@
+"""`octavo doctor`: every section, with a model and without one, and what is wrong is said and counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import octavo
+from octavo.cli import main
+from tests.llm.tiny import SETTINGS, write_checkpoint
+
+FLAGS = [part for name, value in SETTINGS.items() for part in ("--" + name.replace("_", "-"), str(value))]
+SECTIONS = ["versions", "machine", "models", "model", "kernels"]
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No model was fetched yet."""
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def sections(text: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    title = ""
+    for line in text.splitlines():
+        if line.startswith("  "):
+            found[title] += line + "\n"
+        else:
+            title = line
+            found[title] = ""
+    return found
+
+
+def test_without_a_model_it_fetches_nothing(empty_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    found = sections(capsys.readouterr().out)
+    assert list(found) == SECTIONS
+    assert f"octavo          {octavo.__version__}\n" in found["versions"]
+    assert f"torch           {torch.__version__}\n" in found["versions"]
+    assert str(empty_cache) in found["models"]
+    assert "not fetched yet" in found["models"]
+    assert "not loaded" in found["model"]
+    assert not empty_cache.exists()
+
+
+def test_every_op_names_the_kernel_that_runs_and_why_the_others_do_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--dtype", "float32", "--device", "cpu"]) == 0
+    found = sections(capsys.readouterr().out)["kernels"]
+    assert "for float32 on cpu" in found
+    lines = [line.split(maxsplit=2) for line in found.splitlines()[1:]]
+    ops = {name for name, _, _ in lines}
+    assert {"rms_norm", "paged_attention", "block_linear", "linear"} <= ops
+    for name in ops:
+        assert [verdict for op, _, verdict in lines if op == name].count("runs") == 1
+    assert all(verdict for _, _, verdict in lines)
+
+
+def test_a_model_shows_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(write_checkpoint(tmp_path)), *FLAGS]) == 0
+    found = sections(capsys.readouterr().out)["model"]
+    assert "LlamaForCausalLM" in found
+    assert "64 blocks of 16 tokens" in found
+    for purpose in ("weights", "kv cache", "activations", "in all"):
+        assert purpose in found
+
+
+def test_a_model_that_cannot_be_loaded_is_a_problem_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", str(tmp_path / "none.gguf")]) == 1
+    found = sections(capsys.readouterr().out)
+    assert "PROBLEM: model: " in found["model"]
+    assert list(found) == SECTIONS
+    assert "runs" in found["kernels"]
+
+
+def test_a_device_that_is_not_there_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one here")
+    assert main(["doctor", "--device", "cuda"]) == 1
+    assert "PROBLEM: device: " in sections(capsys.readouterr().out)["machine"]

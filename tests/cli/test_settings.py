@@ -1,0 +1,168 @@
+"""Where a setting comes from: flag before variable before file before default, and errors that name the source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.cli import build_parser
+from octavo.cli.settings import environment_warnings, flag_name, load_config, variable_name
+from octavo.config import EngineConfig, ServeConfig, Setting, settings, to_flat
+from octavo.errors import ConfigError
+
+SETTINGS = list(settings(ServeConfig))
+SAMPLES: dict[type, Any] = {int: 3, float: 0.5, str: "text"}
+EXCLUSIVE = "num_kv_blocks"
+"""Refused beside ``kv_cache_memory``."""
+
+
+def load(*argv: str, environ: Mapping[str, str] | None = None, config_class: type[Any] = ServeConfig) -> Any:
+    command = "serve" if config_class is ServeConfig else "doctor"
+    args = build_parser().parse_args([command, *argv])
+    return load_config(config_class, args, environ or {})
+
+
+def sample(item: Setting) -> Any:
+    """A value that is allowed and is not the default."""
+    if item.type is bool:
+        return not item.default
+    if item.choices:
+        return item.choices[-1]
+    return max(SAMPLES[item.type], item.low) if item.low is not None else SAMPLES[item.type]
+
+
+def as_flag(item: Setting) -> list[str]:
+    value = sample(item)
+    if item.type is bool:
+        return [flag_name(item.name) if value else "--no-" + flag_name(item.name)[2:]]
+    return [flag_name(item.name), str(value)]
+
+
+def write(folder: Path, text: str) -> list[str]:
+    (folder / "octavo.yaml").write_text(text)
+    return ["--config", str(folder / "octavo.yaml")]
+
+
+@pytest.mark.parametrize("item", SETTINGS, ids=lambda item: item.name)
+def test_every_setting_has_a_flag_a_variable_and_a_file_entry(item: Setting, tmp_path: Path) -> None:
+    value = sample(item)
+    dashed = item.name.replace("_", "-")
+    results = [
+        load(*as_flag(item)),
+        load(environ={variable_name(item.name): str(value)}),
+        load(*write(tmp_path, f"{item.name}: {value}\n")),
+        load(*write(tmp_path, f"{dashed}: {value}\n")),
+    ]
+    for config in results:
+        assert to_flat(config)[item.name] == value
+
+
+def test_all_flags_together() -> None:
+    given = [item for item in SETTINGS if item.name != EXCLUSIVE]
+    flat = to_flat(load(*(part for item in given for part in as_flag(item))))
+    assert {item.name: flat[item.name] for item in given} == {item.name: sample(item) for item in given}
+
+
+def test_without_any_source_defaults_hold() -> None:
+    assert load() == ServeConfig()
+    assert load(config_class=EngineConfig) == EngineConfig()
+
+
+def test_flag_goes_before_variable_before_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "port: 1\nmax-num-seqs: 10\nhost: file\n")
+    environ = {"OCTAVO_PORT": "2", "OCTAVO_MAX_NUM_SEQS": "20"}
+    config = load("--port", "3", *file, environ=environ)
+    assert (config.server.port, config.scheduler.max_num_seqs, config.server.host) == (3, 20, "file")
+
+
+def test_a_boolean_can_be_switched_back_on(tmp_path: Path) -> None:
+    file = write(tmp_path, "enable_prefix_caching: off\n")
+    assert load(*file).cache.enable_prefix_caching is False
+    assert load(*file, environ={"OCTAVO_ENABLE_PREFIX_CACHING": "true"}).cache.enable_prefix_caching is True
+    assert load(*file, "--enable-prefix-caching").cache.enable_prefix_caching is True
+
+
+def test_the_model_is_also_an_argument() -> None:
+    assert load("some/model").model.model == "some/model"
+    assert load("some/model", environ={"OCTAVO_MODEL": "other"}).model.model == "some/model"
+    assert load("same", "--model", "same").model.model == "same"
+    with pytest.raises(ConfigError, match="two models"):
+        load("one", "--model", "two")
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "message"),
+    [
+        (["--port", "x"], {}, "--port: expected int, got 'x'"),
+        ([], {"OCTAVO_PORT": "x"}, "OCTAVO_PORT: expected int, got 'x'"),
+        ([], {"OCTAVO_PORT": ""}, "OCTAVO_PORT: is empty; give a value or unset it"),
+        (["--max-num-seqs", "0"], {}, "--max-num-seqs: must be at least 1, got '0'"),
+        (["--device", "gpu"], {}, "--device: 'gpu' is not one of auto, cpu, cuda"),
+        ([], {"OCTAVO_ENABLE_PREFIX_CACHING": "2"}, "OCTAVO_ENABLE_PREFIX_CACHING: expected bool, got '2'"),
+    ],
+)
+def test_a_bad_value_is_reported_under_its_source(argv: list[str], environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(*argv, environ=environ)
+    assert str(refused.value) == message
+
+
+def test_a_bad_value_that_is_overridden_does_no_harm() -> None:
+    assert load("--port", "1", environ={"OCTAVO_PORT": "x"}).server.port == 1
+
+
+def test_a_combination_that_cannot_work_names_both_sources(tmp_path: Path) -> None:
+    file = write(tmp_path, "kv_cache_memory: 2\n")
+    with pytest.raises(ConfigError) as refused:
+        load(*file, environ={"OCTAVO_NUM_KV_BLOCKS": "9"})
+    assert "num_kv_blocks is from OCTAVO_NUM_KV_BLOCKS" in str(refused.value)
+    assert "octavo.yaml: kv_cache_memory" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_num_seq: 3", "unknown setting 'max_num_seq'; did you mean max_num_seqs?"),
+        ("colour: red", "unknown setting 'colour'"),
+        ("port: 1\nport: 2\n", "port is given twice"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2\n", "max_num_seqs is given twice"),
+        ("- port\n", "must hold lines of 'name: value'"),
+        ("port: [1", "is not YAML"),
+        ("port: eight", "port: expected int, got 'eight'"),
+        ("port: 80\nport-: 5", "unknown setting 'port-'; did you mean port?"),
+        ("port: 80.5", "port: expected int, got 80.5"),
+        ("host: {a: b}", "host: expected str, got {'a': 'b'}"),
+        ("host: !!python/object/apply:os.getcwd []", "is not YAML"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_name(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(*write(tmp_path, text))
+    assert message in str(refused.value)
+    assert "octavo.yaml" in str(refused.value)
+
+
+def test_an_empty_file_and_a_null_change_nothing(tmp_path: Path) -> None:
+    assert load(*write(tmp_path, "")) == ServeConfig()
+    assert load(*write(tmp_path, "max_num_seqs: null\n")) == ServeConfig()
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read none\.yaml"):
+        load("--config", "none.yaml")
+
+
+def test_one_file_serves_all_commands(tmp_path: Path) -> None:
+    file = write(tmp_path, "port: 1\nmax_num_seqs: 4\n")
+    assert load(*file, config_class=EngineConfig).scheduler.max_num_seqs == 4
+
+
+def test_variables_that_nothing_reads_are_warned_about() -> None:
+    environ = {"OCTAVO_PORT": "1", "OCTAVO_CACHE_DIR": "/x", "OCTAVO_MAX_SEQS": "1", "OCTAVO_ZZZ": "", "OTHER": ""}
+    assert list(environment_warnings(environ)) == [
+        "OCTAVO_MAX_SEQS is not a setting; did you mean OCTAVO_MAX_NUM_SEQS?",
+        "OCTAVO_ZZZ is not a setting",
+    ]
