@@ -118,14 +118,14 @@ class ToyProposer:
 
     def propose(self, plan: Plan) -> None:
         for item in plan:
-            seq = item.seq
-            if seq.finish_reason is None and seq.tokens[-1] is not None:
-                seq.draft_tokens = self._guess(seq)
+            if item.seq.finish_reason is None:
+                item.seq.draft_tokens = self._guess(item.seq)
 
     def _guess(self, seq: Sequence) -> list[int]:
         prefix = empty_digest(seq.request.cache_salt)
         for token in seq.tokens:
-            prefix = digest(prefix, token or 0)
+            if token is not None:
+                prefix = digest(prefix, token)
         guesses = []
         for _ in range(self.rng.randrange(5)):
             guesses.append(likely_token(prefix) if self.rng.random() < 0.7 else self.rng.randrange(VOCAB_SIZE))

@@ -65,3 +65,4 @@ class WaitingQueue:
         for seq in entries:
             assert not seq.block_table, "a waiting sequence holds blocks"
             assert not seq.num_in_flight, "a waiting sequence is in flight"
+            assert not seq.draft_tokens, "a waiting sequence keeps old drafts"
