@@ -41,8 +41,8 @@ def test_links_within_the_folder_and_to_the_folder(tmp_path: Path) -> None:
 
 
 def test_what_is_not_a_file_of_the_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
+    folder = tmp_path / "not-snapshots" / "model"
+    folder.mkdir(parents=True)
     (tmp_path / "secret").write_text("{}")
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "x").write_text("{}")

@@ -113,6 +113,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         file([KEY + struct.pack("<IIQQ", 9, 8, 2, 40) + bytes(20)]),
         r"metadata 'k'\[0\]: needs 40 bytes",
     ),
+    "long string in array": (
+        file([KEY + struct.pack("<IIQ", 9, 8, 1) + string("v" * ((1 << 20) + 1))]),
+        r"metadata 'k'\[0\]: string of 1048577 bytes",
+    ),
     "last length past the end": (
         file([KEY + struct.pack("<IIQQ", 9, 8, 2, 8) + b"12345678"])[:70],
         r"metadata 'k'\[1\]: needs 8 bytes",
