@@ -71,12 +71,15 @@ class KVCache:
         seq.num_computed_tokens = len(blocks) * self.block_size
         seq.published = self.tree.node_of[blocks[-1]] if blocks else None
 
-    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
-        """Grow the block table of ``seq`` to cover ``num_tokens`` positions, or change nothing and say no."""
+    def reserve(self, seq: Sequence, num_tokens: int, num_spare: int = 0) -> bool:
+        """Grow the block table of ``seq`` to cover ``num_tokens`` positions, or change nothing and say no.
+
+        It also says no when fewer than ``num_spare`` blocks would be left for others.
+        """
         num_missing = self.blocks_for(num_tokens) - len(seq.block_table)
         if num_missing <= 0:
             return True
-        if num_missing > self.num_free + self.num_cached:
+        if num_missing + num_spare > self.num_free + self.num_cached:
             return False
         self.evict(num_missing - self.num_free)
         for _ in range(num_missing):

@@ -29,8 +29,9 @@ class Scheduler:
     1. Running sequences go before waiting ones, older (by ``Sequence.order``) before younger.
     2. Each running sequence gets at least one token a step: a chunk of a long prompt leaves one token of the
        budget for everybody behind it. So no decode ever waits for somebody's prefill.
-    3. A sequence is admitted when there are blocks for all its tokens, and only when the ones before it
-       are: a chunked prompt never stalls halfway, and no waiting sequence is overtaken.
+    3. A sequence is admitted when there are blocks for all its tokens, and one more for each that runs: a
+       chunked prompt never stalls halfway, and who is admitted is not preempted at once. While the first
+       in line has to wait, so do all behind it: nobody is overtaken.
     4. A running sequence that needs a block takes those of the youngest one that is idle, never of an older
        one. So the oldest always advances, and each becomes the oldest in the end.
     5. After a failed forward pass its sequences are tried in smaller groups, alone: see ``Suspects``.
@@ -192,7 +193,7 @@ class Scheduler:
         # The logits of a cached position are gone, so whoever wants them for the prompt computes all of it.
         blocks = self.cache.match(seq.tokens, seq.request.cache_salt) if params.prompt_logprobs is None else []
         self.cache.adopt(seq, blocks)
-        if not self.cache.reserve(seq, len(seq.tokens)):
+        if not self.cache.reserve(seq, len(seq.tokens), num_spare=len(self.running)):
             self.cache.release(seq)
             return False
         if not seq.first_scheduled:

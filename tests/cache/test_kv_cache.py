@@ -82,6 +82,15 @@ def test_reserve_says_no_and_changes_nothing() -> None:
     cache.check([seq])
 
 
+def test_reserve_can_leave_blocks_for_others() -> None:
+    cache = KVCache(4, 1)
+    seq = make_sequence([9])
+    assert not cache.reserve(seq, 3, num_spare=2)
+    assert cache.num_free == 4
+    assert cache.reserve(seq, 3, num_spare=1)
+    assert cache.num_free == 1
+
+
 def test_publish_needs_full_blocks() -> None:
     cache = KVCache(8, 4)
     seq = make_sequence(list(range(10)))

@@ -65,8 +65,18 @@ def test_a_prompt_gets_all_its_blocks_when_it_is_admitted() -> None:
     assert engine.stats().num_waiting == 1
 
 
+def test_admission_leaves_a_block_for_each_that_runs() -> None:
+    engine, _ = make_engine(num_blocks=4, block_size=4)
+    for request_id in range(3):
+        engine.add(make_request(request_id, prompt=4, max_tokens=5))
+    engine.step()
+    assert set(engine.scheduler.running) == {0, 1}
+    run_to_end(engine)
+    assert engine.stats().num_preemptions == 0
+
+
 def test_the_youngest_is_preempted_and_returns_first() -> None:
-    engine, _ = make_engine(num_blocks=6, block_size=2, max_num_seqs=3)
+    engine, _ = make_engine(num_blocks=8, block_size=2, max_num_seqs=3)
     for request_id in range(3):
         engine.add(make_request(request_id, prompt=3, max_tokens=7))
     engine.add(make_request(3, prompt=1, max_tokens=1))
@@ -86,8 +96,8 @@ def test_the_youngest_is_preempted_and_returns_first() -> None:
 def test_an_older_sequence_gets_blocks_though_all_are_in_flight() -> None:
     """The youngest decodes within its own block for long; the oldest must not wait until that is full."""
     engine, runner = make_engine(num_blocks=3, block_size=16, depth=2, max_num_seqs=2)
-    engine.add(make_request(0, prompt=15, max_tokens=30))
-    engine.add(make_request(1, prompt=17, max_tokens=14))
+    engine.add(make_request(0, prompt=11, max_tokens=30))
+    engine.add(make_request(1, prompt=16, max_tokens=14))
     waited = longest = 0
     while 0 in engine.scheduler.running or not runner.plans:
         engine.step()
