@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from octavo.config import ServeConfig
-from octavo.errors import ConfigError, RequestError
+from octavo.errors import RequestError
 from octavo.server import probes, serving
 from octavo.server.admission import Admission
 from octavo.server.engine_client import EngineClient
@@ -17,18 +17,19 @@ from octavo.server.front import Front
 from octavo.server.gate import Gate
 from octavo.server.openai import chat, completions, models, tokenize
 from octavo.server.openai.schema import openapi_document
-from octavo.text.chat_template import ChatTemplate
+from octavo.text.chat_template import load_chat_template
 from octavo.text.tokenizer import Tokenizer
 
 
 def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None) -> FastAPI:
-    """The application around a started engine. Raises ``ConfigError`` for a chat template that cannot be used."""
+    """The application around an engine, which need not be started yet. Raises ``ConfigError`` for a chat template
+    that cannot be read."""
     app = FastAPI(title="Octavo", version=probes.version(), description="An OpenAI-compatible LLM server.")
     app.state.front = Front(
         config=config,
         engine=engine,
         tokenizer=tokenizer,
-        chat_template=_chat_template(config, tokenizer),
+        chat_template=load_chat_template(config.model, tokenizer),
         admission=Admission(engine, tokenizer, config.server.max_num_queued_reqs),
         model_name=served_model_name(config),
     )
@@ -50,17 +51,6 @@ def served_model_name(config: ServeConfig) -> str:
         return config.model.model
     path = path.resolve()
     return path.stem if path.is_file() else path.name
-
-
-def _chat_template(config: ServeConfig, tokenizer: Tokenizer | None) -> ChatTemplate:
-    source = None if tokenizer is None else tokenizer.chat_template
-    file = config.model.chat_template
-    if file is not None:
-        try:
-            source = Path(file).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat_template: {file} cannot be read: {error}") from None
-    return ChatTemplate(source, None if tokenizer is None else tokenizer.special_tokens)
 
 
 def run(config: ServeConfig) -> int:

@@ -28,6 +28,9 @@ MAX_REQUEST_ID_BYTES = 128
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status, for the log and the metrics, of a request whose client left before its answer."""
 
+DIRECT_SEND = "octavo.send"
+"""Key of the ASGI scope: the ``send`` that the gate was given, for bodies of many small messages."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -60,6 +63,7 @@ class Gate:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
             await send(message)
 
+        scope[DIRECT_SEND] = send
         try:
             self._check(scope, headers)
             await self.app(scope, receive, send_named)

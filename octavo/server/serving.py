@@ -24,6 +24,7 @@ from fastapi import FastAPI
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.server.async_engine import AsyncEngine
+from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.weights.hub import resolve_model
 
@@ -76,20 +77,20 @@ class _Serving:
         engine_argv: list[str] | None,
     ) -> None:
         self.config = config
-        self.create_app = create_app
         self.tokenizer = tokenizer
         self.listener = listener
         self.engine = AsyncEngine(config, engine_argv)
-        self.signals = 0
-        self.drain: asyncio.Task[None] | None = None
-        self.starting: asyncio.Task[None] | None = None
+        self.app = create_app(config, self.engine, tokenizer)
+        self.chat_template: ChatTemplate = self.app.state.front.chat_template
         self.server: _Server | None = None
+        self.starting: asyncio.Task[None] | None = None
+        self.drain: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        self.starting = asyncio.create_task(self.engine.start())
+        self.starting = asyncio.create_task(self._start())
         try:
             await self.starting
             await self._serve()
@@ -100,13 +101,25 @@ class _Serving:
                 await self.engine.stop(timeout=0)
             else:
                 await self.drain
+            self.chat_template.close()
         return 0
 
+    async def _start(self) -> None:
+        """Start the engine process; the template's process comes up beside it."""
+        checked = asyncio.create_task(asyncio.to_thread(self.chat_template.check))
+        await self.engine.start()
+        try:
+            await checked
+        except ConfigError as error:
+            if self.config.model.chat_template is not None:
+                raise
+            # The model's own template: all but chat can still be served.
+            logger.warning("there will be no chat completions: %s", error)
+
     async def _serve(self) -> None:
-        app = self.create_app(self.config, self.engine, self.tokenizer)
         self.server = _Server(
             uvicorn.Config(
-                app,
+                self.app,
                 http="httptools",
                 ws="none",
                 lifespan="off",
@@ -128,18 +141,16 @@ class _Serving:
         print(_greeting(self.config, self.tokenizer, _url(self.listener)), flush=True)
 
     def _on_signal(self) -> None:
-        self.signals += 1
         if self.server is None:
             assert self.starting is not None
             self.starting.cancel()
-        elif self.signals == 1:
+        elif self.drain is None:
             logger.info("draining: %d requests have %g s", self.engine.num_live, self.config.server.shutdown_timeout)
             self.drain = asyncio.create_task(self._drain(self.server))
         else:
             logger.info("stopping at once")
             self.server.should_exit = self.server.force_exit = True
-            if self.drain is not None:
-                self.drain.cancel()
+            self.drain.cancel()
 
     async def _drain(self, server: _Server) -> None:
         try:

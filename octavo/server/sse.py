@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import RequestError
 from octavo.server.errors import error_object
+from octavo.server.gate import DIRECT_SEND
 from octavo.server.generation import Choice, ClientGone, Generation
 
 KEEP_ALIVE_SECONDS = 15.0
@@ -83,7 +84,9 @@ class EventStream(Response):
             self._last_sent = asyncio.get_running_loop().time()
             self._watch_silence()
             try:
-                await self._send_all(data, send)
+                # A task of its own, so that every wake-up need not climb through all the layers above; and the
+                # server's own `send`, because those layers only look at the start of a response.
+                await asyncio.create_task(self._send_all(data, scope.get(DIRECT_SEND, send)))
             finally:
                 self._timer.cancel()
 

@@ -1,0 +1,94 @@
+"""A server in a thread of the test process, around an engine whose answers are known."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+import uvloop
+
+from octavo.config import ServeConfig
+from octavo.server.app import create_app
+from octavo.text.tokenizer import Tokenizer
+from tests.server.in_process import InProcessEngine, byte_tokenizer
+
+
+class Served:
+    """A running application, with clients for it."""
+
+    def __init__(self, engine: InProcessEngine, tokenizer: Tokenizer | None, settings: dict[str, Any]) -> None:
+        config = ServeConfig.from_flat({"model": "test", **settings})
+        self.engine = engine
+        self.app = create_app(config, engine, tokenizer)
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        self.port = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._server = uvicorn.Server(
+            uvicorn.Config(self.app, http="httptools", lifespan="off", log_config=None, access_log=False)
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            threading.Event().wait(0.005)
+        self.client = httpx.Client(base_url=self.url, timeout=20)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            self.loop = runner.get_loop()
+            runner.run(self._server.serve(sockets=[self._socket]))
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Call ``function`` on the server's event loop."""
+
+        async def run() -> Any:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+
+    def complete(self, **body: Any) -> httpx.Response:
+        return self.client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 4, **body})
+
+    def chat(self, **body: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "Hi"}]
+        return self.client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 4, **body})
+
+    def stop(self) -> None:
+        self.client.close()
+        self._server.should_exit = True
+        self._thread.join(10)
+        self.app.state.front.chat_template.close()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer()
+
+
+@pytest.fixture
+def serve_app(tokenizer: Tokenizer) -> Iterator[Callable[..., Served]]:
+    """Start servers that are stopped when the test ends. Keyword arguments are settings."""
+    running: list[Served] = []
+
+    def start(
+        engine: InProcessEngine | None = None, *, tokenizer: Tokenizer | None = tokenizer, **settings: Any
+    ) -> Served:
+        running.append(Served(engine or InProcessEngine(), tokenizer, settings))
+        return running[-1]
+
+    yield start
+    for served in running:
+        served.stop()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """One server with default settings for the tests of a module that leave no trace."""
+    served = Served(InProcessEngine(), byte_tokenizer(), {})
+    yield served
+    served.stop()

@@ -1,0 +1,186 @@
+"""What is let in, what is refused, and what the engine is given."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from octavo.sampling_params import choice_key
+from octavo.server import admission
+from tests.server.conftest import Served
+from tests.server.in_process import EOS, IM_END, MAX_MODEL_LEN, InProcessEngine
+from tests.server.raw import post
+
+
+def test_the_engine_gets_resolved_requests(serve_app: Any) -> None:
+    served = serve_app()
+    served.complete(prompt=["Hi", "Ho"], n=2, seed=-1, temperature=0.5, top_p=0.9, top_k=-1, stop_token_ids=[7])
+    requests = served.engine.requests
+    assert [bytes(r.prompt_tokens) for r in requests] == [b"Hi", b"Hi", b"Ho", b"Ho"]
+    assert [r.seed for r in requests] == [choice_key(-1, 0), choice_key(-1, 1)] * 2
+    assert len({r.id for r in requests}) == 4
+    assert all(r.max_tokens == 4 and r.eos_token_ids == (EOS, IM_END) for r in requests)
+    assert requests[0].params.temperature == 0.5
+    assert requests[0].params.top_k == 0
+    assert requests[0].params.stop_token_ids == (7,)
+    assert requests[0].arrival > 0
+
+
+def test_without_a_seed_every_prompt_draws_its_own(serve_app: Any) -> None:
+    served = serve_app()
+    served.complete(prompt=["Hi", "Hi"])
+    served.complete()
+    assert len({r.seed for r in served.engine.requests}) == 3
+
+
+def test_ignore_eos_leaves_no_ends(serve_app: Any) -> None:
+    served = serve_app()
+    served.complete(ignore_eos=True)
+    assert served.engine.requests[0].eos_token_ids == ()
+
+
+def test_defaults_of_max_tokens(serve_app: Any) -> None:
+    served = serve_app()
+    served.complete(max_tokens=None)
+    served.chat(max_tokens=None)
+    served.complete(max_tokens=None, prompt="x" * (MAX_MODEL_LEN - 5))
+    served.chat(max_tokens=9, max_completion_tokens=7)
+    short, rest, clamped, newer = served.engine.requests
+    assert short.max_tokens == 16
+    assert rest.max_tokens == MAX_MODEL_LEN - len(rest.prompt_tokens)
+    assert clamped.max_tokens == 5
+    assert newer.max_tokens == 7
+
+
+def test_a_prompt_and_a_limit_that_do_not_fit_are_refused_not_clamped(served: Served) -> None:
+    error = served.complete(prompt="x" * 500, max_tokens=100).json()["error"]
+    assert error == {
+        "message": "This model's maximum context length is 512 tokens. However, you requested 600 tokens "
+        "(500 in the prompt, 100 in the completion). Please reduce the length of the prompt or completion.",
+        "type": "invalid_request_error",
+        "param": "prompt",
+        "code": "context_length_exceeded",
+    }
+    error = served.chat(max_tokens=600).json()["error"]
+    assert error["param"] == "messages"
+    assert "in the messages, 600 in the completion). Please reduce the length of the messages or" in error["message"]
+    long = [{"role": "user", "content": "x" * 600}]
+    error = served.chat(messages=long, max_tokens=None).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert served.complete(prompt=[1] * 600).json()["error"]["code"] == "context_length_exceeded"
+    assert served.complete(prompt=[1] * MAX_MODEL_LEN, max_tokens=0, echo=True, logprobs=1).status_code == 200
+
+
+def test_text_beyond_all_measure_is_refused_without_tokenising(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve_app()
+    admitting = served.app.state.front.admission
+    longest = admitting.tokenizer.longest_token_bytes
+
+    class NeverCalled:
+        longest_token_bytes = longest
+
+    monkeypatch.setattr(admitting, "tokenizer", NeverCalled())
+    response = served.complete(prompt="é" * (MAX_MODEL_LEN * longest // 2 + 1))
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_long_texts_and_conversations_are_tokenised_beside_the_event_loop(
+    serve_app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve_app()
+    admitting = served.app.state.front.admission
+    seen: list[bool] = []
+    encode = admitting.tokenizer.encode
+
+    def watched(text: str, add_special_tokens: bool = True) -> list[int]:
+        seen.append(threading.current_thread() is served._thread)
+        return encode(text, add_special_tokens)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(admitting.tokenizer, "encode", watched)
+    monkeypatch.setattr(admission, "THREAD_BYTES", 100)
+    served.complete(prompt="x" * 99)
+    served.complete(prompt="x" * 101)
+    served.complete(prompt=["x" * 60, "x" * 60])
+    served.chat()
+    assert seen == [True, False, False, False, False]
+
+
+def test_more_than_there_can_ever_be_room_for_is_a_400(serve_app: Any) -> None:
+    served = serve_app(InProcessEngine(max_num_seqs=2), max_num_queued_reqs=3)
+    response = served.complete(prompt=["a"] * 6)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+    assert served.complete(prompt=["a"] * 5).status_code == 200
+
+
+def test_a_full_queue_is_a_429_and_a_place_that_frees_is_given_again(serve_app: Any) -> None:
+    engine = InProcessEngine(max_num_seqs=1, runs=False)
+    served = serve_app(engine, max_num_queued_reqs=1)
+    waiting = [threading.Thread(target=served.complete) for _ in range(2)]
+    for thread in waiting:
+        thread.start()
+    while engine.num_live < 2:
+        threading.Event().wait(0.005)
+    response = served.chat(stream=True)
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "1"
+    assert response.json()["error"]["code"] == "rate_limit_exceeded"
+    assert response.json()["error"]["type"] == "rate_limit_error"
+    for _ in range(4):
+        served.call(engine.step)
+    for thread in waiting:
+        thread.join(10)
+    engine.runs = True
+    assert served.complete().status_code == 200
+    assert engine.metrics.rejected["queue_full"] == 1
+
+
+def test_two_thousand_at_once_never_overshoot(serve_app: Any) -> None:
+    engine = InProcessEngine(max_num_seqs=16)
+    served = serve_app(engine, max_num_queued_reqs=48)
+    text = {"prompt": "x" * 10, "max_tokens": 20}
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20, "stream": True}
+    bodies = [("/v1/chat/completions", chat) if i % 3 == 0 else ("/v1/completions", text) for i in range(2000)]
+
+    async def burst() -> list[tuple[int, dict[str, str], bytes]]:
+        return await asyncio.gather(*(post(served.port, path, body) for path, body in bodies))
+
+    answers = asyncio.run(burst())
+    statuses = Counter(status for status, _, _ in answers)
+    assert all(headers["retry-after"] == "1" for status, headers, _ in answers if status == 429)
+    assert set(statuses) <= {200, 429}
+    assert statuses[200] >= 64
+    assert statuses[429] > 0
+    assert engine.max_live <= 64
+    assert engine.num_live == 0
+
+
+def test_a_draining_engine_is_a_503(serve_app: Any) -> None:
+    engine = InProcessEngine(is_draining=True, is_ready=False)
+    served = serve_app(engine)
+    for response in (served.complete(), served.chat(stream=True), served.client.get("/ready")):
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["type"] == "service_unavailable_error"
+    assert served.client.get("/health").status_code == 200
+
+
+def test_every_generating_route_goes_through_the_same_door(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve_app()
+    calls: list[str] = []
+    admit = admission.Admission.admit
+
+    async def counted(self: admission.Admission, asked: admission.Asked) -> Any:
+        calls.append(asked.prompt_field)
+        return await admit(self, asked)
+
+    monkeypatch.setattr(admission.Admission, "admit", counted)
+    served.complete()
+    served.chat(stream=True)
+    assert calls == ["prompt", "messages"]
+    assert len(served.engine.requests) == 2

@@ -1,0 +1,146 @@
+"""The outermost layer: request ids, the key, headers, unknown paths, and errors that nobody foresaw."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from octavo.errors import RequestFailed
+from octavo.server.generation import Choice
+from octavo.types import Output
+from tests.server.conftest import Served
+from tests.server.in_process import InProcessEngine
+
+PATHS = [
+    "/v1/models",
+    "/v1/models/test",
+    "/metrics",
+    "/stats",
+    "/version",
+    "/openapi.json",
+    "/docs",
+    "/nope",
+    "//v1",
+    "",
+]
+POSTS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+
+
+def test_a_request_id_is_echoed_or_made(served: Served) -> None:
+    made = [served.client.get("/health").headers["x-request-id"] for _ in range(2)]
+    assert made[0] != made[1]
+    assert all(re.fullmatch("[0-9a-f]{32}", name) for name in made)
+    assert served.client.get("/nope", headers={"X-Request-Id": "mine 1"}).headers["x-request-id"] == "mine 1"
+
+
+@pytest.mark.parametrize("given", [b"x" * 129, b"caf\xc3\xa9", b"a\tb", b""])
+def test_an_unfit_request_id_is_replaced(served: Served, given: bytes) -> None:
+    response = served.client.get("/health", headers=[(b"x-request-id", given)])
+    assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
+
+
+def test_ids_are_on_every_kind_of_answer(served: Served) -> None:
+    answers = [
+        served.complete(),
+        served.complete(stream=True),
+        served.complete(n=0),
+        served.client.get("/nope"),
+        served.client.get("/v1/completions"),
+    ]
+    assert all(len(answer.headers["x-request-id"]) == 32 for answer in answers)
+
+
+def test_without_the_key_only_the_probes_are_served(serve_app: Any) -> None:
+    served = serve_app(api_key="s3crét")
+    key = "s3crét".encode()
+    bad = [None, b"Bearer", b"Bearer wrong", key, b"Basic " + key, b"Bearer \xff\xfe", b"Bearer " + b"x" * 20_000]
+    for path, method in [(path, "GET") for path in PATHS] + [(path, "POST") for path in POSTS]:
+        for value in bad:
+            headers = [] if value is None else [(b"authorization", value)]
+            response = served.client.request(method, path, headers=headers)
+            assert response.status_code == 401, (path, value)
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+    for path in ("/health", "/ready"):
+        assert served.client.get(path).status_code == 200
+    assert served.client.get("/v1/models", headers=[(b"authorization", b"bearer " + key)]).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nope", 404, "unknown_url"),
+        ("GET", "//v1/models", 404, "unknown_url"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models/test", 405, "method_not_allowed"),
+        ("POST", "/health", 405, "method_not_allowed"),
+    ],
+)
+def test_what_is_not_there(served: Served, method: str, path: str, status: int, code: str) -> None:
+    response = served.client.request(method, served.url + path)
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert ("allow" in response.headers) == (status == 405)
+
+
+def test_headers_are_bounded(served: Served) -> None:
+    assert served.client.get("/health", headers={"X-Long": "x" * 40_000}).status_code == 431
+    assert served.client.get("/health", headers={f"X-{i}": "1" for i in range(120)}).status_code == 431
+
+
+def test_an_unexpected_error_is_a_plain_500(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve_app()
+
+    def boom(*args: Any) -> None:
+        raise RuntimeError("secret /etc/path 0xdeadbeef")
+
+    monkeypatch.setattr(served.engine, "next_id", boom)
+    for response in (served.complete(), served.complete(stream=True), served.chat()):
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal_error"
+        assert "secret" not in response.text
+        assert "x-request-id" in response.headers
+
+
+def test_a_listener_that_cannot_make_text_fails_its_own_request(
+    serve_app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve_app()
+    advance = Choice._advance
+
+    def fail(choice: Choice, output: Output) -> None:
+        if choice.request.seed % 2**64 == choice.request.seed and len(choice.prompt.tokens) == 5:
+            raise RuntimeError("no text")
+        advance(choice, output)
+
+    monkeypatch.setattr(Choice, "_advance", fail)
+    assert served.complete(prompt="12345").status_code == 500
+    assert served.complete(prompt="1234").status_code == 200
+    assert served.engine.num_live == 0
+
+
+def test_an_engine_error_before_the_first_token_is_a_status(serve_app: Any) -> None:
+    engine = InProcessEngine(errors={0: RequestFailed("The engine fails on this.")})
+    served = serve_app(engine)
+    for response in (served.complete(), served.complete(stream=True), served.chat(stream=True, n=2)):
+        assert response.status_code == 500
+        assert response.json()["error"]["message"] == "The engine fails on this."
+    assert engine.num_live == 0
+
+
+def test_http_metrics_have_bounded_labels(serve_app: Any) -> None:
+    served = serve_app()
+    for number in range(200):
+        served.client.get(f"/nope/{number}")
+        served.client.get(f"/v1/models/{number}")
+    served.complete()
+    served.complete(n=0)
+    text = served.client.get("/metrics").text
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 1.0' in text
+    assert 'http_requests_total{handler="other",method="GET",status="4xx"} 200.0' in text
+    assert 'handler="/nope' not in text
+    assert "/v1/models/7" not in text
+    assert served.engine.metrics.rejected["invalid"] >= 1

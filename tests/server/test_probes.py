@@ -1,0 +1,53 @@
+"""What operators ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.server.conftest import Served
+from tests.server.in_process import InProcessEngine
+
+
+def test_ready_is_the_truth_and_health_is_liveness(serve_app: Any) -> None:
+    engine = InProcessEngine()
+    served = serve_app(engine)
+    assert served.client.get("/ready").status_code == 200
+    engine.is_ready = False
+    response = served.client.get("/ready")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_unavailable"
+    assert served.client.get("/health").status_code == 200
+    engine.failure = "The engine cannot be restarted: secret"
+    response = served.client.get("/health")
+    assert response.status_code == 503
+    assert "secret" not in response.text
+
+
+def test_stats(served: Served) -> None:
+    stats = served.client.get("/stats").json()
+    wanted = {"num_running", "num_waiting", "num_used_blocks", "num_live", "num_restarts", "engine_pid", "is_ready"}
+    assert wanted <= set(stats)
+    assert stats["engine_pid"] == 4711
+
+
+def test_metrics_and_version(served: Served) -> None:
+    response = served.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "vllm:num_requests_running" in response.text
+    assert isinstance(served.client.get("/version").json()["version"], str)
+
+
+def test_the_openapi_document_describes_the_bodies(served: Served) -> None:
+    document = served.client.get("/openapi.json").json()
+    for path, name in (
+        ("/v1/completions", "CompletionBody"),
+        ("/v1/chat/completions", "ChatBody"),
+        ("/tokenize", "TokenizeBody"),
+        ("/detokenize", "DetokenizeBody"),
+    ):
+        content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        assert content["schema"] == {"$ref": f"#/components/schemas/{name}"}
+        assert document["components"]["schemas"][name]["properties"]
+    assert "messages" in document["components"]["schemas"]["ChatBody"]["required"]
+    references = {part.split('"')[0] for part in str(document).replace("'", '"').split("#/components/schemas/")[1:]}
+    assert references <= set(document["components"]["schemas"])

@@ -1,0 +1,170 @@
+"""The serving process: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo.config import ServeConfig
+from octavo.errors import ConfigError
+from octavo.server import app
+from tests.server.raw import connect, read_chunk, read_head
+
+ROOT = Path(__file__).parents[2]
+
+
+class Process:
+    """A serving process and where it listens."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        arguments = [f"{name}={value}" for name, value in settings.items()]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.server.serve_script", str(folder), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        self.lines: list[str] = []
+
+    def read_until(self, text: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if text in line:
+                return line
+        assert self.process.stderr is not None
+        pytest.fail("".join(self.lines) + self.process.stderr.read())
+
+    def wait_ready(self) -> str:
+        found = re.search(r"http://127\.0\.0\.1:(\d+)", self.read_until("http://"))
+        assert found is not None
+        self.port = int(found.group(1))
+        return found.group()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    processes: list[Process] = []
+
+    def start(**settings: Any) -> Process:
+        folder = tmp_path / "tiny-model"
+        folder.mkdir(exist_ok=True)
+        processes.append(Process(folder, settings))
+        return processes[-1]
+
+    yield start
+    for one in processes:
+        one.process.kill()
+        one.process.communicate()
+
+
+def test_it_prints_a_command_that_works(start: Callable[..., Process]) -> None:
+    process = start()
+    url = process.wait_ready()
+    words = shlex.split(process.read_until("curl"))
+    assert words[0] == "curl"
+    assert words[1] == url + "/v1/completions", "this model has no chat"
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["model"] == "tiny-model"
+    answer = httpx.post(words[1], json=body, timeout=10)
+    assert answer.status_code == 200
+    assert len(answer.json()["choices"][0]["token_ids"]) == body["max_tokens"]
+
+
+async def stream(port: int, max_tokens: int) -> tuple[Any, Any]:
+    """A stream that has begun."""
+    body = {"prompt": [1, 2], "max_tokens": max_tokens, "stream": True}
+    reader, writer = await connect(port, "/v1/completions", body)
+    assert (await read_head(reader))[0] == 200
+    assert await read_chunk(reader)
+    return reader, writer
+
+
+async def rest(reader: asyncio.StreamReader) -> bytes:
+    data = b""
+    while piece := await read_chunk(reader):
+        data += piece
+    return data
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains(start: Callable[..., Process], number: signal.Signals) -> None:
+    process = start()
+    url = process.wait_ready()
+
+    async def run() -> bytes:
+        reader, _ = await stream(process.port, 40)
+        process.process.send_signal(number)
+        await asyncio.sleep(0.1)
+        async with httpx.AsyncClient(base_url=url) as client:
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/ready")).status_code == 503
+            refused = await client.post("/v1/completions", json={"prompt": [1]})
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+        return await rest(reader)
+
+    data = asyncio.run(run())
+    assert data.count(b'"token_ids"') >= 35
+    assert b'"finish_reason":"length"' in data
+    assert data.endswith(b"data: [DONE]\n\n")
+    assert process.process.wait(10) == 0
+
+
+def test_what_is_not_done_in_time_ends_with_an_error_event(start: Callable[..., Process]) -> None:
+    process = start(shutdown_timeout=0.3)
+    process.wait_ready()
+
+    async def run() -> bytes:
+        reader, _ = await stream(process.port, 400)
+        process.process.send_signal(signal.SIGTERM)
+        return await rest(reader)
+
+    data = asyncio.run(run())
+    error, done, _ = data.split(b"\n\n")[-3:]
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "engine_unavailable"
+    assert done == b"data: [DONE]"
+    assert process.process.wait(10) == 0
+
+
+def test_a_second_signal_does_not_wait(start: Callable[..., Process]) -> None:
+    process = start(shutdown_timeout=60)
+    process.wait_ready()
+
+    async def run() -> None:
+        _, writer = await stream(process.port, 400)
+        process.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        assert process.process.poll() is None
+        process.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.process.wait, 5) == 0
+        writer.close()
+
+    asyncio.run(run())
+
+
+def test_a_signal_while_starting(start: Callable[..., Process]) -> None:
+    process = start()
+    process.read_until("starting")
+    process.process.send_signal(signal.SIGTERM)
+    assert process.process.wait(5) == 0
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port}"):
+            app.run(ServeConfig.from_flat({"model": "/does/not/exist", "port": port}))
