@@ -32,6 +32,7 @@ $(BIN)/python:
 
 $(VENV)/.run: pyproject.toml | $(BIN)/python
 	@echo "octavo: installing what serving needs, once"
+	$(PIP) install --upgrade "pip>=23.3"
 	$(PIP) install "$(TORCH)"
 	$(PIP) install -e .
 	@touch $@
