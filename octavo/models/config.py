@@ -224,7 +224,9 @@ def _rope(values: Mapping[str, Any]) -> DefaultRope:
         given.update(part or {})
     theta = _number(given, "rope_theta", 10_000.0)
     kind = given.get("rope_type") or given.get("type") or "default"
-    known = {"rope_theta", "rope_type", "type"}
+    known = {"rope_theta", "rope_type", "type", "original_max_position_embeddings"}
+    if given.get("partial_rotary_factor") == 1:
+        known.add("partial_rotary_factor")
     rope: DefaultRope
     if kind == "default":
         rope = DefaultRope(theta)
@@ -232,7 +234,7 @@ def _rope(values: Mapping[str, Any]) -> DefaultRope:
         known |= {"factor"}
         rope = LinearRope(theta, _number(given, "factor"))
     elif kind == "llama3":
-        known |= {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+        known |= {"factor", "low_freq_factor", "high_freq_factor"}
         low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
         if high <= low:
             raise _wrong("high_freq_factor", high, f"above low_freq_factor, {low}")

@@ -74,6 +74,7 @@ def test_the_config_of_a_real_checkpoint_is_understood_without_a_warning(caplog:
     [
         ({"rope_theta": 5e5}, DefaultRope(5e5)),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, DefaultRope(5e5)),
+        ({"rope_theta": 5e5, "rope_parameters": {"partial_rotary_factor": 1.0}}, DefaultRope(5e5)),
         ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4}}, LinearRope(5e5, 4.0)),
         ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, Llama3Rope(5e5, 8.0, 1.0, 4.0, 64)),
         ({"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, Llama3Rope(5e5, 8.0, 1.0, 4.0, 64)),
@@ -95,6 +96,7 @@ def test_rotary_settings_old_and_new(changes: dict[str, Any], expected: DefaultR
         ({"rope_scaling": {"type": "linear", "factor": 4.0, "mscale": 2.0}}, "mscale"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_interleaved": True}, "rope_interleaved"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
