@@ -10,13 +10,12 @@ from torch import Tensor
 
 from octavo.ops.cpu.compiled import compiled, compiled_task
 from octavo.ops.cpu.dense_dot import dense_dot
-from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.ops.cpu.memory import fields, keep, read
+from octavo.ops.cpu.tensors import FORMATS, declines_floats, whole_vectors
 from octavo.ops.cpu.threads import pool_address, run
-from octavo.ops.cpu.vector_ir import BFLOAT16, FLOAT16, FLOAT32, FORMAT_BYTES, LANES
+from octavo.ops.cpu.vector_ir import FORMAT_BYTES, LANES
 from octavo.ops.linear import linear
 
-FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 ROWS_AT_ONCE = 64
 """Weight rows that stay in the second-level cache while all tokens go over them; also the least for a thread."""
 ARGUMENTS = fields(weight=int, x=int, out=int, num_tokens=int, num_rows=int, num_columns=int)
@@ -60,28 +59,16 @@ def _multiply(pool: int, task: int, weight: int, x: int, out: int, T: int, N: in
     keep(arguments)
 
 
-def _supports(dtype: torch.dtype) -> str | None:
-    return missing(FLOAT_FEATURES) if dtype in FORMATS else f"takes float32, bfloat16 and float16, not {dtype}"
-
-
-@linear.kernel(device="cpu", name="numba", preference=10, supports=_supports)
+@linear.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
 def linear_numba(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """See ``ops.linear``."""
     (T, K), (N, K_weight) = x_TK.shape, weight_NK.shape
     if K_weight != K or weight_NK.dtype != x_TK.dtype:
         raise ValueError(f"linear: x is {K} columns of {x_TK.dtype}, the weight {K_weight} of {weight_NK.dtype}")
-    x, weight = x_TK.contiguous(), weight_NK.contiguous()
+    x, weight = whole_vectors(x_TK), whole_vectors(weight_NK)
     y_TN = torch.empty(T, N)
-    _multiply(pool_address(), _task(FORMATS[x.dtype]), weight.data_ptr(), x.data_ptr(), y_TN.data_ptr(), T, N, K)
-    tail = K % LANES
-    if tail:
-        _add_tail(y_TN, x[:, -tail:].float(), weight[:, -tail:].float())
+    task = _task(FORMATS[x.dtype])
+    _multiply(pool_address(), task, weight.data_ptr(), x.data_ptr(), y_TN.data_ptr(), T, N, x.shape[1])
     if bias_N is not None:
         y_TN += bias_N
     return y_TN.to(x.dtype)
-
-
-def _add_tail(y_TN: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Add the products of the last columns, fewer than a vector, one column after the other."""
-    for k in range(x.shape[1]):
-        y_TN += x[:, k : k + 1] * weight[:, k]
