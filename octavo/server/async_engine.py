@@ -157,8 +157,6 @@ class AsyncEngine:
             except wire.FrameError as error:
                 raise InvalidParameter("request", str(error)) from None
             live.is_submitted = True
-        else:
-            self._trials.holds_back = True
         self._live[request.id] = live
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
