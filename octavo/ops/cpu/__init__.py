@@ -5,6 +5,6 @@ attention, its sequence's cache), to the bit: not on the other rows, on how a pr
 on the number of threads. Sums therefore have one fixed order, and no fast-math flag is ever set.
 """
 
-from octavo.ops.cpu import apply_rope, block_linear, linear, rms_norm, silu_and_mul, store_kv
+from octavo.ops.cpu import apply_rope, block_linear, linear, paged_attention, rms_norm, silu_and_mul, store_kv
 
-__all__ = ["apply_rope", "block_linear", "linear", "rms_norm", "silu_and_mul", "store_kv"]
+__all__ = ["apply_rope", "block_linear", "linear", "paged_attention", "rms_norm", "silu_and_mul", "store_kv"]

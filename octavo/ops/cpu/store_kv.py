@@ -4,36 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
 from torch import Tensor
 
-from octavo.ops.cpu.compiled import compiled, emitted, inlined
-from octavo.ops.cpu.memory import int_bits, view
+from octavo.ops.cpu.compiled import compiled
+from octavo.ops.cpu.half import bfloat16_bits, float16_bits
+from octavo.ops.cpu.memory import view
 from octavo.ops.cpu.tensors import FORMATS, by_token, declines_floats
-from octavo.ops.cpu.vector_ir import BFLOAT16, F16, FLOAT32, I16
+from octavo.ops.cpu.vector_ir import BFLOAT16, FLOAT32
 from octavo.ops.store_kv import store_kv
-
-
-@emitted
-def _float16_bits(context: Any, x: Any) -> Any:
-    """The nearest float16 of a float32, ties to even, as its bits."""
-
-    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        return b.bitcast(b.fptrunc(args[0], F16), I16)
-
-    return types.uint16(types.float32), emit
-
-
-@inlined
-def _bfloat16_bits(x: Any) -> Any:
-    """The nearest bfloat16 of a float32, ties to even, as its bits."""
-    bits = np.uint32(int_bits(x))
-    rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
-    return np.uint16(rounded >> np.uint32(16)) if x == x else np.uint16(0x7FC0)
 
 
 @functools.cache
@@ -53,11 +33,11 @@ def _store(number_format: int) -> Callable[..., None]:
                 elif number_format == BFLOAT16:
                     halves = view(cache + 2 * at, H, np.uint16)
                     for i in range(H):
-                        halves[i] = _bfloat16_bits(row[i])
+                        halves[i] = bfloat16_bits(row[i])
                 else:
                     halves = view(cache + 2 * at, H, np.uint16)
                     for i in range(H):
-                        halves[i] = _float16_bits(row[i])
+                        halves[i] = float16_bits(row[i])
 
     return compiled(store)
 
