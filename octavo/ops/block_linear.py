@@ -15,6 +15,7 @@ not full is filled up with zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -96,16 +97,20 @@ class PackedBlocks:
         return weight.view(P * PANEL, K)[:N]
 
 
-def _pad_rows(rows: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+Number = TypeVar("Number", np.uint8, np.float32)
+
+
+def _pad_rows(rows: npt.NDArray[Number]) -> npt.NDArray[Number]:
     return np.pad(rows, [(0, -len(rows) % PANEL), (0, 0)])
 
 
 def _value_panels(groups: Groups, bits: int) -> npt.NDArray[np.uint8]:
     numbers, G = _pad_rows(groups.numbers), groups.scales.shape[1]
     steps = numbers.reshape(len(numbers) // PANEL, PANEL, G, -1, 8 // bits, 4).transpose(0, 2, 4, 3, 1, 5)
-    if bits == 8:
-        return np.ascontiguousarray(steps[:, :, 0], dtype=np.uint8)
-    return np.asarray(steps[:, :, 0] | steps[:, :, 1] << np.uint8(4), dtype=np.uint8, order="C")
+    if bits == 4:
+        low, high = steps[:, :, 0], steps[:, :, 1]
+        return np.ascontiguousarray(low | high << np.uint8(4))
+    return np.ascontiguousarray(steps[:, :, 0])
 
 
 def _scale_panels(groups: Groups) -> npt.NDArray[np.float32]:
