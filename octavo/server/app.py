@@ -24,7 +24,14 @@ from octavo.text.tokenizer import Tokenizer
 def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None) -> FastAPI:
     """The application around an engine, which need not be started yet. Raises ``ConfigError`` for a chat template
     that cannot be read."""
-    app = FastAPI(title="Octavo", version=probes.version(), description="An OpenAI-compatible LLM server.")
+    app = FastAPI(
+        title="Octavo",
+        version=probes.version(),
+        description="An OpenAI-compatible LLM server.",
+        # A redirect would be made from the Host header, which the client chooses.
+        redirect_slashes=False,
+        redoc_url=None,
+    )
     app.state.front = Front(
         config=config,
         engine=engine,

@@ -25,6 +25,7 @@ from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.server.async_engine import AsyncEngine
 from octavo.text.chat_template import ChatTemplate
+from octavo.text.detokenizer import Detokenizer
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.weights.hub import resolve_model
 
@@ -105,8 +106,8 @@ class _Serving:
         return 0
 
     async def _start(self) -> None:
-        """Start the engine process; the template's process comes up beside it."""
-        checked = asyncio.create_task(asyncio.to_thread(self.chat_template.check))
+        """Start the engine process; what the front process computes once is computed beside it."""
+        checked = asyncio.create_task(asyncio.to_thread(self._warm_up))
         await self.engine.start()
         try:
             await checked
@@ -115,6 +116,12 @@ class _Serving:
                 raise
             # The model's own template: all but chat can still be served.
             logger.warning("there will be no chat completions: %s", error)
+
+    def _warm_up(self) -> None:
+        """Build the tokenizer's tables and start the template's process, so that no request pays for them."""
+        if self.tokenizer is not None:
+            Detokenizer(self.tokenizer)
+        self.chat_template.check()
 
     async def _serve(self) -> None:
         self.server = _Server(

@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.server.body import BodyReader
+from octavo.server.openai import chat, completions, tokenize
 from tests.server.conftest import Served
 
 JSON = {"Content-Type": "application/json"}
@@ -194,3 +196,38 @@ def test_a_413_reaches_a_client_that_stops_to_read_it(serve_app: Any) -> None:
             b"Transfer-Encoding: chunked\r\n\r\n1001\r\n" + b" " * 4097 + b"\r\n"
         )
         assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+ODD_VALUES = (
+    *(None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 2**64, 10**400, 0.5, -0.0, 1e308, 5e-324),
+    *("", "1", "x" * 1000, "\0", "\u2028", "😀", "{{ 1 }}", "../../etc/passwd"),
+    *([], [[]], [None], [0], [1e9], ["x"], [{}], {}, {"": None}, {"type": "text"}, {"0": 1}, {"role": "user"}),
+)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_no_value_of_any_field_is_a_server_error(served: Served, path: str) -> None:
+    readers: dict[str, BodyReader[Any]] = {
+        "/v1/completions": completions.reader,
+        "/v1/chat/completions": chat.reader,
+        "/tokenize": tokenize.tokenize_reader,
+        "/detokenize": tokenize.detokenize_reader,
+    }
+    fine = {"prompt": "x"}
+    if path == "/v1/chat/completions":
+        fine = {"messages": [{"role": "user", "content": "x"}]}  # type: ignore[dict-item]
+    reader = readers[path]
+    seen = set()
+    for name in (*reader.decoders, *reader.refused, *reader.accepted, "unheard-of"):
+        for value in ODD_VALUES:
+            response = served.client.post(path, json={**fine, "max_tokens": 2, name: value})
+            seen.add(response.status_code)
+            assert response.status_code < 500, (name, value, response.text)
+            if response.status_code == 400:
+                error = response.json()["error"]
+                assert error["param"] in (name, "prompt", "messages", "tokens", "max_tokens", "min_tokens"), (
+                    name,
+                    value,
+                )
+    assert 400 in seen
+    assert served.engine.num_live == 0

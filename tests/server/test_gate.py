@@ -112,7 +112,7 @@ def test_a_listener_that_cannot_make_text_fails_its_own_request(
     advance = Choice._advance
 
     def fail(choice: Choice, output: Output) -> None:
-        if choice.request.seed % 2**64 == choice.request.seed and len(choice.prompt.tokens) == 5:
+        if len(choice.prompt.tokens) == 5:
             raise RuntimeError("no text")
         advance(choice, output)
 

@@ -207,7 +207,7 @@ def test_a_client_that_leaves_ends_its_requests_at_once(serve_app: Any, stream: 
         threading.Event().wait(0.005)
     assert sorted(engine.aborted) == [1, 2]
     served.call(engine.step)
-    assert served.complete.__self__.client.get("/health").status_code == 200
+    assert served.client.get("/health").status_code == 200
 
 
 def test_a_stop_string_ends_the_request_in_the_engine(serve_app: Any) -> None:

@@ -5,6 +5,7 @@ https://platform.openai.com/docs/api-reference/chat
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -86,7 +87,11 @@ async def create_chat_completion(request: Request) -> Response:
     answer = ChatAnswer(front, body, generation.choices)
     if body.stream:
         return EventStream(generation, answer, headers)
-    return json_response(answer.whole(await whole(generation, request)), headers)
+    choices = await whole(generation, request)
+    if not body.logprobs and body.prompt_logprobs is None:
+        return json_response(answer.whole(choices), headers)
+    # Log-probabilities of long texts are megabytes of JSON.
+    return await asyncio.to_thread(lambda: json_response(answer.whole(choices), headers))
 
 
 def conversation(messages: list[dict[str, Any]], options: TemplateOptions, front: Front) -> Conversation:

@@ -6,6 +6,7 @@ them: the lists cover an echoed prompt too, and ``max_tokens`` 0 only scores it.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -61,7 +62,11 @@ async def create_completion(request: Request) -> Response:
     answer = CompletionAnswer(front, body, generation.choices)
     if body.stream:
         return EventStream(generation, answer, headers)
-    return json_response(answer.whole(await whole(generation, request)), headers)
+    choices = await whole(generation, request)
+    if asked.params.logprobs is None and asked.params.prompt_logprobs is None:
+        return json_response(answer.whole(choices), headers)
+    # Log-probabilities of long texts are megabytes of JSON.
+    return await asyncio.to_thread(lambda: json_response(answer.whole(choices), headers))
 
 
 def _asked(body: CompletionBody, front: Front) -> Asked:

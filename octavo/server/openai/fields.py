@@ -57,7 +57,7 @@ ACCEPTED = frozenset({"metadata", "prompt_cache_key", "prompt_cache_retention", 
 """Labels and hints for the operator of a service; no answer depends on them."""
 
 
-class StreamOptions(msgspec.Struct, kw_only=True):
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a stream tells besides text."""
 
     include_usage: bool | None = None
