@@ -1,0 +1,53 @@
+"""What the tests of the CPU kernels share: when to skip, poisoned results, random blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.ops.cpu.host import BLOCK_FEATURES, FLOAT_FEATURES, missing
+from octavo.weights.blocks import BLOCK_KINDS, BlockTensor
+
+needs_float_kernels = pytest.mark.skipif(missing(FLOAT_FEATURES) is not None, reason=str(missing(FLOAT_FEATURES)))
+needs_block_kernels = pytest.mark.skipif(missing(BLOCK_FEATURES) is not None, reason=str(missing(BLOCK_FEATURES)))
+
+FLOAT16_PLACES = {
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+}
+"""Bytes of a block where a float16 factor begins; any other byte may be anything."""
+
+
+def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> BlockTensor:
+    rng = np.random.default_rng(seed)
+    length, num_bytes = BLOCK_KINDS[kind]
+    data = rng.integers(0, 256, (rows, columns // length, num_bytes), dtype=np.uint8)
+    for at in FLOAT16_PLACES[kind]:
+        factors = rng.uniform(-0.01, 0.01, (rows, columns // length, 1)).astype(np.float16)
+        data[:, :, at : at + 2] = factors.view(np.uint8)
+    return BlockTensor(kind, (rows, columns), data.reshape(rows, -1))
+
+
+def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what ``torch.empty`` gives with NaN, so that a result that is not written shows."""
+
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return made
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))

@@ -1,0 +1,119 @@
+"""``block_linear``: packing is exact, the kernel keeps its stated bound, and a row never sees its neighbours."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.ops import dispatch
+from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
+from octavo.ops.cpu import threads
+from octavo.weights.blocks import dequantize
+from tests.ops.cpu_cases import needs_block_kernels, poison_new_tensors, random_blocks
+
+SHAPES = [(64, 512), (37, 768), (5, 256), (16, 1536)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    poison_new_tensors(monkeypatch)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("shape", [(64, 512), (37, 768), (1, 256), (2051, 256)])
+def test_packing_is_exact(kind: str, shape: tuple[int, int]) -> None:
+    blocks = random_blocks(kind, *shape)
+    packed = PackedBlocks.pack(blocks)
+    assert torch.equal(packed.unpack(), torch.from_numpy(dequantize(blocks)))
+    assert packed.shape == shape
+
+
+def test_scales_that_float16_cannot_hold_stay_float32() -> None:
+    assert PackedBlocks.pack(random_blocks("Q4_1", 16, 256)).scales.dtype == torch.float16
+    assert PackedBlocks.pack(random_blocks("Q4_K", 16, 256)).scales.dtype == torch.float32
+
+
+def test_packed_blocks_take_no_more_room_than_the_file() -> None:
+    for kind in ("Q4_0", "Q4_1", "Q8_0"):
+        blocks = random_blocks(kind, 64, 512)
+        assert PackedBlocks.pack(blocks).num_bytes == blocks.data.nbytes
+
+
+def test_floats_cannot_be_packed() -> None:
+    blocks = random_blocks("Q8_0", 1, 32)
+    with pytest.raises(ValueError, match="F32"):
+        PackedBlocks.pack(type(blocks)("F32", (1, 32), np.zeros((1, 128), np.uint8)))
+
+
+def test_the_reference_is_the_matrix_product() -> None:
+    packed, x = PackedBlocks.pack(random_blocks("Q5_K", 19, 512)), torch.randn(3, 512)
+    with dispatch.only("reference"):
+        found, exact = block_linear(x, packed).double(), x.double() @ packed.unpack().double().T
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-4)
+
+
+@needs_block_kernels
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_error_is_within_the_stated_bound(kind: str, shape: tuple[int, int]) -> None:
+    packed = PackedBlocks.pack(random_blocks(kind, *shape))
+    x = torch.randn(11, shape[1]) * torch.logspace(-6, 6, 11)[:, None]
+    weight = packed.unpack().double()
+    found = block_linear(x, packed)
+    groups = weight.abs().view(shape[0], -1, packed.group).sum(-1)
+    largest = x.double().abs().view(11, -1, packed.group).amax(-1)
+    bound = largest / 254 @ groups.T + 1e-5 * (x.double().abs() @ weight.abs().T)
+    error = (found.double() - x.double() @ weight.T).abs()
+    assert bool((error <= bound).all())
+    assert error.max() > 0, "activations are rounded, so something must differ"
+
+
+@needs_block_kernels
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(kind: str) -> None:
+    packed, x = PackedBlocks.pack(random_blocks(kind, 83, 512)), torch.randn(300, 512)
+    alone = torch.cat([block_linear(row, packed) for row in x[:, None]])
+    try:
+        for count in (1, 2, 3):
+            threads.set_num_threads(count)
+            for num_rows in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 64, 255, 256, 257, 300):
+                start = (300 - num_rows) // 2
+                assert torch.equal(block_linear(x[start : start + num_rows], packed), alone[start : start + num_rows])
+    finally:
+        threads.set_num_threads(1)
+
+
+@needs_block_kernels
+def test_a_row_that_is_not_finite_spoils_itself_alone() -> None:
+    packed, x = PackedBlocks.pack(random_blocks("Q4_1", 33, 256)), torch.randn(9, 256)
+    expected = block_linear(x, packed)
+    x[2, 7], x[5, 200] = float("nan"), float("inf")
+    found = block_linear(x, packed)
+    others = [0, 1, 3, 4, 6, 7, 8]
+    assert torch.equal(found[others], expected[others])
+    assert not found[[2, 5]].isfinite().any()
+
+
+@needs_block_kernels
+def test_tiny_and_zero_rows() -> None:
+    packed = PackedBlocks.pack(random_blocks("Q8_0", 20, 64))
+    x = torch.zeros(3, 64)
+    x[1] = 1e-38
+    x[2] = 1e-25
+    found = block_linear(x, packed)
+    assert bool((found[:2] == 0).all())
+    assert found[2].abs().max() > 0
+    assert block_linear(torch.zeros(0, 64), packed).shape == (0, 20)
+
+
+@needs_block_kernels
+def test_rows_of_another_width_are_refused() -> None:
+    with pytest.raises(ValueError, match="64"):
+        block_linear(torch.zeros(1, 64), PackedBlocks.pack(random_blocks("Q8_0", 4, 32)))
+
+
+def test_other_dtypes_are_declined_with_a_reason() -> None:
+    reasons = [choice.reason for choice in block_linear.choices("cpu", torch.bfloat16) if choice.kernel == "numba"]
+    assert reasons == ["activations must be float32, got torch.bfloat16"]

@@ -1,0 +1,139 @@
+"""The kernels' own threads: each item once, whoever takes it; and the folder that keeps compiled code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octavo.ops.cpu import threads
+from octavo.ops.cpu.compiled import compiled_task
+from octavo.ops.cpu.memory import fields, read, view
+from tests.ops.cpu_cases import needs_float_kernels
+
+pytestmark = needs_float_kernels
+COUNTS = fields(counts=int, size=int)
+
+
+def _count(arguments: int, begin: int, end: int) -> None:
+    a = read(arguments, COUNTS)
+    counts = view(a.counts, a.size, np.int64)
+    for i in range(begin, end):
+        counts[i] += 1
+
+
+@pytest.fixture(autouse=True)
+def one_thread_afterwards() -> Iterator[None]:
+    yield
+    threads.set_num_threads(1)
+
+
+class Counter:
+    """Items that count how often they were computed."""
+
+    task = compiled_task(_count)
+
+    def __init__(self, size: int) -> None:
+        self.counts = np.zeros(size, np.int64)
+        self.arguments = np.array([(self.counts.ctypes.data, size)], COUNTS)
+
+    def run(self, pool: int, chunk: int) -> None:
+        threads.run(pool, self.task, self.arguments.ctypes.data, len(self.counts), chunk)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_every_item_is_computed_once(num_threads: int) -> None:
+    threads.set_num_threads(num_threads)
+    pool = threads.pool_address()
+    assert (pool == 0) == (num_threads == 1)
+    for size, chunk in ((1, 1), (7, 3), (100, 1), (1000, 64), (64, 1000)):
+        counter = Counter(size)
+        for turn in range(300):
+            counter.run(pool, chunk)
+            assert bool((counter.counts == turn + 1).all())
+
+
+def test_jobs_after_the_helpers_fell_asleep() -> None:
+    threads.set_num_threads(3)
+    counter = Counter(50)
+    for turn in range(20):
+        time.sleep(0.002)
+        counter.run(threads.pool_address(), 1)
+        assert bool((counter.counts == turn + 1).all())
+
+
+def test_several_callers_at_once() -> None:
+    threads.set_num_threads(2)
+    pool = threads.pool_address()
+    counters = [Counter(40) for _ in range(4)]
+
+    def work(counter: Counter) -> None:
+        for _ in range(500):
+            counter.run(pool, 1)
+
+    callers = [threading.Thread(target=work, args=(counter,)) for counter in counters]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert all(bool((counter.counts == 500).all()) for counter in counters)
+
+
+def test_idle_helpers_take_no_processor_time() -> None:
+    threads.set_num_threads(4)
+    Counter(40).run(threads.pool_address(), 1)
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1
+
+
+def test_a_forked_child_works_without_helpers_or_with_new_ones() -> None:
+    threads.set_num_threads(2)
+    Counter(40).run(threads.pool_address(), 1)
+    child = os.fork()
+    if child == 0:
+        counter = Counter(40)
+        counter.run(threads.pool_address(), 1)
+        os._exit(0 if bool((counter.counts == 1).all()) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_no_thread_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        threads.set_num_threads(0)
+
+
+PROGRAM = """
+import time, torch
+from octavo import ops
+begin = time.perf_counter()
+ops.silu_and_mul(torch.zeros(1, 64))
+print(time.perf_counter() - begin)
+"""
+
+
+def test_a_second_process_does_not_compile(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+
+    def start() -> set[Path]:
+        subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, capture_output=True)
+        return set(tmp_path.rglob("*.nb*"))
+
+    first = start()
+    assert first, "nothing was kept"
+    stamps = {path: path.stat().st_mtime_ns for path in first}
+    assert start() == first
+    assert {path: path.stat().st_mtime_ns for path in first} == stamps
+
+
+def test_a_folder_that_cannot_be_written_only_costs_time() -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": "/proc/nowhere"}
+    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, capture_output=True)
