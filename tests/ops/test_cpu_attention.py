@@ -128,6 +128,22 @@ def test_bits_do_not_depend_on_threads_or_on_where_blocks_lie() -> None:
     assert torch.equal(paged_attention(*moved), expected)
 
 
+def test_bits_do_not_depend_on_the_block_size() -> None:
+    keys, values = torch.randn(2, 150, 3, 64)
+    q, results = torch.randn(40, 9, 64), []
+    for block_size in (5, 16, 24, 150, 256):
+        num_blocks = -(-150 // block_size)
+        caches = [torch.zeros(num_blocks, 3, block_size, 64) for _ in range(2)]
+        for cache, rows in zip(caches, (keys, values), strict=True):
+            padded = torch.zeros(num_blocks * block_size, 3, 64)
+            padded[:150] = rows
+            cache[:] = padded.view(num_blocks, block_size, 3, 64).transpose(1, 2)
+        table = torch.arange(num_blocks, dtype=torch.int32)[None]
+        starts, lengths = torch.tensor([0, 40], dtype=torch.int32), torch.tensor([150], dtype=torch.int32)
+        results.append(paged_attention(q, *caches, table, starts, lengths, 0.125))
+    assert all(torch.equal(found, results[0]) for found in results)
+
+
 def test_queries_inside_a_wider_projection() -> None:
     case = make_case([20, 9], [20, 1], SIZES[0], torch.float32)
     wide = torch.randn(21, 960)
