@@ -6,6 +6,7 @@ import gc
 
 import torch
 
+from octavo import ops
 from octavo.cache.kv_cache import KVCache
 from octavo.config import EngineConfig, ModelSettings
 from octavo.engine.engine import Engine
@@ -30,7 +31,9 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     """Load the model and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
     device = resolve_device(config.model.device)
     if device.type == "cpu":
-        torch.set_num_threads(num_physical_cores())
+        # Kernels bring their own threads; torch's, spinning beside them, would take their processors away.
+        has_kernels = ops.linear.chosen("cpu", torch.float32) != dispatch.REFERENCE
+        torch.set_num_threads(1 if has_kernels else num_physical_cores())
     path = resolve_model(config.model)
     checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed)
     model_config = ModelConfig.from_dict(checkpoint.config)
