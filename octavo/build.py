@@ -31,9 +31,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     """Load the model and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
     device = resolve_device(config.model.device)
     if device.type == "cpu":
-        # Kernels bring their own threads; torch's, spinning beside them, would take their processors away.
-        has_kernels = ops.linear.chosen("cpu", torch.float32) != dispatch.REFERENCE
-        torch.set_num_threads(1 if has_kernels else num_physical_cores())
+        _share_cores(num_physical_cores())
     path = resolve_model(config.model)
     checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed)
     model_config = ModelConfig.from_dict(checkpoint.config)
@@ -70,6 +68,17 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         kernels={choice.op: choice.kernel for choice in dispatch.choices(device.type, form.dtype) if choice.chosen},
     )
     return Engine(scheduler, runner), info
+
+
+def _share_cores(count: int) -> None:
+    """Give the cores to the kernels' own threads where there are kernels: torch's, spinning, would take them away."""
+    if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
+        torch.set_num_threads(count)
+        return
+    from octavo.ops.cpu import threads
+
+    torch.set_num_threads(1)
+    threads.set_num_threads(count)
 
 
 def resolve_device(name: str) -> torch.device:

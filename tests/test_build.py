@@ -12,9 +12,12 @@ from octavo import build
 from octavo.build import build_engine
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, ConfigError
+from octavo.ops import dispatch
+from octavo.ops.cpu import threads
 from octavo.sampling_params import SamplingParams
 from octavo.types import EngineInfo, Request
 from tests.models.checkpoints import make_checkpoint
+from tests.ops.cpu_cases import needs_float_kernels
 
 
 @pytest.fixture(scope="module")
@@ -82,5 +85,16 @@ def test_threads_are_the_physical_cores(folder: Path, monkeypatch: pytest.Monkey
     asked = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     monkeypatch.setattr(build, "num_physical_cores", lambda: 7)
-    generate(folder)
+    with dispatch.only("reference"):
+        generate(folder)
     assert asked == [7]
+
+
+@needs_float_kernels
+def test_torch_leaves_the_cores_to_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(build, "num_physical_cores", lambda: 3)
+    generate(folder)
+    assert (asked, threads.num_threads()) == ([1], 3)
+    threads.set_num_threads(1)

@@ -163,8 +163,9 @@ def set_num_threads(count: int) -> None:
     global _num_threads
     if count < 1:
         raise ValueError(f"at least one thread is needed, got {count}")
-    _retire()
-    _num_threads = count
+    if count != num_threads():
+        _retire()
+        _num_threads = count
 
 
 def pool_address() -> int:
