@@ -134,6 +134,21 @@ def test_a_second_process_does_not_compile(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in first} == stamps
 
 
+WITHOUT_NUMBA = """
+import sys, torch
+sys.modules["numba"] = None
+from octavo import ops
+from octavo.ops import dispatch
+ops.silu_and_mul(torch.zeros(1, 64))
+reasons = [choice.reason for choice in dispatch.choices() if choice.kernel == "numba"]
+assert len(reasons) == 7 and all(reason.startswith("numba cannot be imported") for reason in reasons), reasons
+"""
+
+
+def test_without_numba_the_references_run_and_the_reason_is_told() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], check=True, capture_output=True)
+
+
 def test_a_folder_that_cannot_be_written_only_costs_time() -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": "/proc/nowhere"}
     subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, capture_output=True)

@@ -5,6 +5,25 @@ attention, its sequence's cache), to the bit: not on the other rows, on how a pr
 on the number of threads. Sums therefore have one fixed order, and no fast-math flag is ever set.
 """
 
-from octavo.ops.cpu import apply_rope, block_linear, linear, paged_attention, rms_norm, silu_and_mul, store_kv
+import importlib
+import importlib.util
+from typing import Any
 
-__all__ = ["apply_rope", "block_linear", "linear", "paged_attention", "rms_norm", "silu_and_mul", "store_kv"]
+from octavo import ops
+from octavo.ops.dispatch import Op
+
+
+def _decline_all(reason: str) -> None:
+    for name in ops.__all__:
+        op: Op[..., Any] = getattr(ops, name)
+        op.kernel(device="cpu", name="numba", preference=10, supports=lambda dtype: reason)(op.reference)
+
+
+try:
+    importlib.import_module("numba")
+except ImportError as error:  # not installed, or not made for this Python or numpy
+    _decline_all(f"numba cannot be imported: {error}")
+else:
+    for _name in ops.__all__:
+        if importlib.util.find_spec(f"{__name__}.{_name}") is not None:
+            importlib.import_module(f"{__name__}.{_name}")
