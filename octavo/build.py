@@ -45,6 +45,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     )
     storage = KVStorage(model_config, limits.num_kv_blocks, limits.block_size, kv_dtype, device)
     runner = ModelRunner(loaded.model, storage, model_config.vocab_size)
+    runner.warm_up()
     cache = KVCache(limits.num_kv_blocks, limits.block_size, config.cache.enable_prefix_caching)
     scheduler = Scheduler(
         cache,

@@ -17,12 +17,15 @@ from octavo.models.registry import CausalLM
 from octavo.runtime.forward_batch import BatchBuilder
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.sampler import NOT_NUMBERS, Choice, Row, Sampler, are_finite, token_logprobs
-from octavo.types import Masks, Plan, Sampled, Scheduled
+from octavo.sampling_params import SamplingParams
+from octavo.types import Masks, Plan, Request, Sampled, Scheduled, Sequence
 
 logger = logging.getLogger(__name__)
 
 LOGPROB_ROWS = 128
 """Prompt positions whose logits are in memory at once."""
+WARM_UP_TOKENS = 16
+"""More rows than any kernel takes for a single token, few enough to cost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,17 @@ class ModelRunner:
         self._layers = storage.layers
         self._builder = BatchBuilder(storage.block_size, device)
         self._sampler = Sampler(vocab_size, device)
+
+    def warm_up(self) -> None:
+        """Compute a chunk and a single token that nobody asked for, so that no request waits for a compiler.
+
+        They write to block 0, whose content nothing reads before it is written again. Raises ``RunnerError``.
+        """
+        seq = Sequence(Request(0, [0] * WARM_UP_TOKENS, SamplingParams(), max_tokens=1))
+        seq.block_table = [0] * WARM_UP_TOKENS
+        last = WARM_UP_TOKENS - 1
+        for start, tokens in ((0, (0,) * last), (last, (0,))):
+            self.submit([Scheduled(seq, start, tokens, (), True, seq.epoch)]).sample({})
 
     def submit(self, plan: Plan) -> PendingStep:
         """Take a plan; the steps before it may still be without a result."""
