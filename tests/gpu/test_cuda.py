@@ -1,0 +1,88 @@
+"""The engine on a CUDA device gives what it gives on the CPU. Skipped where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.runtime.noise import exponentials, token_hashes
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+PROMPTS = [[(7 * i + 3 * j) % 128 for j in range(length)] for i, length in enumerate([1, 5, 16, 17, 64, 150])]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama, wide enough in its logits that no two tokens are nearly tied."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.5,
+        tie_word_embeddings=False,
+    )
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def generate(folder: Path, device: str, dtype: str, params: SamplingParams) -> list[tuple[list[int], list[float]]]:
+    settings = {"block_size": 16, "num_kv_blocks": 64, "max_num_batched_tokens": 48, "max_num_seqs": 8}
+    with LLM(str(folder), device=device, dtype=dtype, **settings) as llm:
+        outputs = [result.outputs[0] for result in llm.generate(PROMPTS, params)]
+    return [
+        (list(o.token_ids), [row[t].logprob for row, t in zip(o.logprobs or [], o.token_ids, strict=True)])
+        for o in outputs
+    ]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True, logprobs=1),
+        SamplingParams(
+            temperature=1,
+            top_k=20,
+            min_p=0.01,
+            repetition_penalty=1.1,
+            seed=6,
+            max_tokens=24,
+            ignore_eos=True,
+            logprobs=1,
+        ),
+    ],
+)
+def test_tokens_and_logprobs_are_those_of_the_cpu(checkpoint: Path, params: SamplingParams) -> None:
+    on_cpu = generate(checkpoint, "cpu", "float32", params)
+    on_gpu = generate(checkpoint, "cuda", "float32", params)
+    for (tokens, logprobs), (expected, expected_logprobs) in zip(on_gpu, on_cpu, strict=True):
+        assert tokens == expected
+        assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bit_types_run(checkpoint: Path, dtype: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+    for tokens, logprobs in generate(checkpoint, "cuda", dtype, params):
+        assert len(tokens) == 8
+        assert all(logprob <= 0 for logprob in logprobs)
+
+
+def test_noise_is_the_same_on_every_device() -> None:
+    hashes = token_hashes(49152, torch.device("cpu"))
+    for position in (0, 1, 77, 100_000):
+        on_cpu = exponentials(hashes, 2**63 + 5, position)
+        on_gpu = exponentials(hashes.cuda(), 2**63 + 5, position).cpu()
+        assert torch.allclose(on_cpu, on_gpu, rtol=1e-6, atol=0)
