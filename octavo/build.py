@@ -38,7 +38,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     form = weight_format(config.model, device, checkpoint)
     loaded = load_model(model_config, checkpoint, form)
     gc.collect()
-    kv_dtype = DTYPES.get(config.cache.kv_cache_dtype, form.dtype)
+    kv_dtype = DTYPES.get(config.cache.kv_cache_dtype, form.kv_dtype)
     free = memory.free_memory(device, config.cache.gpu_memory_utilization)
     limits, budget = memory.settle(
         config, model_config, kv_dtype, form.dtype, device.type, weights=loaded.num_bytes, free=free
@@ -99,6 +99,6 @@ def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Che
     if settings.dtype != "auto":
         return WeightFormat(DTYPES[settings.dtype], device)
     if device.type == "cpu":
-        return WeightFormat(torch.float32, device, best_scheme(device))
+        return WeightFormat(torch.float32, device, best_scheme(device) if checkpoint.has_blocks else None)
     own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     return WeightFormat(torch.float16 if own == "float16" else torch.bfloat16, device)

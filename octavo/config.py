@@ -8,15 +8,24 @@ so that the command line and the documentation cannot drift from it. Names are v
 from __future__ import annotations
 
 import dataclasses
+import os
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
+
+
+def cache_dir() -> Path:
+    """Where models and compiled kernels are kept: ``$OCTAVO_CACHE_DIR``, else ``octavo`` in the user's cache folder."""
+    own = os.environ.get("OCTAVO_CACHE_DIR")
+    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "octavo"
+    return base.expanduser()
 
 
 def setting(default: Any, help: str, choices: tuple[str, ...] = (), low: float | None = None) -> Any:

@@ -66,6 +66,11 @@ class WeightFormat:
     scheme: BlockScheme | None = None
     """``None``: every weight is made dense."""
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The type of keys and values that suits: beside weights of 8 bits and less, 16 bits lose nothing more."""
+        return self.dtype if self.scheme is None else torch.float16
+
 
 @dataclass(frozen=True)
 class DenseWeight:

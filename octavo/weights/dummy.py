@@ -17,6 +17,7 @@ class DummyCheckpoint:
     """Answers any name and shape with small random float32 values that depend on name and seed alone."""
 
     is_dummy = True
+    has_blocks = False
 
     def __init__(self, config: dict[str, Any], generation_config: dict[str, Any], seed: int) -> None:
         self.config = config

@@ -39,6 +39,7 @@ class GGUFCheckpoint:
         self.generation_config = _special_tokens(self._file)
         self.config.update(self.generation_config)
         self._names = translate_names(self._file)
+        self.has_blocks = any(tensor.kind not in DENSE_KINDS for tensor in self._file.tensors.values())
 
     def names(self) -> set[str]:
         """Hugging Face names of all parameters in the file."""

@@ -38,6 +38,7 @@ class SafetensorsCheckpoint:
     """
 
     is_dummy = False
+    has_blocks = False
 
     def __init__(self, folder: Path) -> None:
         self.path = folder

@@ -35,6 +35,7 @@ def test_each_form_is_recognised(gguf: Path, folder: Path) -> None:
         assert isinstance(dummy, DummyCheckpoint)
         assert dummy.config == open_checkpoint(path).config
         assert dummy.is_dummy
+        assert not dummy.has_blocks
         assert dummy.names() == set()
 
 

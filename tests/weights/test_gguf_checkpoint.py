@@ -57,6 +57,7 @@ def test_configuration_has_hugging_face_keys(opened: Opener) -> None:
     assert checkpoint.config == expected
     assert checkpoint.generation_config == {"bos_token_id": 1, "eos_token_id": 2}
     assert not checkpoint.is_dummy
+    assert checkpoint.has_blocks
 
 
 def test_all_ways_a_text_ends(opened: Opener) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 import numba
 from numba import extending, types
 
+from octavo.config import cache_dir
+
 numba_config: Any = numba.config
 
 
@@ -27,8 +29,7 @@ def cache_folder() -> Path | None:
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "octavo" / "kernels" / digest.hexdigest()[:16]
+    folder = cache_dir() / "kernels" / digest.hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

@@ -44,8 +44,8 @@ CLAIM, DONE, JOB, ASLEEP, WAKE, BUSY, STOP, END = (LINE * i for i in range(8))
 NEXT_CHUNK_BITS = 32
 CLOSED = (1 << NEXT_CHUNK_BITS) - 1
 EVERYONE = (1 << 31) - 1
-SPINS_BEFORE_SLEEP = 2000
-"""Pauses of about 50 ns each: 0.1 ms."""
+SPINS_BEFORE_SLEEP = 8000
+"""Pauses of about 50 ns each: 0.4 ms, longer than a decoding step ever goes between two kernels."""
 SPINS_BEFORE_YIELD = 200
 
 
