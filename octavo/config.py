@@ -50,7 +50,7 @@ class ModelSettings:
     )
     device: str = setting("auto", "where to run", ("auto", "cpu", "cuda"))
     max_model_len: int | None = setting(None, "longest context in tokens; default: the model's own", low=1)
-    seed: int = setting(0, "seed of dummy weights and of requests that bring none")
+    seed: int = setting(0, "seed of dummy weights, and of what LLM generates without one")
     revision: str | None = setting(None, "branch, tag or commit of a Hugging Face id")
     download_dir: str | None = setting(None, "where fetched models are kept; default: the user's cache folder")
 
