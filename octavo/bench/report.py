@@ -23,10 +23,15 @@ def machine() -> dict[str, Any]:
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load_average": [round(x, 2) for x in os.getloadavg()],
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
     }
+
+
+def _portable(argument: str) -> str:
+    """The end of an absolute path: where this machine keeps things tells nobody else anything."""
+    return "/".join(Path(argument).parts[-3:]) if Path(argument).is_absolute() else argument
 
 
 def _processor() -> str:
@@ -60,7 +65,7 @@ def publish(name: str, result: Mapping[str, Any], output: Path | None) -> None:
     record = {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["octavo", *sys.argv[1:]]),
+        "command": shlex.join(["octavo", *map(_portable, sys.argv[1:])]),
         "machine": machine(),
         "result": result,
     }
