@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +15,28 @@ import pytest
 from octavo.bench.overhead import build_instant_engine, decode_step_milliseconds
 from octavo.cli import main
 
+Measure = Callable[..., dict[str, Any]]
 
-def measured(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+
+@pytest.fixture
+def measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Measure:
+    """Run `octavo bench` with these arguments and return its record."""
+    return functools.partial(_measured, capsys, monkeypatch)
+
+
+def _measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", ["octavo", "bench", *arguments])
     assert main(["bench", *arguments]) == 0
     record: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert record["command"].startswith("octavo ")
+    assert record["command"].startswith("octavo bench ")
+    assert not re.search(r" /", record["command"]), "a path of this machine"
     assert record["machine"]["versions"]["octavo"] != "not installed"
     return record
 
 
-def test_overhead(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_overhead(measured: Measure, tmp_path: Path) -> None:
     output = tmp_path / "kept" / "overhead.json"
-    record = measured(capsys, "overhead", "--sequences", "1,8", "--steps", "20", "--output", str(output))
+    record = measured("overhead", "--sequences", "1,8", "--steps", "20", "--output", str(output))
     assert json.loads(output.read_text()) == record
     small, large = record["result"]["rows"]
     assert 0 < small["step_ms"]["median"] <= large["step_ms"]["max"]
@@ -36,8 +49,8 @@ def test_every_timed_step_decodes_every_sequence() -> None:
 
 
 @pytest.mark.model
-def test_front(capsys: pytest.CaptureFixture[str]) -> None:
-    record = measured(capsys, "front", "--streams", "4", "--tokens", "50", "--step-ms", "2")
+def test_front(measured: Measure) -> None:
+    record = measured("front", "--streams", "4", "--tokens", "50", "--step-ms", "2")
     (row,) = record["result"]["rows"]
     assert row["tokens"] == 200
     assert row["frames_per_token"] >= 0.5
@@ -45,15 +58,15 @@ def test_front(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.model
-def test_offline(capsys: pytest.CaptureFixture[str]) -> None:
-    record = measured(capsys, "offline", "--sequences", "1,2", "--prompt", "16", "--decode", "4", "--rounds", "1")
+def test_offline(measured: Measure) -> None:
+    record = measured("offline", "--sequences", "1,2", "--prompt", "16", "--decode", "4", "--rounds", "1")
     for row in record["result"]["rows"]:
         assert row["prefill_tok_s"]["median"] > 0
         assert row["decode_tok_s"]["median"] > 0
 
 
 @pytest.mark.model
-def test_peer_in_turns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_peer_in_turns(measured: Measure, tmp_path: Path) -> None:
     """A stand-in peer that answers at once with known figures; the ratio must be the quotient of the medians."""
     peer = tmp_path / "peer"
     peer.write_text(
@@ -63,7 +76,7 @@ def test_peer_in_turns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     )
     peer.chmod(0o755)
     arguments = ("--sequences", "1", "--prompt", "16", "--decode", "4", "--rounds", "1")
-    record = measured(capsys, "peer", "--python", str(peer), *arguments)
+    record = measured("peer", "--python", str(peer), *arguments)
     (row,) = record["result"]["rows"]
     assert record["result"]["peer"] == {"engine": "stand-in"}
     assert row["decode_tok_s"]["peer"] == 2.0

@@ -38,6 +38,14 @@ class WatchedStep:
         return self.pending.sample(masks)
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """As in a terminal: a process that a script starts in the background has its SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def watch(llm: LLM) -> Iterator[Callable[[Callable[[Plan], None]], None]]:
     """Set a check on the model's runner for one test."""
