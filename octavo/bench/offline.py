@@ -86,5 +86,5 @@ def bench_config(values: dict[str, Any], sequences: Sequence[int], prompt: int, 
     """The given settings, with a pool and a batch that hold the largest run, and no prefix cache to help."""
     length = prompt + decode + 64
     sizes = {"max_num_seqs": max(sequences), "max_num_batched_tokens": max(512, max(sequences))}
-    blocks = {"block_size": 16, "num_kv_blocks": max(sequences) * (-(-length // 16) + 1)}
+    blocks = {"block_size": 32, "num_kv_blocks": max(sequences) * (-(-length // 32) + 1)}
     return EngineConfig.from_flat({**sizes, **blocks, **values, "enable_prefix_caching": False})

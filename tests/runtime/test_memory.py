@@ -39,8 +39,8 @@ def settled(free: int = 16 * GIB, device: str = "cpu", **settings: Any) -> tuple
 
 def test_defaults_on_a_cpu_take_one_gib_for_the_cache() -> None:
     limits, budget = settled()
-    assert limits == Limits(8192, 16, GIB // (16 * PER_TOKEN), 64, 256)
-    assert budget.kv_cache == limits.num_kv_blocks * 16 * PER_TOKEN <= GIB
+    assert limits == Limits(8192, 32, GIB // (32 * PER_TOKEN), 64, 256)
+    assert budget.kv_cache == limits.num_kv_blocks * 32 * PER_TOKEN <= GIB
     assert budget.weights == 500
 
 
@@ -48,7 +48,7 @@ def test_the_cache_takes_its_share_when_little_is_free_but_always_one_context() 
     _, budget = settled(free=2 * GIB)
     assert 0.4 * GIB < budget.kv_cache < GIB
     small, _ = settled(free=GIB * 8 // 10)
-    assert small.num_kv_blocks * 16 == 8192
+    assert small.num_kv_blocks * 32 == 8192
 
 
 def test_a_gpu_gives_all_that_is_left() -> None:
@@ -69,18 +69,18 @@ def test_batch_limits_follow_each_other() -> None:
 
 
 def test_a_pool_that_is_given_bounds_the_context_that_is_not() -> None:
-    assert settled(num_kv_blocks=10)[0].max_model_len == 160
+    assert settled(num_kv_blocks=10)[0].max_model_len == 320
     limits, budget = settled(kv_cache_memory=0.25)
-    assert limits.max_model_len == limits.num_kv_blocks * 16
-    assert 0 <= 0.25 * GIB - budget.kv_cache < 16 * PER_TOKEN
+    assert limits.max_model_len == limits.num_kv_blocks * 32
+    assert 0 <= 0.25 * GIB - budget.kv_cache < 32 * PER_TOKEN
 
 
 @pytest.mark.parametrize(
     ("settings", "free", "words"),
     [
         ({"max_model_len": 8193}, 16 * GIB, ["max_model_len", "8193", "8192"]),
-        ({"max_model_len": 161, "num_kv_blocks": 10}, 16 * GIB, ["max_model_len to 160", "num_kv_blocks"]),
-        ({"kv_cache_memory": 0.001}, 16 * GIB, []),
+        ({"max_model_len": 321, "num_kv_blocks": 10}, 16 * GIB, ["max_model_len to 320", "num_kv_blocks"]),
+        ({"kv_cache_memory": 0.002}, 16 * GIB, []),
         ({"kv_cache_memory": 20}, 16 * GIB, ["kv_cache_memory", "20.00 GiB"]),
         ({}, GIB // 2, ["max_model_len", "would fit"]),
         ({}, GIB // 100, ["0.00 GiB of memory are free", "0 would fit"]),
@@ -101,7 +101,7 @@ def test_a_cache_smaller_than_a_block_is_refused() -> None:
 
 
 def test_the_storage_takes_what_the_budget_says() -> None:
-    limits, budget = settled(num_kv_blocks=5)
+    limits, budget = settled(num_kv_blocks=5, block_size=16)
     storage = KVStorage(MODEL, limits.num_kv_blocks, limits.block_size, torch.float32, torch.device("cpu"))
     assert storage.pool.nbytes == budget.kv_cache == 5 * 16 * kv_bytes_per_token(MODEL, torch.float32)
     assert [layer.keys.shape for layer in storage.layers] == [(5, 3, 16, 64)] * 30
