@@ -186,20 +186,26 @@ def test_overload_is_refused_politely(serve: Callable[..., Server]) -> None:
 
 
 def test_disconnect_frees_the_blocks(serve: Callable[..., Server]) -> None:
+    """The engine stops within two steps of hearing it; the rest of the bound is what the client read before it left."""
     server = serve()
 
-    async def leave_early() -> None:
+    async def leave_early() -> int:
         body = {"model": "smollm2-135m", "prompt": TEXT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        num_read = 0
         async with client_of(server) as client, client.stream("POST", "/v1/completions", json=body) as response:
             async for line in response.aiter_lines():
-                if line:
+                num_read += line.startswith("data: ")
+                if num_read == 5:
                     break
+        return num_read
 
     start = server.get("/stats").json()["num_steps"]
-    asyncio.run(leave_early())
+    num_read = asyncio.run(leave_early())
     stats = wait_until_idle(server)
+    num_steps = stats["num_steps"] - start
+    print(f"{num_steps} steps for a client that left after {num_read} events")
     assert stats["num_used_blocks"] == 0
-    assert stats["num_steps"] - start < 200, "the request went on after its client had left"
+    assert num_steps < 30, "the request went on after its client had left"
 
 
 def test_openai_client(serve: Callable[..., Server]) -> None:
