@@ -12,8 +12,6 @@ from octavo.engine.engine import Engine
 from octavo.sampling_params import SamplingParams
 from octavo.types import EngineInfo, Request
 
-MAX_STEPS = 100_000
-
 
 def random_requests(
     count: int, prompt: int, max_tokens: int, vocab_size: int, first_id: int, seed: int

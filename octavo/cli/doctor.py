@@ -96,6 +96,7 @@ def _model(config: EngineConfig) -> Iterator[str]:
         yield "not loaded: the default model is not fetched yet, and no other is named"
         return
     from octavo.build import build_engine
+    from octavo.runtime.memory import MemoryBudget
 
     _, info = build_engine(config)
     yield _row("name", name)
@@ -103,9 +104,8 @@ def _model(config: EngineConfig) -> Iterator[str]:
     yield _row("context", f"{info.max_model_len} tokens")
     yield _row("kv cache", f"{info.num_kv_blocks} blocks of {info.block_size} tokens")
     yield _row("step", f"at most {info.max_num_seqs} sequences and {info.max_num_batched_tokens} tokens")
-    for purpose, num_bytes in info.memory.items():
-        yield _row("memory", f"{_size(num_bytes)}  {purpose.replace('_', ' ')}")
-    yield _row("memory", f"{_size(sum(info.memory.values()))}  in all")
+    for line in MemoryBudget(**info.memory).table().splitlines():
+        yield _row("memory", line)
 
 
 def _kernels(config: EngineConfig) -> Iterator[str]:

@@ -67,7 +67,7 @@ class MemoryBudget:
 
     def table(self) -> str:
         """The budget for people to read, a line for each purpose."""
-        rows = [*self.as_dict().items(), ("total", sum(self.as_dict().values()))]
+        rows = [*self.as_dict().items(), ("in all", sum(self.as_dict().values()))]
         return "\n".join(f"{name.replace('_', ' '):<12}{size / 2**20:>12,.1f} MiB" for name, size in rows)
 
 

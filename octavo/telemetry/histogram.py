@@ -19,7 +19,6 @@ PER_TOKEN_BUCKETS = (
 )
 STEP_TOKENS_BUCKETS = (1.0, *(float(2**k) for k in range(3, 15)))
 HTTP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-COUNT_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 def decades(highest: int) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 I32x16, F32x16 = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 I16x16, F16x16 = ir.VectorType(I16, LANES), ir.VectorType(F16, LANES)
-I8x16, I8x64 = ir.VectorType(I8, LANES), ir.VectorType(I8, 4 * LANES)
+I8x64 = ir.VectorType(I8, 4 * LANES)
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 """Number formats in memory, as the intrinsics take them."""
