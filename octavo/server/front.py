@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+import msgspec
 from starlette.requests import Request
 
 from octavo.config import ServeConfig
 from octavo.errors import InvalidParameter, ModelNotFound
 from octavo.server.admission import Admission
+from octavo.server.body import BodyReader, read_body
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import UnknownParameter, printable
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
 
 MAX_SHOWN_FIELDS = 16
+
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +46,12 @@ class Front:
             raise InvalidParameter(field, f"This model has no tokenizer, so '{field}' cannot be used.")
         return self.tokenizer
 
-    def headers_for(self, unknown: list[str]) -> dict[str, str]:
+    async def read(self, request: Request, reader: BodyReader[Body]) -> tuple[Body, dict[str, str]]:
+        """The request's checked body, and response headers about it. Raises ``RequestError``."""
+        body, unknown = reader.read(await read_body(request, self.config.server.max_request_bytes))
+        return body, self._headers_for(unknown)
+
+    def _headers_for(self, unknown: list[str]) -> dict[str, str]:
         """Response headers about fields that no API defines; raise ``UnknownParameter`` if they are refused."""
         policy = self.config.server.unknown_fields
         if not unknown or policy == "ignore":

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_LOGPROBS, MAX_TOKEN_ID
 from octavo.server.admission import Asked
-from octavo.server.body import BodyReader, read_body
+from octavo.server.body import BodyReader
 from octavo.server.errors import UnsupportedParameter
 from octavo.server.front import Front, front_of
 from octavo.server.generation import Choice, News
@@ -81,8 +81,7 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     front = front_of(request)
     front.admission.check_room()
-    body, unknown = reader.read(await read_body(request, front.config.server.max_request_bytes))
-    headers = front.headers_for(unknown)
+    body, headers = await front.read(request, reader)
     generation = await front.admission.admit(_asked(body, front))
     answer = ChatAnswer(front, body, generation.choices)
     if body.stream:

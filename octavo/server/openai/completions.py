@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
 from octavo.server.admission import Asked
-from octavo.server.body import BodyReader, read_body
+from octavo.server.body import BodyReader
 from octavo.server.errors import UnsupportedParameter
 from octavo.server.front import Front, front_of
 from octavo.server.generation import Choice, News
@@ -55,8 +55,7 @@ router = APIRouter()
 async def create_completion(request: Request) -> Response:
     front = front_of(request)
     front.admission.check_room()
-    body, unknown = reader.read(await read_body(request, front.config.server.max_request_bytes))
-    headers = front.headers_for(unknown)
+    body, headers = await front.read(request, reader)
     asked = _asked(body, front)
     generation = await front.admission.admit(asked)
     answer = CompletionAnswer(front, body, generation.choices)

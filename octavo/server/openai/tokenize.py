@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
 from octavo.server.admission import PromptSource
-from octavo.server.body import BodyReader, read_body
+from octavo.server.body import BodyReader
 from octavo.server.errors import MissingParameter
 from octavo.server.front import Front, front_of
 from octavo.server.openai.chat import conversation
@@ -50,8 +50,7 @@ router = APIRouter()
 @router.post("/tokenize", **documented(TokenizeBody, "Turn text into token ids"))
 async def tokenize(request: Request) -> Response:
     front = front_of(request)
-    body, unknown = tokenize_reader.read(await read_body(request, front.config.server.max_request_bytes))
-    headers = front.headers_for(unknown)
+    body, headers = await front.read(request, tokenize_reader)
     front.check_model(body.model)
     tokenizer = front.need_tokenizer("prompt" if body.messages is None else "messages")
     source, field, adds_special = _source(body, front)
@@ -83,8 +82,7 @@ def _source(body: TokenizeBody, front: Front) -> tuple[PromptSource, str, bool]:
 @router.post("/detokenize", **documented(DetokenizeBody, "Turn token ids into text"))
 async def detokenize(request: Request) -> Response:
     front = front_of(request)
-    body, unknown = detokenize_reader.read(await read_body(request, front.config.server.max_request_bytes))
-    headers = front.headers_for(unknown)
+    body, headers = await front.read(request, detokenize_reader)
     front.check_model(body.model)
     tokenizer = front.need_tokenizer("tokens")
     front.admission.check_in_vocabulary(body.tokens, "tokens")
