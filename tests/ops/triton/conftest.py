@@ -1,0 +1,54 @@
+"""Triton kernels run in Triton's interpreter where there is no CUDA device, and are compiled where there is one.
+
+Interpretation is decided when ``@triton.jit`` decorates a function, the ones of ``triton.language`` included, so it
+has to be asked for before triton is first imported. The environment variable is taken back at once: processes that
+other tests start are not to inherit it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+if not HAS_TRITON:
+    collect_ignore_glob = ["test_*.py"]
+elif DEVICE == "cpu":
+    if "triton" in sys.modules:
+        raise pytest.UsageError("triton was imported before tests/ops/triton could ask for its interpreter")
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton import knobs
+    from triton.runtime import interpreter
+
+    propagate, knobs.propagate_env = knobs.propagate_env, False
+    knobs.runtime.interpret = True
+    knobs.propagate_env = propagate
+    del os.environ["TRITON_INTERPRET"]
+
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        """Triton 3.6 takes ``int()`` of arrays of one element for loop bounds, which numpy 2.4 refuses."""
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = _patch_tensor_and_index
+
+
+def pytest_report_header() -> str:
+    if not HAS_TRITON:
+        return "triton: not installed, its kernels are not tested"
+    return f"triton kernels: {'compiled' if DEVICE == 'cuda' else 'interpreted'}"
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the kernels under test take their tensors from."""
+    return DEVICE
