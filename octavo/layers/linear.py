@@ -10,11 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo.layers.norm import RMSNorm
+from octavo.ops.linear import Activation, compose
 from octavo.quant.scheme import LinearWeight
 
 
 class Linear:
-    """``x @ weight.T + bias``, where the weight may be several maps side by side (query, key and value, say).
+    """A linear map, where the weight may be several side by side (query, key and value, say).
 
     Parts that are stored alike are one weight; the outputs of the others are put beside each other.
     """
@@ -23,7 +25,20 @@ class Linear:
         self.weights = list(weights)
         self.bias_N = bias_N
 
-    def __call__(self, x_TK: Tensor) -> Tensor:
-        outputs = [weight.apply(x_TK) for weight in self.weights]
-        y_TN = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+    def __call__(
+        self,
+        x_TK: Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        residual: Tensor | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        """``act(norm(x) @ weight.T + bias) + residual``, see ``ops.linear``; ``residual`` may be overwritten."""
+        norm_K, eps = (None, 0.0) if norm is None else (norm.weight_D, norm.eps)
+        if len(self.weights) == 1:
+            return self.weights[0].apply(x_TK, self.bias_N, norm_K, eps, residual, activation)
+        return compose(x_TK, norm_K, eps, residual, activation, self._side_by_side)
+
+    def _side_by_side(self, x_TK: Tensor) -> Tensor:
+        y_TN = torch.cat([weight.apply(x_TK) for weight in self.weights], dim=-1)
         return y_TN if self.bias_N is None else y_TN.add_(self.bias_N)

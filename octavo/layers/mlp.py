@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo import ops
 from octavo.layers.linear import Linear
+from octavo.layers.norm import RMSNorm
+from octavo.ops.linear import Activation
 
 
-class SwiGLU:
-    """``down(silu(gate(x)) * up(x))``; ``gate_up`` computes the F gates and then the F ups."""
+class GatedMLP:
+    """``x + down(act(gate(norm(x))) * up(norm(x)))``; ``gate_up`` computes the F gates and then the F ups."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, norm: RMSNorm, gate_up: Linear, down: Linear, activation: Activation = "silu") -> None:
+        self.norm = norm
         self.gate_up = gate_up
         self.down = down
+        self.activation = activation
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return self.down(ops.silu_and_mul(self.gate_up(x_TD)))
+        """The next residual stream; ``x`` may be overwritten."""
+        return self.down(self.gate_up(x_TD, norm=self.norm, activation=self.activation), residual=x_TD)

@@ -8,10 +8,11 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from octavo.errors import CheckpointError
-from octavo.layers.attention import LayerCache, PagedRows
 from octavo.models.config import ModelConfig
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.loader import Source, WeightLoader
+from octavo.models.qwen3 import Qwen3ForCausalLM
+from octavo.ops.attention import LayerCache, PagedRows
 from octavo.quant.scheme import WeightFormat
 
 
@@ -28,6 +29,7 @@ class CausalLM(Protocol):
 ARCHITECTURES: dict[str, type[LlamaForCausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
 }
 
 

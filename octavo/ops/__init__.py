@@ -1,11 +1,23 @@
 """Operations on tensors: one file each, holding the contract and its plain-torch reference; see ``dispatch``."""
 
 from octavo.ops.apply_rope import apply_rope
+from octavo.ops.attention import attention
 from octavo.ops.block_linear import block_linear
+from octavo.ops.gelu_and_mul import gelu_and_mul
 from octavo.ops.linear import linear
 from octavo.ops.paged_attention import paged_attention
 from octavo.ops.rms_norm import rms_norm
 from octavo.ops.silu_and_mul import silu_and_mul
 from octavo.ops.store_kv import store_kv
 
-__all__ = ["apply_rope", "block_linear", "linear", "paged_attention", "rms_norm", "silu_and_mul", "store_kv"]
+__all__ = [
+    "apply_rope",
+    "attention",
+    "block_linear",
+    "gelu_and_mul",
+    "linear",
+    "paged_attention",
+    "rms_norm",
+    "silu_and_mul",
+    "store_kv",
+]

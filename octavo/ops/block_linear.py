@@ -21,8 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from octavo.ops.dispatch import op
+from octavo.ops.linear import Activation, compose
 from octavo.weights.blocks import BlockTensor, Groups, split_groups
 
 PANEL = 16
@@ -127,8 +129,16 @@ def _smallest_exact(scales: npt.NDArray[np.float32]) -> npt.NDArray[np.floating]
 
 
 @op
-def block_linear(x_TK: Tensor, packed: PackedBlocks) -> Tensor:
-    """``x @ weight.T`` as float32 [T, N], for float32 activations.
+def block_linear(
+    x_TK: Tensor,
+    packed: PackedBlocks,
+    bias_N: Tensor | None = None,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    residual_TN: Tensor | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
+    """``act(rms_norm(x) @ weight.T + bias) + residual`` as ``ops.linear`` has it, all in float32.
 
     The reference is exact up to float32 rounding. Kernels may round each group of a row of activations to
     8 bits: an error of at most scale / 2 = max |x| / 254 for each activation of the group, so that::
@@ -137,4 +147,8 @@ def block_linear(x_TK: Tensor, packed: PackedBlocks) -> Tensor:
 
     A kernel's row depends on that row of ``x`` alone, to the bit.
     """
-    return x_TK @ packed.unpack().T
+
+    def multiply(normed_TK: Tensor) -> Tensor:
+        return functional.linear(normed_TK, packed.unpack(), bias_N)
+
+    return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)

@@ -6,6 +6,8 @@ B blocks of the longest table, C positions of a context, Q rows of one sequence 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -24,8 +26,14 @@ def paged_attention(
     cu_seqlens_q: Tensor,
     seq_lens_S: Tensor,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Attend from every row to the positions of its sequence up to its own; a new tensor [T, N, H] of q's dtype.
+
+    With a ``window`` a row sees that many positions at most, its own included; with a ``softcap`` scores become
+    ``softcap * tanh(scores / softcap)``; ``sinks`` (float32) put one more logit a head into the softmax's denominator.
 
     Caches are ``[num_blocks, K, block_size, H]`` and hold this step's keys and values already. Rows
     ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` (int32 [S + 1]) are the last positions of sequence s, whose
@@ -33,6 +41,7 @@ def paged_attention(
     Nothing is read beyond a context: neither table entries past its last block nor slots past its last position.
     Sums are taken in float32 at least.
     """
+    rule = ScoreRule(scale, window, softcap, sinks_N)
     out_TNH = torch.empty_like(q_TNH)
     starts, seq_lens = cu_seqlens_q.tolist(), seq_lens_S.tolist()
     single: list[int] = []
@@ -42,7 +51,7 @@ def paged_attention(
             single.append(s)
         elif rows.stop > rows.start:
             keys, values = _context(k_cache, v_cache, block_tables_SB[s], seq_len)
-            _attend(q_TNH[rows], keys, values, scale, out_TNH[rows])
+            _attend(q_TNH[rows], keys, values, rule, out_TNH[rows])
     single.sort(key=lambda s: seq_lens[s])
     while single:  # from the longest, as many as fit beside each other
         room = max(1, MAX_SCRATCH // (seq_lens[single[-1]] * k_cache.shape[1] * k_cache.shape[3]))
@@ -50,8 +59,28 @@ def paged_attention(
         group_S = torch.tensor(group, device=q_TNH.device)
         rows_S = cu_seqlens_q[group_S].long()
         tables, lens_S = block_tables_SB[group_S], seq_lens_S[group_S]
-        out_TNH[rows_S] = _attend_single(q_TNH[rows_S], k_cache, v_cache, tables, lens_S, scale)
+        out_TNH[rows_S] = _attend_single(q_TNH[rows_S], k_cache, v_cache, tables, lens_S, rule)
     return out_TNH
+
+
+class ScoreRule(NamedTuple):
+    """How scores become weights."""
+
+    scale: float
+    window: int
+    softcap: float
+    sinks_N: Tensor | None
+
+    def weights(self, products: Tensor, is_hidden: Tensor) -> Tensor:
+        """Softmax over the last axis of ``products`` [..., N, rows, C], which is overwritten."""
+        scores = products.mul_(self.scale)
+        if self.softcap:
+            scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        scores = scores.masked_fill_(is_hidden, float("-inf"))
+        if self.sinks_N is None:
+            return scores.softmax(dim=-1)
+        sinks = self.sinks_N.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def _context(k_cache: Tensor, v_cache: Tensor, table_B: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -62,7 +91,7 @@ def _context(k_cache: Tensor, v_cache: Tensor, table_B: Tensor, seq_len: int) ->
     return keys, values
 
 
-def _attend(q_QNH: Tensor, k_KCH: Tensor, v_KCH: Tensor, scale: float, out_QNH: Tensor) -> None:
+def _attend(q_QNH: Tensor, k_KCH: Tensor, v_KCH: Tensor, rule: ScoreRule, out_QNH: Tensor) -> None:
     """The last rows of one sequence, some at a time; each group sees only the keys up to its own last row."""
     num_rows, N, H = q_QNH.shape
     K, seq_len, _ = k_KCH.shape
@@ -75,15 +104,17 @@ def _attend(q_QNH: Tensor, k_KCH: Tensor, v_KCH: Tensor, scale: float, out_QNH: 
         start = seq_len - num_rows + first
         end = start + Q
         q_KGQH = q.view(Q, K, N // K, H).permute(1, 2, 0, 3)
-        scores = (q_KGQH.reshape(K, -1, H) @ k_KCH[:, :end].mT).mul_(scale).view(K, -1, Q, end)
-        is_later_QC = torch.ones(Q, end, dtype=torch.bool, device=q.device).triu_(start + 1)
-        weights = scores.masked_fill_(is_later_QC, float("-inf")).softmax(dim=-1)
+        products = (q_KGQH.reshape(K, -1, H) @ k_KCH[:, :end].mT).view(N, Q, end)
+        is_hidden_QC = torch.ones(Q, end, dtype=torch.bool, device=q.device).triu_(start + 1)
+        if rule.window:
+            is_hidden_QC |= torch.ones_like(is_hidden_QC).tril_(start - rule.window)
+        weights = rule.weights(products, is_hidden_QC)
         out_KGQH = (weights.view(K, -1, end) @ v_KCH[:, :end]).view(K, -1, Q, H)
         out_QNH[first : first + Q] = out_KGQH.permute(2, 0, 1, 3).reshape(Q, N, H)
 
 
 def _attend_single(
-    q_SNH: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables_SB: Tensor, seq_lens_S: Tensor, scale: float
+    q_SNH: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables_SB: Tensor, seq_lens_S: Tensor, rule: ScoreRule
 ) -> Tensor:
     """One row for each of several sequences, their contexts padded to the longest."""
     S, N, H = q_SNH.shape
@@ -92,8 +123,12 @@ def _attend_single(
     num_blocks = -(-int(seq_lens_S.max()) // block_size)
     tables = block_tables_SB[:, :num_blocks]
     k_SKCH, v_SKCH = (cache[tables].transpose(1, 2).flatten(2, 3).to(dtype) for cache in (k_cache, v_cache))
-    is_beyond_SC = torch.arange(num_blocks * block_size, device=q_SNH.device) >= seq_lens_S.unsqueeze(1)
+    positions = torch.arange(num_blocks * block_size, device=q_SNH.device)
+    is_beyond_SC = positions >= seq_lens_S.unsqueeze(1)
     v_SKCH.masked_fill_(is_beyond_SC[:, None, :, None], 0)  # a weight of 0 would not undo a NaN left in a free slot
-    scores = (q_SNH.to(dtype).view(S, K, N // K, H) @ k_SKCH.mT).mul_(scale)
-    weights = scores.masked_fill_(is_beyond_SC[:, None, None, :], float("-inf")).softmax(dim=-1)
-    return (weights @ v_SKCH).view(S, N, H).to(q_SNH.dtype)
+    is_hidden_SC = is_beyond_SC
+    if rule.window:
+        is_hidden_SC = is_beyond_SC | (positions < seq_lens_S.unsqueeze(1) - rule.window)
+    products = (q_SNH.to(dtype).view(S, K, N // K, H) @ k_SKCH.mT).view(S, N, 1, -1)
+    weights = rule.weights(products, is_hidden_SC[:, None, None, :])
+    return (weights.view(S, K, N // K, -1) @ v_SKCH).view(S, N, H).to(q_SNH.dtype)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
 from octavo.ops.dispatch import REFERENCE
+from octavo.ops.linear import Activation
 from octavo.weights.blocks import BlockTensor
 
 
@@ -25,8 +26,16 @@ class BlockWeight:
     def num_bytes(self) -> int:
         return self.packed.num_bytes
 
-    def apply(self, x_TK: Tensor) -> Tensor:
-        return block_linear(x_TK, self.packed)
+    def apply(
+        self,
+        x_TK: Tensor,
+        bias_N: Tensor | None = None,
+        norm_K: Tensor | None = None,
+        eps: float = 0.0,
+        residual_TN: Tensor | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        return block_linear(x_TK, self.packed, bias_N, norm_K, eps, residual_TN, activation)
 
 
 class PackedBlockScheme:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.ops.linear import Activation
 from octavo.quant.blocks import PackedBlockScheme
 from octavo.weights.blocks import BlockTensor, dequantize
 
@@ -34,8 +35,16 @@ class LinearWeight(Protocol):
         """Memory it takes."""
         ...
 
-    def apply(self, x_TK: Tensor) -> Tensor:
-        """``x @ weight.T`` as [T, N], in the dtype of x."""
+    def apply(
+        self,
+        x_TK: Tensor,
+        bias_N: Tensor | None = None,
+        norm_K: Tensor | None = None,
+        eps: float = 0.0,
+        residual_TN: Tensor | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        """``act(rms_norm(x) @ weight.T + bias) + residual`` in the dtype of x; see ``ops.linear``."""
         ...
 
 
@@ -82,8 +91,16 @@ class DenseWeight:
     def num_bytes(self) -> int:
         return self.weight_NK.nbytes
 
-    def apply(self, x_TK: Tensor) -> Tensor:
-        return ops.linear(x_TK, self.weight_NK, None)
+    def apply(
+        self,
+        x_TK: Tensor,
+        bias_N: Tensor | None = None,
+        norm_K: Tensor | None = None,
+        eps: float = 0.0,
+        residual_TN: Tensor | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        return ops.linear(x_TK, self.weight_NK, bias_N, norm_K, eps, residual_TN, activation)
 
 
 def best_scheme(device: torch.device) -> BlockScheme | None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.layers.attention import PagedRows
+from octavo.ops.attention import PagedRows
 from octavo.types import Plan, Sequence
 
 Ints = npt.NDArray[np.int32]
@@ -87,6 +87,7 @@ class BatchBuilder:
                 self._tensor(tables_SB),
                 torch.tensor(first_rows, dtype=torch.int32, device=self.device),
                 self._tensor(seq_lens.astype(np.int32)),
+                int(query_lens.max()),
             ),
             first_rows,
         )

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from octavo.layers.attention import LayerCache
 from octavo.models.config import ModelConfig
+from octavo.ops.attention import LayerCache
 
 
 class KVStorage:

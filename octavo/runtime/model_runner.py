@@ -82,7 +82,7 @@ class ModelRunner:
             if item.samples:
                 chosen.extend(range(end - 1 - len(item.drafts), end))
                 rows.extend(_rows(item, masks))
-        choices = iter(self._sampler.sample(self._model.logits(x_TD[chosen]), rows) if rows else [])
+        choices = iter(self._sampler.sample(self._model.logits(x_TD[chosen]).float(), rows) if rows else [])
         results = []
         for item, first in zip(plan, batch.first_rows, strict=False):
             sampled = _accept(item, choices) if item.samples else Sampled([])
@@ -99,7 +99,7 @@ class ModelRunner:
         sampled.prompt_logprobs = []
         for first in range(0, len(targets), LOGPROB_ROWS):
             tokens = targets[first : first + LOGPROB_ROWS]
-            logits_RV = self._model.logits(x_TD[first : first + len(tokens)])
+            logits_RV = self._model.logits(x_TD[first : first + len(tokens)]).float()
             if not all(are_finite(logits_RV)):
                 sampled.tokens, sampled.error = [], NOT_NUMBERS
                 return

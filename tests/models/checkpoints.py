@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 SHAPE = {
     "vocab_size": 97,
@@ -42,23 +50,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "linear_rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"head_dim": 16, "sliding_window": None},
+    "qwen3": {"head_dim": 16},
+}
+CLASSES: dict[str, Any] = {
+    "mistral": (MistralForCausalLM, MistralConfig),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
 }
 
 
-def make_checkpoint(folder: Path, variant: str) -> LlamaForCausalLM | MistralForCausalLM:
+def make_checkpoint(folder: Path, variant: str) -> PreTrainedModel:
     """Write a variant to the folder; returns the float32 model that it holds."""
     torch.manual_seed(sorted(VARIANTS).index(variant))
     values = {**SHAPE, **VARIANTS[variant]}
-    if variant == "mistral":
-        model: Any = MistralForCausalLM(MistralConfig(**values))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**values))
+    model_class, config_class = CLASSES.get(variant, (LlamaForCausalLM, LlamaConfig))
+    model: Any = model_class(config_class(**values))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("norm.weight", ".bias")):  # else all ones and zeros: mistakes would not show
                 weight.add_(torch.randn_like(weight) * 0.3)
     model.eval().save_pretrained(folder)
-    return model
+    made: PreTrainedModel = model
+    return made
 
 
 class FolderSource:

@@ -99,7 +99,7 @@ def test_parts_of_one_kind_are_one_weight(tmp_path: Path) -> None:
     source = FolderSource(tmp_path)
     loaded = load_model(ModelConfig.from_dict(source.config), source, WeightFormat(torch.bfloat16, CPU))
     layer: Any = loaded.model.layers[0]  # type: ignore[attr-defined]
-    assert len(layer.attention.qkv_proj.weights) == len(layer.mlp.gate_up.weights) == 1
+    assert len(layer.qkv_proj.weights) == len(layer.mlp.gate_up.weights) == 1
     num_parameters = sum(tensor.numel() for tensor in source.tensors.values())
     assert (loaded.num_parameters, loaded.num_bytes) == (num_parameters, 2 * num_parameters)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops import dispatch
+from octavo.ops.linear import Activation
 
 ATTENTION = importlib.import_module("octavo.ops.paged_attention")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -77,6 +78,22 @@ def test_linear(with_bias: bool) -> None:
     assert_close(ops.linear(x, weight, bias), expected)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_linear_with_all_that_stands_around_it(activation: Activation) -> None:
+    x, weight, bias, norm, residual = (torch.randn(s) for s in ((4, 10), (6, 10), (6,), (10,), (4, 3)))
+    wide = x.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
+    gate, up = (normed @ weight.double().T + bias.double()).chunk(2, dim=-1)
+    if activation == "silu":
+        acted = gate * gate.sigmoid()
+    elif activation == "gelu":
+        acted = gate * 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
+    else:
+        acted = gate * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    expected = acted * up + residual.double()
+    assert_close(ops.linear(x, weight, bias, norm, 1e-5, residual.clone(), activation), expected)
+
+
 def test_store_kv_writes_its_slots_and_no_other() -> None:
     k, v = torch.randn(3, 2, 4), torch.randn(3, 2, 4)
     caches = torch.full((2, 5, 2, 8, 4), math.nan, dtype=torch.bfloat16).unbind()
@@ -88,7 +105,15 @@ def test_store_kv_writes_its_slots_and_no_other() -> None:
         assert cache.isnan().sum() == cache.numel() - rows.numel()
 
 
-def attend_plainly(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def attend_plainly(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """One sequence, one row, one head at a time; keys and values are [C, K, H]."""
     num_rows, num_heads, _ = q.shape
     out = torch.empty(q.shape, dtype=torch.float64)
@@ -96,8 +121,13 @@ def attend_plainly(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Ten
     for i in range(num_rows):
         end = len(keys) - num_rows + i + 1
         for n in range(num_heads):
-            weights = (keys[:end, n // group] @ q[i, n].double() * scale).softmax(0)
-            out[i, n] = weights @ values[:end, n // group]
+            start = max(0, end - window) if window else 0
+            scores = keys[start:end, n // group] @ q[i, n].double() * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            extra = 0 if sinks is None else sinks[n].double().exp()
+            weights = scores.exp() / (scores.exp().sum() + extra)
+            out[i, n] = weights @ values[start:end, n // group]
     return out
 
 
@@ -112,7 +142,11 @@ def attend_plainly(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Ten
     ],
 )
 @pytest.mark.parametrize("max_scratch", [1, ATTENTION.MAX_SCRATCH])
+@pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(0, 0.0, False), (6, 0.0, False), (3, 0.7, True)])
 def test_paged_attention(
+    window: int,
+    softcap: float,
+    has_sinks: bool,
     lengths: list[tuple[int, int]],
     num_heads: int,
     num_kv_heads: int,
@@ -127,17 +161,19 @@ def test_paged_attention(
     free = (torch.randperm(num_blocks - 1) + 1).tolist()
     tables = torch.zeros(len(lengths), 10, dtype=torch.int32)
     q = torch.randn(sum(rows for rows, _ in lengths), num_heads, head_dim).to(dtype)
+    sinks = torch.randn(num_heads) if has_sinks else None
     expected, first = [], 0
     for s, (num_rows, seq_len) in enumerate(lengths):
         keys, values = torch.randn(2, seq_len, num_kv_heads, head_dim).to(dtype)
         tables[s, : -(-seq_len // block_size)] = torch.tensor([free.pop() for _ in range(-(-seq_len // block_size))])
         slots = torch.tensor([int(tables[s, p // block_size]) * block_size + p % block_size for p in range(seq_len)])
         ops.store_kv(keys, values, *caches, slots)
-        expected.append(attend_plainly(q[first : first + num_rows], keys.double(), values.double(), 0.3))
+        rows = q[first : first + num_rows]
+        expected.append(attend_plainly(rows, keys.double(), values.double(), 0.3, window, softcap, sinks))
         first += num_rows
     cu_seqlens_q = torch.tensor([0, *(rows for rows, _ in lengths)]).cumsum(0).to(torch.int32)
     seq_lens = torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32)
-    found = ops.paged_attention(q, *caches, tables, cu_seqlens_q, seq_lens, 0.3)
+    found = ops.paged_attention(q, *caches, tables, cu_seqlens_q, seq_lens, 0.3, window, softcap, sinks)
     assert found.dtype == dtype
     assert_close(found, torch.cat(expected))
 

@@ -12,9 +12,12 @@ from typing import Any
 from octavo import ops
 from octavo.ops.dispatch import Op
 
+_HERE = [name for name in ops.__all__ if importlib.util.find_spec(f"{__name__}.{name}") is not None]
+"""The ops that have a kernel in this folder."""
+
 
 def _decline_all(reason: str) -> None:
-    for name in ops.__all__:
+    for name in _HERE:
         op: Op[..., Any] = getattr(ops, name)
         op.kernel(device="cpu", name="numba", preference=10, supports=lambda dtype: reason)(op.reference)
 
@@ -24,6 +27,5 @@ try:
 except ImportError as error:  # not installed, or not made for this Python or numpy
     _decline_all(f"numba cannot be imported: {error}")
 else:
-    for _name in ops.__all__:
-        if importlib.util.find_spec(f"{__name__}.{_name}") is not None:
-            importlib.import_module(f"{__name__}.{_name}")
+    for _name in _HERE:
+        importlib.import_module(f"{__name__}.{_name}")

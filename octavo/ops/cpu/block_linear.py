@@ -17,6 +17,7 @@ from octavo.ops.cpu.memory import fields, keep, read, view
 from octavo.ops.cpu.quantize import quantize_rows
 from octavo.ops.cpu.threads import pool_address, run
 from octavo.ops.cpu.vector_ir import FLOAT16, FLOAT32
+from octavo.ops.linear import Activation, compose
 
 TOKENS_AT_ONCE = 256
 """Rows of activations that stay in the second-level cache while panel after panel goes over them."""
@@ -121,8 +122,25 @@ def _supports(dtype: torch.dtype) -> str | None:
 
 
 @block_linear.kernel(device="cpu", name="numba", preference=10, supports=_supports)
-def block_linear_numba(x_TK: Tensor, packed: PackedBlocks) -> Tensor:
+def block_linear_numba(
+    x_TK: Tensor,
+    packed: PackedBlocks,
+    bias_N: Tensor | None = None,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    residual_TN: Tensor | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
     """See ``ops.block_linear``; activations are rounded to 8 bits, with the error that its contract states."""
+
+    def multiply(normed_TK: Tensor) -> Tensor:
+        y_TN = _multiply_panels(normed_TK, packed)
+        return y_TN if bias_N is None else y_TN.add_(bias_N)
+
+    return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)
+
+
+def _multiply_panels(x_TK: Tensor, packed: PackedBlocks) -> Tensor:
     (T, K), (N, K_weight) = x_TK.shape, packed.shape
     if K_weight != K:
         raise ValueError(f"block_linear: x has {K} columns, the weight takes {K_weight}")

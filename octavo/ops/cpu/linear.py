@@ -14,7 +14,7 @@ from octavo.ops.cpu.memory import fields, keep, read
 from octavo.ops.cpu.tensors import FORMATS, declines_floats, whole_vectors
 from octavo.ops.cpu.threads import pool_address, run
 from octavo.ops.cpu.vector_ir import FORMAT_BYTES, LANES
-from octavo.ops.linear import linear
+from octavo.ops.linear import Activation, compose, linear
 
 ROWS_AT_ONCE = 64
 """Weight rows that stay in the second-level cache while all tokens go over them; also the least for a thread."""
@@ -60,8 +60,20 @@ def _multiply(pool: int, task: int, weight: int, x: int, out: int, T: int, N: in
 
 
 @linear.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
-def linear_numba(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+def linear_numba(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    residual_TN: Tensor | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
     """See ``ops.linear``."""
+    return compose(x_TK, norm_K, eps, residual_TN, activation, lambda normed_TK: _linear(normed_TK, weight_NK, bias_N))
+
+
+def _linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     (T, K), (N, K_weight) = x_TK.shape, weight_NK.shape
     if K_weight != K or weight_NK.dtype != x_TK.dtype:
         raise ValueError(f"linear: x is {K} columns of {x_TK.dtype}, the weight {K_weight} of {weight_NK.dtype}")

@@ -209,11 +209,18 @@ def paged_attention_numba(
     cu_seqlens_q: Tensor,
     seq_lens_S: Tensor,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """See ``ops.paged_attention``; the caches must be contiguous, of float32, bfloat16 or float16.
 
-    Raises ``IndexError`` when lengths or block numbers do not fit the tensors.
+    Windows, soft caps and sinks are left to the reference. Raises ``IndexError`` when lengths or block numbers do
+    not fit the tensors.
     """
+    if window or softcap or sinks_N is not None:
+        rows = (block_tables_SB, cu_seqlens_q, seq_lens_S)
+        return paged_attention.reference(q_TNH, k_cache, v_cache, *rows, scale, window, softcap, sinks_N)
     (T, N, H), (num_blocks, K, block_size, H_cache) = q_TNH.shape, k_cache.shape
     if H_cache != H or N % K or v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype:
         raise ValueError(f"paged_attention: {N} heads of {H}, caches {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")

@@ -1,0 +1,101 @@
+"""The attention of one layer, from the projected queries, keys and values to the heads' outputs.
+
+Shapes: T tokens of the step, S sequences, N heads, K kv heads, H head dim, W = (N + 2 K) H, R rotated pairs,
+B blocks of the longest table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from octavo.ops.apply_rope import apply_rope
+from octavo.ops.dispatch import op
+from octavo.ops.paged_attention import paged_attention
+from octavo.ops.rms_norm import rms_norm
+from octavo.ops.store_kv import store_kv
+
+
+class HeadLayout(NamedTuple):
+    """What is fixed about a layer's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    q_norm_H: Tensor | None = None
+    """RMSNorm weight of every query head, applied before the rotation; ``k_norm_H`` goes with it."""
+    k_norm_H: Tensor | None = None
+    norm_eps: float = 0.0
+    window: int = 0
+    """A row sees the last ``window`` positions up to its own; 0: all of them."""
+    softcap: float = 0.0
+    """Scores become ``softcap * tanh(scores / softcap)``; 0: they stay."""
+    sinks_N: Tensor | None = None
+    """float32: one more logit for each head in the denominator of the softmax."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Columns of queries, keys and values in a row."""
+        return [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+
+
+class LayerCache(NamedTuple):
+    """One layer's keys and values, each ``[num_blocks, K, block_size, H]``."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Where the rows of a step belong: whose they are, and where their keys and values are kept.
+
+    Rows from ``cu_seqlens_q[S]`` on are padding, and so are sequences without rows, whose length is 0.
+    """
+
+    slot_mapping_T: Tensor
+    """int64: the slot of each row, block * block_size + offset; negative for padding."""
+    block_tables_SB: Tensor
+    """int32, padded with anything."""
+    cu_seqlens_q: Tensor
+    """int32 [S + 1]: rows ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` are those of sequence s."""
+    seq_lens_S: Tensor
+    """int32: length of each context, the rows of this step included."""
+    max_query_len: int
+    """No sequence has more rows. With 1, row s is sequence s."""
+
+
+@op
+def attention(
+    qkv_TW: Tensor, heads: HeadLayout, cos_TR: Tensor | None, sin_TR: Tensor | None, cache: LayerCache, rows: PagedRows
+) -> Tensor:
+    """Norm and rotate queries and keys, store keys and values, attend; a new tensor [T, N * H] of qkv's dtype.
+
+    A row of ``qkv`` holds N query heads, then K key heads, then K value heads. Angles are float32, or ``None``
+    for a model without rotary positions. What padded rows give is unspecified, and nothing is stored for them.
+    """
+    T = qkv_TW.shape[0]
+    parts = qkv_TW.split_with_sizes(heads.sizes, dim=-1)
+    q_TNH, k_TKH, v_TKH = (part.view(T, -1, heads.head_dim) for part in parts)
+    if heads.q_norm_H is not None and heads.k_norm_H is not None:
+        q_TNH = rms_norm(q_TNH.reshape(-1, heads.head_dim), heads.q_norm_H, heads.norm_eps).view(q_TNH.shape)
+        k_TKH = rms_norm(k_TKH.reshape(-1, heads.head_dim), heads.k_norm_H, heads.norm_eps).view(k_TKH.shape)
+    if cos_TR is not None and sin_TR is not None:
+        q_TNH, k_TKH = apply_rope(q_TNH, k_TKH, cos_TR, sin_TR)
+    store_kv(k_TKH, v_TKH, cache.keys, cache.values, rows.slot_mapping_T)
+    out_TNH = paged_attention(
+        q_TNH,
+        cache.keys,
+        cache.values,
+        rows.block_tables_SB,
+        rows.cu_seqlens_q,
+        rows.seq_lens_S,
+        heads.scale,
+        heads.window,
+        heads.softcap,
+        heads.sinks_N,
+    )
+    return out_TNH.view(T, -1)
