@@ -1,14 +1,15 @@
 """How kernels are launched, and the two settings that the runner makes around a forward pass.
 
-Programmatic dependent launch (CUDA programming guide, section 6.2.8.1) lets a kernel start while the one before it
-drains. Its rules for every kernel of a step, kept by calling ``after_predecessor``:
+Programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch and Synchronization") lets a
+kernel start while the one before it drains. Its rules for every kernel of a step:
 
 1. load constants (weights, norm weights, tables of angles);
-2. wait for the predecessor, then release the successor, with ``after_predecessor(PDL)``;
+2. ``after_predecessor(PDL)``: wait for the predecessor, then let the successor start;
 3. the body.
 
-As successors are released only after the wait, all kernels but the last have ended when a kernel starts:
-before its wait it may read what was written at least two kernels earlier, and nothing younger.
+A kernel that wants memory to itself calls ``wait_for_predecessor`` and, after its main loop, ``start_successor``.
+As successors start only after the wait, all kernels but the last have ended when a kernel starts: before its wait it
+may read what was written at least two kernels earlier, and nothing younger.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 HOPPER = (9, 0)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 _pdl = ContextVar("pdl", default=False)
 _invariant = ContextVar("invariant", default=False)
@@ -41,7 +43,7 @@ def pdl() -> Iterator[None]:
 
     It costs host time for each launch, so it is for the capture of CUDA graphs, where launches are recorded once.
     """
-    with _set(_pdl, torch.cuda.is_available() and _capability(torch.cuda.current_device()) >= HOPPER):
+    with _set(_pdl, torch.cuda.is_available() and torch.cuda.get_device_capability() >= HOPPER):
         yield
 
 
@@ -63,11 +65,24 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 @triton.jit
-def after_predecessor(PDL: tl.constexpr) -> None:
-    """Wait until the kernel before this one is complete and its writes are visible, then let the next one start."""
+def wait_for_predecessor(PDL: tl.constexpr) -> None:
+    """Wait until the kernel before this one has ended and its writes are visible."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def start_successor(PDL: tl.constexpr) -> None:
+    """Let the next kernel start; it does when all programs of this one have come here or ended."""
+    if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def after_predecessor(PDL: tl.constexpr) -> None:
+    """Wait for the kernel before this one, then let the next one start."""
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
 
 
 @functools.cache
@@ -76,9 +91,9 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-@functools.cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+def declines_floats(dtype: torch.dtype) -> str | None:
+    """Why kernels for floats cannot take this dtype, or ``None``."""
+    return None if dtype in FLOATS else f"they take {', '.join(map(str, FLOATS))}; this is {dtype}"
 
 
 @contextlib.contextmanager

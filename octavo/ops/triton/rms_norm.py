@@ -1,0 +1,57 @@
+"""``rms_norm`` for CUDA devices: a row stays in registers, and its sum has one order whatever the other rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.rms_norm import rms_norm
+from octavo.ops.triton.launch import after_predecessor, declines_floats, launch
+
+NUMBERS_A_PROGRAM = 1024
+"""Narrow rows, like those of heads, share a program."""
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr: Any,
+    weight_ptr: Any,
+    out_ptr: Any,
+    eps: Any,
+    num_rows: Any,
+    row_stride: Any,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """ROWS rows of D columns, filled up to BLOCK with zeros."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows) & (d < D)
+    weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    after_predecessor(PDL)
+    x = tl.load(x_ptr + row * row_stride + d, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
+    tl.store(out_ptr + row * D + d, (x * scale[:, None] * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@rms_norm.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def rms_norm_triton(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """See ``ops.rms_norm``; ``x`` may have more than two axes."""
+    D = x_TD.shape[-1]
+    x = x_TD.reshape(-1, D)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    block = triton.next_power_of_2(D)
+    rows = max(1, NUMBERS_A_PROGRAM // block)
+    if len(x):
+        grid = (triton.cdiv(len(x), rows),)
+        warps = min(max(block * rows // 512, 1), 16)
+        launch(rms_norm_kernel, grid, x, weight_D, out, eps, len(x), x.stride(0), D, rows, block, num_warps=warps)
+    return out
