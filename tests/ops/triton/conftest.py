@@ -12,6 +12,7 @@ import os
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ elif DEVICE == "cpu":
     if "triton" in sys.modules:
         raise pytest.UsageError("triton was imported before tests/ops/triton could ask for its interpreter")
     os.environ["TRITON_INTERPRET"] = "1"
+    import triton.language as tl
     from triton import knobs
     from triton.runtime import interpreter
 
@@ -40,6 +42,17 @@ elif DEVICE == "cpu":
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = _patch_tensor_and_index
+
+    _dot = interpreter.InterpreterBuilder.create_dot
+
+    def _dot_of_bfloat16(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+        """Triton 3.6 multiplies the bit patterns of bfloat16 numbers, which it keeps as integers."""
+        return _dot(builder, *(_as_float32(x) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *rest)
+
+    def _as_float32(x: Any) -> Any:
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    interpreter.InterpreterBuilder.create_dot = _dot_of_bfloat16
 
 
 def pytest_report_header() -> str:
