@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from octavo.runtime import logits as processors
-from octavo.runtime.noise import exponentials, token_hashes
+from octavo.ops.noise import exponentials, token_hashes
 from octavo.sampling_params import SamplingParams
 from octavo.types import TokenLogprobs
 

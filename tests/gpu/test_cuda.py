@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.runtime.noise import exponentials, token_hashes
+from octavo.ops.noise import exponentials, token_hashes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
