@@ -1,0 +1,259 @@
+"""Decode attention in Triton: against float64 over ragged contexts, blind to unused memory, writing one slot a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.triton.configs.decode_attention import DecodeConfig, config_for
+from octavo.ops.triton.decode_attention import Prologue, run_decode_attention
+
+NAN = float("nan")
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+ROUNDING = {torch.float32: 2**-22, torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float8_e4m3fn: 2**-3}
+INTERPRETED_ROUNDING = {**ROUNDING, torch.float8_e4m3fn: 0.5}
+"""Triton 3.6's interpreter loses the carry when it rounds up to a power of two."""
+SMALL = DecodeConfig(tile=16, warps=4, stages=2, splits=3)
+EDGES = [1, 0, 2, 15, 16, 17, 31, 32, 33, 48, 49, 97, 200]
+"""Lengths around the edges of blocks and tiles; 0 is a padded sequence."""
+
+
+def layout(N: int = 4, K: int = 2, H: int = 16, norm: bool = False, **more: Any) -> HeadLayout:
+    weights = [1 + torch.rand(H, generator=torch.Generator().manual_seed(i)) for i in range(2)] if norm else [None] * 2
+    return HeadLayout(N, K, H, H**-0.5, *weights, norm_eps=1e-6, **more)
+
+
+class Step:
+    """Random inputs of a step whose sequences have one row each; what belongs to no context is NaN."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        heads: HeadLayout,
+        device: str,
+        dtype: torch.dtype = torch.float32,
+        cache_dtype: torch.dtype | None = None,
+        block_size: int = 16,
+        rotated: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        S, N, K, H = len(lengths), heads.num_heads, heads.num_kv_heads, heads.head_dim
+        R = H // 2 if rotated is None else rotated
+        counts = [-(-length // block_size) for length in lengths]
+        blocks = iter(torch.randperm(sum(counts) + 2, generator=generator).int().split(1))  # two are nobody's
+        table_SB = torch.full((S, max(counts) + 1), 2**30, dtype=torch.int32)
+        keys = torch.full((sum(counts) + 2, K, block_size, H), NAN)
+        values = torch.full_like(keys, NAN)
+        slots = torch.full((S,), -1)
+        for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            for b in range(count):
+                block = table_SB[s, b] = next(blocks)
+                stored = min(block_size, length - 1 - b * block_size)
+                keys[block, :, :stored] = torch.randn(K, stored, H, generator=generator)
+                values[block, :, :stored] = torch.randn(K, stored, H, generator=generator)
+                slots[s] = block * block_size + stored
+        self.heads = HeadLayout(*(part.to(device) if isinstance(part, Tensor) else part for part in heads))
+        self.qkv = torch.randn(S, (N + 2 * K) * H, generator=generator).to(device, dtype)
+        angles = (torch.rand(S, R, generator=generator) * 6).to(device)
+        self.cos, self.sin = (angles.cos(), angles.sin()) if R else (None, None)
+        self.cache = LayerCache(keys.to(device, cache_dtype or dtype), values.to(device, cache_dtype or dtype))
+        starts = torch.tensor([0, *(length > 0 for length in lengths)]).cumsum(0)
+        lens = torch.tensor(lengths)
+        slots, table_SB, starts, lens = (part.to(device) for part in (slots, table_SB, starts.int(), lens.int()))
+        self.rows = PagedRows(slots, table_SB, starts, lens, 1)
+        self.lengths = lengths
+
+    def turned(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys after norm and rotation, and values: float64, [S, heads, H]."""
+        H, S = self.heads.head_dim, len(self.lengths)
+        q, k, v = (part.reshape(S, -1, H) for part in self.qkv.double().split(self.heads.sizes, dim=-1))
+        return self._turn(q, self.heads.q_norm_H), self._turn(k, self.heads.k_norm_H), v
+
+    def _turn(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is not None:
+            x = x / (x.square().mean(-1, keepdim=True) + self.heads.norm_eps).sqrt() * weight.double()
+        if self.cos is None or self.sin is None:
+            return x
+        R = self.cos.shape[1]
+        turn = torch.complex(self.cos.double(), self.sin.double())[:, None]
+        turned = torch.complex(x[..., :R].contiguous(), x[..., R : 2 * R].contiguous()) * turn
+        return torch.cat((turned.real, turned.imag, x[..., 2 * R :]), -1)
+
+    def context(self, s: int) -> tuple[Tensor, Tensor]:
+        """What the cache holds of sequence s: two of float64 [length, K, H]."""
+        blocks = self.rows.block_tables_SB[s][: -(-self.lengths[s] // self.cache.keys.shape[2])].long()
+        keys, values = (part.float().double()[blocks].transpose(1, 2).flatten(0, 1) for part in self.cache)
+        return keys[: self.lengths[s]], values[: self.lengths[s]]
+
+    def attended(self, q_SNH: Tensor) -> Tensor:
+        """float64 [S, N, H]; NaN for padded sequences."""
+        heads, out = self.heads, torch.full_like(q_SNH, NAN)
+        for s, length in enumerate(self.lengths):
+            if length:
+                seen = slice(max(0, length - heads.window) if heads.window else 0, length)
+                keys, values = (
+                    part[seen].repeat_interleave(heads.num_heads // heads.num_kv_heads, dim=1)
+                    for part in self.context(s)
+                )
+                scores = torch.einsum("nh,cnh->nc", q_SNH[s], keys) * heads.scale
+                if heads.softcap:
+                    scores = heads.softcap * (scores / heads.softcap).tanh()
+                if heads.sinks_N is not None:
+                    scores = torch.cat((scores, heads.sinks_N.double()[:, None]), dim=1)
+                out[s] = torch.einsum("nc,cnh->nh", scores.softmax(1)[:, : len(keys)], values)
+        return out
+
+
+def assert_near(got: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert not got.isnan().any()
+    assert (got.double() - expected).abs().max() <= tolerance * max(1.0, float(expected.abs().max()))
+
+
+def assert_stored(step: Step, before: LayerCache) -> None:
+    """Each row's key and value are in its slot, and nothing else has changed."""
+    _, k_SKH, v_SKH = step.turned()
+    block_size = step.cache.keys.shape[2]
+    rounding = (ROUNDING if step.qkv.is_cuda else INTERPRETED_ROUNDING)[step.cache.keys.dtype]
+    is_written = torch.zeros(step.cache.keys.shape[0], block_size, dtype=torch.bool)
+    for s, slot in enumerate(step.rows.slot_mapping_T.tolist()):
+        if slot >= 0:
+            is_written[slot // block_size, slot % block_size] = True
+            for x_KH, cache in ((k_SKH[s], step.cache.keys), (v_SKH[s], step.cache.values)):
+                got = cache[slot // block_size, :, slot % block_size].float().double()
+                assert ((got - x_KH).abs() <= x_KH.abs() * rounding + 2**-9).all()
+    for now, then in zip(step.cache, before, strict=True):
+        same = now.view(torch.uint8) == then.view(torch.uint8)
+        assert same.flatten(3).all(-1).transpose(1, 2)[~is_written.to(now.device)].all()
+
+
+def run(step: Step, config: DecodeConfig = SMALL) -> Tensor:
+    """The fused step, checked for what it stores; [S, N, H]."""
+    before = LayerCache(step.cache.keys.clone(), step.cache.values.clone())
+    out = torch.full((len(step.lengths), step.heads.sizes[0]), NAN, dtype=step.qkv.dtype, device=step.qkv.device)
+    prologue = Prologue(step.cos, step.sin, step.rows.slot_mapping_T)
+    run_decode_attention(step.qkv, step.heads, prologue, step.cache, step.rows, out, config)
+    assert_stored(step, before)
+    return out.view(len(step.lengths), step.heads.num_heads, -1)
+
+
+def check(step: Step, config: DecodeConfig = SMALL, worse: float = 1) -> None:
+    got = run(step, config)
+    expected = step.attended(step.turned()[0])
+    is_row = step.rows.seq_lens_S > 0
+    assert_near(got[is_row], expected[is_row], worse * TOLERANCE[step.qkv.dtype])
+    assert got[~is_row].isnan().all()
+
+
+@pytest.mark.parametrize("dot", [True, False])
+@pytest.mark.parametrize("splits", [1, 3, 8])
+def test_ragged_contexts(dot: bool, splits: int, device: str) -> None:
+    check(Step(EDGES, layout(norm=True), device), SMALL._replace(splits=splits, dot=dot))
+
+
+@pytest.mark.parametrize(("N", "K"), [(3, 3), (8, 2), (10, 2), (8, 1), (20, 1)])
+def test_shared_heads(N: int, K: int, device: str) -> None:
+    check(Step([1, 40, 100], layout(N, K), device))
+    check(Step([1, 40, 100], layout(N, K), device), SMALL._replace(dot=False))
+
+
+@pytest.mark.parametrize(("H", "rotated"), [(64, 32), (80, 40), (96, 48), (96, 12), (128, 64), (256, 32), (64, 0)])
+def test_head_dims(H: int, rotated: int, device: str) -> None:
+    check(Step([1, 17, 70], layout(2, 1, H, norm=True), device, rotated=rotated))
+    check(Step([1, 17, 70], layout(2, 1, H), device, rotated=rotated), SMALL._replace(dot=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_float8", [False, True])
+def test_dtypes(dtype: torch.dtype, is_float8: bool, device: str) -> None:
+    cache_dtype = torch.float8_e4m3fn if is_float8 else dtype
+    check(Step([1, 16, 33, 90], layout(4, 2, 32, norm=True), device, dtype, cache_dtype))
+
+
+@pytest.mark.parametrize(("block_size", "tile"), [(16, 16), (32, 16), (64, 32), (256, 64)])
+def test_tiles_within_blocks(block_size: int, tile: int, device: str) -> None:
+    step = Step([1, block_size, block_size + 1, 2 * block_size + 40], layout(), device, block_size=block_size)
+    check(step, SMALL._replace(tile=tile))
+
+
+@pytest.mark.parametrize("window", [1, 15, 16, 40])
+def test_window(window: int, device: str) -> None:
+    step = Step(EDGES, layout(window=window), device)
+    for s, length in enumerate(step.lengths):  # blocks before the window may be anybody's
+        outside = max(0, length - window) // 16
+        step.cache.keys[step.rows.block_tables_SB[s, :outside].long()] = NAN
+        step.cache.values[step.rows.block_tables_SB[s, :outside].long()] = NAN
+        step.rows.block_tables_SB[s, :outside] = 2**30
+    got = run(step)
+    step.rows.block_tables_SB[step.rows.block_tables_SB == 2**30] = 0
+    is_row = step.rows.seq_lens_S > 0
+    assert_near(got[is_row], step.attended(step.turned()[0])[is_row], TOLERANCE[torch.float32])
+
+
+def test_softcap_and_sinks(device: str) -> None:
+    sinks = torch.tensor([-3.0, 0.0, 2.0, 60.0])
+    check(Step(EDGES, layout(softcap=2.0), device))
+    check(Step(EDGES, layout(sinks_N=sinks), device))
+    check(Step(EDGES, layout(softcap=2.0, sinks_N=sinks, window=20), device))
+
+
+def test_scores_of_any_size(device: str) -> None:
+    check(Step(EDGES, layout()._replace(scale=60.0), device), worse=100)  # errors grow with the scores
+
+
+def test_many_steps_leave_the_counters_clean(device: str) -> None:
+    for seed in range(4):
+        lengths = torch.randint(0, 260, (5,), generator=torch.Generator().manual_seed(seed)).tolist()
+        check(Step([*lengths, 5], layout(), device, seed=seed), SMALL._replace(splits=5, min_tiles=2))
+
+
+def test_negative_slot_stores_nothing(device: str) -> None:
+    step = Step([20, 33], layout(), device)
+    step.rows.slot_mapping_T[0] = -1
+    with pytest.raises(AssertionError):  # nan: the key that the check would read was not stored
+        check(step)
+    assert step.context(0)[0][-1].isnan().all()
+
+
+def test_single_rows_of_a_mixed_step(device: str) -> None:
+    lengths = [40, 7, 33, 60, 1]
+    counts = [1, 3, 1, 0, 1]
+    step = Step(lengths, layout(norm=True), device)
+    run(step)  # stores the rows' keys and values
+    q_SNH = step.turned()[0]
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    q_TNH = torch.full((int(starts[-1]) + 2, *q_SNH.shape[1:]), NAN, device=device)
+    single = [s for s, count in enumerate(counts) if count == 1]
+    q_TNH[starts[single]] = q_SNH[single].float()
+    rows = PagedRows(
+        step.rows.slot_mapping_T, step.rows.block_tables_SB, starts.int().to(device), step.rows.seq_lens_S, 3
+    )
+    out = torch.full_like(q_TNH, NAN)
+    before = [part.clone() for part in step.cache]
+    run_decode_attention(q_TNH.flatten(1), step.heads, None, step.cache, rows, out.flatten(1), SMALL)
+    assert_near(out[starts[single]], step.attended(q_SNH)[single], TOLERANCE[torch.float32])
+    assert out.isnan().flatten(1).all(1).sum() == len(out) - len(single)
+    assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(step.cache, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_invariant_rows(dtype: torch.dtype, device: str) -> None:
+    """The same bits alone and in a batch, fused and on stored keys and values."""
+    config = config_for(1, 32, 16, invariant=True)
+    assert config == config_for(500, 32, 16, invariant=True)
+    step = Step([300, 1, 700, 64], layout(), device, dtype)
+    together = run(step, config)
+    row = slice(2, 3)
+    rows = step.rows
+    alone = PagedRows(
+        rows.slot_mapping_T[row], rows.block_tables_SB[row], rows.cu_seqlens_q[:2], rows.seq_lens_S[row], 1
+    )
+    assert step.cos is not None and step.sin is not None
+    prologue = Prologue(step.cos[row], step.sin[row], alone.slot_mapping_T)
+    out = torch.full_like(together[row].flatten(1), NAN)
+    run_decode_attention(step.qkv[row], step.heads, prologue, step.cache, alone, out, config)
+    assert torch.equal(out, together[row].flatten(1))
