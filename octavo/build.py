@@ -13,17 +13,20 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig, token_ids
-from octavo.models.registry import load_model
+from octavo.models.registry import CausalLM, load_model
 from octavo.ops import dispatch
 from octavo.quant.scheme import WeightFormat, best_scheme
 from octavo.runtime import memory
 from octavo.runtime.cpu_threads import num_physical_cores
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import ModelRunner
+from octavo.runtime.stream_runner import StepLimits, StreamRunner
 from octavo.types import EngineInfo
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.hub import resolve_model
 
+DEPTH = {"cpu": 1, "cuda": 2}
+"""Steps in flight: beside a GPU, the next step is decided while one is computed."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -44,7 +47,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         config, model_config, kv_dtype, form.dtype, device.type, weights=loaded.num_bytes, free=free
     )
     storage = KVStorage(model_config, limits.num_kv_blocks, limits.block_size, kv_dtype, device)
-    runner = ModelRunner(loaded.model, storage, model_config.vocab_size)
+    runner = make_runner(loaded.model, storage, model_config.vocab_size, limits, config.model.batch_invariant)
     runner.warm_up()
     cache = KVCache(limits.num_kv_blocks, limits.block_size, config.cache.enable_prefix_caching)
     scheduler = Scheduler(
@@ -68,7 +71,18 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         memory=budget.as_dict(),
         kernels={choice.op: choice.kernel for choice in dispatch.choices(device.type, form.dtype) if choice.chosen},
     )
-    return Engine(scheduler, runner), info
+    return Engine(scheduler, runner, depth=DEPTH[device.type]), info
+
+
+def make_runner(
+    model: CausalLM, storage: KVStorage, vocab_size: int, limits: memory.Limits, batch_invariant: bool
+) -> ModelRunner | StreamRunner:
+    """The runner for the storage's device. What a CPU computes never depends on the batch."""
+    if storage.pool.device.type == "cpu":
+        return ModelRunner(model, storage, vocab_size)
+    max_blocks = -(-limits.max_model_len // limits.block_size)
+    most = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks)
+    return StreamRunner(model, storage, vocab_size, most, batch_invariant)
 
 
 def _share_cores(count: int) -> None:

@@ -49,6 +49,9 @@ class ModelSettings:
         ("auto", "float32", "bfloat16", "float16"),
     )
     device: str = setting("auto", "where to run", ("auto", "cpu", "cuda"))
+    batch_invariant: bool = setting(
+        False, "on a GPU, let no token depend on what else is in its batch, to the bit; slower (a CPU always does)"
+    )
     max_model_len: int | None = setting(None, "longest context in tokens; default: the model's own", low=1)
     seed: int = setting(0, "seed of dummy weights, and of what LLM generates without one")
     revision: str | None = setting(None, "branch, tag or commit of a Hugging Face id")

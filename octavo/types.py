@@ -90,6 +90,10 @@ class Sequence:
     """``time.monotonic()`` of the first step with this sequence; 0 before."""
     published: Any = None
     """The prefix cache's own note of how far this sequence is published."""
+    matched: Any = None
+    """The prefix cache's own note of what it last found of this sequence while it waits."""
+    cell: int = -1
+    """The runner's own note of where it keeps what it knows of this sequence."""
     stop_token_ids: frozenset[int] = field(init=False)
     max_computed_tokens: int = field(init=False)
     """Positions that are ever computed: prompt and output, but for the last token, which nothing follows."""

@@ -7,7 +7,9 @@ from octavo.ops.gelu_and_mul import gelu_and_mul
 from octavo.ops.linear import linear
 from octavo.ops.paged_attention import paged_attention
 from octavo.ops.rms_norm import rms_norm
+from octavo.ops.sample import sample
 from octavo.ops.silu_and_mul import silu_and_mul
+from octavo.ops.stage_step import stage_step
 from octavo.ops.store_kv import store_kv
 
 __all__ = [
@@ -18,6 +20,8 @@ __all__ = [
     "linear",
     "paged_attention",
     "rms_norm",
+    "sample",
     "silu_and_mul",
+    "stage_step",
     "store_kv",
 ]

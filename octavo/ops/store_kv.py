@@ -12,9 +12,12 @@ from octavo.ops.dispatch import op
 
 @op
 def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
-    """Put row t at slot ``slot_mapping[t]`` = block * block_size + offset (int64, all different, none negative)."""
+    """Put row t at slot ``slot_mapping[t]`` = block * block_size + offset (int64, all different).
+
+    A row with a negative slot is padding and is left out.
+    """
     block_size = k_cache.shape[2]
-    blocks_T = slot_mapping_T // block_size
-    offsets_T = slot_mapping_T % block_size
-    k_cache[blocks_T, :, offsets_T] = k_TKH.to(k_cache.dtype)
-    v_cache[blocks_T, :, offsets_T] = v_TKH.to(v_cache.dtype)
+    is_row_T = slot_mapping_T >= 0
+    slots = slot_mapping_T[is_row_T]
+    k_cache[slots // block_size, :, slots % block_size] = k_TKH[is_row_T].to(k_cache.dtype)
+    v_cache[slots // block_size, :, slots % block_size] = v_TKH[is_row_T].to(v_cache.dtype)

@@ -38,7 +38,7 @@ class DeviceDefaults:
     max_num_batched_tokens: int
 
 
-DEFAULTS = {"cpu": DeviceDefaults(32, 64, 256), "cuda": DeviceDefaults(64, 256, 8192)}
+DEFAULTS = {"cpu": DeviceDefaults(32, 64, 256), "cuda": DeviceDefaults(64, 256, 2048)}
 
 
 @dataclass(frozen=True)

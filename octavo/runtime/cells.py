@@ -1,0 +1,80 @@
+"""A numbered place for each running sequence, with what every step tells the device about it.
+
+Shapes: C cells, B entries of the longest possible block table.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from octavo.sampling_params import SamplingParams
+from octavo.types import Sequence, Status
+
+
+class Cells:
+    """Cells are given to sequences when a step first has them, and taken back when they are needed again.
+
+    There must be as many as sequences can run or be in flight at once. What a cell holds can be made again from its
+    sequence at any time, so one that is neither running nor in flight loses nothing when its cell is taken.
+    """
+
+    def __init__(self, count: int, max_blocks: int) -> None:
+        self.owners: list[Sequence | None] = [None] * count
+        self.tables_CB = np.zeros((count, max_blocks), dtype=np.int32)
+        self.lengths = [0] * count
+        self.versions = [0] * count
+        self.top_k = np.zeros(count, dtype=np.int32)
+        self.temperature = np.zeros(count, dtype=np.float32)
+        self.min_p = np.zeros(count, dtype=np.float32)
+        self.top_p = np.ones(count, dtype=np.float32)
+        self.seeds = np.zeros(count, dtype=np.int64)
+        self.by_host = [False] * count
+        """Whether choosing the sequence's tokens takes more than the device does by itself."""
+        self._free = list(range(count))
+
+    def of(self, seq: Sequence) -> int:
+        """The cell of ``seq``, brought up to date."""
+        cell = seq.cell
+        if cell < 0 or self.owners[cell] is not seq:
+            cell = self._give(seq)
+        length = len(seq.block_table)
+        if length != self.lengths[cell] or seq.table_version != self.versions[cell]:
+            known = self.lengths[cell] if seq.table_version == self.versions[cell] else 0
+            known = min(known, length)
+            self.tables_CB[cell, known:length] = seq.block_table[known:]
+            self.lengths[cell], self.versions[cell] = length, seq.table_version
+        return cell
+
+    def _give(self, seq: Sequence) -> int:
+        if not self._free:
+            self._free = [cell for cell, owner in enumerate(self.owners) if owner is None or not _needs_cell(owner)]
+            assert self._free, "more sequences are running than there are cells"
+        cell = self._free.pop()
+        self.owners[cell] = seq
+        seq.cell = cell
+        self.lengths[cell], self.versions[cell] = 0, seq.table_version
+        params, seed = seq.request.params, seq.request.seed
+        self.temperature[cell] = params.temperature
+        self.top_k[cell] = params.top_k
+        self.min_p[cell] = params.min_p
+        self.top_p[cell] = params.top_p
+        self.seeds[cell] = seed - 2**64 if seed >= 2**63 else seed
+        self.by_host[cell] = _is_sampled_by_host(seq)
+        return cell
+
+
+def _needs_cell(seq: Sequence) -> bool:
+    return seq.status is Status.RUNNING or seq.num_in_flight > 0
+
+
+def _is_sampled_by_host(seq: Sequence) -> bool:
+    params: SamplingParams = seq.request.params
+    return (
+        bool(params.logit_bias)
+        or params.repetition_penalty != 1
+        or params.frequency_penalty != 0
+        or params.presence_penalty != 0
+        or (params.min_tokens > 0 and bool(seq.stop_token_ids))
+        or params.logprobs is not None
+        or params.prompt_logprobs is not None
+    )

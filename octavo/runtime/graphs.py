@@ -1,0 +1,93 @@
+"""CUDA graphs of whole steps, one for each shape of a step.
+
+A graph replays what ran while it was captured, with the same tensors: whatever differs from step to step must be read
+on the device. Graphs share one memory pool, so only one may run at a time and its outputs hold until the next.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Generic, TypeVar
+
+import torch
+
+from octavo.runtime.step_inputs import StepShape
+
+R = TypeVar("R")
+logger = logging.getLogger(__name__)
+
+BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240)
+"""Sequences of a decode step that has a graph; above them, every 32."""
+MIXED_ROWS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+"""Rows of a step with a graph that has prompts in it. Longer ones keep the device busy without one."""
+MIXED_SEQS = (8, 32)
+"""Sequences of such a step; above them, as many as a step may have."""
+
+
+def padded(size: int, sizes: tuple[int, ...], step: int) -> int:
+    """The least of ``sizes`` that is not below ``size``; above them all, the next multiple of ``step``."""
+    return next((known for known in sizes if known >= size), -(-size // step) * step)
+
+
+def padded_shape(num_rows: int, num_seqs: int, max_query_len: int, max_num_seqs: int) -> tuple[StepShape, bool]:
+    """The shape that a step is brought to, and whether it is one that has a graph."""
+    if max_query_len == 1:
+        size = min(padded(num_seqs, BATCH_SIZES, 32), max(max_num_seqs, num_seqs))
+        return StepShape(size, size, 1), True
+    seqs = padded(num_seqs, MIXED_SEQS, max_num_seqs)
+    if num_rows <= MIXED_ROWS[-1]:
+        rows = padded(num_rows, MIXED_ROWS, 1)
+        return StepShape(rows, seqs, rows), True
+    rows = -(-num_rows // 128) * 128
+    return StepShape(rows, seqs, rows), False
+
+
+class Graphs(Generic[R]):
+    """Runs a function of a step's shape through graphs, captured when a shape first comes.
+
+    Everything happens on the current stream, which must not be the default one. ``around`` gives a context for what
+    is captured.
+    """
+
+    def __init__(self, run: Callable[[StepShape], R], around: Callable[[], AbstractContextManager[None]]) -> None:
+        self._run = run
+        self._around = around
+        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, R]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __call__(self, shape: StepShape) -> R:
+        """Run a step of this shape; what it gives holds until the next one."""
+        found = self._graphs.get(shape)
+        if found is None:
+            found = self._graphs[shape] = self._capture(shape)
+        graph, result = found
+        graph.replay()
+        return result
+
+    def _capture(self, shape: StepShape) -> tuple[torch.cuda.CUDAGraph, R]:
+        """Run once, so that kernels are compiled and nothing is set up while the graph is captured; then capture."""
+        started = time.perf_counter()
+        was_enabled = gc.isenabled()
+        gc.disable()  # a tensor freed by the collector would end the capture
+        try:
+            with self._around():
+                self._run(shape)
+                torch.cuda.current_stream().synchronize()
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=self._pool)
+                try:
+                    result = self._run(shape)
+                finally:
+                    graph.capture_end()
+        finally:
+            if was_enabled:
+                gc.enable()
+        logger.debug("captured %s in %.0f ms", shape, 1e3 * (time.perf_counter() - started))
+        return graph, result

@@ -1,0 +1,143 @@
+"""What a step is told, in one piece: packed by the host, sent to the device in one copy, read there in place.
+
+The device keeps nothing of the requests but the token that each sampled last, so that the next step can start before
+the host knows it. All else is told with every step. That costs little: an entry of a block table is four bytes for a
+whole block of keys and values, which the step reads too.
+
+Shapes: T rows, S sequences, B entries of the widest block table.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from octavo.ops.attention import PagedRows
+from octavo.ops.sample import SampleParams
+
+ALIGNMENT = 16
+Ints = npt.NDArray[np.int64]
+
+
+class StepShape(NamedTuple):
+    """Sizes of a step's tensors; rows and sequences beyond those of the plan are padding."""
+
+    num_rows: int
+    num_seqs: int
+    max_query_len: int
+
+
+class Field(NamedTuple):
+    """One array of a step, at ``start`` bytes from the beginning."""
+
+    dtype: str
+    count: int
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count * np.dtype(self.dtype).itemsize
+
+
+@functools.lru_cache(maxsize=1024)
+def layout(shape: StepShape) -> tuple[dict[str, Field], int]:
+    """The arrays of a step by name, and where the packed block tables begin."""
+    T, S = shape.num_rows, shape.num_seqs
+    wanted = {
+        "token_ids": ("int64", T),
+        "positions": ("int64", T),
+        "slot_mapping": ("int64", T),
+        "cells": ("int64", S),
+        "seeds": ("int64", S),
+        "cu_seqlens": ("int32", S + 1),
+        "seq_lens": ("int32", S),
+        "sample_positions": ("int32", S),
+        "top_k": ("int32", S),
+        "temperature": ("float32", S),
+        "min_p": ("float32", S),
+        "top_p": ("float32", S),
+        "width": ("int32", 1),
+    }
+    fields, end = {}, 0
+    for name, (dtype, count) in wanted.items():
+        fields[name] = Field(dtype, count, end)
+        end = -(-fields[name].end // ALIGNMENT) * ALIGNMENT
+    return fields, end
+
+
+def num_bytes(shape: StepShape, width: int) -> int:
+    """What a step of this shape takes with block tables of ``width`` entries."""
+    return layout(shape)[1] + 4 * shape.num_seqs * width
+
+
+class HostStep:
+    """A step's arrays in a buffer of the host (uint8)."""
+
+    def __init__(self, buffer: Tensor, shape: StepShape) -> None:
+        self._buffer = buffer
+        self._raw = buffer.numpy()
+        fields, self._tables_at = layout(shape)
+        self._num_seqs = shape.num_seqs
+        self.arrays = {name: self._raw[field.start : field.end].view(field.dtype) for name, field in fields.items()}
+
+    def fill(self, name: str, values: npt.NDArray[Any] | list[int], padding: int) -> None:
+        """Set an array: ``values``, then padding."""
+        array = self.arrays[name]
+        array[: len(values)] = values
+        array[len(values) :] = padding
+
+    def fill_tables(self, tables: npt.NDArray[np.int32]) -> Tensor:
+        """Set the block tables of the first sequences; returns the part of the buffer that is in use."""
+        width = tables.shape[1]
+        self.arrays["width"][0] = width
+        end = self._tables_at + 4 * self._num_seqs * width
+        packed = self._raw[self._tables_at : end].view(np.int32).reshape(self._num_seqs, width)
+        packed[: len(tables)] = tables
+        packed[len(tables) :] = 0
+        return self._buffer[:end]
+
+
+class DeviceStep(NamedTuple):
+    """A step's tensors: views of a buffer of the device."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    cells_S: Tensor
+    width: Tensor
+    packed_tables: Tensor
+    rows: PagedRows
+    params: SampleParams
+
+
+def view_step(buffer: Tensor, shape: StepShape, block_tables_SB: Tensor) -> DeviceStep:
+    """The tensors of a step in ``buffer`` (uint8); its block tables are those that ``stage_step`` fills in."""
+    fields, tables_at = layout(shape)
+    at = {name: buffer[f.start : f.end].view(getattr(torch, f.dtype)) for name, f in fields.items()}
+    tables_end = tables_at + (len(buffer) - tables_at) // 4 * 4
+    return DeviceStep(
+        token_ids_T=at["token_ids"],
+        positions_T=at["positions"],
+        cells_S=at["cells"],
+        width=at["width"],
+        packed_tables=buffer[tables_at:tables_end].view(torch.int32),
+        rows=PagedRows(
+            at["slot_mapping"],
+            block_tables_SB[: shape.num_seqs],
+            at["cu_seqlens"],
+            at["seq_lens"],
+            shape.max_query_len,
+        ),
+        params=SampleParams(
+            temperature=at["temperature"],
+            min_p=at["min_p"],
+            top_k=at["top_k"],
+            top_p=at["top_p"],
+            seed=at["seeds"],
+            position=at["sample_positions"],
+        ),
+    )
