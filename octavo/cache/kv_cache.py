@@ -11,8 +11,8 @@ A block is in exactly one of three states::
 
     num_free + num_used + num_cached == num_blocks
 
-The tensors live elsewhere (``KVStorage``); here a block is a number. Verbs: ``match``, ``adopt``, ``reserve``,
-``publish``, ``release``, ``evict``, ``check``. None of them costs more than the tokens it is about.
+The tensors live elsewhere (``KVStorage``); here a block is a number. Verbs: ``match``, ``fits``, ``adopt``,
+``reserve``, ``publish``, ``release``, ``evict``, ``check``. None of them costs more than the tokens it is about.
 """
 
 from __future__ import annotations
@@ -56,30 +56,41 @@ class KVCache:
         """How many blocks hold ``num_tokens`` positions."""
         return -(-num_tokens // self.block_size)
 
-    def match(self, tokens: list[int | None], salt: str) -> list[int]:
-        """Blocks with the longest cached prefix of ``tokens``; never all of it.
+    def match(self, seq: Sequence) -> Node:
+        """The end of the longest cached prefix of ``seq``; never all of it.
 
-        At least one token is left to compute, since sampling needs the logits after the last one.
+        At least one token is left to compute, since sampling needs the logits after the last one. The search goes on
+        from where the last one for ``seq`` ended, so that asking again while it waits costs only what changed.
         """
-        return self.tree.find(tokens, (len(tokens) - 1) // self.block_size, salt)
+        num_blocks = (len(seq.tokens) - 1) // self.block_size
+        node = seq.matched = self.tree.find(seq.tokens, num_blocks, seq.request.cache_salt, seq.matched)
+        return node
 
-    def adopt(self, seq: Sequence, blocks: list[int]) -> None:
-        """Start ``seq``, which holds nothing, with ``blocks`` as ``match`` gave them."""
-        for block in blocks:
+    def fits(self, node: Node, num_tokens: int, num_spare: int = 0) -> bool:
+        """Whether there are blocks for ``num_tokens`` positions of which those up to ``node`` are cached, and
+        ``num_spare`` for others."""
+        num_missing = self.blocks_for(num_tokens) - node.depth
+        refs = self.pool.refs
+        while node.parent is not None and refs[node.block] == 0:  # idle: counted as to be had, but needed here
+            num_missing += 1
+            node = node.parent
+        return num_missing + num_spare <= self.num_free + self.num_cached
+
+    def adopt(self, seq: Sequence, node: Node) -> None:
+        """Start ``seq``, which holds nothing, with the blocks up to ``node``, as ``match`` gave it."""
+        seq.block_table = node.path()
+        for block in seq.block_table:
             self._hold(block)
-        seq.block_table = blocks
-        seq.num_computed_tokens = len(blocks) * self.block_size
-        seq.published = self.tree.node_of[blocks[-1]] if blocks else None
+        seq.num_computed_tokens = node.depth * self.block_size
+        seq.published = node
+        seq.matched = None
 
-    def reserve(self, seq: Sequence, num_tokens: int, num_spare: int = 0) -> bool:
-        """Grow the block table of ``seq`` to cover ``num_tokens`` positions, or change nothing and say no.
-
-        It also says no when fewer than ``num_spare`` blocks would be left for others.
-        """
+    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
+        """Grow the block table of ``seq`` to cover ``num_tokens`` positions, or change nothing and say no."""
         num_missing = self.blocks_for(num_tokens) - len(seq.block_table)
         if num_missing <= 0:
             return True
-        if num_missing + num_spare > self.num_free + self.num_cached:
+        if num_missing > self.num_free + self.num_cached:
             return False
         self.evict(num_missing - self.num_free)
         for _ in range(num_missing):

@@ -35,6 +35,16 @@ class Node:
         """Blocks on the path from the root, this one included."""
         self.children: dict[Edge, Node] = {}
 
+    def path(self) -> list[int]:
+        """The blocks from the root to here."""
+        blocks = []
+        node = self
+        while node.parent is not None:
+            blocks.append(node.block)
+            node = node.parent
+        blocks.reverse()
+        return blocks
+
 
 class RadixTree:
     """Cached blocks by prefix, with the idle ones in the order in which they may be given up.
@@ -58,17 +68,20 @@ class RadixTree:
         edge = tuple(tokens[start : start + self.block_size])
         return edge if index else (salt, *edge)
 
-    def find(self, tokens: list[int | None], num_blocks: int, salt: str) -> list[int]:
-        """Blocks of the longest cached prefix of ``tokens``, at most ``num_blocks`` of them."""
-        blocks: list[int] = []
-        node = self.root
-        for index in range(num_blocks):
+    def find(self, tokens: list[int | None], num_blocks: int, salt: str, start: Node | None = None) -> Node:
+        """The end of the longest cached prefix of ``tokens``, at most ``num_blocks`` deep; the root if there is none.
+
+        ``start`` is what an earlier search for the same prefix found: only what changed since then is looked at.
+        """
+        node = start or self.root
+        while node.parent is not None and self.node_of.get(node.block) is not node:  # evicted since then
+            node = node.parent
+        for index in range(node.depth, num_blocks):
             child = node.children.get(self.edge(tokens, index, salt))
             if child is None:
                 break
-            blocks.append(child.block)
             node = child
-        return blocks
+        return node
 
     def insert(self, parent: Node, edge: Edge, block: int) -> Node:
         """Put ``block``, which some sequence holds, below ``parent``."""

@@ -106,16 +106,19 @@ class Scheduler:
         plan: Plan = []
         budget = self.max_num_batched_tokens
         num_behind = len(self.running)
+        block_size = self.cache.block_size
         for seq in list(self.running.values()):
             num_behind -= 1
             start = seq.num_computed_tokens
-            num_tokens = min(len(seq.tokens), seq.max_computed_tokens) - start
-            if num_tokens <= 0 or seq.status is not RUNNING:  # all is in flight, or just preempted
-                continue
-            num_tokens = min(num_tokens, budget - num_behind)
+            num_tokens = len(seq.tokens) - start
+            if num_tokens <= 0 or start == seq.max_computed_tokens or seq.status is not RUNNING:
+                continue  # all is in flight, or just preempted
+            if num_tokens > budget - num_behind:
+                num_tokens = budget - num_behind
             drafts = self._drafts(seq, num_tokens, budget - num_behind) if seq.draft_tokens else ()
             end = start + num_tokens + len(drafts)
-            if not self.cache.reserve(seq, end) and not self._preempt_for(seq, end):
+            has_room = end <= len(seq.block_table) * block_size
+            if not (has_room or self.cache.reserve(seq, end) or self._preempt_for(seq, end)):
                 # Everybody behind is younger and in flight. Left out now, they are idle when it asks again.
                 return plan
             plan.append(self._take(seq, num_tokens, drafts))
@@ -137,7 +140,8 @@ class Scheduler:
         end = start + num_tokens
         tokens = seq.tokens
         samples = end == len(tokens)
-        item = Scheduled(seq, start, tuple(tokens[start:end]), drafts, samples, seq.epoch)
+        taken = (tokens[start],) if num_tokens == 1 else tuple(tokens[start:end])
+        item = Scheduled(seq, start, taken, drafts, samples, seq.epoch)
         if samples:
             tokens.append(None)
         seq.num_computed_tokens = end + len(drafts)
@@ -191,11 +195,11 @@ class Scheduler:
         """Find what is cached of a waiting sequence and reserve blocks for the rest, or change nothing."""
         params = seq.request.params
         # The logits of a cached position are gone, so whoever wants them for the prompt computes all of it.
-        blocks = self.cache.match(seq.tokens, seq.request.cache_salt) if params.prompt_logprobs is None else []
-        self.cache.adopt(seq, blocks)
-        if not self.cache.reserve(seq, len(seq.tokens), num_spare=len(self.running)):
-            self.cache.release(seq)
+        node = self.cache.match(seq) if params.prompt_logprobs is None else self.cache.tree.root
+        if not self.cache.fits(node, len(seq.tokens), num_spare=len(self.running)):
             return False
+        self.cache.adopt(seq, node)
+        self.cache.reserve(seq, len(seq.tokens))
         if not seq.first_scheduled:
             seq.first_scheduled = time.monotonic()
             seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
@@ -217,11 +221,12 @@ class Scheduler:
         self.suspects.acquit(plan)
         outputs = []
         for item, result in zip(plan, sampled, strict=True):
-            item.seq.num_in_flight -= 1
-            if item.is_stale:
-                self._let_go(item.seq)
+            seq = item.seq
+            seq.num_in_flight -= 1
+            if item.epoch != seq.epoch:  # it is stale
+                self._let_go(seq)
             elif result.error is not None:
-                outputs.append(self._end_with_error(item.seq, result.error))
+                outputs.append(self._end_with_error(seq, result.error))
             elif news := self._accept(item, result):
                 outputs.append(news)
         return outputs
@@ -242,7 +247,9 @@ class Scheduler:
             if item.drafts:
                 seq.num_computed_tokens -= 1 + len(item.drafts) - len(result.tokens)
                 num_committed += len(tokens) - 1
-        self.cache.publish(seq, num_committed)
+        block_size = self.cache.block_size
+        if num_committed // block_size > item.start // block_size:
+            self.cache.publish(seq, num_committed)
         if reason is not None:
             self._finish(seq, reason)
         elif not tokens and not result.prompt_logprobs:
@@ -318,7 +325,7 @@ class Scheduler:
     def note_step(self, plan: Plan, seconds: float) -> None:
         """Count a step that went well and took ``seconds``."""
         self.stats.num_steps += 1
-        self.stats.step_tokens = sum(len(item.tokens) + len(item.drafts) for item in plan)
+        self.stats.step_tokens = sum([len(item.tokens) + len(item.drafts) for item in plan])
         self.stats.step_seconds = seconds
 
     def snapshot(self) -> EngineStats:
@@ -344,6 +351,8 @@ class Scheduler:
             assert seq.status is RUNNING, "a running sequence has another status"
             num_covered = len(seq.block_table) * self.cache.block_size
             assert seq.num_computed_tokens <= num_covered, "a computed position has no block"
+            is_complete = seq.num_computed_tokens == seq.max_computed_tokens
+            assert is_complete or len(seq.tokens) <= seq.max_computed_tokens, "more is planned than is ever needed"
             assert seq.num_computed_tokens <= seq.max_computed_tokens, "more is computed than is ever needed"
             num_pending = seq.tokens.count(None)
             assert num_pending <= seq.num_in_flight, "a pending token will never be sampled"

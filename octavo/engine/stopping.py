@@ -15,11 +15,12 @@ def cut(seq: Sequence, position: int, tokens: list[int]) -> tuple[list[int], Fin
     sampler masks every stop token until that many were generated.
     """
     room = seq.num_prompt_tokens + seq.request.max_tokens - position
+    if len(tokens) < room and seq.stop_token_ids.isdisjoint(tokens):
+        return tokens, None
     if room <= 0:
         return [], "length"
-    stop_token_ids = seq.stop_token_ids
     for count, token in enumerate(tokens, 1):
-        if token in stop_token_ids:
+        if token in seq.stop_token_ids:
             return tokens[:count], "stop"
         if count == room:
             return tokens[:count], "length"

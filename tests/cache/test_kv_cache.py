@@ -19,10 +19,15 @@ def make_sequence(tokens: list[int], salt: str = "") -> Sequence:
     )
 
 
+def found(cache: KVCache, tokens: list[int], salt: str = "") -> list[int]:
+    """The blocks that a sequence of ``tokens`` could start with."""
+    return cache.match(make_sequence(tokens, salt)).path()
+
+
 def compute(cache: KVCache, tokens: list[int], salt: str = "") -> Sequence:
     """A sequence with all its tokens computed and published, the way the scheduler does it."""
     seq = make_sequence(tokens, salt)
-    cache.adopt(seq, cache.match(seq.tokens, salt))
+    cache.adopt(seq, cache.match(seq))
     assert cache.reserve(seq, len(tokens))
     seq.num_computed_tokens = len(tokens)
     cache.publish(seq, len(tokens))
@@ -32,16 +37,16 @@ def compute(cache: KVCache, tokens: list[int], salt: str = "") -> Sequence:
 def test_match_leaves_a_token_to_compute() -> None:
     cache = KVCache(8, 2)
     seq = compute(cache, [1, 2, 3, 4])
-    assert cache.match([1, 2, 3, 4], "") == seq.block_table[:1]
-    assert cache.match([1, 2, 3, 4, 5], "") == seq.block_table
-    assert cache.match([1], "") == []
+    assert found(cache, [1, 2, 3, 4]) == seq.block_table[:1]
+    assert found(cache, [1, 2, 3, 4, 5]) == seq.block_table
+    assert found(cache, [1]) == []
 
 
 def test_adopt_shares_blocks_in_use_and_wakes_idle_ones() -> None:
     cache = KVCache(8, 2)
     first = compute(cache, [1, 2, 3, 4])
     second = make_sequence([1, 2, 3, 4, 5])
-    cache.adopt(second, cache.match(second.tokens, ""))
+    cache.adopt(second, cache.match(second))
     assert second.block_table == first.block_table
     assert second.num_computed_tokens == 4
     cache.check([first, second])
@@ -51,7 +56,7 @@ def test_adopt_shares_blocks_in_use_and_wakes_idle_ones() -> None:
     cache.release(second)
     assert (cache.num_cached, cache.num_used) == (2, 0)
     third = make_sequence([1, 2, 3, 4, 5])
-    cache.adopt(third, cache.match(third.tokens, ""))
+    cache.adopt(third, cache.match(third))
     assert (cache.num_cached, cache.num_used) == (0, 2)
     cache.check([third])
 
@@ -82,13 +87,71 @@ def test_reserve_says_no_and_changes_nothing() -> None:
     cache.check([seq])
 
 
-def test_reserve_can_leave_blocks_for_others() -> None:
+def test_fits_leaves_blocks_for_others() -> None:
     cache = KVCache(4, 1)
-    seq = make_sequence([9])
-    assert not cache.reserve(seq, 3, num_spare=2)
+    assert not cache.fits(cache.tree.root, 3, num_spare=2)
+    assert cache.fits(cache.tree.root, 3, num_spare=1)
     assert cache.num_free == 4
-    assert cache.reserve(seq, 3, num_spare=1)
-    assert cache.num_free == 1
+
+
+def test_fits_does_not_count_the_idle_blocks_that_it_builds_on() -> None:
+    cache = KVCache(6, 1)
+    running = compute(cache, [1, 2])
+    cache.release(compute(cache, [1, 2, 3, 4]))
+    assert (cache.num_free, cache.num_cached) == (2, 2)
+    seq = make_sequence([1, 2, 3, 4, 5, 6, 7])
+    node = cache.match(seq)
+    assert node.depth == 4
+    assert not cache.fits(node, 7)
+    assert cache.fits(node, 6)
+    assert not cache.fits(node, 6, num_spare=1)
+    cache.adopt(seq, node)
+    assert cache.reserve(seq, 6)
+    cache.check([running, seq])
+
+
+def test_a_repeated_match_looks_only_at_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(80, 1)
+    tokens = list(range(50))
+    first = compute(cache, tokens[:40])
+    seq = make_sequence([*tokens, 99])
+    assert cache.match(seq).path() == first.block_table
+    looked_at: list[int] = []
+    edge = cache.tree.edge
+
+    def noted(tokens: list[int | None], index: int, salt: str) -> object:
+        looked_at.append(index)
+        return edge(tokens, index, salt)
+
+    monkeypatch.setattr(cache.tree, "edge", noted)
+    assert cache.match(seq).path() == first.block_table
+    assert looked_at == [40]
+    longer = compute(cache, tokens)
+    looked_at.clear()
+    assert cache.match(seq).path() == longer.block_table
+    assert looked_at == list(range(40, 50))
+    blocks = list(longer.block_table)
+    for holder in (first, longer):
+        cache.release(holder)
+    cache.evict(15)
+    looked_at.clear()
+    assert cache.match(seq).path() == blocks[:35]
+    assert looked_at == [35]
+    cache.evict(35)
+    assert cache.match(seq) is cache.tree.root
+
+
+def test_a_repeated_match_sees_a_block_that_was_evicted_and_computed_again() -> None:
+    cache = KVCache(4, 1)
+    cache.release(compute(cache, [1, 2]))
+    seq = make_sequence([1, 2, 3])
+    stale = cache.match(seq)
+    cache.evict(2)
+    filler = compute(cache, [9])
+    again = compute(cache, [1, 2])
+    assert cache.match(seq).path() == again.block_table
+    assert cache.match(seq) is not stale
+    cache.check([filler, again])
 
 
 def test_publish_needs_full_blocks() -> None:
@@ -97,9 +160,9 @@ def test_publish_needs_full_blocks() -> None:
     cache.reserve(seq, 10)
     seq.num_computed_tokens = 10
     cache.publish(seq, 7)
-    assert cache.match([*range(10), 99], "") == seq.block_table[:1]
+    assert found(cache, [*range(10), 99]) == seq.block_table[:1]
     cache.publish(seq, 8)
-    assert cache.match([*range(10), 99], "") == seq.block_table[:2]
+    assert found(cache, [*range(10), 99]) == seq.block_table[:2]
 
 
 def test_publish_changes_over_to_the_block_cached_first() -> None:
@@ -138,7 +201,7 @@ def test_publish_is_incremental(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looked_at == list(range(50))
     cache.release(seq)
     again = make_sequence(list(range(60)))
-    cache.adopt(again, cache.match(again.tokens, ""))
+    cache.adopt(again, cache.match(again))
     looked_at.clear()
     cache.reserve(again, 60)
     again.num_computed_tokens = 60
@@ -159,15 +222,15 @@ def test_release_gives_everything_back() -> None:
 def test_no_prefix_is_shared_when_that_is_off() -> None:
     cache = KVCache(8, 2, enable_prefix_caching=False)
     cache.release(compute(cache, [1, 2, 3, 4]))
-    assert cache.match([1, 2, 3, 4, 5], "") == []
+    assert found(cache, [1, 2, 3, 4, 5]) == []
     assert (cache.num_free, cache.num_cached) == (8, 0)
 
 
 def test_salts_do_not_share() -> None:
     cache = KVCache(8, 2)
     seq = compute(cache, [1, 2, 3, 4], salt="a")
-    assert cache.match([1, 2, 3, 4, 5], "a") == seq.block_table
-    assert cache.match([1, 2, 3, 4, 5], "") == []
+    assert found(cache, [1, 2, 3, 4, 5], "a") == seq.block_table
+    assert found(cache, [1, 2, 3, 4, 5]) == []
 
 
 def test_evicts_the_least_recently_used_leaf_first() -> None:
@@ -210,8 +273,9 @@ def verbs(cache: KVCache) -> dict[str, Callable[[], object]]:
     """One call of each verb, on sequences of the same size whatever the pool."""
     seq = make_sequence([5, 5, 5, 5])
     return {
-        "match": lambda: cache.match(seq.tokens, ""),
-        "adopt": lambda: cache.adopt(seq, cache.match(seq.tokens, "")),
+        "match": lambda: cache.match(seq),
+        "fits": lambda: cache.fits(cache.match(seq), 4),
+        "adopt": lambda: cache.adopt(seq, cache.match(seq)),
         "reserve by evicting": lambda: cache.reserve(seq, 4),
         "publish": lambda: cache.publish(seq, 4),
         "release": lambda: cache.release(seq),

@@ -20,25 +20,25 @@ def insert_path(tree: RadixTree, tokens: list[int | None], blocks: list[int], sa
 def test_finds_whole_blocks_only() -> None:
     tree = RadixTree(2)
     insert_path(tree, [1, 2, 3, 4], [7, 8])
-    assert tree.find([1, 2, 3, 4, 5], 2, "") == [7, 8]
-    assert tree.find([1, 2, 3, 4, 5], 1, "") == [7]
-    assert tree.find([1, 2, 3, 9], 2, "") == [7]
-    assert tree.find([1, 9, 3, 4], 2, "") == []
+    assert tree.find([1, 2, 3, 4, 5], 2, "").path() == [7, 8]
+    assert tree.find([1, 2, 3, 4, 5], 1, "").path() == [7]
+    assert tree.find([1, 2, 3, 9], 2, "").path() == [7]
+    assert tree.find([1, 9, 3, 4], 2, "").path() == []
 
 
 def test_equal_tokens_after_another_prefix_are_not_found() -> None:
     tree = RadixTree(2)
     insert_path(tree, [1, 2, 3, 4], [7, 8])
-    assert tree.find([3, 4], 1, "") == []
+    assert tree.find([3, 4], 1, "").path() == []
 
 
 def test_salts_never_meet() -> None:
     tree = RadixTree(2)
     insert_path(tree, [1, 2, 3, 4], [0, 1], "a")
     insert_path(tree, [1, 2, 3, 4], [2, 3], "b")
-    assert tree.find([1, 2, 3, 4], 2, "a") == [0, 1]
-    assert tree.find([1, 2, 3, 4], 2, "b") == [2, 3]
-    assert tree.find([1, 2, 3, 4], 2, "") == []
+    assert tree.find([1, 2, 3, 4], 2, "a").path() == [0, 1]
+    assert tree.find([1, 2, 3, 4], 2, "b").path() == [2, 3]
+    assert tree.find([1, 2, 3, 4], 2, "").path() == []
 
 
 def test_evicts_what_rested_longest_and_forgets_it() -> None:
@@ -48,7 +48,7 @@ def test_evicts_what_rested_longest_and_forgets_it() -> None:
     for block in (1, 2, 0):
         assert tree.rest(block)
     assert [tree.evict(), tree.evict()] == [1, 2]
-    assert tree.find([1, 2], 2, "") == [0]
+    assert tree.find([1, 2], 2, "").path() == [0]
     assert tree.evict() == 0
     assert tree.node_of == {}
     assert tree.root.children == {}
@@ -77,7 +77,7 @@ def test_a_path_deeper_than_the_recursion_limit() -> None:
     tokens: list[int | None] = [t % 7 for t in range(depth)]
     nodes = insert_path(tree, tokens, list(range(depth)))
     assert nodes[-1].depth == depth
-    assert tree.find(tokens, depth, "") == list(range(depth))
+    assert tree.find(tokens, depth, "").path() == list(range(depth))
     assert sum(1 for _ in tree.walk()) == depth
     for block in reversed(range(depth)):
         tree.rest(block)

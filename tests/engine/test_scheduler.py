@@ -11,6 +11,7 @@ from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError, ContextLengthExceeded, InvalidParameter
 from octavo.sampling_params import SamplingParams
 from tests.engine.making import make_engine, make_request, planned, run_to_end, tokens_of
+from tests.operations import count_lines
 from tests.oracle import Trouble, expected_output
 
 
@@ -53,6 +54,21 @@ def test_nobody_is_overtaken_while_waiting_for_blocks() -> None:
     engine.add(make_request(2, prompt=1, max_tokens=1))
     engine.step()
     assert set(planned(runner)) == {0}, "1 has no room, and 2 comes after it"
+
+
+def test_a_prompt_that_has_to_wait_is_looked_up_once() -> None:
+    costs = []
+    for num_cached in (8, 200):
+        engine, _ = make_engine(num_blocks=260, block_size=4, max_num_batched_tokens=1024)
+        shared = [7] * (4 * num_cached)
+        engine.add(make_request(0, prompt=shared, max_tokens=100))
+        engine.add(make_request(1, prompt=4 * (239 - num_cached), max_tokens=9))
+        engine.step()
+        engine.add(make_request(2, prompt=[*shared, *range(100)], max_tokens=1))
+        engine.step()
+        costs.append(count_lines(engine.scheduler.schedule))
+        assert engine.stats().num_waiting == 1
+    assert costs[0] == costs[1]
 
 
 def test_a_prompt_gets_all_its_blocks_when_it_is_admitted() -> None:

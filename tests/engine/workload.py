@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from octavo.cache.kv_cache import KVCache
+from octavo.cache.radix_tree import Node
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
@@ -75,11 +76,11 @@ class WatchedCache(KVCache):
         self.history: list[tuple[str, list[int | None]]] = []
         self.num_adopted = 0
 
-    def adopt(self, seq: Sequence, blocks: list[int]) -> None:
+    def adopt(self, seq: Sequence, node: Node) -> None:
         if self.must_find and seq.request.params.prompt_logprobs is None:
             best = max((self._common(seq, *entry) for entry in self.history), default=0)
-            assert len(blocks) >= best // self.block_size, "a cached prefix was missed"
-        super().adopt(seq, blocks)
+            assert node.depth >= best // self.block_size, "a cached prefix was missed"
+        super().adopt(seq, node)
         self.num_adopted += seq.num_computed_tokens
 
     def release(self, seq: Sequence) -> None:
