@@ -8,38 +8,17 @@ the tokens it delivered.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.startup import free_port, is_ready
-from octavo.errors import ConfigError
+from octavo.bench.server_process import ServerProcess, free_port
 
 READY_SECONDS = 60.0
-
-
-@contextlib.contextmanager
-def front_process(step_ms: float, model: Path) -> Iterator[tuple[int, int]]:
-    """A front process over a paced engine: its process id and port."""
-    port = free_port()
-    command = [sys.executable, "-m", "octavo.bench.front_process", str(port), str(step_ms), str(model)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + READY_SECONDS
-        while not is_ready(f"http://127.0.0.1:{port}"):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise ConfigError("the front process did not become ready")
-            time.sleep(0.05)
-        yield process.pid, port
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -72,7 +51,11 @@ async def _read_all(port: int, streams: int, tokens: int) -> int:
 def measure(sizes: Sequence[int], tokens: int, step_ms: float, model: Path) -> list[dict[str, Any]]:
     """One row for each number of streams: microseconds of the front process per token."""
     rows = []
-    with front_process(step_ms, model) as (pid, port):
+    port = free_port()
+    command = [sys.executable, "-m", "octavo.bench.front_process", str(port), str(step_ms), str(model)]
+    with ServerProcess(command, f"http://127.0.0.1:{port}") as server:
+        pid = server.process.pid
+        server.wait_ready(READY_SECONDS)
         asyncio.run(_read_all(port, 4, 20))
         for streams in sizes:
             before, start = cpu_seconds(pid), time.perf_counter()

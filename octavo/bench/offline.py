@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from typing import Any
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, to_flat
 from octavo.engine.engine import Engine
+from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.types import EngineInfo, Request
 
@@ -54,6 +54,20 @@ def time_decode(engine: Engine, requests: Sequence[Request], steps: int) -> floa
     return tokens / seconds
 
 
+def check_fit(info: EngineInfo, sequences: int, length: int) -> None:
+    """Raise ``ConfigError`` unless ``sequences`` of ``length`` tokens fit into the context, the batch and the cache."""
+    if length > info.max_model_len:
+        raise ConfigError(f"{length} tokens of a sequence are more than max_model_len, {info.max_model_len}")
+    if sequences > info.max_num_seqs:
+        raise ConfigError(f"{sequences} sequences are more than max_num_seqs, {info.max_num_seqs}")
+    needed = sequences * -(-length // info.block_size)
+    if needed > info.num_kv_blocks:
+        raise ConfigError(
+            f"{sequences} sequences of {length} tokens need {needed} blocks of the KV cache, there are "
+            f"{info.num_kv_blocks}; raise num_kv_blocks or kv_cache_memory"
+        )
+
+
 class OfflineBench:
     """One loaded engine; each ``run`` measures one number of sequences once."""
 
@@ -66,8 +80,12 @@ class OfflineBench:
         self.next_id = 1
 
     def run(self, sequences: int, prompt: int, decode: int) -> dict[str, float]:
-        """Prefill and decode tokens per second, over all sequences together."""
+        """Prefill and decode tokens per second, over all sequences together.
+
+        Raises ``ConfigError`` when they do not fit at once: it would be waiting that is measured.
+        """
         slack = -(-sequences * prompt // self.info.max_num_batched_tokens) + 2
+        check_fit(self.info, sequences, prompt + decode + slack)
         vocab = self.info.vocab_size
         prefill = time_prefill(
             self.engine, random_requests(sequences, prompt, 1, vocab, self._ids(sequences), self.next_id)
@@ -80,9 +98,10 @@ class OfflineBench:
         return first
 
 
-def bench_config(values: dict[str, Any], sequences: Sequence[int], prompt: int, decode: int) -> EngineConfig:
-    """The given settings, with a pool and a batch that hold the largest run, and no prefix cache to help."""
-    length = prompt + decode + 64
-    sizes = {"max_num_seqs": max(sequences), "max_num_batched_tokens": max(512, max(sequences))}
-    blocks = {"block_size": 32, "num_kv_blocks": max(sequences) * (-(-length // 32) + 1)}
-    return EngineConfig.from_flat({**sizes, **blocks, **values, "enable_prefix_caching": False})
+def bench_config(config: EngineConfig, sequences: Sequence[int], max_num_batched_tokens: int = 512) -> EngineConfig:
+    """The given settings with a batch that holds the largest run, unless they say so, and no prefix cache to help."""
+    most = max(sequences)
+    values = to_flat(config)
+    defaults = {"max_num_seqs": most, "max_num_batched_tokens": max(max_num_batched_tokens, most)}
+    chosen = {name: value for name, value in defaults.items() if values[name] is None}
+    return EngineConfig.from_flat({**values, **chosen, "enable_prefix_caching": False})

@@ -14,7 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("octavo", "torch", "numba", "numpy", "tokenizers", "fastapi", "uvicorn", "msgspec")
+from octavo import __version__
+from octavo.bench.gpu_watch import gpus
+
+PACKAGES = ("torch", "triton", "numba", "numpy", "tokenizers", "fastapi", "uvicorn", "msgspec")
 
 
 def machine() -> dict[str, Any]:
@@ -25,13 +28,13 @@ def machine() -> dict[str, Any]:
         "load_average": [round(x, 2) for x in os.getloadavg()],
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "gpus": gpus(),
+        "versions": {"octavo": __version__, **{name: _version(name) for name in PACKAGES}},
     }
 
 
 def _portable(argument: str) -> str:
-    """The end of an absolute path: where this machine keeps things tells nobody else anything."""
-    return "/".join(Path(argument).parts[-3:]) if Path(argument).is_absolute() else argument
+    return "/".join(Path(argument).parts[1:][-3:]) if Path(argument).is_absolute() else argument
 
 
 def _processor() -> str:
@@ -62,15 +65,28 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def publish(name: str, result: Mapping[str, Any], output: Path | None) -> None:
     """Print the result as JSON with where it comes from; also keep it in ``output`` when given."""
-    record = {
-        "benchmark": name,
-        "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["octavo", *map(_portable, sys.argv[1:])]),
-        "machine": machine(),
-        "result": result,
-    }
-    text = json.dumps(record, indent=2)
-    print(text)
+    print(keep(name, result, output))
+
+
+def keep(name: str, result: Mapping[str, Any], output: Path | None) -> str:
+    """The same without printing, for results that grow: what is cut short leaves its last. Returns the JSON."""
+    text = json.dumps(_record(name, result), indent=2)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text + "\n")
+    return text
+
+
+def portable_command(arguments: Sequence[str]) -> str:
+    """A command line to show: of absolute paths only the end, for where this machine keeps things tells nobody else."""
+    return shlex.join(map(_portable, arguments))
+
+
+def _record(name: str, result: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "benchmark": name,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": portable_command(["octavo", *sys.argv[1:]]),
+        "machine": machine(),
+        "result": result,
+    }

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from octavo.bench.report import publish, spread
-from octavo.config import DEFAULT_MODEL
+from octavo.cli import bench_peer, bench_tools
+from octavo.cli.settings import add_settings, load_config
+from octavo.config import DEFAULT_MODEL, EngineConfig, ModelSettings, cache_dir
 
 NAME = "bench"
 HELP = "measure throughput, start-up and overheads, alone or beside another engine"
@@ -19,24 +23,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
 
     offline = kinds.add_parser("offline", help="prefill and decode tokens per second, in this process")
-    _add_work(offline)
+    add_settings(offline, EngineConfig)
+    bench_peer.add_work(offline)
     offline.set_defaults(measure=_offline)
 
-    peer = kinds.add_parser("peer", help="the same beside another engine, in turns, as ratios")
-    _add_work(peer)
-    peer.add_argument("--engine", choices=["llama.cpp"], default="llama.cpp")
-    peer.add_argument("--python", type=Path, required=True, help="interpreter that has llama-cpp-python")
-    peer.add_argument("--threads", type=int, default=2, help="threads of the peer")
-    peer.set_defaults(measure=_peer)
+    throughput = kinds.add_parser("throughput", help="many prompts at once to their end, in this process")
+    add_settings(throughput, EngineConfig)
+    throughput.add_argument("--num-prompts", type=int, default=1000)
+    throughput.add_argument("--input-len", type=int, default=512, help="prompt tokens of each")
+    throughput.add_argument("--output-len", type=int, default=256, help="output tokens of each")
+    throughput.add_argument("--rounds", type=int, default=3, help="runs; medians are reported")
+    throughput.set_defaults(measure=_throughput)
+
+    profile = kinds.add_parser("profile", help="where the time of a step goes, kernel by kernel")
+    add_settings(profile, EngineConfig)
+    profile.add_argument("--batches", type=bench_peer.numbers, default=[1, 16, 64, 256], help="sequences of a step")
+    profile.add_argument("--context", type=int, default=256, help="tokens of each sequence")
+    profile.add_argument("--steps", type=int, default=20)
+    profile.add_argument("--prefill", type=bench_peer.numbers, default=[2048], help="lengths of prompts computed alone")
+    profile.add_argument("--traces", type=Path, help="folder for traces that Perfetto opens; default: a temporary one")
+    profile.set_defaults(measure=_profile)
+
+    peer = kinds.add_parser("peer", help="beside another engine on the same work, as ratios")
+    bench_peer.add_arguments(peer)
 
     overhead = kinds.add_parser("overhead", help="the engine's own time per step, with an instant runner")
-    overhead.add_argument("--sequences", type=_numbers, default=[1, 64, 256])
+    overhead.add_argument("--sequences", type=bench_peer.numbers, default=[1, 64, 256])
     overhead.add_argument("--prompt", type=int, default=256)
     overhead.add_argument("--steps", type=int, default=500)
     overhead.set_defaults(measure=_overhead)
 
     front = kinds.add_parser("front", help="processor time of the front process per streamed token")
-    front.add_argument("--streams", type=_numbers, default=[16, 64])
+    front.add_argument("--streams", type=bench_peer.numbers, default=[16, 64])
     front.add_argument("--tokens", type=int, default=200, help="tokens of each stream")
     front.add_argument("--step-ms", type=float, default=10.0, help="pace of the engine behind it")
     front.set_defaults(measure=_front)
@@ -46,21 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     startup.add_argument("--rounds", type=int, default=5)
     startup.set_defaults(measure=_startup)
 
-    for kind in (offline, peer, overhead, front, startup):
+    for kind in (offline, throughput, profile, peer, overhead, front, startup):
         kind.add_argument("--output", type=Path, help="also write the raw JSON to this file")
-
-
-def _add_work(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--sequences", type=_numbers, default=[1, 4, 16], help="how many at once, comma-separated")
-    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens of each sequence")
-    parser.add_argument("--decode", type=int, default=64, help="decode steps that are timed")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each size; medians are reported")
-    parser.add_argument("--dtype", default="auto")
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    bench_tools.add_kinds(kinds)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,8 +75,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The settings of a measurement. A shape's name stands for its made-up folder, with random weights."""
+    config = load_config(EngineConfig, args)
+    from octavo.bench.dummy_models import SHAPES, model_folder
+
+    if config.model.model not in SHAPES:
+        return config
+    folder = model_folder(config.model.model, cache_dir() / "shapes")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, model=str(folder), load_format="dummy"))
+
+
 def _offline(args: argparse.Namespace) -> dict[str, Any]:
-    bench = _offline_bench(args)
+    from octavo.bench.offline import OfflineBench, bench_config
+
+    config = engine_config(args)
+    bench = OfflineBench(bench_config(config, args.sequences))
     rows = []
     for count in args.sequences:
         bench.run(count, args.prompt, 4)
@@ -78,34 +98,68 @@ def _offline(args: argparse.Namespace) -> dict[str, Any]:
         figures = {name: spread([run[name] for run in runs]) for name in runs[0]}
         rows.append({"sequences": count, "prompt": args.prompt, "decode": args.decode, **figures})
         print(f"octavo: {count} sequences measured", file=sys.stderr)
-    return {"model": args.model, "dtype": bench.info.dtype, "kernels": bench.info.kernels, "rows": rows}
+    return {**_engine(config, bench.info), "rows": rows}
 
 
-def _offline_bench(args: argparse.Namespace) -> Any:
-    from octavo.bench.offline import OfflineBench, bench_config
-
-    values = {"model": args.model, "dtype": args.dtype}
-    return OfflineBench(bench_config(values, args.sequences, args.prompt, args.decode))
-
-
-def _peer(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo.bench.peer import PeerProcess, compare
-
-    peer = PeerProcess(args.engine, args.python, _model_path(args.model), args.threads)
-    ours = _offline_bench(args)
-    try:
-        ours.run(max(args.sequences), args.prompt, 4)
-        rows = compare(ours, peer, args.sequences, args.prompt, args.decode, args.rounds)
-    finally:
-        peer.close()
-    return {"model": args.model, "dtype": ours.info.dtype, "peer": peer.about, "rows": rows}
+def _engine(config: EngineConfig, info: Any) -> dict[str, Any]:
+    """What was measured: the model and how it was built."""
+    return {
+        "model": Path(config.model.model).name,
+        "dtype": info.dtype,
+        "device": info.device,
+        "max_num_seqs": info.max_num_seqs,
+        "max_num_batched_tokens": info.max_num_batched_tokens,
+        "memory": info.memory,
+        "kernels": info.kernels,
+    }
 
 
-def _model_path(model: str) -> Path:
-    from octavo.config import ModelSettings
+def _throughput(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo.bench.throughput import run_all
+    from octavo.build import build_engine
+
+    config = _without_prefix_cache(engine_config(args))
+    engine, info = build_engine(config)
+    work = (args.input_len, args.output_len)
+    run_all(engine, info, min(args.num_prompts, info.max_num_seqs), args.input_len, min(args.output_len, 16), 1)
+    firsts = range(args.num_prompts, args.num_prompts * (args.rounds + 1), args.num_prompts)
+    runs = [run_all(engine, info, args.num_prompts, *work, first + 1) for first in firsts]
+    figures = {name: spread([run[name] for run in runs]) for name in runs[0]}
+    asked = {"num_prompts": args.num_prompts, "input_len": args.input_len, "output_len": args.output_len}
+    return {**_engine(config, info), **asked, "preemptions": engine.stats().num_preemptions, **figures}
+
+
+def _without_prefix_cache(config: EngineConfig) -> EngineConfig:
+    return dataclasses.replace(config, cache=dataclasses.replace(config.cache, enable_prefix_caching=False))
+
+
+def _profile(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo.bench.step_profile import StepProfiler
+    from octavo.build import build_engine
+
+    config = _without_prefix_cache(engine_config(args))
+    engine, info = build_engine(config)
+    traces = args.traces or Path(tempfile.mkdtemp(prefix="octavo_traces_"))
+    profiler = StepProfiler(engine, info, traces)
+    rows = [profiler.decode(batch, args.context, args.steps) for batch in args.batches]
+    rows += [profiler.prefill(tokens, rounds=5) for tokens in args.prefill]
+    print(f"octavo: traces are in {traces}", file=sys.stderr)
+    return {**_engine(config, info), "rows": [{**row, **_least_work(config, info, row)} for row in rows]}
+
+
+def _least_work(config: EngineConfig, info: Any, row: dict[str, Any]) -> dict[str, int]:
+    """Bytes and arithmetic that the step cannot do without, with dense weights of the engine's own type."""
+    from octavo.bench.roofline import decode_work, prefill_work, shape_of
+    from octavo.build import DTYPES
+    from octavo.weights.checkpoint import open_checkpoint
     from octavo.weights.hub import resolve_model
 
-    return resolve_model(ModelSettings(model=model))
+    shape = shape_of(open_checkpoint(resolve_model(config.model), config.model.load_format).config)
+    kv_per_token = info.memory["kv_cache"] / (info.num_kv_blocks * info.block_size)
+    sizes = (DTYPES[info.dtype].itemsize, kv_per_token / shape.kv_values_per_token)
+    if row["kind"] == "decode":
+        return decode_work(shape, row["batch"], row["context"], *sizes)._asdict()
+    return prefill_work(shape, row["context"], *sizes)._asdict()
 
 
 def _overhead(args: argparse.Namespace) -> dict[str, Any]:
@@ -116,8 +170,9 @@ def _overhead(args: argparse.Namespace) -> dict[str, Any]:
 
 def _front(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.bench.front import measure
+    from octavo.weights.hub import resolve_model
 
-    model = _model_path(DEFAULT_MODEL)
+    model = resolve_model(ModelSettings(model=DEFAULT_MODEL))
     return {"rows": measure(args.streams, args.tokens, args.step_ms, model), "step_ms": args.step_ms}
 
 

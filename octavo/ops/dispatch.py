@@ -32,6 +32,7 @@ KERNEL_FOLDERS = {"cpu": "octavo.ops.cpu", "cuda": "octavo.ops.triton"}
 
 _ops: dict[str, Op[Any, Any]] = {}
 _only: str | None = None
+_wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
 
 
 class Choice(NamedTuple):
@@ -108,9 +109,10 @@ class Op(Generic[P, R]):
 
     def _choose(self, device: str, dtype: torch.dtype) -> Callable[P, R]:
         name = self.chosen(device, dtype)
-        if name == REFERENCE:
-            return self.reference
-        return next(kernel.run for kernel in self.kernels if (kernel.name, kernel.device) == (name, device))
+        run = self.reference
+        if name != REFERENCE:
+            run = next(kernel.run for kernel in self.kernels if (kernel.name, kernel.device) == (name, device))
+        return run if _wrap is None else _wrap(self.name, run)
 
     def _declines(self, kernel: Kernel[P, R], dtype: torch.dtype) -> str | None:
         if _only is not None and kernel.name != _only:
@@ -140,6 +142,19 @@ def only(name: str) -> Iterator[None]:
         yield
     finally:
         _only = before
+        _forget_choices()
+
+
+@contextlib.contextmanager
+def wrapped(wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Within this block run ``wrap(op's name, implementation)`` in place of every implementation (for profilers)."""
+    global _wrap
+    before, _wrap = _wrap, wrap
+    _forget_choices()
+    try:
+        yield
+    finally:
+        _wrap = before
         _forget_choices()
 
 

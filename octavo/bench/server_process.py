@@ -1,0 +1,90 @@
+"""A server under measurement: started in a process group of its own, waited for, and stopped for certain."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from octavo.errors import ConfigError
+
+STOP_SECONDS = 60.0
+LOG_TAIL = 2000
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """A server at ``url``. Leaving the context ends it and every process of its group.
+
+    ``ready_path`` answers 200 once requests are served, and not before. Without ``log``, what the server says on
+    standard output is dropped and its errors are shown.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        url: str,
+        ready_path: str = "/ready",
+        log: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.url = url
+        self._ready = url + ready_path
+        self._log = log
+        self._start = time.perf_counter()
+        with contextlib.ExitStack() as files:
+            out = files.enter_context(log.open("wb")) if log else subprocess.DEVNULL
+            err = subprocess.STDOUT if log else None
+            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=env, start_new_session=True)
+
+    def wait_ready(self, seconds: float) -> float:
+        """Wait until it is ready; returns the seconds since its start. Raises ``ConfigError`` with its last words."""
+        while not self._is_ready():
+            waited = time.perf_counter() - self._start
+            if self.process.poll() is not None:
+                raise ConfigError(f"the server ended with {self.process.returncode} before it was ready{self._said()}")
+            if waited > seconds:
+                raise ConfigError(f"the server was not ready after {waited:.0f} s{self._said()}")
+            time.sleep(0.01)
+        return time.perf_counter() - self._start
+
+    def _is_ready(self) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(self._ready, timeout=5).status_code == 200
+        return False
+
+    def _said(self) -> str:
+        if self._log is None:
+            return ""
+        return "; its log ends with:\n" + self._log.read_text(errors="replace")[-LOG_TAIL:]
+
+    def stop(self) -> None:
+        """End it with SIGTERM, and what is left of its group with SIGKILL."""
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

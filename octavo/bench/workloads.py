@@ -1,0 +1,46 @@
+"""What a served engine is asked for when it is measured: named loads of random prompts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from octavo.errors import ConfigError
+
+
+class Workload(NamedTuple):
+    """``prompts`` requests, at most ``concurrency`` at a time, each sent as soon as that allows.
+
+    Lengths are drawn evenly from ``length * (1 - spread)`` to ``length * (1 + spread)``.
+    """
+
+    prompts: int
+    input_len: int
+    output_len: int
+    spread: float
+    concurrency: int
+
+
+WORKLOADS = {
+    "W1": Workload(100, 256, 64, 0.5, 16),
+    "W2": Workload(8, 128, 256, 0.0, 1),
+    "W3": Workload(256, 1024, 256, 0.0, 64),
+    "W4": Workload(512, 512, 256, 0.0, 256),
+    "W5": Workload(4, 4096, 64, 0.0, 1),
+    "S1": Workload(4, 64, 16, 0.0, 2),
+}
+"""W1: a few users with short, uneven requests. W2: one user. W3, W4: many and very many at once. W5: one long prompt.
+S1: small, for trying out a measurement."""
+
+
+def named_workloads(names: str) -> list[str]:
+    """The names in a comma-separated list, checked; raise ``ConfigError`` for one that is not known."""
+    found = names.split(",")
+    for name in found:
+        if name not in WORKLOADS:
+            raise ConfigError(f"workloads: {name!r} is not one of {', '.join(WORKLOADS)}")
+    return found
+
+
+def warm_up(load: Workload) -> Workload:
+    """A short pass over the same shapes: every batch size once, few tokens."""
+    return load._replace(prompts=min(load.prompts, max(2, load.concurrency)), output_len=min(load.output_len, 32))
