@@ -36,7 +36,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     if device.type == "cpu":
         _share_cores(num_physical_cores())
     path = resolve_model(config.model)
-    checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed)
+    checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed, str(device))
     model_config = ModelConfig.from_dict(checkpoint.config)
     form = weight_format(config.model, device, checkpoint)
     loaded = load_model(model_config, checkpoint, form)

@@ -46,11 +46,11 @@ class Checkpoint(Protocol):
         """
 
 
-def open_checkpoint(path: Path, load_format: str = "auto", seed: int = 0) -> Checkpoint:
+def open_checkpoint(path: Path, load_format: str = "auto", seed: int = 0, device: str = "cpu") -> Checkpoint:
     """Open a folder with ``config.json`` and safetensors files, or a GGUF file.
 
     ``load_format`` is ``auto``, ``safetensors``, ``gguf`` or ``dummy``; a dummy takes only the configuration
-    from ``path``. Raises ``CheckpointError``.
+    from ``path``, and makes its numbers on ``device``. Raises ``CheckpointError``.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: does not exist")
@@ -60,10 +60,10 @@ def open_checkpoint(path: Path, load_format: str = "auto", seed: int = 0) -> Che
     if load_format not in ("auto", "dummy", found):
         raise CheckpointError(f"{path}: is of load format {found}, but {load_format} was asked for")
     if load_format == "dummy" and found == "safetensors":
-        return DummyCheckpoint(*read_configs(path), seed)
+        return DummyCheckpoint(*read_configs(path), seed, device)
     if found == "safetensors":
         return SafetensorsCheckpoint(path)
     checkpoint = GGUFCheckpoint(path)
     if load_format == "dummy":
-        return DummyCheckpoint(checkpoint.config, checkpoint.generation_config, seed)
+        return DummyCheckpoint(checkpoint.config, checkpoint.generation_config, seed, device)
     return checkpoint

@@ -9,7 +9,7 @@ import torch
 
 STANDARD_DEVIATION = 0.02
 POOL_SIZE = 1_048_573
-"""Random numbers drawn for one tensor; larger ones repeat them, since drawing billions takes minutes.
+"""Random numbers that are drawn; every tensor repeats them, since drawing billions takes minutes.
 It is prime, so that no two rows of a matrix are equal."""
 
 
@@ -19,10 +19,12 @@ class DummyCheckpoint:
     is_dummy = True
     has_blocks = False
 
-    def __init__(self, config: dict[str, Any], generation_config: dict[str, Any], seed: int) -> None:
+    def __init__(self, config: dict[str, Any], generation_config: dict[str, Any], seed: int, device: str = "cpu") -> None:
         self.config = config
         self.generation_config = generation_config
         self.seed = seed
+        generator = torch.Generator().manual_seed(seed)
+        self._pool = torch.randn(POOL_SIZE, generator=generator).mul_(STANDARD_DEVIATION).to(device)
 
     def names(self) -> set[str]:
         """Nothing: a dummy has whatever is asked of it."""
@@ -31,11 +33,10 @@ class DummyCheckpoint:
     def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Normal values with deviation 0.02, around 1 for the weights of norms and around 0 for all else."""
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        values = torch.empty(torch.Size(shape).numel())
-        pool = torch.randn(min(len(values), POOL_SIZE), generator=generator).mul_(STANDARD_DEVIATION)
+        pool = self._pool.roll(int.from_bytes(digest[:8], "little") % POOL_SIZE)
         if name.endswith("norm.weight"):
             pool += 1
+        values = torch.empty(torch.Size(shape).numel(), device=pool.device)
         for part in torch.split(values, POOL_SIZE):
             part.copy_(pool[: len(part)])
         return values.reshape(shape)
