@@ -36,12 +36,12 @@ class Field(NamedTuple):
     """One array of a step, at ``start`` bytes from the beginning."""
 
     dtype: str
-    count: int
+    size: int
     start: int
 
     @property
     def end(self) -> int:
-        return self.start + self.count * np.dtype(self.dtype).itemsize
+        return self.start + self.size * np.dtype(self.dtype).itemsize
 
 
 @functools.lru_cache(maxsize=1024)
@@ -64,8 +64,8 @@ def layout(shape: StepShape) -> tuple[dict[str, Field], int]:
         "width": ("int32", 1),
     }
     fields, end = {}, 0
-    for name, (dtype, count) in wanted.items():
-        fields[name] = Field(dtype, count, end)
+    for name, (dtype, size) in wanted.items():
+        fields[name] = Field(dtype, size, end)
         end = -(-fields[name].end // ALIGNMENT) * ALIGNMENT
     return fields, end
 

@@ -24,11 +24,12 @@ import torch
 from octavo import ops
 from octavo.errors import RunnerError
 from octavo.models.registry import CausalLM
+from octavo.ops.sample import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE
+from octavo.runtime import sampler
 from octavo.runtime.cells import Cells
 from octavo.runtime.graphs import BATCH_SIZES, Graphs, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import ModelRunner
-from octavo.runtime.sampler import NOT_NUMBERS, NOTHING_LEFT
 from octavo.runtime.step_inputs import DeviceStep, HostStep, StepShape, num_bytes, view_step
 from octavo.types import Masks, Plan, Sampled
 
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 STEPS_IN_FLIGHT = 4
 """Buffers for steps: more than an engine ever has in flight."""
-ERRORS = {-1: NOT_NUMBERS, -2: NOTHING_LEFT}
+ERRORS = {NOT_FINITE: sampler.NOT_NUMBERS, NOTHING_LEFT: sampler.NOTHING_LEFT, OUT_OF_RANGE: sampler.OVERFLOW}
 """What ``ops.sample`` says instead of a token."""
 
 
@@ -73,7 +74,13 @@ class StreamRunner:
     """The runner of CUDA devices. Results must be asked for in the order in which plans were submitted."""
 
     def __init__(
-        self, model: CausalLM, storage: KVStorage, vocab_size: int, limits: StepLimits, batch_invariant: bool = False
+        self,
+        model: CausalLM,
+        storage: KVStorage,
+        vocab_size: int,
+        limits: StepLimits,
+        batch_invariant: bool = False,
+        enforce_eager: bool = False,
     ) -> None:
         device = storage.pool.device
         self._model = model
@@ -85,7 +92,7 @@ class StreamRunner:
         self._cells = Cells(limits.max_num_seqs, limits.max_blocks)
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
-        self._graphs = Graphs(self._forward, _launched_early) if self._is_cuda else None
+        self._graphs = Graphs(self._forward, _launched_early) if self._is_cuda and not enforce_eager else None
         largest, _ = padded_shape(limits.max_num_batched_tokens, limits.max_num_seqs, 2, limits.max_num_seqs)
         S, size = largest.num_seqs, num_bytes(largest, limits.max_blocks)
         self._last_tokens_C = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int32, device=device)

@@ -1,0 +1,94 @@
+"""The CUDA runner: graphs give what single launches give, and batch-invariant tokens do not depend on the batch."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+VOCAB = 1000
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Qwen3: normalised heads, grouped queries, heads of 64."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+    )
+    folder = tmp_path_factory.mktemp("qwen3")
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def prompts(count: int, longest: int, seed: int = 1) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [rng.choices(range(VOCAB), k=rng.randint(1, longest)) for _ in range(count)]
+
+
+def generate(folder: Path, some: list[list[int]], params: Any, **settings: Any) -> list[list[int]]:
+    with LLM(str(folder), device="cuda", **settings) as llm:
+        return [list(result.outputs[0].token_ids) for result in llm.generate(some, params)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_200_greedy_steps_of_graphs_are_those_of_single_launches(checkpoint: Path, dtype: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    settings: dict[str, Any] = {"dtype": dtype, "max_num_seqs": 8, "num_kv_blocks": 200}
+    some = prompts(5, 300)
+    graphs = generate(checkpoint, some, params, **settings)
+    assert graphs == generate(checkpoint, some, params, enforce_eager=True, **settings)
+    assert graphs == generate(checkpoint, some, params, **settings)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batch_invariant_tokens_are_those_of_each_request_alone(checkpoint: Path, dtype: str) -> None:
+    """64 mixed requests with shared beginnings, a pool too small for all of them, prompts in chunks."""
+    rng = random.Random(2)
+    beginning = rng.choices(range(VOCAB), k=150)
+    some = [beginning[: rng.choice([0, 64, 150])] + prompt for prompt in prompts(64, 200)]
+    params = [
+        SamplingParams(temperature=rng.choice([0.0, 0.8]), top_p=0.95, seed=i, max_tokens=40, ignore_eos=True)
+        for i in range(64)
+    ]
+    settings: dict[str, Any] = {"dtype": dtype, "batch_invariant": True, "block_size": 64}
+    together = generate(
+        checkpoint, some, params, max_num_seqs=32, num_kv_blocks=60, max_num_batched_tokens=96, **settings
+    )
+    with LLM(str(checkpoint), device="cuda", num_kv_blocks=60, enable_prefix_caching=False, **settings) as llm:
+        for prompt, own, found in zip(some, params, together, strict=True):
+            assert list(llm.generate([prompt], own)[0].outputs[0].token_ids) == found
+
+
+def test_what_only_the_host_samples_may_be_in_any_step(checkpoint: Path) -> None:
+    some = prompts(12, 100)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0, "presence_penalty": 0.5, "logprobs": 2},
+        {"temperature": 0.9, "top_k": 30, "repetition_penalty": 1.2},
+        {"temperature": 0, "prompt_logprobs": 1},
+    ]
+    params = [SamplingParams(seed=i, max_tokens=30, ignore_eos=True, **kinds[i % 4]) for i in range(12)]
+    settings: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 100}
+    found = generate(checkpoint, some, params, **settings)
+    with LLM(str(checkpoint), device="cpu", **settings) as llm:
+        expected = [list(result.outputs[0].token_ids) for result in llm.generate(some, params)]
+    assert found == expected
