@@ -12,8 +12,8 @@ from octavo.config import EngineConfig, ModelSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig, token_ids
-from octavo.models.registry import CausalLM, load_model
+from octavo.models.keys import token_ids
+from octavo.models.registry import CausalLM, load_model, read_config
 from octavo.ops import dispatch
 from octavo.quant.scheme import WeightFormat, best_scheme
 from octavo.runtime import memory
@@ -37,7 +37,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         _share_cores(num_physical_cores())
     path = resolve_model(config.model)
     checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed, str(device))
-    model_config = ModelConfig.from_dict(checkpoint.config)
+    model_config = read_config(checkpoint.config, config.model.max_model_len)
     form = weight_format(config.model, device, checkpoint)
     loaded = load_model(model_config, checkpoint, form)
     gc.collect()
@@ -47,7 +47,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         config, model_config, kv_dtype, form.dtype, device.type, weights=loaded.num_bytes, free=free
     )
     storage = KVStorage(model_config, limits.num_kv_blocks, limits.block_size, kv_dtype, device)
-    runner = make_runner(loaded.model, storage, model_config.vocab_size, limits, config.model.batch_invariant)
+    runner = make_runner(config.model, loaded.model, storage, model_config.vocab_size, limits)
     runner.warm_up()
     cache = KVCache(limits.num_kv_blocks, limits.block_size, config.cache.enable_prefix_caching)
     scheduler = Scheduler(
@@ -75,14 +75,14 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
 
 
 def make_runner(
-    model: CausalLM, storage: KVStorage, vocab_size: int, limits: memory.Limits, batch_invariant: bool
+    settings: ModelSettings, model: CausalLM, storage: KVStorage, vocab_size: int, limits: memory.Limits
 ) -> ModelRunner | StreamRunner:
     """The runner for the storage's device. What a CPU computes never depends on the batch."""
     if storage.pool.device.type == "cpu":
         return ModelRunner(model, storage, vocab_size)
     max_blocks = -(-limits.max_model_len // limits.block_size)
     most = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks)
-    return StreamRunner(model, storage, vocab_size, most, batch_invariant)
+    return StreamRunner(model, storage, vocab_size, most, settings.batch_invariant, settings.enforce_eager)
 
 
 def _share_cores(count: int) -> None:
