@@ -6,11 +6,15 @@ import random
 import time
 from collections.abc import Sequence
 
+from octavo.build import build_engine, resolve_device
 from octavo.config import EngineConfig, to_flat
 from octavo.engine.engine import Engine
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.types import EngineInfo, Request
+
+CPU_STEP_TOKENS = 512
+"""Tokens of a step on a CPU: throughput is measured, and nobody waits for a first token meanwhile."""
 
 
 def random_requests(
@@ -72,8 +76,6 @@ class OfflineBench:
     """One loaded engine; each ``run`` measures one number of sequences once."""
 
     def __init__(self, config: EngineConfig) -> None:
-        from octavo.build import build_engine
-
         self.engine: Engine
         self.info: EngineInfo
         self.engine, self.info = build_engine(config)
@@ -98,10 +100,11 @@ class OfflineBench:
         return first
 
 
-def bench_config(config: EngineConfig, sequences: Sequence[int], max_num_batched_tokens: int = 512) -> EngineConfig:
+def bench_config(config: EngineConfig, sequences: Sequence[int]) -> EngineConfig:
     """The given settings with a batch that holds the largest run, unless they say so, and no prefix cache to help."""
-    most = max(sequences)
     values = to_flat(config)
-    defaults = {"max_num_seqs": most, "max_num_batched_tokens": max(max_num_batched_tokens, most)}
+    defaults = {"max_num_seqs": max(sequences)}
+    if resolve_device(config.model.device).type == "cpu":
+        defaults["max_num_batched_tokens"] = max(CPU_STEP_TOKENS, *sequences)
     chosen = {name: value for name, value in defaults.items() if values[name] is None}
     return EngineConfig.from_flat({**values, **chosen, "enable_prefix_caching": False})

@@ -1,0 +1,52 @@
+"""Tables are printed from raw records, and files that are not records are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.bench.report_tables import number, render
+from octavo.errors import ConfigError
+
+MACHINE = {"processor": "A CPU", "gpus": ["A GPU, 1.2"], "versions": {"octavo": "0.1", "torch": "2"}}
+
+
+def record(folder: Path, kind: str, result: dict[str, Any]) -> Path:
+    file = folder / f"{kind}.json"
+    values = {"benchmark": kind, "date": "2026-01-02", "command": f"octavo bench {kind}", "machine": MACHINE}
+    file.write_text(json.dumps({**values, "result": result}))
+    return file
+
+
+def test_numbers() -> None:
+    shown = [number(value) for value in (0.12345, 12.345, 1234.56, 12345, "W1", True, {"median": 2.5, "runs": 3})]
+    assert shown == ["0.1235", "12.35", "1,235", "12,345", "W1", "True", "2.5"]
+
+
+def test_plain_rows(tmp_path: Path) -> None:
+    rows = [{"batch": 1, "us": {"median": 2.0, "min": 1.0}, "pairs": [1], "more": {"a": 1}}]
+    text = render(record(tmp_path, "kernels", {"rows": rows}))
+    assert text.startswith("`octavo bench kernels`, 2026-01-02, A GPU, 1.2; octavo 0.1, torch 2\n")
+    assert text.endswith("| batch | us |\n| --- | --- |\n| 1 | 2 |")
+
+
+def test_served(tmp_path: Path) -> None:
+    figures = ("output_tok_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "tpot_p50_ms")
+    both = {"octavo": {"median": 3.0, "all": [3.0, 3.0]}, "vllm": {"median": 2.0, "all": [2.0]}, "times_better": 1.5}
+    rows: list[dict[str, Any]] = [{"workload": "W1", "figure": name, **both} for name in figures]
+    del rows[1]["vllm"], rows[1]["times_better"]
+    visits = [{"engine": "octavo", "ready_s": 12.5}, {"engine": "vllm", "error": "it\nbroke"}]
+    text = render(record(tmp_path, "peer", {"workloads": {"W1": {}}, "rows": rows, "visits": visits}))
+    assert "| W1 | 3, 2 (1.50) | 3, - | 3, 2 (1.50) |" in text
+    assert "| 2/1 |" in text
+    assert "| vllm | - | it broke |" in text
+
+
+def test_what_is_no_record(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{}")
+    for name in ("bad.json", "missing.json"):
+        with pytest.raises(ConfigError, match="not a record"):
+            render(tmp_path / name)
