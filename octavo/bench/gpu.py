@@ -40,6 +40,7 @@ def stages(folder: Path, model: str, python_path: str | None, seconds: float) ->
     peer = ("--engine", "vllm", *(("--python-path", python_path) if python_path else ()))
     return {
         "tests": Stage((sys.executable, "-m", "pytest", "-q", "tests/gpu"), 150),
+        "ceilings": Stage(bench("ceilings"), 60),
         "kernels": Stage(bench("kernels"), 90),
         "throughput": Stage(bench("throughput", model, "--rounds", "3"), 120),
         "profile": Stage(bench("profile", model), 120),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.bench.timeline import CLASSES
 from octavo.errors import ConfigError
 
 SERVED_COLUMNS = {
@@ -17,7 +19,8 @@ SERVED_COLUMNS = {
     "itl_p99_ms": "ITL p99 ms",
     "tpot_p50_ms": "TPOT p50 ms",
 }
-STEP_CLASSES = ("matmul", "attention", "norm", "sampling", "copy", "other")
+STEP_CLASSES = (*(label for label, _ in CLASSES), "other")
+PLACE = re.compile(r"<!-- report (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def markdown_table(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
@@ -41,6 +44,24 @@ def render(file: Path) -> str:
     else:
         tables = _plain(result.get("rows", [result]))
     return f"{title}\n\n{tables}"
+
+
+def fill(page: Path) -> list[Path]:
+    """Put the tables of each record into a page, between ``<!-- report FILE -->`` and ``<!-- end -->``.
+
+    ``FILE`` is relative to the working directory. A place whose record is not there stays as it is; returns those.
+    """
+    missing: list[Path] = []
+
+    def replace(found: re.Match[str]) -> str:
+        file = Path(found[1])
+        if file.is_file():
+            return f"<!-- report {file} -->\n{render(file)}\n<!-- end -->"
+        missing.append(file)
+        return found[0]
+
+    page.write_text(PLACE.sub(replace, page.read_text()))
+    return missing
 
 
 def _machine(machine: Mapping[str, Any]) -> str:

@@ -16,11 +16,12 @@ DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
 
 CLASSES = (
-    ("attention", r"attention|attn|flash|store_kv|rope|fmha"),
-    ("matmul", r"linear|gemm|gemv|matmul|nvjet|cutlass|cublas|splitk|split_k|::mm|::addmm|::bmm"),
-    ("sampling", r"sampl|argmax|topk|top_k|sort|softmax|exponential|noise|multinomial|penalt"),
+    ("attention", r"attention|attn|flash|fmha|store_kv|rope|^_decode_kernel|^_prefill_kernel"),
+    ("matmul", r"linear|gemm|gemv|skinny|matmul|nvjet|cutlass|cublas|splitk|split_k|::mm|::addmm|::bmm"),
+    ("activation", r"silu|gelu|gate_kernel"),
+    ("sampling", r"sampl|argmax|topk|top_k|sort|softmax|exponential|noise|multinomial|penalt|race|settle"),
     ("norm", r"norm"),
-    ("copy", r"memcpy|memset|copy|::to\b|index|gather|scatter|embedding|cat"),
+    ("copy", r"memcpy|memset|copy|::to\b|index|gather|scatter|embedding|cat|stage_"),
 )
 """Class to a pattern of kernel names; the first that is found counts, and what matches none is "other"."""
 

@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     throughput.add_argument("--rounds", type=int, default=3, help="runs; medians are reported")
     throughput.set_defaults(measure=_throughput)
 
+    ceilings = kinds.add_parser("ceilings", help="how fast the GPU reads memory and multiplies matrices")
+    ceilings.set_defaults(measure=_ceilings)
+
     profile = kinds.add_parser("profile", help="where the time of a step goes, kernel by kernel")
     add_settings(profile, EngineConfig)
     profile.add_argument("--batches", type=bench_peer.numbers, default=[1, 16, 64, 256], help="sequences of a step")
@@ -64,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     startup.add_argument("--rounds", type=int, default=5)
     startup.set_defaults(measure=_startup)
 
-    for kind in (offline, throughput, profile, peer, overhead, front, startup):
+    for kind in (offline, throughput, ceilings, profile, peer, overhead, front, startup):
         kind.add_argument("--output", type=Path, help="also write the raw JSON to this file")
     bench_tools.add_kinds(kinds)
 
@@ -145,6 +148,12 @@ def _profile(args: argparse.Namespace) -> dict[str, Any]:
     rows += [profiler.prefill(tokens, rounds=5) for tokens in args.prefill]
     print(f"octavo: traces are in {traces}", file=sys.stderr)
     return {**_engine(config, info), "rows": [{**row, **_least_work(config, info, row)} for row in rows]}
+
+
+def _ceilings(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo.bench.ceilings import measure
+
+    return measure()
 
 
 def _least_work(config: EngineConfig, info: Any, row: dict[str, Any]) -> dict[str, int]:

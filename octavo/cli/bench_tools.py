@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ def add_kinds(kinds: Any) -> None:
     roofline.set_defaults(run=_roofline)
 
     report = kinds.add_parser("report", help="the tables of raw JSON files, as Markdown")
-    report.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    report.add_argument("files", nargs="*", type=Path, metavar="FILE")
+    report.add_argument("--fill", type=Path, metavar="PAGE", help="put them into a page's places for reports instead")
     report.set_defaults(run=_report)
 
     gpu = kinds.add_parser("gpu", help="test and measure everything on a GPU machine, in one go")
@@ -65,8 +67,12 @@ def _roofline(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from octavo.bench.report_tables import render
+    from octavo.bench.report_tables import fill, render
 
+    if args.fill is not None:
+        for file in fill(args.fill):
+            print(f"octavo: {file} is not there; its place stays as it is", file=sys.stderr)
+        return 0
     print("\n\n".join(render(file) for file in args.files))
     return 0
 

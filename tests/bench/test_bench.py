@@ -106,6 +106,12 @@ def test_profile(measured: Measure, tiny: tuple[str, ...], tmp_path: Path) -> No
     assert json.loads((tmp_path / "decode_3x20.json").read_text())["traceEvents"]
 
 
+def test_ceilings_need_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "ceilings"]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
 def test_tools_print(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["bench", "shape", "tiny", str(tmp_path / "made")]) == 0
     assert (tmp_path / "made" / "config.json").is_file()

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from octavo.bench.report_tables import number, render
+from octavo.bench.report_tables import fill, number, render
 from octavo.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 MACHINE = {"processor": "A CPU", "gpus": ["A GPU, 1.2"], "versions": {"octavo": "0.1", "torch": "2"}}
 
 
@@ -43,6 +44,28 @@ def test_served(tmp_path: Path) -> None:
     assert "| W1 | 3, 2 (1.50) | 3, - | 3, 2 (1.50) |" in text
     assert "| 2/1 |" in text
     assert "| vllm | - | it broke |" in text
+
+
+def test_a_page_is_filled_where_it_says(tmp_path: Path) -> None:
+    there = record(tmp_path, "throughput", {"output_tok_s": 5})
+    page = tmp_path / "page.md"
+    places = "".join(
+        f"# {file.name}\n<!-- report {file} -->\nold\n<!-- end -->\n" for file in (there, Path("none.json"))
+    )
+    page.write_text(places)
+    assert fill(page) == [Path("none.json")]
+    assert page.read_text() == places.replace("old", render(there), 1)
+    filled = page.read_text()
+    fill(page)
+    assert page.read_text() == filled, "filling again changes nothing"
+
+
+def test_the_tables_of_the_page_are_those_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    copy = tmp_path / "page.md"
+    copy.write_text((ROOT / "docs" / "performance.md").read_text())
+    fill(copy)
+    assert copy.read_text() == (ROOT / "docs" / "performance.md").read_text(), "octavo bench report --fill PAGE"
 
 
 def test_what_is_no_record(tmp_path: Path) -> None:

@@ -89,6 +89,12 @@ def test_summary_is_per_step() -> None:
     [
         ("nvjet_tst_128x64_64x8_4x1_v_bz_TNN", "matmul"),
         ("linear_rows_kernel", "matmul"),
+        ("walking_gemv_kernel", "matmul"),
+        ("skinny_kernel", "matmul"),
+        ("_decode_kernel", "attention"),
+        ("gate_kernel", "activation"),
+        ("_race_kernel", "sampling"),
+        ("_stage_kernel", "copy"),
         ("_paged_attention_split", "attention"),
         ("store_kv_kernel", "attention"),
         ("rms_norm_kernel", "norm"),
