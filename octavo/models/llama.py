@@ -6,36 +6,95 @@ Shapes: T tokens of the step, R rows whose logits are wanted, D model, V vocabul
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from octavo.layers.mlp import GatedMLP
-from octavo.layers.rotary import Rotary
-from octavo.models.config import ModelConfig
+from octavo.layers.rotary import DefaultRope, Rotary
+from octavo.models.config import ACTIVATIONS, FULL, ModelConfig, read_common, read_windows
+from octavo.models.keys import ConfigKeys
 from octavo.models.loader import WeightLoader
+from octavo.models.rope import RopeContext, read_rope, rope_values, rotary_width
 from octavo.ops import attention
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.linear import Activation
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(ModelConfig):
+    """The shape and arithmetic of Llama and of families that differ little."""
+
+    rope: DefaultRope
+    rotary_width: int
+    """Numbers of a head that are rotated; the rest stays."""
+    windows: tuple[int, ...]
+    """Positions that the rows of each layer see, 0 for all."""
+    attention_bias: bool
+    """Of queries, keys and values."""
+    output_bias: bool
+    """Of the attention's output."""
+    mlp_bias: bool
+    activation: Activation
+
+
+def read_llama(
+    keys: ConfigKeys,
+    max_len: int | None,
+    *,
+    tied: bool = False,
+    eps: float = 1e-6,
+    rotary: float = 1.0,
+    windows: tuple[Sequence[str], int | None] | None = None,
+) -> LlamaConfig:
+    """Read the keys of Llama, with a family's own defaults; biases as ``attention_bias`` and ``mlp_bias`` say.
+
+    ``windows`` is the type of each layer and the width of the sliding ones; without it all layers see everything.
+    """
+    common = read_common(keys, tied=tied, eps=eps)
+    given, most = rope_values(keys), common["max_position_embeddings"]
+    longest = max_len or most
+    width = rotary_width(given, common["head_dim"], rotary)
+    types, window = windows or ((FULL,) * common["num_layers"], None)
+    has_bias = keys.flag("attention_bias")
+    return LlamaConfig(
+        **common,
+        rope=read_rope(given, RopeContext(width, longest, most)),
+        rotary_width=width,
+        windows=read_windows(keys, types, window, longest),
+        attention_bias=has_bias,
+        output_bias=has_bias,
+        mlp_bias=keys.flag("mlp_bias"),
+        activation=keys.choice("hidden_act", ACTIVATIONS, "silu"),
+    )
 
 
 class LlamaLayer:
     """Attention, then the feed-forward layer; each normalises its input and adds to the residual stream."""
 
-    def __init__(self, config: ModelConfig, weights: WeightLoader, prefix: str) -> None:
-        D, F = config.hidden_size, config.ffn_size
+    def __init__(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> None:
+        D = config.hidden_size
         self.input_norm = weights.norm(f"{prefix}.input_layernorm", D, config.norm_eps)
-        self.heads = self.head_layout(config, weights, f"{prefix}.self_attn")
+        self.heads = self.head_layout(config, weights, f"{prefix}.self_attn", index)
         names = dict(zip([f"{prefix}.self_attn.{part}_proj" for part in "qkv"], self.heads.sizes, strict=True))
         self.qkv_proj = weights.linear(names, D, config.attention_bias)
-        self.o_proj = weights.linear({f"{prefix}.self_attn.o_proj": D}, self.heads.sizes[0], config.attention_bias)
-        self.mlp = GatedMLP(
+        self.o_proj = weights.linear({f"{prefix}.self_attn.o_proj": D}, self.heads.sizes[0], config.output_bias)
+        self.mlp = self.feed_forward(config, weights, prefix, index)
+
+    def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
+        """How the heads of layer ``index`` attend; ``prefix`` is that of the attention's weights."""
+        scale, window = config.head_dim**-0.5, config.windows[index]
+        return HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, scale, window=window)
+
+    def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> GatedMLP:
+        """The feed-forward layer with its norm."""
+        D, F = config.hidden_size, config.ffn_size
+        return GatedMLP(
             weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps),
             weights.linear({f"{prefix}.mlp.gate_proj": F, f"{prefix}.mlp.up_proj": F}, D, config.mlp_bias),
             weights.linear({f"{prefix}.mlp.down_proj": D}, F, config.mlp_bias),
+            config.activation,
         )
-
-    def head_layout(self, config: ModelConfig, weights: WeightLoader, prefix: str) -> HeadLayout:
-        """How this layer's heads attend; ``prefix`` is that of the attention's weights."""
-        return HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         """The next residual stream; ``x`` may be overwritten."""
@@ -49,16 +108,21 @@ class LlamaForCausalLM:
 
     layer_class: type[LlamaLayer] = LlamaLayer
 
-    def __init__(self, config: ModelConfig, weights: WeightLoader) -> None:
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
+        """The family's configuration; ``max_len`` is the longest context that will be asked for, if it is known.
+
+        Raises ``CheckpointError`` for what is missing, wrong or not supported, naming the key.
+        """
+        return read_llama(keys, max_len)
+
+    def __init__(self, config: LlamaConfig, weights: WeightLoader) -> None:
         self.config = config
         self.embedding = weights.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
-        self.rotary = Rotary(config.rope, config.head_dim, weights.form.device)
-        self.layers = [self.layer_class(config, weights, f"model.layers.{i}") for i in range(config.num_layers)]
+        self.rotary = Rotary(config.rope, config.rotary_width, weights.form.device)
+        self.layers = [self.layer_class(config, weights, f"model.layers.{i}", i) for i in range(config.num_layers)]
         self.norm = weights.norm("model.norm", config.hidden_size, config.norm_eps)
-        if config.tie_word_embeddings:
-            self.head = weights.tied_head(self.embedding, "lm_head")
-        else:
-            self.head = weights.linear({"lm_head": config.vocab_size}, config.hidden_size, has_bias=False)
+        self.head = weights.head("lm_head", self.embedding, config.tie_word_embeddings)
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows

@@ -5,21 +5,24 @@ Shapes: K inputs, N outputs, D model, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.layers.embedding import Embedding
 from octavo.layers.linear import Linear
-from octavo.layers.norm import RMSNorm
+from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.quant.scheme import Part, WeightFormat, make_weights, to_dense
 from octavo.weights.blocks import BlockTensor
 
-HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-"""Buffers that some exporters write; they are computed from the configuration."""
+HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias)$")
+"""Buffers that some exporters write: rotary angles, which follow from the configuration, and GPT-2's causal masks."""
 
 
 class Source(Protocol):
@@ -54,17 +57,58 @@ class WeightLoader:
         self.num_bytes += tensor.nbytes
         return tensor
 
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        """The normalisation ``name.weight``."""
-        return RMSNorm(self.dense(f"{name}.weight", size), eps)
+    def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
+        """The normalisation ``name.weight``, which is stored less ``offset``."""
+        return RMSNorm(self.norm_weight(f"{name}.weight", size, offset), eps)
 
-    def linear(self, names: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
-        """One map out of several: name to number of outputs, side by side in this order."""
-        parts = [self._load(f"{name}.weight", (size, num_inputs)) for name, size in names.items()]
+    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
+        """The normalisation ``name.weight`` and ``name.bias``."""
+        return LayerNorm(self.dense(f"{name}.weight", size), self.dense(f"{name}.bias", size), eps)
+
+    def norm_weight(self, name: str, size: int, offset: float) -> Tensor:
+        """The weight of a norm with ``offset`` added to it in float32."""
+        if offset == 0.0:
+            return self.dense(name, size)
+        exact = dataclasses.replace(self.form, dtype=torch.float32)
+        tensor = (to_dense(self._load(name, (size,)), exact) + offset).to(self.form.dtype)
+        self.num_bytes += tensor.nbytes
+        return tensor
+
+    def linear(
+        self,
+        names: dict[str, int],
+        num_inputs: int,
+        has_bias: bool,
+        *,
+        transposed: bool = False,
+        row_order: dict[str, npt.NDArray[np.int64]] | None = None,
+    ) -> Linear:
+        """One map out of several: name to number of outputs, side by side in this order.
+
+        With ``transposed`` the checkpoint has the weights as inputs by outputs. ``row_order`` says for some names
+        which stored output becomes each output.
+        """
+        parts, biases = [], []
+        for name, size in names.items():
+            shape = (num_inputs, size) if transposed else (size, num_inputs)
+            part = self._load(f"{name}.weight", shape)
+            if transposed:
+                part = to_dense(part, self.form).t().contiguous()
+            order = (row_order or {}).get(name)
+            parts.append(part if order is None else take_rows(part, order))
+            if has_bias:
+                bias = self.dense(f"{name}.bias", size)
+                biases.append(bias if order is None else bias[torch.from_numpy(order)])
         weights = make_weights(parts, self.form)
         self.num_bytes += sum(weight.num_bytes for weight in weights)
-        biases = [self.dense(f"{name}.bias", size) for name, size in names.items()] if has_bias else []
         return Linear(weights, torch.cat(biases) if biases else None)
+
+    def head(self, name: str, embedding: Embedding, is_tied: bool) -> Linear:
+        """The map from hidden states to logits: of its own, or the embedding's."""
+        if is_tied:
+            return self.tied_head(embedding, name)
+        vocab_size, hidden_size = embedding.table_VD.shape
+        return self.linear({name: vocab_size}, hidden_size, has_bias=False)
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         """The table ``name.weight``; it stays in blocks where the format computes with blocks."""
@@ -113,3 +157,10 @@ class WeightLoader:
             count *= size
         self.num_parameters += count
         return part
+
+
+def take_rows(part: Part, order: npt.NDArray[np.int64]) -> Part:
+    """The rows of a matrix in another order."""
+    if isinstance(part, BlockTensor):
+        return BlockTensor(part.kind, part.shape, part.data[order])
+    return part[torch.from_numpy(order)]

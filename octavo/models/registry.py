@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from octavo.errors import CheckpointError
-from octavo.models.config import ModelConfig
+from octavo.models.config import ModelConfig, architecture
+from octavo.models.gpt2 import GPT2LMHeadModel
+from octavo.models.keys import ConfigKeys
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.loader import Source, WeightLoader
+from octavo.models.mistral import MistralForCausalLM
+from octavo.models.qwen2 import Qwen2ForCausalLM
 from octavo.models.qwen3 import Qwen3ForCausalLM
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.quant.scheme import WeightFormat
@@ -26,9 +30,20 @@ class CausalLM(Protocol):
     def logits(self, x_RD: Tensor) -> Tensor: ...
 
 
-ARCHITECTURES: dict[str, type[LlamaForCausalLM]] = {
+class Family(Protocol):
+    """A model's class: it reads its own configuration, and is made of that and weights."""
+
+    def read_config(self, keys: ConfigKeys, max_len: int | None) -> Any:
+        """A subclass of ``ModelConfig``."""
+
+    def __call__(self, config: Any, weights: WeightLoader) -> CausalLM: ...
+
+
+ARCHITECTURES: dict[str, Family] = {
+    "GPT2LMHeadModel": GPT2LMHeadModel,
     "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": MistralForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
 }
 
@@ -42,13 +57,27 @@ class LoadedModel(NamedTuple):
     """Memory that the weights take."""
 
 
+def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
+    """The configuration that the keys of a ``config.json`` describe.
+
+    ``max_len`` is the longest context that will be asked for, where it is known. Every key that would change what
+    is computed is honoured or refused: raises ``CheckpointError`` naming it.
+    """
+    keys = ConfigKeys(values)
+    config: ModelConfig = _family(architecture(keys)).read_config(keys, max_len)
+    keys.finish()
+    return config
+
+
 def load_model(config: ModelConfig, source: Source, form: WeightFormat) -> LoadedModel:
-    """Build the model and load it; raise ``CheckpointError`` for an unknown architecture or unfit weights."""
-    if config.architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"config: architecture {config.architecture} is not supported; supported are {', '.join(ARCHITECTURES)}"
-        )
+    """Build the model and load it; raise ``CheckpointError`` for weights that do not fit the configuration."""
     weights = WeightLoader(source, form)
-    model = ARCHITECTURES[config.architecture](config, weights)
+    model = _family(config.architecture)(config, weights)
     weights.finish()
     return LoadedModel(model, weights.num_parameters, weights.num_bytes)
+
+
+def _family(name: str) -> Family:
+    if name not in ARCHITECTURES:
+        raise CheckpointError(f"config: architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[name]

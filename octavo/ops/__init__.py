@@ -3,7 +3,9 @@
 from octavo.ops.apply_rope import apply_rope
 from octavo.ops.attention import attention
 from octavo.ops.block_linear import block_linear
+from octavo.ops.gelu import gelu
 from octavo.ops.gelu_and_mul import gelu_and_mul
+from octavo.ops.layer_norm import layer_norm
 from octavo.ops.linear import linear
 from octavo.ops.paged_attention import paged_attention
 from octavo.ops.rms_norm import rms_norm
@@ -16,7 +18,9 @@ __all__ = [
     "apply_rope",
     "attention",
     "block_linear",
+    "gelu",
     "gelu_and_mul",
+    "layer_norm",
     "linear",
     "paged_attention",
     "rms_norm",

@@ -12,6 +12,8 @@ POOL_SIZE = 1_048_573
 """Random numbers that are drawn; every tensor repeats them, since drawing billions takes minutes.
 It is prime, so that no two rows of a matrix are equal."""
 
+NORMS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
+
 
 class DummyCheckpoint:
     """Answers any name and shape with small random float32 values that depend on name and seed alone."""
@@ -19,7 +21,9 @@ class DummyCheckpoint:
     is_dummy = True
     has_blocks = False
 
-    def __init__(self, config: dict[str, Any], generation_config: dict[str, Any], seed: int, device: str = "cpu") -> None:
+    def __init__(
+        self, config: dict[str, Any], generation_config: dict[str, Any], seed: int, device: str = "cpu"
+    ) -> None:
         self.config = config
         self.generation_config = generation_config
         self.seed = seed
@@ -34,7 +38,7 @@ class DummyCheckpoint:
         """Normal values with deviation 0.02, around 1 for the weights of norms and around 0 for all else."""
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
         pool = self._pool.roll(int.from_bytes(digest[:8], "little") % POOL_SIZE)
-        if name.endswith("norm.weight"):
+        if name.endswith(NORMS):
             pool += 1
         values = torch.empty(torch.Size(shape).numel(), device=pool.device)
         for part in torch.split(values, POOL_SIZE):

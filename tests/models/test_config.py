@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
 
 from octavo.errors import CheckpointError
-from octavo.layers.rotary import DefaultRope, LinearRope, Llama3Rope
-from octavo.models.config import ModelConfig, token_ids
+from octavo.layers.rotary import DefaultRope, FactorsRope, LinearRope, Llama3Rope
+from octavo.models.keys import token_ids
+from octavo.models.llama import LlamaConfig
+from octavo.models.registry import read_config
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,8 +32,10 @@ LLAMA3 = {
 }
 
 
-def read(**changes: Any) -> ModelConfig:
-    return ModelConfig.from_dict({**BASE, **changes})
+def read(**changes: Any) -> LlamaConfig:
+    config = read_config({**BASE, **changes})
+    assert isinstance(config, LlamaConfig)
+    return config
 
 
 def test_defaults_are_those_of_llama() -> None:
@@ -63,7 +68,7 @@ def test_the_config_of_a_real_checkpoint_is_understood_without_a_warning(caplog:
         "use_cache": True,
     }
     with caplog.at_level(logging.WARNING):
-        config = ModelConfig.from_dict(values)
+        config = read_config(values)
     assert not caplog.records
     assert (config.rope.theta, config.eos_token_ids, config.num_kv_heads) == (100000.0, (2, 7), 2)
     assert config.tie_word_embeddings
@@ -87,18 +92,22 @@ def test_rotary_settings_old_and_new(changes: dict[str, Any], expected: DefaultR
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"hidden_act": "relu"}, "hidden_act"),
         ({"sliding_window": 64}, "sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 4.0}}, "rope_type is 'spiral'; it must be one of default"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "alpha": 1.0}}, "alpha"),
+        ({"rope_scaling": {"type": "dynamic"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "short_factor"),
+        ({"rope_scaling": {"rope_type": "factors", "factors": [1.0, 1.0, 0.0, 1.0]}}, "factors"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0, "mscale": 2.0}}, "mscale"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.4}}, "partial_rotary_factor"),
         ({"rope_interleaved": True}, "rope_interleaved"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
@@ -124,7 +133,31 @@ def test_what_changes_the_arithmetic_or_is_wrong_is_refused_by_name(changes: dic
 
 
 def test_a_window_as_long_as_the_context_is_none() -> None:
-    assert read(sliding_window=128) == read(sliding_window=64, use_sliding_window=False) == read()
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    assert read(**mistral, sliding_window=128) == read(**mistral)
+    assert read(**mistral, sliding_window=64).windows == (64, 64)
+    shorter = read_config({**BASE, **mistral, "sliding_window": 64}, max_len=64)
+    assert isinstance(shorter, LlamaConfig)
+    assert shorter.windows == (0, 0)
+
+
+def test_longrope_takes_the_factors_that_fit_the_longest_context() -> None:
+    scaling = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    values = {**BASE, "rope_scaling": scaling, "original_max_position_embeddings": 64}
+    for max_len, factor in ((64, 1.0), (65, 2.0), (None, 2.0)):
+        config = read_config(values, max_len)
+        assert isinstance(config, LlamaConfig)
+        assert isinstance(config.rope, FactorsRope)
+        assert config.rope.factors == (factor,) * 4
+        assert config.rope.scale == pytest.approx((1 + math.log(2) / math.log(64)) ** 0.5)
+
+
+def test_the_older_keys_of_qwen_say_which_layers_have_windows() -> None:
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "max_window_layers": 1}
+    assert read(**qwen, use_sliding_window=False).windows == (0, 0)
+    assert read(**qwen, use_sliding_window=True).windows == (0, 8)
+    with pytest.raises(CheckpointError, match="sliding_window"):
+        read(architectures=["LlamaForCausalLM"], layer_types=["full_attention", "sliding_attention"])
 
 
 def test_unknown_keys_are_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.models.config import ModelConfig
-from octavo.models.registry import LoadedModel, load_model
+from octavo.models.registry import LoadedModel, load_model, read_config
 from octavo.quant.scheme import Part, WeightFormat
 from octavo.weights.blocks import BlockTensor
 from tests.models.checkpoints import FolderSource, make_checkpoint
@@ -26,7 +26,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(source: FolderSource, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    return load_model(ModelConfig.from_dict(source.config), source, WeightFormat(dtype, torch.device("cpu")))
+    return load_model(read_config(source.config), source, WeightFormat(dtype, torch.device("cpu")))
 
 
 def test_a_missing_tensor_is_named_with_its_shape(folders: dict[str, Path]) -> None:
@@ -71,7 +71,7 @@ def test_an_untied_head_must_be_there(folders: dict[str, Path]) -> None:
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known(folders: dict[str, Path]) -> None:
     source = FolderSource(folders["gqa"])
-    for architectures in (["GPT2LMHeadModel"], None):
+    for architectures in (["GPT3LMHeadModel"], None):
         source.config["architectures"] = architectures
         with pytest.raises(CheckpointError, match="LlamaForCausalLM"):
             load(source)
@@ -97,3 +97,22 @@ def test_block_weights_are_made_dense_exactly(folders: dict[str, Path], variant:
     expected, found = load(rounded), load(Blocks(folders[variant]))
     assert found[1:] == expected[1:]
     assert torch.equal(found.model.logits(x), expected.model.logits(x))
+
+
+def test_parts_of_one_kind_are_one_weight(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gqa")
+    source = FolderSource(tmp_path)
+    loaded = load(source, torch.bfloat16)
+    layer: Any = loaded.model.layers[0]  # type: ignore[attr-defined]
+    assert len(layer.qkv_proj.weights) == len(layer.mlp.gate_up.weights) == 1
+    num_parameters = sum(tensor.numel() for tensor in source.tensors.values())
+    assert (loaded.num_parameters, loaded.num_bytes) == (num_parameters, 2 * num_parameters)
+
+
+def test_tied_head_shares_the_memory_of_the_embedding(tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, "tied")
+    source = FolderSource(tmp_path)
+    loaded = load(source)
+    model: Any = loaded.model
+    assert model.head.weights[0].weight_NK.data_ptr() == model.embedding.table_VD.data_ptr()
+    assert loaded.num_parameters == sum(weight.numel() for weight in reference.parameters())

@@ -196,3 +196,17 @@ def test_paged_attention_of_a_long_prompt_stays_small() -> None:
     )
     assert out.isfinite().all()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
+
+
+def test_layer_norm_and_gelu_are_what_they_say() -> None:
+    x = torch.randn(5, 24, dtype=torch.float64) * 3 + 1
+    weight, bias = torch.randn(24, dtype=torch.float64), torch.randn(24, dtype=torch.float64)
+    centred = x - x.mean(dim=-1, keepdim=True)
+    normed = centred / (centred.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * weight + bias
+    exact = x * (1 + torch.erf(x / 2**0.5)) / 2
+    tanh = x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
+        found = ops.layer_norm(x.to(dtype), weight.to(dtype), bias.to(dtype), 1e-5)
+        torch.testing.assert_close(found, normed.to(dtype), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(ops.gelu(x.to(dtype), False), exact.to(dtype), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(ops.gelu(x.to(dtype), True), tanh.to(dtype), rtol=tolerance, atol=tolerance)

@@ -11,13 +11,13 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
+from octavo.models.registry import read_config
 from octavo.runtime import memory
 from octavo.runtime.cpu_threads import num_physical_cores
 from octavo.runtime.kv_storage import KVStorage, kv_bytes_per_token
 from octavo.runtime.memory import GIB, Limits, MemoryBudget, settle
 
-MODEL = ModelConfig.from_dict(
+MODEL = read_config(
     {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 49152,

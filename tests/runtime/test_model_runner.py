@@ -14,8 +14,7 @@ from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import RunnerError
-from octavo.models.config import ModelConfig
-from octavo.models.registry import load_model
+from octavo.models.registry import load_model, read_config
 from octavo.quant.scheme import WeightFormat
 from octavo.runtime import model_runner
 from octavo.runtime.kv_storage import KVStorage
@@ -35,7 +34,7 @@ class Loaded:
     def __init__(self, folder: Path) -> None:
         self.reference: Any = make_checkpoint(folder, "gqa")
         source = FolderSource(folder)
-        self.config = ModelConfig.from_dict(source.config)
+        self.config = read_config(source.config)
         self.model = load_model(self.config, source, WeightFormat(torch.float32, CPU)).model
 
     def engine(

@@ -1,0 +1,212 @@
+"""Reading a ``config.json`` key by key, so that none is passed over in silence.
+
+A family reads the keys that it honours. What is left when it is done is refused by name if it would change what is
+computed, left alone if it is known to say nothing about the arithmetic, and named in a warning otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from octavo.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MUST_BE: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "alibi": (False,),
+    "attention_bias": (False,),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (),
+    "first_k_dense_replace": (0,),
+    "is_decoder": (True, False),
+    "is_encoder_decoder": (False,),
+    "layer_types": (),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "mlp_bias": (False,),
+    "mlp_only_layers": ([],),
+    "n_routed_experts": (),
+    "no_rope_layers": ([],),
+    "norm_topk_prob": (),
+    "num_experts": (),
+    "num_local_experts": (),
+    "parallel_residual": (False,),
+    "partial_rotary_factor": (1,),
+    "q_lora_rank": (),
+    "kv_lora_rank": (),
+    "qk_layernorm": (False,),
+    "quantization_config": (),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1,),
+    "rope_interleaved": (False,),
+    "rope_local_base_freq": (),
+    "rope_parameters": (),
+    "rope_scaling": (),
+    "rope_theta": (),
+    "sliding_window": (),
+    "use_bidirectional_attention": (False,),
+    "use_parallel_residual": (False,),
+    "use_qk_norm": (False,),
+}
+"""Keys that stand for other arithmetic, with the values (besides null) that mean there is none."""
+
+WITHOUT_EFFECT = frozenset(
+    [
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "bos_token_id",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "cross_attention_hidden_size",
+        "decoder_start_token_id",
+        "dtype",
+        "embd_pdrop",
+        "finetuning_task",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "is_llama_config",
+        "label2id",
+        "max_window_layers",
+        "model_type",
+        "name_or_path",
+        "original_max_position_embeddings",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "resid_pdrop",
+        "return_dict",
+        "return_dict_in_generate",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "sep_token_id",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "unk_token_id",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+        "use_sliding_window",
+    ]
+)
+
+
+def wrong(key: str, found: object, allowed: str) -> CheckpointError:
+    """The error for a key whose value is not one of the ``allowed``."""
+    return CheckpointError(f"config: {key} is {found!r}; it must be {allowed}")
+
+
+class ConfigKeys:
+    """The keys of one object of a configuration. Every method raises ``CheckpointError`` naming the key.
+
+    A key that is null counts as absent; without a default it must be there.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value as it is; for what the other methods have no form for."""
+        self._read.add(key)
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def size(self, key: str, default: int | None = None, low: int = 1) -> int:
+        """A whole number from ``low`` to 2**31 - 1."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
+            raise wrong(key, value, f"a whole number from {low} to 2**31 - 1")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise wrong(key, value, "a positive number")
+        return float(value)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """``count`` positive numbers."""
+        values = self.get(key)
+        if not isinstance(values, list | tuple) or len(values) != count:
+            shown = f"a list of {len(values)}" if isinstance(values, list | tuple) else values
+            raise wrong(key, shown, f"a list of {count} positive numbers")
+        return tuple(ConfigKeys({key: value}).number(key) for value in values)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise wrong(key, value, "true or false")
+        return value
+
+    def choice(self, key: str, allowed: Mapping[str, T], default: str | None = None) -> T:
+        """What one of the allowed words stands for."""
+        value = self.get(key, default)
+        if not isinstance(value, str) or value not in allowed:
+            raise wrong(key, value, f"one of {', '.join(allowed)}")
+        return allowed[value]
+
+    def choices(self, key: str, allowed: Sequence[str], count: int) -> tuple[str, ...] | None:
+        """``count`` of the allowed words, or ``None``."""
+        values = self.get(key)
+        if values is None:
+            return None
+        if not isinstance(values, list | tuple) or len(values) != count or not set(values) <= set(allowed):
+            raise wrong(key, values, f"a list of {count}, each one of {', '.join(allowed)}")
+        return tuple(values)
+
+    def child(self, key: str) -> ConfigKeys | None:
+        """An object within this one, or ``None``. Its own keys are to be finished by whoever reads them."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise wrong(key, value, "an object")
+        return ConfigKeys(value)
+
+    def unread(self) -> list[str]:
+        """Keys that are there and were not read, in order."""
+        return sorted(key for key, value in self._values.items() if value is not None and key not in self._read)
+
+    def finish(self) -> None:
+        """Refuse or name what was not read."""
+        left = {key: self._values[key] for key in self.unread()}
+        for key, value in left.items():
+            allowed = MUST_BE.get(key)
+            if allowed is not None and value not in allowed:
+                shown = " or ".join(repr(item) for item in allowed) or "absent"
+                raise wrong(key, value, f"{shown}; other arithmetic is not implemented for this architecture")
+        unknown = sorted(set(left) - WITHOUT_EFFECT - set(MUST_BE))
+        if unknown:
+            logger.warning("config: keys without meaning to Octavo are ignored: %s", ", ".join(unknown))
+
+
+def token_ids(values: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """One id, a list of ids, or nothing, as a tuple; raise ``CheckpointError`` for anything else."""
+    found = values.get(key)
+    if found is None:
+        return ()
+    ids = found if isinstance(found, list | tuple) else [found]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise wrong(key, found, "a token id or a list of them")
+    return tuple(ids)

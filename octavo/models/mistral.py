@@ -1,0 +1,21 @@
+"""Mistral (arXiv 2310.06825): Llama where every row may see a window of positions only."""
+
+from __future__ import annotations
+
+from octavo.models.config import FULL, SLIDING
+from octavo.models.keys import ConfigKeys
+from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
+
+
+def read_mistral(keys: ConfigKeys, max_len: int | None, *, eps: float = 1e-6, rotary: float = 1.0) -> LlamaConfig:
+    """Llama's keys, and ``sliding_window`` for all layers."""
+    has_window = keys.get("sliding_window") is not None
+    kinds = [SLIDING if has_window else FULL] * keys.size("num_hidden_layers")
+    window = keys.size("sliding_window") if has_window else None
+    return read_llama(keys, max_len, eps=eps, rotary=rotary, windows=(kinds, window))
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
+        return read_mistral(keys, max_len)

@@ -1,0 +1,134 @@
+"""The rotary embedding that a configuration asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from octavo.layers.rotary import DefaultRope, FactorsRope, LinearRope, Llama3Rope, YarnRope
+from octavo.models.keys import ConfigKeys, wrong
+
+OLD_NAMES = {"su": "longrope"}
+
+
+class RopeContext(NamedTuple):
+    """What scaling rules need beside their own keys."""
+
+    width: int
+    """Numbers of a head that are rotated."""
+    max_len: int
+    """The longest context that the engine will see."""
+    max_position_embeddings: int
+
+
+def rope_values(keys: ConfigKeys) -> dict[str, Any]:
+    """The keys that say how to rotate, from ``rope_parameters`` or the older ``rope_theta`` and ``rope_scaling``."""
+    given: dict[str, Any] = {}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        given[key] = keys.get(key)
+    for key in ("rope_scaling", "rope_parameters"):
+        part = keys.get(key)
+        if part is not None and not isinstance(part, Mapping):
+            raise wrong(key, part, "an object")
+        given.update({name: value for name, value in (part or {}).items() if value is not None})
+    outer = keys.get("original_max_position_embeddings")  # goes before the inner one, as in transformers
+    given["original_max_position_embeddings"] = outer or given.get("original_max_position_embeddings")
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def rotary_width(given: Mapping[str, Any], head_dim: int, default: float = 1.0) -> int:
+    """How many numbers of a head are rotated: an even number, at most all."""
+    factor = ConfigKeys(given).number("partial_rotary_factor", default)
+    width = int(head_dim * factor)
+    if factor > 1 or width < 2 or width % 2:
+        raise wrong("partial_rotary_factor", factor, f"such that an even part of a head of {head_dim} is rotated")
+    return width
+
+
+def read_rope(given: Mapping[str, Any], context: RopeContext, default_theta: float = 10_000.0) -> DefaultRope:
+    """The embedding for the keys that ``rope_values`` found. Raises ``CheckpointError`` naming key or kind."""
+    keys = ConfigKeys(given)
+    kind = keys.get("rope_type") or keys.get("type") or "default"
+    kind = OLD_NAMES.get(str(kind), kind)
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise wrong("rope_type", kind, f"one of {', '.join(KINDS)}")
+    theta = keys.number("rope_theta", default_theta)
+    rope = KINDS[kind](theta, keys, context)
+    for key in ("type", "partial_rotary_factor", "original_max_position_embeddings"):
+        keys.get(key)
+    unread = keys.unread()
+    if unread:
+        raise wrong(f"rope {unread[0]}", given[unread[0]], f"absent for rope_type {kind}")
+    return rope
+
+
+def _default(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
+    return DefaultRope(theta)
+
+
+def _linear(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
+    return LinearRope(theta, keys.number("factor"))
+
+
+def _dynamic(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
+    """Dynamic scaling begins beyond ``max_position_embeddings``, and contexts end there."""
+    keys.number("factor")
+    return DefaultRope(theta)
+
+
+def _llama3(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
+    low, high = keys.number("low_freq_factor"), keys.number("high_freq_factor")
+    if high <= low:
+        raise wrong("high_freq_factor", high, f"above low_freq_factor, {low}")
+    original = keys.size("original_max_position_embeddings", context.max_position_embeddings)
+    return Llama3Rope(theta, keys.number("factor"), low, high, original)
+
+
+def _yarn(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
+    original = keys.size("original_max_position_embeddings", context.max_position_embeddings)
+    factor = keys.number("factor", context.max_position_embeddings / original)
+    mscale, mscale_all = (keys.get(key, 0) for key in ("mscale", "mscale_all_dim"))
+    natural = yarn_scale(factor)
+    if mscale and mscale_all:
+        natural = yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all)
+    return YarnRope(
+        theta,
+        factor,
+        original,
+        keys.number("attention_factor", natural),
+        keys.number("beta_fast", 32.0),
+        keys.number("beta_slow", 1.0),
+        keys.flag("truncate", True),
+    )
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's growth of attention scores with the context (arXiv 2309.00071, section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
+    """One of two lists of factors. Cached keys are rotated already, so the choice is made for all contexts at once."""
+    original = keys.size("original_max_position_embeddings", context.max_position_embeddings)
+    factor = keys.number("factor", context.max_position_embeddings / original)
+    natural = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    lists = {key: keys.numbers(key, context.width // 2) for key in ("short_factor", "long_factor")}
+    chosen = lists["long_factor" if context.max_len > original else "short_factor"]
+    return FactorsRope(theta, chosen, keys.number("attention_factor", natural))
+
+
+def _factors(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
+    return FactorsRope(theta, keys.numbers("factors", context.width // 2))
+
+
+KINDS: dict[str, Callable[[float, ConfigKeys, RopeContext], DefaultRope]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "factors": _factors,
+}
+"""``factors`` is what GGUF files of Llama 3 carry: the finished divisor of each frequency."""

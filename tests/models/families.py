@@ -1,0 +1,88 @@
+"""Tiny configurations of every architecture, the odd ones above all, and checkpoints of them made by transformers.
+
+A row is ``family/what is special: (model type of transformers, what differs from SHAPE)``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 97
+MAX_LEN = 400
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "initializer_range": 0.2,
+}
+
+
+def rope(kind: str, theta: float = 500.0, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
+
+
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=100)
+GPT2 = {"n_positions": MAX_LEN, "n_embd": 32, "n_layer": 2, "n_head": 4}
+
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama/gqa": ("llama", {}),
+    "llama/mha": ("llama", {"num_key_value_heads": 4, "hidden_act": "gelu"}),
+    "llama/one_kv_head_tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama/wide_heads": ("llama", {"head_dim": 16}),
+    "llama/biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama/llama3_rope": ("llama", LLAMA3),
+    "llama/linear_rope": ("llama", rope("linear", factor=4.0)),
+    "llama/dynamic_rope": ("llama", rope("dynamic", factor=4.0)),
+    "llama/yarn": ("llama", YARN),
+    "llama/yarn_spelled_out": (
+        "llama",
+        rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=100,
+            attention_factor=1.3,
+            beta_fast=20.0,
+            beta_slow=2.0,
+            truncate=False,
+        ),
+    ),
+    "mistral/full": ("mistral", {"head_dim": 16, "sliding_window": None}),
+    "mistral/window": ("mistral", {"sliding_window": 7}),
+    "qwen2/biases": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2/windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3/wide_heads": ("qwen3", {"head_dim": 16}),
+    "qwen3/biases": ("qwen3", {"attention_bias": True, "num_key_value_heads": 1, **YARN}),
+    "gpt2/small": ("gpt2", GPT2),
+    "gpt2/scaled_by_layer": ("gpt2", {**GPT2, "n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),
+    "gpt2/unscaled_untied": ("gpt2", {**GPT2, "scale_attn_weights": False, "tie_word_embeddings": False}),
+}
+RANDOM = ("norm.weight", ".bias", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "sinks")
+"""Parameters that begin as all ones or zeros, where mistakes would not show."""
+
+
+def make_checkpoint(folder: Path, row: str) -> PreTrainedModel:
+    """Write the row's model, of random float32 weights, to the folder, and return it."""
+    torch.manual_seed(zlib.crc32(row.encode()))
+    kind, values = ROWS[row]
+    config = AutoConfig.for_model(kind, **{**SHAPE, **values})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(RANDOM):
+                weight.add_(torch.randn_like(weight) * 0.3)
+    model.eval().save_pretrained(folder)
+    return model

@@ -1,0 +1,98 @@
+"""Every architecture against transformers, through the real engine: batches, chunks, small blocks, prefix hits."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from octavo import LLM, SamplingParams
+from tests.models.families import MAX_LEN, ROWS, VOCAB_SIZE, make_checkpoint
+
+LENGTHS = (300, 1, 2, 17, 130)
+NEW_TOKENS = 64
+SETTINGS = {"device": "cpu", "max_num_batched_tokens": 48, "max_num_seqs": 4, "kv_cache_memory": 0.05}
+
+
+def random_tokens(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB_SIZE), k=length)
+
+
+PROMPTS = [random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+class Made:
+    """A checkpoint, and what transformers makes of it."""
+
+    def __init__(self, folder: Path, row: str) -> None:
+        self.folder = folder
+        self.reference: PreTrainedModel = make_checkpoint(folder, row)
+
+    @torch.inference_mode()
+    def logprobs(self, tokens: list[int]) -> torch.Tensor:
+        """What transformers expects after each of the tokens, float32 [tokens, V]."""
+        return self.reference(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(dim=-1)
+
+
+@pytest.fixture(scope="module", params=list(ROWS))
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.mark.parametrize("block_size", [16, 1])
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(made: Made, block_size: int) -> None:
+    """A token is transformers' greedy choice if it is its best one after all the tokens before it."""
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=5)
+    with LLM(made.folder, dtype="float32", block_size=block_size, **SETTINGS) as llm:
+        first = llm.generate(PROMPTS, params)
+        longer = [
+            prompt + list(result.outputs[0].token_ids)[:20] for prompt, result in zip(PROMPTS, first, strict=True)
+        ]
+        again = llm.generate(longer, params)
+        assert sum(result.num_cached_tokens for result in again) > sum(LENGTHS) // 2
+    for prompt, result in zip([*PROMPTS, *longer], [*first, *again], strict=True):
+        output = result.outputs[0]
+        tokens = list(output.token_ids)
+        assert len(tokens) == NEW_TOKENS
+        expected = made.logprobs([*prompt, *tokens])[len(prompt) - 1 : -1]
+        assert tokens == expected.argmax(dim=-1).tolist()
+        for found, wanted in zip(output.logprobs or [], expected, strict=True):
+            for token, logprob in found.items():
+                assert logprob.logprob == pytest.approx(wanted[token].item(), abs=1e-4)
+
+
+def test_logprobs_of_prompts_are_those_of_transformers(made: Made) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5)
+    with LLM(made.folder, dtype="float32", block_size=16, **SETTINGS) as llm:
+        results = llm.generate(PROMPTS, params)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        expected = made.logprobs(prompt)
+        for i, found in enumerate((result.prompt_logprobs or [])[1:]):
+            assert found is not None
+            for token, logprob in found.items():
+                assert logprob.logprob == pytest.approx(expected[i, token].item(), abs=1e-4)
+
+
+def test_sixteen_bits_are_as_good_as_those_of_transformers(made: Made) -> None:
+    """The error of bfloat16 is at most twice that of transformers' own, plus one unit of its precision."""
+    prompt = PROMPTS[-1]
+    exact = made.logprobs(prompt)
+    with LLM(made.folder, dtype="bfloat16", **SETTINGS) as llm:
+        result = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5))[0]
+    errors = [
+        abs(logprob.logprob - exact[i, token].item())
+        for i, found in enumerate((result.prompt_logprobs or [])[1:])
+        for token, logprob in (found or {}).items()
+    ]
+    with torch.inference_mode():
+        made.reference.to(torch.bfloat16)
+        theirs = (made.logprobs(prompt).float() - exact).abs()
+        made.reference.to(torch.float32)
+    assert sum(errors) / len(errors) < 2 * theirs.mean().item() + 2**-8
+
+
+def test_the_table_knows_prompts_within_the_context() -> None:
+    assert max(LENGTHS) + 20 + NEW_TOKENS <= MAX_LEN
