@@ -8,7 +8,9 @@ from octavo.ops.gelu_and_mul import gelu_and_mul
 from octavo.ops.layer_norm import layer_norm
 from octavo.ops.linear import linear
 from octavo.ops.paged_attention import paged_attention
+from octavo.ops.publish_tokens import publish_tokens
 from octavo.ops.rms_norm import rms_norm
+from octavo.ops.rotary_angles import rotary_angles
 from octavo.ops.sample import sample
 from octavo.ops.silu_and_mul import silu_and_mul
 from octavo.ops.stage_step import stage_step
@@ -23,7 +25,9 @@ __all__ = [
     "layer_norm",
     "linear",
     "paged_attention",
+    "publish_tokens",
     "rms_norm",
+    "rotary_angles",
     "sample",
     "silu_and_mul",
     "stage_step",

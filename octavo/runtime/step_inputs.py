@@ -62,6 +62,7 @@ def layout(shape: StepShape) -> tuple[dict[str, Field], int]:
         "min_p": ("float32", S),
         "top_p": ("float32", S),
         "width": ("int32", 1),
+        "result_row": ("int32", 1),
     }
     fields, end = {}, 0
     for name, (dtype, size) in wanted.items():
@@ -109,6 +110,7 @@ class DeviceStep(NamedTuple):
     positions_T: Tensor
     cells_S: Tensor
     width: Tensor
+    result_row: Tensor
     packed_tables: Tensor
     rows: PagedRows
     params: SampleParams
@@ -124,6 +126,7 @@ def view_step(buffer: Tensor, shape: StepShape, block_tables_SB: Tensor) -> Devi
         positions_T=at["positions"],
         cells_S=at["cells"],
         width=at["width"],
+        result_row=at["result_row"],
         packed_tables=buffer[tables_at:tables_end].view(torch.int32),
         rows=PagedRows(
             at["slot_mapping"],

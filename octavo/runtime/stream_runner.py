@@ -99,9 +99,9 @@ class StreamRunner:
         """By cell; the last one is that of padding."""
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=device)
         self._tables_SB = torch.zeros(S, limits.max_blocks, dtype=torch.int32, device=device)
-        self._sampled_S = torch.zeros(S, dtype=torch.int32, device=device)
         self._uploads = [torch.zeros(size, dtype=torch.uint8, pin_memory=self._is_cuda) for _ in range(STEPS_IN_FLIGHT)]
-        self._downloads = [torch.zeros(S, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(STEPS_IN_FLIGHT)]
+        self._results_QS = torch.zeros(STEPS_IN_FLIGHT, S, dtype=torch.int32, pin_memory=self._is_cuda)
+        """On the host, which the device writes to by itself."""
         self._host_steps: dict[tuple[int, StepShape], HostStep] = {}
         self._device_steps: dict[StepShape, DeviceStep] = {}
         self._num_started = 0
@@ -177,7 +177,7 @@ class StreamRunner:
         pending.num_computed = len(plan)
         index = self._num_started % STEPS_IN_FLIGHT
         self._num_started += 1
-        pending.tokens_S = self._downloads[index].numpy()
+        pending.tokens_S = self._results_QS[index].numpy()
         if not plan:
             return
         try:
@@ -187,7 +187,6 @@ class StreamRunner:
                 shape, has_graph = padded_shape(sum(counts), len(plan), longest, self._limits.max_num_seqs)
                 self._pack(plan, counts, shape, index)
                 self._compute(shape, has_graph)
-                self._downloads[index].copy_(self._sampled_S, non_blocking=True)
                 if self._is_cuda:
                     pending.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     pending.done.record()
@@ -230,6 +229,7 @@ class StreamRunner:
         host.fill("temperature", cells.temperature[of_seq], 0)
         host.fill("min_p", cells.min_p[of_seq], 0)
         host.fill("top_p", cells.top_p[of_seq], 1)
+        host.fill("result_row", [index], 0)
         used = host.fill_tables(cells.tables_CB[of_seq, :width])
         self._buffer[: len(used)].copy_(used, non_blocking=True)
 
@@ -257,8 +257,7 @@ class StreamRunner:
         x_TD = self._model.forward(step.token_ids_T, step.positions_T, self._layers, rows)
         x_SD = x_TD if shape.max_query_len == 1 else x_TD[(rows.cu_seqlens_q[1:] - 1).clamp(min=0)]
         tokens_S = ops.sample(self._model.logits(x_SD), step.params)
-        self._last_tokens_C.index_copy_(0, step.cells_S, tokens_S)
-        self._sampled_S[: shape.num_seqs].copy_(tokens_S)
+        ops.publish_tokens(tokens_S, step.cells_S, self._last_tokens_C, self._results_QS, step.result_row)
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
