@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.ops import rotary_angles
+
 
 @dataclass(frozen=True)
 class DefaultRope:
@@ -122,8 +124,4 @@ class Rotary:
 
     def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Two float32 [T, R] for int64 positions."""
-        angles_TR = positions_T.unsqueeze(-1).float() * self.frequencies_R
-        cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin()
-        if self.factor != 1.0:
-            cos_TR, sin_TR = cos_TR * self.factor, sin_TR * self.factor
-        return cos_TR, sin_TR
+        return rotary_angles(positions_T, self.frequencies_R, self.factor)
