@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240)
 """Sequences of a decode step that has a graph; above them, every 32."""
-MIXED_ROWS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+MIXED_ROWS = (16, 32, 64, 128, 192, 256, 384, 512)
 """Rows of a step with a graph that has prompts in it. Longer ones keep the device busy without one."""
 MIXED_SEQS = (8, 32)
 """Sequences of such a step; above them, as many as a step may have."""
@@ -44,6 +44,16 @@ def padded_shape(num_rows: int, num_seqs: int, max_query_len: int, max_num_seqs:
         return StepShape(rows, seqs, rows), True
     rows = -(-num_rows // 128) * 128
     return StepShape(rows, seqs, rows), False
+
+
+def graph_shapes(max_num_seqs: int, max_num_rows: int) -> list[StepShape]:
+    """Every shape that has a graph, the largest first, so that the smaller ones fit into its memory."""
+    shapes = {padded_shape(size, size, 1, max_num_seqs)[0] for size in (*BATCH_SIZES, *range(1, max_num_seqs + 1))}
+    for rows in MIXED_ROWS:
+        if rows <= max_num_rows:
+            for seqs in (*MIXED_SEQS, max_num_seqs):
+                shapes.add(padded_shape(rows, min(seqs, rows - 1, max_num_seqs), rows, max_num_seqs)[0])
+    return sorted((shape for shape in shapes if shape.num_seqs <= max(max_num_seqs, MIXED_SEQS[0])), reverse=True)
 
 
 class Graphs(Generic[R]):

@@ -27,7 +27,7 @@ from octavo.models.registry import CausalLM
 from octavo.ops.sample import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE
 from octavo.runtime import sampler
 from octavo.runtime.cells import Cells
-from octavo.runtime.graphs import BATCH_SIZES, Graphs, padded_shape
+from octavo.runtime.graphs import Graphs, graph_shapes, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.step_inputs import DeviceStep, HostStep, StepShape, num_bytes, view_step
@@ -110,12 +110,11 @@ class StreamRunner:
     # ---- steps come and go
 
     def warm_up(self) -> None:
-        """Compile the kernels and capture a graph for each batch size, so that no request waits for that."""
-        sizes = [size for size in BATCH_SIZES if size < self._limits.max_num_seqs]
-        for size in reversed([*sizes, self._limits.max_num_seqs]):
-            self._warm_up(StepShape(size, size, 1), has_graph=True)
-        self._warm_up(*padded_shape(16, 2, 8, self._limits.max_num_seqs))
-        self._warm_up(*padded_shape(self._limits.max_num_batched_tokens, 2, 1024, self._limits.max_num_seqs))
+        """Compile the kernels and capture every graph, so that no request waits for that."""
+        limits = self._limits
+        self._warm_up(padded_shape(limits.max_num_batched_tokens, 2, 1024, limits.max_num_seqs)[0], has_graph=False)
+        for shape in graph_shapes(limits.max_num_seqs, limits.max_num_batched_tokens):
+            self._warm_up(shape, has_graph=True)
 
     def _warm_up(self, shape: StepShape, has_graph: bool) -> None:
         """Run a step of nothing but padding."""
