@@ -17,7 +17,7 @@ from typing import Any
 from octavo import __version__
 from octavo.bench.gpu_watch import gpus
 
-PACKAGES = ("torch", "triton", "numba", "numpy", "tokenizers", "fastapi", "uvicorn", "msgspec")
+PACKAGES = ("torch", "triton", "numba", "numpy", "tokenizers", "uvicorn", "msgspec")
 
 
 def machine() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from octavo.errors import OctavoError
 NAME = "doctor"
 HELP = "show versions, devices, kernels and the memory budget of a model"
 
-PACKAGES = ("torch", "numba", "numpy", "tokenizers", "safetensors", "huggingface_hub", "fastapi", "uvicorn", "msgspec")
+PACKAGES = ("torch", "numba", "numpy", "tokenizers", "safetensors", "huggingface_hub", "starlette", "uvicorn", "msgspec")
 
 EXIT_PROBLEM = 1
 

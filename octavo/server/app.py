@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
 
 from octavo.config import ServeConfig
 from octavo.errors import RequestError
@@ -16,22 +20,26 @@ from octavo.server.errors import on_http_exception, on_request_error
 from octavo.server.front import Front
 from octavo.server.gate import Gate
 from octavo.server.openai import chat, completions, models, tokenize
-from octavo.server.openai.schema import openapi_document
+from octavo.server.openai.rendering import json_response
+from octavo.server.openai.schema import PAGE, openapi_document
 from octavo.text.chat_template import load_chat_template
 from octavo.text.tokenizer import Tokenizer
 
+PARTS = (completions, chat, models, tokenize, probes)
 
-def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None) -> FastAPI:
+
+def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None) -> Starlette:
     """The application around an engine, which need not be started yet. Raises ``ConfigError`` for a chat template
     that cannot be read."""
-    app = FastAPI(
-        title="Octavo",
-        version=probes.version(),
-        description="An OpenAI-compatible LLM server.",
-        # A redirect would be made from the Host header, which the client chooses.
-        redirect_slashes=False,
-        redoc_url=None,
+    endpoints = [endpoint for part in PARTS for endpoint in part.ENDPOINTS]
+    documents = [Route("/openapi.json", _document), Route("/docs", _page)]
+    app = Starlette(
+        routes=[*endpoints, *documents],
+        middleware=[Middleware(Gate, api_key=config.server.api_key, metrics=engine.metrics)],
+        exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )
+    # A redirect would be made from the Host header, which the client chooses.
+    app.router.redirect_slashes = False
     app.state.front = Front(
         config=config,
         engine=engine,
@@ -40,13 +48,16 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
         admission=Admission(engine, tokenizer, config.server.max_num_queued_reqs),
         model_name=served_model_name(config),
     )
-    for part in (completions, chat, models, tokenize, probes):
-        app.include_router(part.router)
-    app.add_exception_handler(RequestError, on_request_error)
-    app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_middleware(Gate, api_key=config.server.api_key, metrics=engine.metrics)
-    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
     return app
+
+
+async def _document(request: Request) -> Response:
+    endpoints = [endpoint for part in PARTS for endpoint in part.ENDPOINTS]
+    return json_response(openapi_document(endpoints, probes.version()), {})
+
+
+async def _page(request: Request) -> Response:
+    return HTMLResponse(PAGE)
 
 
 def served_model_name(config: ServeConfig) -> str:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from importlib import metadata
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import Unavailable
 from octavo.server.front import front_of
 from octavo.server.openai.rendering import json_response
+from octavo.server.openai.schema import Endpoint
 from octavo.telemetry.metrics import CONTENT_TYPE
-
-router = APIRouter()
 
 
 def version() -> str:
@@ -25,14 +23,12 @@ def version() -> str:
         return "0"
 
 
-@router.get("/health", summary="Whether this process is alive; if not, only starting it anew helps")
 async def health(request: Request) -> Response:
     if front_of(request).engine.failure is not None:
         raise Unavailable("The engine has failed for good.")
     return Response(status_code=200)
 
 
-@router.get("/ready", summary="Whether a request sent now would be computed soon")
 async def ready(request: Request) -> Response:
     engine = front_of(request).engine
     if not engine.is_ready:
@@ -40,12 +36,10 @@ async def ready(request: Request) -> Response:
     return json_response({"ready": True}, {})
 
 
-@router.get("/metrics", summary="Metrics for Prometheus")
 async def metrics(request: Request) -> Response:
     return Response(front_of(request).engine.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
-@router.get("/stats", summary="Gauges and counters as JSON")
 async def stats(request: Request) -> Response:
     engine = front_of(request).engine
     return json_response(
@@ -61,6 +55,14 @@ async def stats(request: Request) -> Response:
     )
 
 
-@router.get("/version", summary="The version of this server")
-async def get_version() -> Response:
+async def get_version(request: Request) -> Response:
     return json_response({"version": version()}, {})
+
+
+ENDPOINTS = [
+    Endpoint("GET", "/health", health, "Whether this process is alive; if not, only starting it anew helps"),
+    Endpoint("GET", "/ready", ready, "Whether a request sent now would be computed soon"),
+    Endpoint("GET", "/metrics", metrics, "Metrics for Prometheus"),
+    Endpoint("GET", "/stats", stats, "Gauges and counters as JSON"),
+    Endpoint("GET", "/version", get_version, "The version of this server"),
+]

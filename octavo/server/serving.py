@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
@@ -36,7 +36,7 @@ FLUSH_SECONDS = 2
 """Time for the last bytes of answers to leave after the drain."""
 MAX_OPEN_FILES = 65536
 
-CreateApp = Callable[[ServeConfig, AsyncEngine, Tokenizer | None], FastAPI]
+CreateApp = Callable[[ServeConfig, AsyncEngine, Tokenizer | None], Starlette]
 
 logger = logging.getLogger("octavo.server")
 

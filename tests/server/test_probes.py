@@ -51,3 +51,12 @@ def test_the_openapi_document_describes_the_bodies(served: Served) -> None:
     assert "messages" in document["components"]["schemas"]["ChatBody"]["required"]
     references = {part.split('"')[0] for part in str(document).replace("'", '"').split("#/components/schemas/")[1:]}
     assert references <= set(document["components"]["schemas"])
+
+
+def test_the_openapi_document_has_every_path(served: Served) -> None:
+    paths = served.client.get("/openapi.json").json()["paths"]
+    assert paths["/v1/models/{name}"]["get"]["parameters"][0]["name"] == "name"
+    assert {"/health", "/ready", "/metrics", "/v1/models", "/v1/completions"} <= paths.keys()
+    page = served.client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "/openapi.json" in page.text

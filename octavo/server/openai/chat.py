@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,7 +28,7 @@ from octavo.server.openai.fields import (
 from octavo.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from octavo.server.openai.messages import Conversation, TemplateOptions
 from octavo.server.openai.rendering import ChunkFrame, Identity, encode, encode_line, json_response, usage
-from octavo.server.openai.schema import documented
+from octavo.server.openai.schema import Endpoint
 from octavo.server.sse import EventStream, whole
 
 REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = REFUSED | {
@@ -74,10 +73,8 @@ class ChatBody(GenerationFields, kw_only=True):
 
 
 reader = BodyReader(ChatBody, REFUSED_IN_CHAT, ACCEPTED_IN_CHAT)
-router = APIRouter()
 
 
-@router.post("/v1/chat/completions", **documented(ChatBody, "Answer a conversation"))
 async def create_chat_completion(request: Request) -> Response:
     front = front_of(request)
     front.admission.check_room()
@@ -91,6 +88,9 @@ async def create_chat_completion(request: Request) -> Response:
         return json_response(answer.whole(choices), headers)
     # Log-probabilities of long texts are megabytes of JSON.
     return await asyncio.to_thread(lambda: json_response(answer.whole(choices), headers))
+
+
+ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", create_chat_completion, "Answer a conversation", ChatBody)]
 
 
 def conversation(messages: list[dict[str, Any]], options: TemplateOptions, front: Front) -> Conversation:

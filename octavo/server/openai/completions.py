@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,7 +27,7 @@ from octavo.server.openai.fields import (
 )
 from octavo.server.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from octavo.server.openai.rendering import ChunkFrame, Identity, encode, encode_line, json_response, usage
-from octavo.server.openai.schema import documented
+from octavo.server.openai.schema import Endpoint
 from octavo.server.sse import EventStream, whole
 
 DEFAULT_MAX_TOKENS = 16
@@ -48,10 +47,8 @@ class CompletionBody(GenerationFields, kw_only=True):
 
 
 reader = BodyReader(CompletionBody, REFUSED | {"suffix": ()}, ACCEPTED)
-router = APIRouter()
 
 
-@router.post("/v1/completions", **documented(CompletionBody, "Continue text or token ids"))
 async def create_completion(request: Request) -> Response:
     front = front_of(request)
     front.admission.check_room()
@@ -66,6 +63,11 @@ async def create_completion(request: Request) -> Response:
         return json_response(answer.whole(choices), headers)
     # Log-probabilities of long texts are megabytes of JSON.
     return await asyncio.to_thread(lambda: json_response(answer.whole(choices), headers))
+
+
+ENDPOINTS = [
+    Endpoint("POST", "/v1/completions", create_completion, "Continue text or token ids", CompletionBody),
+]
 
 
 def _asked(body: CompletionBody, front: Front) -> Asked:

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.front import Front, front_of
 from octavo.server.openai.rendering import json_response
+from octavo.server.openai.schema import Endpoint
 
-router = APIRouter()
 
-
-@router.get("/v1/models", summary="List the models")
 async def list_models(request: Request) -> Response:
     return json_response({"object": "list", "data": [_model(front_of(request))]}, {})
 
 
-# A model's name may have slashes.
-@router.get("/v1/models/{name:path}", summary="Describe one model")
-async def retrieve_model(request: Request, name: str) -> Response:
+async def retrieve_model(request: Request) -> Response:
     front = front_of(request)
-    front.check_model(name)
+    front.check_model(request.path_params["name"])
     return json_response(_model(front), {})
+
+
+ENDPOINTS = [
+    Endpoint("GET", "/v1/models", list_models, "List the models"),
+    # A model's name may have slashes.
+    Endpoint("GET", "/v1/models/{name:path}", retrieve_model, "Describe one model"),
+]
 
 
 def _model(front: Front) -> dict[str, Any]:

@@ -1,14 +1,19 @@
-"""The bodies of POST endpoints in the OpenAPI document, from the same types that read them."""
+"""Routes with what the OpenAPI document says of them, and the document, from the same types that read the bodies.
+
+https://spec.openapis.org/oas/v3.1.0
+"""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-_BODIES: dict[str, type[msgspec.Struct]] = {}
+_SCHEMAS = "#/components/schemas/"
 
 _ERROR = {
     "type": "object",
@@ -27,32 +32,82 @@ _ERROR = {
     },
 }
 
+_FAILURES = {
+    400: "The request is refused; `param` names the field",
+    401: "The API key is missing or wrong",
+    404: "No such model",
+    413: "The body is too large",
+    429: "The queue is full; try again after `Retry-After` seconds",
+    503: "The server is starting or shutting down",
+}
 
-def documented(body: type[msgspec.Struct], summary: str) -> dict[str, Any]:
-    """Arguments for a route that reads ``body`` from JSON."""
-    _BODIES[body.__name__] = body
-    schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-    error = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+PAGE = """<!DOCTYPE html>
+<html>
+<head>
+<title>Octavo</title>
+<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css">
+</head>
+<body>
+<div id="page"></div>
+<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
+<script>SwaggerUIBundle({url: "/openapi.json", dom_id: "#page"})</script>
+</body>
+</html>
+"""
+"""The document for people, shown by Swagger UI."""
+
+
+class Endpoint(Route):
+    """A route, and what the document says of it; ``body`` is the type that it reads from JSON."""
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        answer: Callable[[Request], Awaitable[Response]],
+        summary: str,
+        body: type[msgspec.Struct] | None = None,
+    ) -> None:
+        super().__init__(path, answer, methods=[method])
+        self.method = method
+        self.summary = summary
+        self.body = body
+
+    def operation(self) -> dict[str, Any]:
+        """The operation object."""
+        operation: dict[str, Any] = {
+            "summary": self.summary,
+            "operationId": self.name,
+            "responses": {"200": {"description": "Done"}},
+        }
+        if self.param_convertors:
+            operation["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in self.param_convertors
+            ]
+        if self.body is not None:
+            operation["requestBody"] = {"required": True, **_json(self.body.__name__)}
+            for status, description in _FAILURES.items():
+                operation["responses"][str(status)] = {"description": description, **_json("Error")}
+        return operation
+
+
+def openapi_document(endpoints: Iterable[Endpoint], version: str) -> dict[str, Any]:
+    """The OpenAPI document of a server with these endpoints."""
+    paths: dict[str, dict[str, Any]] = {}
+    bodies = []
+    for endpoint in endpoints:
+        paths.setdefault(endpoint.path_format, {})[endpoint.method.lower()] = endpoint.operation()
+        if endpoint.body is not None:
+            bodies.append(endpoint.body)
+    _, schemas = msgspec.json.schema_components(bodies, ref_template=_SCHEMAS + "{name}")
     return {
-        "summary": summary,
-        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
-        "responses": {
-            status: {"description": description, **error}
-            for status, description in {
-                400: "The request is refused; `param` names the field",
-                401: "The API key is missing or wrong",
-                404: "No such model",
-                413: "The body is too large",
-                429: "The queue is full; try again after `Retry-After` seconds",
-                503: "The server is starting or shutting down",
-            }.items()
-        },
+        "openapi": "3.1.0",
+        "info": {"title": "Octavo", "version": version, "description": "An OpenAI-compatible LLM server."},
+        "paths": paths,
+        "components": {"schemas": {**schemas, "Error": _ERROR}},
     }
 
 
-def openapi_document(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document with the schemas of the bodies."""
-    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    _, schemas = msgspec.json.schema_components(list(_BODIES.values()), ref_template="#/components/schemas/{name}")
-    document.setdefault("components", {}).setdefault("schemas", {}).update(schemas, Error=_ERROR)
-    return document
+def _json(schema: str) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": {"$ref": _SCHEMAS + schema}}}}

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,7 +17,7 @@ from octavo.server.front import Front, front_of
 from octavo.server.openai.chat import conversation
 from octavo.server.openai.fields import ACCEPTED
 from octavo.server.openai.rendering import json_response
-from octavo.server.openai.schema import documented
+from octavo.server.openai.schema import Endpoint
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -44,10 +43,8 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 tokenize_reader = BodyReader(TokenizeBody, {"chat_template": (), "tools": (), "mm_processor_kwargs": ()}, ACCEPTED)
 detokenize_reader = BodyReader(DetokenizeBody, {}, ACCEPTED)
-router = APIRouter()
 
 
-@router.post("/tokenize", **documented(TokenizeBody, "Turn text into token ids"))
 async def tokenize(request: Request) -> Response:
     front = front_of(request)
     body, headers = await front.read(request, tokenize_reader)
@@ -79,7 +76,6 @@ def _source(body: TokenizeBody, front: Front) -> tuple[PromptSource, str, bool]:
     return body.prompt, "prompt", True
 
 
-@router.post("/detokenize", **documented(DetokenizeBody, "Turn token ids into text"))
 async def detokenize(request: Request) -> Response:
     front = front_of(request)
     body, headers = await front.read(request, detokenize_reader)
@@ -88,3 +84,9 @@ async def detokenize(request: Request) -> Response:
     front.admission.check_in_vocabulary(body.tokens, "tokens")
     text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
     return json_response({"prompt": text}, headers)
+
+
+ENDPOINTS = [
+    Endpoint("POST", "/tokenize", tokenize, "Turn text into token ids", TokenizeBody),
+    Endpoint("POST", "/detokenize", detokenize, "Turn token ids into text", DetokenizeBody),
+]
