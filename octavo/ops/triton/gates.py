@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def gated(gate: Any, up: Any, ACTIVATION: tl.constexpr) -> Any:
+def gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
     """``act(gate) * up`` in float32; ACTIVATION is "silu", "gelu" or "gelu_tanh"."""
     tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh")
     if ACTIVATION == "silu":
@@ -29,7 +27,7 @@ def gated(gate: Any, up: Any, ACTIVATION: tl.constexpr) -> Any:
 
 @triton.jit
 def gate_kernel(
-    x_ptr: Any, out_ptr: Any, F: Any, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr: tl.tensor, out_ptr: tl.tensor, F: tl.tensor, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ) -> None:
     """One block of one row."""
     t = tl.program_id(0).to(tl.int64)

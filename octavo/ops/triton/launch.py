@@ -85,6 +85,19 @@ def after_predecessor(PDL: tl.constexpr) -> None:
     start_successor(PDL)
 
 
+@triton.jit
+def prefetch_lines(rows: tl.tensor, BYTES: tl.constexpr) -> None:
+    """Bring BYTES from each of these addresses, [rows, 1], into the second-level cache, in lines of 128 bytes."""
+    LINES: tl.constexpr = (BYTES + 127) // 128
+    WIDTH: tl.constexpr = triton.next_power_of_2(LINES)
+    line = tl.arange(0, WIDTH)
+    line = tl.minimum(line, LINES - 1)
+    at = rows.to(tl.int64) + line[None, :] * 128
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device; a few on the CPU, where only the interpreter runs."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,12 +16,12 @@ NUMBERS_A_PROGRAM = 1024
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr: Any,
-    weight_ptr: Any,
-    out_ptr: Any,
-    eps: Any,
-    num_rows: Any,
-    row_stride: Any,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    eps: tl.tensor,
+    num_rows: tl.tensor,
+    row_stride: tl.tensor,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,

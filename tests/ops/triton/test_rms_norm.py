@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.triton.rms_norm import rms_norm_triton
-from tests.ops.cpu_cases import poison_new_tensors
+from tests.ops.triton.poison import poison_new_tensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from octavo.ops.triton.gelu_and_mul import gelu_and_mul_triton
 from octavo.ops.triton.silu_and_mul import silu_and_mul_triton
-from tests.ops.cpu_cases import poison_new_tensors
+from tests.ops.triton.poison import poison_new_tensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}

@@ -1,0 +1,277 @@
+"""One row times a matrix on plain multiply-adds, with what stands before and after it: every weight is read once.
+
+A program owns whole rows of the weight. With a gated activation a tile of rows is as many gates as ups of the same
+outputs. Either there is a program for every tile, or fewer programs walk over the tiles, loading the next one while
+they sum. RMSNorm costs arithmetic alone: each program takes the sum of squares from the one row of x that it reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.triton.gates import gated
+from octavo.ops.triton.launch import launch, num_multiprocessors, prefetch_lines, start_successor, wait_for_predecessor
+
+
+@dataclass(frozen=True)
+class GemvConfig:
+    """How the work is cut up."""
+
+    rows: int
+    """Weight rows of a tile, a power of two; with a gated activation at least 2."""
+    block_k: int
+    """Columns at a time, a power of two."""
+    warps: int
+    programs: int = 0
+    """Programs on each multiprocessor, which walk over the tiles; 0 for a program for every tile."""
+    release: str = "early"
+    """When the next kernel may start: "early" before the sums, "late" after them."""
+    prefetch: int = 0
+    """Further chunks of columns, or tiles of a walk, that are brought into the cache while the predecessor runs."""
+
+
+@triton.jit
+def _row_starts(
+    start: tl.tensor,
+    num_outputs: tl.tensor,
+    K: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    EVEN_N: tl.constexpr,
+) -> tl.tensor:
+    """Where the rows of the outputs from ``start`` on begin in the weight: all gates, then all ups.
+
+    Beyond the last output is the last again.
+    """
+    ROWS: tl.constexpr = 2 * OUTPUTS if IS_GATED else OUTPUTS
+    i = tl.arange(0, ROWS)
+    row = start + i % OUTPUTS
+    if not EVEN_N:
+        row = tl.minimum(row, num_outputs - 1)
+    if IS_GATED:
+        row += (i // OUTPUTS) * num_outputs
+    return row.to(tl.int64)[:, None] * K
+
+
+@triton.jit
+def _weights(
+    rows: tl.tensor, chunk: tl.tensor, is_there: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr
+) -> tl.tensor:
+    """Columns ``chunk`` of these rows; 0 beyond the last column, and everywhere if the tile is not there."""
+    k = chunk * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    mask = is_there
+    if K % BLOCK_K:
+        mask = (k < K) & is_there
+    return tl.load(rows + k, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _column(ptr: tl.tensor, chunk: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
+    """Entries ``chunk`` of a vector of K in float32, 0 beyond its end."""
+    k = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = True
+    if K % BLOCK_K:
+        mask = k < K
+    return tl.load(ptr + k, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _of_outputs(
+    ptr: tl.tensor, start: tl.tensor, num_outputs: tl.tensor, OUTPUTS: tl.constexpr, EVEN_N: tl.constexpr
+) -> tl.tensor:
+    """Entries of a tile's outputs in float32, or 0 if ``ptr`` is None."""
+    if ptr is None:
+        values = tl.zeros([OUTPUTS], tl.float32)
+    else:
+        n = start + tl.arange(0, OUTPUTS)
+        mask = True
+        if not EVEN_N:
+            mask = n < num_outputs
+        values = tl.load(ptr + n, mask=mask, other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _finish(
+    y: tl.tensor,
+    residual: tl.tensor,
+    start: tl.tensor,
+    num_outputs: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    OUTPUTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    EVEN_N: tl.constexpr,
+) -> None:
+    """Bias, gate and residual of the sums of a tile's rows; store the outputs from ``start`` on."""
+    bias = _of_outputs(bias_ptr, start, num_outputs, OUTPUTS, EVEN_N)
+    if ACTIVATION is None:
+        y += bias
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(y, [2, OUTPUTS]), [1, 0]))
+        up_bias_ptr = bias_ptr
+        if bias_ptr is not None:
+            up_bias_ptr = bias_ptr + num_outputs
+        y = gated(gate + bias, up + _of_outputs(up_bias_ptr, start, num_outputs, OUTPUTS, EVEN_N), ACTIVATION)
+    n = start + tl.arange(0, OUTPUTS)
+    mask = True
+    if not EVEN_N:
+        mask = n < num_outputs
+    tl.store(out_ptr + n, (y + residual).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gemv_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    eps: tl.tensor,
+    num_outputs: tl.tensor,
+    num_tiles: tl.tensor,
+    K: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    LATE: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One tile for each program, in chunks of columns; the next chunk is on its way while one is summed."""
+    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    start = tl.program_id(0) * OUTPUTS
+    rows = weight_ptr + _row_starts(start, num_outputs, K, OUTPUTS, ACTIVATION is not None, EVEN_N)
+    weights = _weights(rows, 0, True, K, BLOCK_K)
+    if PDL and PREFETCH and CHUNKS > 1:
+        prefetch_lines(rows + BLOCK_K, 2 * (K - BLOCK_K if CHUNKS - 1 < PREFETCH else PREFETCH * BLOCK_K))
+    wait_for_predecessor(PDL)
+    if not LATE:
+        start_successor(PDL)
+    residual = _of_outputs(residual_ptr, start, num_outputs, OUTPUTS, EVEN_N)
+    acc = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for c in tl.static_range(CHUNKS):
+        following = weights
+        if c + 1 < CHUNKS:
+            following = _weights(rows, c + 1, True, K, BLOCK_K)
+        x = _column(x_ptr, c, K, BLOCK_K)
+        if norm_ptr is not None:
+            squares += x * x
+            x *= _column(norm_ptr, c, K, BLOCK_K)
+        acc += weights.to(tl.float32) * x[None, :]
+        weights = following
+    if LATE:
+        start_successor(PDL)
+    y = tl.sum(acc, 1)
+    if norm_ptr is not None:
+        y *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    _finish(y, residual, start, num_outputs, bias_ptr, out_ptr, OUTPUTS, ACTIVATION, EVEN_N)
+
+
+@triton.jit
+def walking_gemv_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    eps: tl.tensor,
+    num_outputs: tl.tensor,
+    num_tiles: tl.tensor,
+    K: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    LATE: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """A few programs walk over the tiles; the first chunk of x stays in registers, the others come from the cache."""
+    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    GATED: tl.constexpr = ACTIVATION is not None
+    first, step = tl.program_id(0), tl.num_programs(0)
+    rows = weight_ptr + _row_starts(first * OUTPUTS, num_outputs, K, OUTPUTS, GATED, EVEN_N)
+    weights = _weights(rows, 0, True, K, BLOCK_K)
+    if norm_ptr is not None:
+        norm = _column(norm_ptr, 0, K, BLOCK_K)
+    if PDL and PREFETCH:
+        if CHUNKS > 1:
+            prefetch_lines(rows + BLOCK_K, 2 * (K - BLOCK_K))
+        for p in tl.static_range(1, 1 + PREFETCH):
+            tile = tl.minimum(first + p * step, num_tiles - 1)
+            prefetch_lines(weight_ptr + _row_starts(tile * OUTPUTS, num_outputs, K, OUTPUTS, GATED, EVEN_N), 2 * K)
+    wait_for_predecessor(PDL)
+    if not LATE:
+        start_successor(PDL)
+    x_0 = _column(x_ptr, 0, K, BLOCK_K)
+    scale = 1.0
+    if norm_ptr is not None:
+        squares = x_0 * x_0
+        for c in tl.static_range(1, CHUNKS):
+            x = _column(x_ptr, c, K, BLOCK_K)
+            squares += x * x
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        x_0 *= norm
+    for tile in tl.range(first, num_tiles, step, num_stages=1):
+        start = tile * OUTPUTS
+        residual = _of_outputs(residual_ptr, start, num_outputs, OUTPUTS, EVEN_N)
+        acc = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
+        for c in tl.static_range(CHUNKS):
+            if c + 1 < CHUNKS:
+                following = _weights(rows, c + 1, True, K, BLOCK_K)
+            else:
+                rows = weight_ptr + _row_starts((tile + step) * OUTPUTS, num_outputs, K, OUTPUTS, GATED, EVEN_N)
+                following = _weights(rows, 0, tile + step < num_tiles, K, BLOCK_K)
+            x = x_0
+            if c > 0:
+                x = _column(x_ptr, c, K, BLOCK_K)
+                if norm_ptr is not None:
+                    x *= _column(norm_ptr, c, K, BLOCK_K)
+            acc += weights.to(tl.float32) * x[None, :]
+            weights = following
+        y = tl.sum(acc, 1) * scale
+        _finish(y, residual, start, num_outputs, bias_ptr, out_ptr, OUTPUTS, ACTIVATION, EVEN_N)
+    if LATE:
+        start_successor(PDL)
+
+
+def gemv(
+    x_1K: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    norm_K: Tensor | None,
+    eps: float,
+    residual_1N: Tensor | None,
+    activation: str | None,
+    config: GemvConfig,
+) -> Tensor:
+    """``ops.linear`` for one row; the residual is overwritten and returned."""
+    N, K = weight_NK.shape
+    outputs, rows = (N, config.rows) if activation is None else (N // 2, max(1, config.rows // 2))
+    tiles = triton.cdiv(outputs, rows)
+    programs = config.programs * num_multiprocessors(x_1K.device)
+    walks = 0 < programs < tiles
+    out_1N = x_1K.new_empty(1, outputs) if residual_1N is None else residual_1N
+    launch(
+        walking_gemv_kernel if walks else gemv_kernel,
+        (programs if walks else tiles,),
+        *(x_1K, weight_NK, bias_N, norm_K, residual_1N, out_1N, eps, outputs, tiles),
+        K=K,
+        OUTPUTS=rows,
+        BLOCK_K=min(config.block_k, triton.next_power_of_2(K)),
+        ACTIVATION=activation,
+        EVEN_N=outputs % rows == 0,
+        LATE=config.release == "late",
+        PREFETCH=config.prefetch,
+        num_warps=config.warps,
+    )
+    return out_1N

@@ -1,0 +1,99 @@
+"""``linear`` for CUDA devices: one row on multiply-adds, a few on tensor cores with all parts fused, many by cuBLAS.
+
+Shapes: T rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from octavo.ops.linear import Activation, linear
+from octavo.ops.triton.gates import gate_and_mul
+from octavo.ops.triton.gemv import GemvConfig, gemv
+from octavo.ops.triton.invariant_linear import invariant_linear
+from octavo.ops.triton.launch import declines_floats, is_invariant
+from octavo.ops.triton.linear_configs import ROW_BUCKETS, LinearConfig, config_for
+from octavo.ops.triton.rms_norm import rms_norm_triton
+from octavo.ops.triton.skinny_gemm import SkinnyConfig, skinny_gemm
+
+COPY_ENGINE_BYTES = 16
+"""What addresses and rows of the tensor memory accelerator must be multiples of."""
+
+# cuBLAS may round the sums of splits to 16 bits unless told not to; the op promises sums in float32.
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+@linear.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def linear_triton(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    residual_TN: Tensor | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
+    """See ``ops.linear``; the residual is overwritten and shares no memory with x. Raises ``ValueError`` for shapes
+    or types that do not go together."""
+    (T, K), (N, K_weight) = x_TK.shape, weight_NK.shape
+    if K_weight != K or weight_NK.dtype != x_TK.dtype:
+        raise ValueError(f"linear: x is {K} columns of {x_TK.dtype}, the weight {K_weight} of {weight_NK.dtype}")
+    if activation is not None and N % 2:
+        raise ValueError(f"linear: {N} outputs cannot be gates and as many ups, for activation {activation!r}")
+    if T == 0:
+        return x_TK.new_empty(0, N if activation is None else N // 2)
+    config = None
+    if x_TK.dtype != torch.float32 and not is_invariant():
+        config = config_for(T, N, K, norm_K is not None, activation is not None, x_TK.device)
+    return run_linear(x_TK, weight_NK, bias_N, norm_K, eps, residual_TN, activation, config)
+
+
+def run_linear(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    norm_K: Tensor | None,
+    eps: float,
+    residual_TN: Tensor | None,
+    activation: Activation | None,
+    config: LinearConfig,
+) -> Tensor:
+    """``ops.linear`` in this configuration, or in the one order of sums of ``invariant()``."""
+    x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
+    residual_TN = None if residual_TN is None else residual_TN.contiguous()
+    if isinstance(config, GemvConfig):
+        return gemv(x_TK, weight_NK, bias_N, norm_K, eps, residual_TN, activation, config)
+    fuses_norm = isinstance(config, SkinnyConfig) and config.fuses_norm and x_TK.dtype == torch.bfloat16
+    if norm_K is not None and not fuses_norm:
+        x_TK, norm_K = rms_norm_triton(x_TK, norm_K, eps), None
+    if config is not None:
+        if config.copy_engine and not _suits_copy_engine(x_TK, weight_NK):
+            config = replace(config, copy_engine=False)
+        block_t = min(bucket for bucket in ROW_BUCKETS if bucket >= max(len(x_TK), 2))
+        return skinny_gemm(x_TK, weight_NK, bias_N, norm_K, eps, residual_TN, activation, config, block_t)
+    multiply = invariant_linear if is_invariant() else _cublas_linear
+    return multiply(x_TK, weight_NK, bias_N, residual_TN, activation)
+
+
+def _suits_copy_engine(*matrices: Tensor) -> bool:
+    return all(
+        m.data_ptr() % COPY_ENGINE_BYTES == 0 and m.stride(0) * m.element_size() % COPY_ENGINE_BYTES == 0
+        for m in matrices
+    )
+
+
+def _cublas_linear(
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_TN: Tensor | None, activation: Activation | None
+) -> Tensor:
+    """The products by cuBLAS, which takes a residual, or else a bias, along."""
+    if activation is None and residual_TN is not None:
+        residual_TN.addmm_(x_TK, weight_NK.T)
+        return residual_TN if bias_N is None else residual_TN.add_(bias_N)
+    y_TN = x_TK @ weight_NK.T if bias_N is None else torch.addmm(bias_N, x_TK, weight_NK.T)
+    if activation is not None:
+        y_TN = gate_and_mul(y_TN, activation)
+    return y_TN if residual_TN is None else residual_TN.add_(y_TN)

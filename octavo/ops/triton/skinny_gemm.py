@@ -1,0 +1,290 @@
+"""A few rows times a matrix on tensor cores, with what stands before and after it.
+
+Shapes: T rows, K inputs, N outputs. The weight takes the wide side of the products, weight @ x.T, so that rows may be
+filled up to 8, 16, 32 or 64 only. Where N gives too few programs, K is split among several; the one that comes
+last adds their sums, always in the order of the splits, so that results do not vary from run to run.
+
+RMSNorm may be taken along: x is multiplied by the norm's weight and rounded on its way to the tensor cores, its
+squares are summed beside, and the sums are scaled at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octavo.ops.triton.gates import gated
+from octavo.ops.triton.launch import launch, prefetch_lines, start_successor, wait_for_predecessor
+
+MAX_TILES = 1 << 16
+"""Tiles of a product whose sums are split; each has a counter."""
+GROUP = 8
+"""Tiles of N that run side by side over all rows, so that both operands stay in the cache."""
+
+
+@dataclass(frozen=True)
+class SkinnyConfig:
+    """How the work is cut up."""
+
+    block_n: int
+    """Outputs of a tile: 64 or 128."""
+    block_k: int
+    """Columns at a time, a power of two from 16 on."""
+    warps: int
+    stages: int
+    """Chunks of columns in shared memory at once."""
+    splits: int = 1
+    """Programs that share the columns of a tile."""
+    copy_engine: bool = False
+    """Whether tiles are fetched by the tensor memory accelerator."""
+    fuses_norm: bool = False
+    """Whether RMSNorm is taken along (in bfloat16 alone: float16 could overflow), or has its own kernel."""
+    release: str = "early"
+    """When the next kernel may start: "early" before the products, "late" after them."""
+    prefetch: int = 0
+    """Chunks of columns that are brought into the cache while the kernel before this one runs."""
+
+
+@triton.jit
+def _weight_tile(
+    weight_ptr: tl.tensor, weight_tiles: tl.tensor, row: tl.tensor, last_row: tl.tensor, k: tl.tensor, K: tl.tensor,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """[BLOCK_N, BLOCK_K] of the weight; rows beyond the last are anything, columns beyond it are 0."""
+    if weight_tiles is None:
+        rows = tl.minimum(row + tl.arange(0, BLOCK_N), last_row).to(tl.int64)[:, None]
+        columns = k + tl.arange(0, BLOCK_K)[None, :]
+        mask = True
+        if not EVEN_K:
+            mask = columns < K
+        tile = tl.load(weight_ptr + rows * K + columns, mask=mask, other=0.0, eviction_policy="evict_first")
+    else:
+        tile = weight_tiles.load([row, k])
+    return tile
+
+
+@triton.jit
+def _x_tile(
+    x_ptr: tl.tensor, x_tiles: tl.tensor, row: tl.tensor, T: tl.tensor, k: tl.tensor, K: tl.tensor,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """[BLOCK_T, BLOCK_K] of x; rows and columns beyond the last are 0."""
+    if x_tiles is None:
+        rows = row + tl.arange(0, BLOCK_T)[:, None]
+        columns = k + tl.arange(0, BLOCK_K)[None, :]
+        mask = rows < T
+        if not EVEN_K:
+            mask &= columns < K
+        tile = tl.load(x_ptr + rows.to(tl.int64) * K + columns, mask=mask, other=0.0)
+    else:
+        tile = x_tiles.load([row, k])
+    return tile
+
+
+@triton.jit
+def _sum_chunks(
+    x_ptr: tl.tensor, x_tiles: tl.tensor, weight_ptr: tl.tensor, weight_tiles: tl.tensor, norm_ptr: tl.tensor,
+    t: tl.tensor, n: tl.tensor, T: tl.tensor, num_outputs: tl.tensor, K: tl.tensor, first: tl.tensor, last: tl.tensor,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Products of chunks ``first`` to ``last`` of the columns: the outputs or gates, the ups, and x's squares."""
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    squares = tl.zeros([BLOCK_T, BLOCK_K // 8], tl.float32)
+    for chunk in tl.range(first, last, num_stages=STAGES):
+        k = chunk * BLOCK_K
+        weight = _weight_tile(weight_ptr, weight_tiles, n, num_outputs - 1, k, K, BLOCK_N, BLOCK_K, EVEN_K)
+        x = _x_tile(x_ptr, x_tiles, t, T, k, K, BLOCK_T, BLOCK_K, EVEN_K)
+        if norm_ptr is not None:
+            columns = k + tl.arange(0, BLOCK_K)
+            norm = tl.load(norm_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
+            wide = x.to(tl.float32)
+            squares += tl.sum(tl.reshape(wide * wide, [BLOCK_T, BLOCK_K // 8, 8]), 2)
+            x = (wide * norm[None, :]).to(x.dtype)
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+        if GATED:
+            last_row = 2 * num_outputs - 1
+            weight = _weight_tile(weight_ptr, weight_tiles, num_outputs + n, last_row, k, K, BLOCK_N, BLOCK_K, EVEN_K)
+            up = tl.dot(weight, tl.trans(x), up, input_precision="ieee")
+    return acc, up, tl.sum(squares, 1)
+
+
+@triton.jit
+def _store_split(
+    acc: tl.tensor, up: tl.tensor, squares: tl.tensor, at: tl.tensor, at_squares: tl.tensor, split: tl.tensor,
+    counter_ptr: tl.tensor, SUMS: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, HAS_NORM: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Store the sums of a split; whether it was the last of its tile to do so."""
+    tl.store(at + split * SUMS, acc)
+    if GATED:
+        tl.store(at + split * SUMS + SUMS // 2, up)
+    if HAS_NORM:
+        tl.store(at_squares + split * squares.shape[0], squares)
+    tl.debug_barrier()
+    return tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+
+
+@triton.jit
+def _add_splits(
+    acc: tl.tensor, up: tl.tensor, squares: tl.tensor, at: tl.tensor, at_squares: tl.tensor,
+    SUMS: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, HAS_NORM: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Sums of all splits, in their order; past the first-level cache, which may hold what was there before."""
+    for s in tl.static_range(SPLITS):
+        acc_s = tl.load(at + s * SUMS, cache_modifier=".cg")
+        acc = acc_s if s == 0 else acc + acc_s
+        if GATED:
+            up_s = tl.load(at + s * SUMS + SUMS // 2, cache_modifier=".cg")
+            up = up_s if s == 0 else up + up_s
+        if HAS_NORM:
+            squares_s = tl.load(at_squares + s * squares.shape[0], cache_modifier=".cg")
+            squares = squares_s if s == 0 else squares + squares_s
+    return acc, up, squares
+
+
+@triton.jit
+def _of_outputs(ptr: tl.tensor, n: tl.tensor, num_outputs: tl.tensor) -> tl.tensor:
+    """Entries of a vector of outputs, [outputs, 1] in float32."""
+    return tl.load(ptr + n, mask=n < num_outputs, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def skinny_kernel(
+    x_ptr: tl.tensor, x_tiles: tl.tensor, weight_ptr: tl.tensor, weight_tiles: tl.tensor, bias_ptr: tl.tensor,
+    norm_ptr: tl.tensor, residual_ptr: tl.tensor, out_ptr: tl.tensor, sums_ptr: tl.tensor, counters_ptr: tl.tensor,
+    eps: tl.tensor, T: tl.tensor, num_outputs: tl.tensor, K: tl.tensor,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    SPLITS_IN_TURN: tl.constexpr, ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, LATE: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One tile [BLOCK_T, BLOCK_N] of the output with SPLITS_IN_TURN, else one split of it; the same bits either way.
+
+    ``sums`` holds for each tile and split the sums [1 or 2, BLOCK_N, BLOCK_T], and behind them the squares [BLOCK_T].
+    """
+    GATED: tl.constexpr = ACTIVATION is not None
+    HAS_NORM: tl.constexpr = norm_ptr is not None
+    SUMS: tl.constexpr = (2 if GATED else 1) * BLOCK_N * BLOCK_T
+    chunks = tl.cdiv(K, BLOCK_K)
+    tile, split = tl.program_id(0), tl.program_id(1)
+    in_group = tile % (GROUP * tl.cdiv(T, BLOCK_T))
+    first_of_group = (tile - in_group) // tl.cdiv(T, BLOCK_T)
+    beside = tl.minimum(tl.cdiv(num_outputs, BLOCK_N) - first_of_group, GROUP)
+    n, t = (first_of_group + in_group % beside) * BLOCK_N, in_group // beside * BLOCK_T
+    rows, outputs = t + tl.arange(0, BLOCK_T), n + tl.arange(0, BLOCK_N)
+    if PDL and PREFETCH:
+        at = weight_ptr + tl.minimum(outputs, num_outputs - 1).to(tl.int64)[:, None] * K
+        at += split * chunks // SPLITS * BLOCK_K
+        prefetch_lines(at, PREFETCH * BLOCK_K)
+        if GATED:
+            prefetch_lines(at + num_outputs.to(tl.int64) * K, PREFETCH * BLOCK_K)
+    wait_for_predecessor(PDL)
+    if not LATE:
+        start_successor(PDL)
+
+    acc, up, squares = _sum_chunks(
+        x_ptr, x_tiles, weight_ptr, weight_tiles, norm_ptr, t, n, T, num_outputs, K,
+        split * chunks // SPLITS, (split + 1) * chunks // SPLITS, BLOCK_T, BLOCK_N, BLOCK_K, GATED, EVEN_K, STAGES,
+    )  # fmt: skip
+    if SPLITS_IN_TURN:
+        for s in range(1, SPLITS):
+            acc_s, up_s, _ = _sum_chunks(
+                x_ptr, x_tiles, weight_ptr, weight_tiles, norm_ptr, t, n, T, num_outputs, K,
+                s * chunks // SPLITS, (s + 1) * chunks // SPLITS, BLOCK_T, BLOCK_N, BLOCK_K, GATED, EVEN_K, STAGES,
+            )  # fmt: skip
+            acc, up = acc + acc_s, up + up_s
+    if LATE:
+        start_successor(PDL)
+    is_last = True
+    if SPLITS > 1 and not SPLITS_IN_TURN:
+        at = sums_ptr + tile.to(tl.int64) * SPLITS * SUMS
+        at += tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+        at_squares = sums_ptr + tl.num_programs(0).to(tl.int64) * SPLITS * SUMS
+        at_squares += tile * SPLITS * BLOCK_T + tl.arange(0, BLOCK_T)
+        is_last = _store_split(
+            acc, up, squares, at, at_squares, split, counters_ptr + tile, SUMS, SPLITS, GATED, HAS_NORM
+        )
+    if is_last:
+        at_out = rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
+        mask = (rows < T)[None, :] & (outputs < num_outputs)[:, None]
+        residual = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        if residual_ptr is not None:
+            residual = tl.load(residual_ptr + at_out, mask=mask, other=0.0).to(tl.float32)
+        if SPLITS > 1 and not SPLITS_IN_TURN:
+            tl.store(counters_ptr + tile, 0)
+            acc, up, squares = _add_splits(acc, up, squares, at, at_squares, SUMS, SPLITS, GATED, HAS_NORM)
+        if HAS_NORM:
+            scale = tl.rsqrt(squares / K + eps)[None, :]
+            acc, up = acc * scale, up * scale
+        if bias_ptr is not None:
+            acc += _of_outputs(bias_ptr, outputs, num_outputs)
+        if GATED:
+            if bias_ptr is not None:
+                up += _of_outputs(bias_ptr + num_outputs, outputs, num_outputs)
+            acc = gated(acc, up, ACTIVATION)
+        tl.store(out_ptr + at_out, (acc + residual).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def skinny_gemm(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    norm_K: Tensor | None,
+    eps: float,
+    residual_TN: Tensor | None,
+    activation: str | None,
+    config: SkinnyConfig,
+    block_t: int,
+    splits_in_turn: bool = False,
+) -> Tensor:
+    """``ops.linear`` in tiles of ``block_t`` rows; the residual is overwritten and returned.
+
+    With ``splits_in_turn`` one program sums the splits of a tile one after the other, to the same bits. The norm is
+    fused whatever the configuration says. Raises ``AssertionError`` for more than MAX_TILES tiles that are split.
+    """
+    (T, K), N = x_TK.shape, len(weight_NK)
+    outputs = N if activation is None else N // 2
+    out_TN = x_TK.new_empty(T, outputs) if residual_TN is None else residual_TN
+    tiles = triton.cdiv(outputs, config.block_n) * triton.cdiv(T, block_t)
+    is_split = config.splits > 1 and not splits_in_turn
+    assert tiles <= MAX_TILES or not is_split, f"{tiles} tiles are more than {MAX_TILES}"
+    values = ((1 if activation is None else 2) * config.block_n + 1) * block_t
+    launch(
+        skinny_kernel,
+        (tiles, config.splits if is_split else 1),
+        x_TK,
+        TensorDescriptor.from_tensor(x_TK, [block_t, config.block_k]) if config.copy_engine else None,
+        weight_NK,
+        TensorDescriptor.from_tensor(weight_NK, [config.block_n, config.block_k]) if config.copy_engine else None,
+        *(bias_N, norm_K, residual_TN, out_TN),
+        x_TK.new_empty(tiles * config.splits * values, dtype=torch.float32) if is_split else None,
+        counters(x_TK.device) if is_split else None,
+        *(eps, T, outputs, K),
+        BLOCK_T=block_t,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        SPLITS=config.splits,
+        SPLITS_IN_TURN=splits_in_turn,
+        ACTIVATION=activation,
+        EVEN_K=K % config.block_k == 0,
+        STAGES=config.stages,
+        GROUP=GROUP,
+        LATE=config.release == "late",
+        PREFETCH=config.prefetch,
+        num_warps=config.warps,
+    )
+    return out_TN
+
+
+@functools.cache
+def counters(device: torch.device) -> Tensor:
+    """How many splits of each tile are done: zeros between launches. Kept for good, as captured graphs hold it."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not capturing, "a product with splits must have run once before it is captured in a graph"
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
