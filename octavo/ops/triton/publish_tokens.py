@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,13 +35,13 @@ def publish_tokens_triton(
 
 @triton.jit(do_not_specialize=["S"])
 def _publish_kernel(
-    tokens: Any,
-    cells: Any,
-    last_tokens: Any,
-    results: Any,
-    result_row: Any,
-    S: Any,
-    stride: Any,
+    tokens: tl.tensor,
+    cells: tl.tensor,
+    last_tokens: tl.tensor,
+    results: tl.tensor,
+    result_row: tl.tensor,
+    S: tl.tensor,
+    stride: tl.tensor,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:

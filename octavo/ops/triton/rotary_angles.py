@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -25,11 +23,11 @@ def rotary_angles_triton(positions_T: Tensor, frequencies_R: Tensor, factor: flo
 
 @triton.jit
 def _angles_kernel(
-    positions: Any,
-    frequencies: Any,
-    cos: Any,
-    sin: Any,
-    factor: Any,
+    positions: tl.tensor,
+    frequencies: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    factor: tl.tensor,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,

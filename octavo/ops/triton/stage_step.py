@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -43,14 +41,14 @@ def stage_step_triton(
 
 @triton.jit
 def _stage_kernel(
-    token_ids: Any,
-    cu_seqlens: Any,
-    cells: Any,
-    last_tokens: Any,
-    packed: Any,
-    width_at: Any,
-    tables: Any,
-    table_stride: Any,
+    token_ids: tl.tensor,
+    cu_seqlens: tl.tensor,
+    cells: tl.tensor,
+    last_tokens: tl.tensor,
+    packed: tl.tensor,
+    width_at: tl.tensor,
+    tables: tl.tensor,
+    table_stride: tl.tensor,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
