@@ -89,13 +89,17 @@ def architecture(keys: ConfigKeys) -> str:
     return str(names[0]) if isinstance(names, list | tuple) and names else "None"
 
 
-def read_windows(keys: ConfigKeys, default: Sequence[str], window: int | None, max_len: int) -> tuple[int, ...]:
-    """Positions that each layer's rows see, 0 for all of them: from ``layer_types``, or by the default types.
+def read_layer_types(keys: ConfigKeys, default: Sequence[str]) -> tuple[str, ...]:
+    """FULL or SLIDING for each layer, from ``layer_types`` or the default."""
+    return keys.choices("layer_types", (FULL, SLIDING), len(default)) or tuple(default)
+
+
+def layer_windows(types: Sequence[str], window: int | None, max_len: int) -> tuple[int, ...]:
+    """Positions that each layer's rows see, 0 for all of them.
 
     ``window`` is the width of the sliding layers, ``None`` where the configuration has none; one as long as the
     longest context hides nothing.
     """
-    types = keys.choices("layer_types", (FULL, SLIDING), len(default)) or default
     if window is None and SLIDING in types:
         raise wrong("sliding_window", None, "a whole number, as layer_types has sliding_attention")
     width = 0 if window is None or window >= max_len else window

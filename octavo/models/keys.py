@@ -64,6 +64,7 @@ WITHOUT_EFFECT = frozenset(
         "_name_or_path",
         "architectures",
         "attention_dropout",
+        "attn_pdrop",
         "auto_map",
         "bos_token_id",
         "cache_implementation",
@@ -123,6 +124,10 @@ class ConfigKeys:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
         self._read: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there, even if it is null."""
+        return key in self._values
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value as it is; for what the other methods have no form for."""

@@ -5,14 +5,16 @@ Shapes: T tokens of the step, R rows whose logits are wanted, D model, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from octavo.layers.linear import Linear
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.rotary import DefaultRope, Rotary
-from octavo.models.config import ACTIVATIONS, FULL, ModelConfig, read_common, read_windows
+from octavo.models.config import ACTIVATIONS, FULL, ModelConfig, layer_windows, read_common, read_layer_types
 from octavo.models.keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.rope import RopeContext, read_rope, rope_values, rotary_width
@@ -36,6 +38,8 @@ class LlamaConfig(ModelConfig):
     """Of the attention's output."""
     mlp_bias: bool
     activation: Activation
+    norm_offset: float = 0.0
+    """What is added to the stored weights of norms."""
 
 
 def read_llama(
@@ -44,29 +48,38 @@ def read_llama(
     *,
     tied: bool = False,
     eps: float = 1e-6,
+    head_dim: int | None = None,
+    activation_key: str = "hidden_act",
+    activation: str = "silu",
     rotary: float = 1.0,
     windows: tuple[Sequence[str], int | None] | None = None,
+    rope: dict[str, Any] | None = None,
 ) -> LlamaConfig:
     """Read the keys of Llama, with a family's own defaults; biases as ``attention_bias`` and ``mlp_bias`` say.
 
     ``windows`` is the type of each layer and the width of the sliding ones; without it all layers see everything.
+    ``rope`` are the keys that say how to rotate where they are not in the usual place.
     """
-    common = read_common(keys, tied=tied, eps=eps)
-    given, most = rope_values(keys), common["max_position_embeddings"]
+    common = read_common(keys, tied=tied, head_dim=head_dim, eps=eps)
+    given, most = rope or rope_values(keys), common["max_position_embeddings"]
     longest = max_len or most
     width = rotary_width(given, common["head_dim"], rotary)
-    types, window = windows or ((FULL,) * common["num_layers"], None)
+    types, window = windows or (read_layer_types(keys, (FULL,) * common["num_layers"]), None)
     has_bias = keys.flag("attention_bias")
     return LlamaConfig(
         **common,
         rope=read_rope(given, RopeContext(width, longest, most)),
         rotary_width=width,
-        windows=read_windows(keys, types, window, longest),
+        windows=layer_windows(types, window, longest),
         attention_bias=has_bias,
         output_bias=has_bias,
         mlp_bias=keys.flag("mlp_bias"),
-        activation=keys.choice("hidden_act", ACTIVATIONS, "silu"),
+        activation=keys.choice(activation_key, ACTIVATIONS, activation),
     )
+
+
+FeedForward = Callable[[Tensor], Tensor]
+"""From the residual stream [T, D], which it may overwrite, to the next one."""
 
 
 class LlamaLayer:
@@ -74,27 +87,37 @@ class LlamaLayer:
 
     def __init__(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> None:
         D = config.hidden_size
-        self.input_norm = weights.norm(f"{prefix}.input_layernorm", D, config.norm_eps)
+        self.input_norm = weights.norm(f"{prefix}.input_layernorm", D, config.norm_eps, config.norm_offset)
         self.heads = self.head_layout(config, weights, f"{prefix}.self_attn", index)
-        names = dict(zip([f"{prefix}.self_attn.{part}_proj" for part in "qkv"], self.heads.sizes, strict=True))
-        self.qkv_proj = weights.linear(names, D, config.attention_bias)
+        self.qkv_proj = self.qkv(config, weights, f"{prefix}.self_attn")
         self.o_proj = weights.linear({f"{prefix}.self_attn.o_proj": D}, self.heads.sizes[0], config.output_bias)
-        self.mlp = self.feed_forward(config, weights, prefix, index)
+        self.mlp = self.feed_forward(config, weights, prefix)
 
     def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
         """How the heads of layer ``index`` attend; ``prefix`` is that of the attention's weights."""
         scale, window = config.head_dim**-0.5, config.windows[index]
         return HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, scale, window=window)
 
-    def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> GatedMLP:
-        """The feed-forward layer with its norm."""
+    def qkv(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
+        """Queries, keys and values side by side."""
+        names = dict(zip([f"{prefix}.{part}_proj" for part in "qkv"], self.heads.sizes, strict=True))
+        return weights.linear(names, config.hidden_size, config.attention_bias)
+
+    def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> FeedForward:
+        """The feed-forward layer with its norm; ``prefix`` is that of the whole layer."""
         D, F = config.hidden_size, config.ffn_size
         return GatedMLP(
-            weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps),
-            weights.linear({f"{prefix}.mlp.gate_proj": F, f"{prefix}.mlp.up_proj": F}, D, config.mlp_bias),
+            weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps, config.norm_offset),
+            self.gate_up(config, weights, f"{prefix}.mlp"),
             weights.linear({f"{prefix}.mlp.down_proj": D}, F, config.mlp_bias),
             config.activation,
         )
+
+    def gate_up(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
+        """Gates, then ups."""
+        F = config.ffn_size
+        names = {f"{prefix}.gate_proj": F, f"{prefix}.up_proj": F}
+        return weights.linear(names, config.hidden_size, config.mlp_bias)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         """The next residual stream; ``x`` may be overwritten."""
@@ -121,7 +144,7 @@ class LlamaForCausalLM:
         self.embedding = weights.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
         self.rotary = Rotary(config.rope, config.rotary_width, weights.form.device)
         self.layers = [self.layer_class(config, weights, f"model.layers.{i}", i) for i in range(config.num_layers)]
-        self.norm = weights.norm("model.norm", config.hidden_size, config.norm_eps)
+        self.norm = weights.norm("model.norm", config.hidden_size, config.norm_eps, config.norm_offset)
         self.head = weights.head("lm_head", self.embedding, config.tie_word_embeddings)
 
     def forward(

@@ -51,6 +51,10 @@ class WeightLoader:
         """Whether the checkpoint has this tensor."""
         return name in self._names
 
+    def rounded(self, number: float) -> float:
+        """A number as the format holds it."""
+        return torch.tensor(number, dtype=self.form.dtype).item()
+
     def dense(self, name: str, *shape: int) -> Tensor:
         """One tensor, dense."""
         tensor = to_dense(self._load(name, shape), self.form)

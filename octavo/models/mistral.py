@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from octavo.models.config import FULL, SLIDING
+from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.keys import ConfigKeys
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
 
 
-def read_mistral(keys: ConfigKeys, max_len: int | None, *, eps: float = 1e-6, rotary: float = 1.0) -> LlamaConfig:
+def read_mistral(keys: ConfigKeys, max_len: int | None, eps: float = 1e-6) -> LlamaConfig:
     """Llama's keys, and ``sliding_window`` for all layers."""
     has_window = keys.get("sliding_window") is not None
-    kinds = [SLIDING if has_window else FULL] * keys.size("num_hidden_layers")
     window = keys.size("sliding_window") if has_window else None
-    return read_llama(keys, max_len, eps=eps, rotary=rotary, windows=(kinds, window))
+    types = [SLIDING if has_window else FULL] * keys.size("num_hidden_layers")
+    return read_llama(keys, max_len, eps=eps, windows=(read_layer_types(keys, types), window))
 
 
 class MistralForCausalLM(LlamaForCausalLM):

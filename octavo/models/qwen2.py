@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from octavo.models.config import FULL, SLIDING
+from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.keys import ConfigKeys
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
 
@@ -15,7 +15,7 @@ def read_qwen(keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
     window = given if keys.flag("use_sliding_window") else None
     first = keys.size("max_window_layers", 28, low=0)
     types = [SLIDING if window and i >= first else FULL for i in range(keys.size("num_hidden_layers"))]
-    return read_llama(keys, max_len, windows=(types, window))
+    return read_llama(keys, max_len, windows=(read_layer_types(keys, types), window))
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):

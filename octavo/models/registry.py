@@ -9,11 +9,16 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig, architecture
+from octavo.models.gemma2 import Gemma2ForCausalLM, GemmaForCausalLM
+from octavo.models.gemma3 import Gemma3ForCausalLM
+from octavo.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from octavo.models.gpt2 import GPT2LMHeadModel
 from octavo.models.keys import ConfigKeys
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.loader import Source, WeightLoader
 from octavo.models.mistral import MistralForCausalLM
+from octavo.models.olmo2 import Olmo2ForCausalLM
+from octavo.models.phi3 import Phi3ForCausalLM
 from octavo.models.qwen2 import Qwen2ForCausalLM
 from octavo.models.qwen3 import Qwen3ForCausalLM
 from octavo.ops.attention import LayerCache, PagedRows
@@ -40,9 +45,16 @@ class Family(Protocol):
 
 
 ARCHITECTURES: dict[str, Family] = {
+    "Gemma2ForCausalLM": Gemma2ForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "GemmaForCausalLM": GemmaForCausalLM,
+    "Glm4ForCausalLM": Glm4ForCausalLM,
+    "GlmForCausalLM": GlmForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
+    "Olmo2ForCausalLM": Olmo2ForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
 }

@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from octavo.layers.rotary import DefaultRope, FactorsRope, LinearRope, Llama3Rope, YarnRope
 from octavo.models.keys import ConfigKeys, wrong
 
@@ -132,3 +135,14 @@ KINDS: dict[str, Callable[[float, ConfigKeys, RopeContext], DefaultRope]] = {
     "factors": _factors,
 }
 """``factors`` is what GGUF files of Llama 3 carry: the finished divisor of each frequency."""
+
+
+def half_split_rows(num_heads: int, head_dim: int, width: int, first: int = 0) -> npt.NDArray[np.int64]:
+    """Which row of each head's projection becomes each row, for checkpoints that turn neighbouring numbers.
+
+    The numbers that are turned together, 2 i and 2 i + 1 of ``width`` from ``first``, come to lie ``width / 2``
+    apart. Done to queries and keys alike, it leaves their products as they are.
+    """
+    head = np.arange(head_dim)
+    head[first : first + width] = first + np.arange(width).reshape(-1, 2).T.ravel()
+    return (np.arange(num_heads)[:, None] * head_dim + head).ravel()

@@ -5,6 +5,7 @@ A row is ``family/what is special: (model type of transformers, what differs fro
 
 from __future__ import annotations
 
+import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,15 @@ def rope(kind: str, theta: float = 500.0, **more: Any) -> dict[str, Any]:
 
 LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=100)
+SHORT, LONG = [1.0, 1.5, 2.0, 2.5], [1.0, 3.0, 9.0, 27.0]
+LONGROPE = rope("longrope", short_factor=SHORT, long_factor=LONG)
+GEMMA = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 9}
+GEMMA3_ROPE = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    }
+}
 GPT2 = {"n_positions": MAX_LEN, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,6 +76,28 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2/windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3/wide_heads": ("qwen3", {"head_dim": 16}),
     "qwen3/biases": ("qwen3", {"attention_bias": True, "num_key_value_heads": 1, **YARN}),
+    "phi3/fused": ("phi3", {}),
+    "phi3/short": ("phi3", {**LONGROPE, "original_max_position_embeddings": MAX_LEN, "sliding_window": 11}),
+    "phi3/long": (
+        "phi3",
+        {**rope("longrope", short_factor=LONG, long_factor=LONG), "original_max_position_embeddings": 200},
+    ),
+    "olmo2/one_kv_head": ("olmo2", {"num_key_value_heads": 1}),
+    "olmo2/biases": ("olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
+    "glm/fused": ("glm", {"head_dim": 8}),
+    "glm4/biases": ("glm4", {"head_dim": 16, "attention_bias": True}),
+    "glm4/rotates_a_quarter": ("glm4", {**rope("default", partial_rotary_factor=0.25), "head_dim": 16}),
+    "gemma/wide_heads": ("gemma", {"head_dim": 16}),
+    "gemma2/capped": ("gemma2", {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+    "gemma2/uncapped": (
+        "gemma2",
+        {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "num_key_value_heads": 1},
+    ),
+    "gemma3/two_ropes": ("gemma3_text", {**GEMMA, **GEMMA3_ROPE, "num_hidden_layers": 7}),
+    "gemma3/other_pattern": (
+        "gemma3_text",
+        {**GEMMA, "layer_types": ["full_attention", "sliding_attention"], "final_logit_softcapping": 5.0},
+    ),
     "gpt2/small": ("gpt2", GPT2),
     "gpt2/scaled_by_layer": ("gpt2", {**GPT2, "n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),
     "gpt2/unscaled_untied": ("gpt2", {**GPT2, "scale_attn_weights": False, "tie_word_embeddings": False}),
@@ -78,11 +110,17 @@ def make_checkpoint(folder: Path, row: str) -> PreTrainedModel:
     """Write the row's model, of random float32 weights, to the folder, and return it."""
     torch.manual_seed(zlib.crc32(row.encode()))
     kind, values = ROWS[row]
-    config = AutoConfig.for_model(kind, **{**SHAPE, **values})
+    known = AutoConfig.for_model(kind).to_dict()
+    shape = {key: value for key, value in SHAPE.items() if key in known}
+    config = AutoConfig.for_model(kind, **{**shape, **values})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(RANDOM):
                 weight.add_(torch.randn_like(weight) * 0.3)
     model.eval().save_pretrained(folder)
+    if row == "phi3/long":  # transformers takes the short factors for short prompts, an engine one list for all
+        saved = json.loads((folder / "config.json").read_text())
+        saved["rope_parameters"]["short_factor"] = SHORT
+        (folder / "config.json").write_text(json.dumps(saved))
     return model

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from octavo import LLM, SamplingParams
+from octavo.models.registry import ARCHITECTURES, read_config
 from tests.models.families import MAX_LEN, ROWS, VOCAB_SIZE, make_checkpoint
 
 LENGTHS = (300, 1, 2, 17, 130)
@@ -22,6 +24,10 @@ def random_tokens(length: int, seed: int = 0) -> list[int]:
 
 
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+FIRST_ROWS = list({row.partition("/")[0]: row for row in reversed(ROWS)}.values())
+"""One of each family."""
 
 
 class Made:
@@ -76,9 +82,10 @@ def test_logprobs_of_prompts_are_those_of_transformers(made: Made) -> None:
                 assert logprob.logprob == pytest.approx(expected[i, token].item(), abs=1e-4)
 
 
-def test_sixteen_bits_are_as_good_as_those_of_transformers(made: Made) -> None:
+@pytest.mark.parametrize("row", FIRST_ROWS)
+def test_sixteen_bits_are_as_good_as_those_of_transformers(row: str, tmp_path: Path) -> None:
     """The error of bfloat16 is at most twice that of transformers' own, plus one unit of its precision."""
-    prompt = PROMPTS[-1]
+    made, prompt = Made(tmp_path, row), PROMPTS[-1]
     exact = made.logprobs(prompt)
     with LLM(made.folder, dtype="bfloat16", **SETTINGS) as llm:
         result = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5))[0]
@@ -90,8 +97,18 @@ def test_sixteen_bits_are_as_good_as_those_of_transformers(made: Made) -> None:
     with torch.inference_mode():
         made.reference.to(torch.bfloat16)
         theirs = (made.logprobs(prompt).float() - exact).abs()
-        made.reference.to(torch.float32)
     assert sum(errors) / len(errors) < 2 * theirs.mean().item() + 2**-8
+
+
+def test_every_key_that_transformers_writes_is_known(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    config = read_config(json.loads((made.folder / "config.json").read_text()))
+    assert not caplog.records
+    assert config.architecture in ARCHITECTURES
+
+
+def test_every_architecture_has_a_row() -> None:
+    made = {AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(kind))] for kind, _ in ROWS.values()}
+    assert {model.__name__ for model in made} == set(ARCHITECTURES)
 
 
 def test_the_table_knows_prompts_within_the_context() -> None:

@@ -1,0 +1,46 @@
+"""GLM-4 (arXiv 2406.12793): rotations of neighbouring numbers in half of each head, and gates fused with ups.
+
+The later checkpoints, ``Glm4``, have norms behind attention and MLP as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from octavo.layers.linear import Linear
+from octavo.models.keys import ConfigKeys
+from octavo.models.llama import LlamaConfig, LlamaForCausalLM, LlamaLayer, read_llama
+from octavo.models.loader import WeightLoader
+from octavo.models.post_norm import NormNames, PostNormLayer
+from octavo.models.rope import half_split_rows
+
+
+class GlmLayer(LlamaLayer):
+    def qkv(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
+        heads = (config.num_heads, config.num_kv_heads)
+        orders = {
+            f"{prefix}.{part}_proj": half_split_rows(count, config.head_dim, config.rotary_width)
+            for part, count in zip("qk", heads, strict=True)
+        }
+        names = dict(zip([f"{prefix}.{part}_proj" for part in "qkv"], self.heads.sizes, strict=True))
+        return weights.linear(names, config.hidden_size, config.attention_bias, row_order=orders)
+
+    def gate_up(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
+        return weights.linear({f"{prefix}.gate_up_proj": 2 * config.ffn_size}, config.hidden_size, config.mlp_bias)
+
+
+class Glm4Layer(PostNormLayer, GlmLayer):
+    names = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+
+
+class GlmForCausalLM(LlamaForCausalLM):
+    layer_class = GlmLayer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
+        config = read_llama(keys, max_len, eps=1.5625e-7, head_dim=128, rotary=0.5)
+        return dataclasses.replace(config, output_bias=False)
+
+
+class Glm4ForCausalLM(GlmForCausalLM):
+    layer_class = Glm4Layer

@@ -1,0 +1,37 @@
+"""OLMo 2 (arXiv 2501.00656): Llama with norms behind its parts, and of all queries and of all keys of a token together.
+
+Shapes: T tokens of the step, W the columns of queries, keys and values.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from octavo.models.keys import ConfigKeys
+from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
+from octavo.models.loader import WeightLoader
+from octavo.models.post_norm import NormNames, PostNormLayer
+
+
+class Olmo2Layer(PostNormLayer):
+    names = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+    def __init__(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> None:
+        super().__init__(config, weights, prefix, index)
+        queries, keys, _ = self.heads.sizes
+        self.q_norm = weights.norm(f"{prefix}.self_attn.q_norm", queries, config.norm_eps)
+        self.k_norm = weights.norm(f"{prefix}.self_attn.k_norm", keys, config.norm_eps)
+
+    def prepare(self, qkv_TW: Tensor) -> Tensor:
+        q_TW, k_TW, _ = qkv_TW.split_with_sizes(self.heads.sizes, dim=-1)
+        q_TW.copy_(self.q_norm(q_TW))
+        k_TW.copy_(self.k_norm(k_TW))
+        return qkv_TW
+
+
+class Olmo2ForCausalLM(LlamaForCausalLM):
+    layer_class = Olmo2Layer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
+        return read_llama(keys, max_len, eps=1e-5)
