@@ -172,7 +172,7 @@ def test_of_equals_the_first(device: str) -> None:
     logits_RV = torch.zeros(3, 5000, dtype=torch.bfloat16)
     logits_RV[1, [4000, 77]] = 2
     logits_RV[2, :100] = -1
-    logits_RV[2, 300] = -0.0
+    logits_RV[2, 100] = -0.0
     assert run(logits_RV, uniform_params(3, temperature=0), device) == [0, 77, 100]
 
 
