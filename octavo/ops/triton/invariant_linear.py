@@ -17,8 +17,8 @@ from torch import Tensor
 from octavo.ops.triton.skinny_gemm import SkinnyConfig, skinny_gemm
 
 BLOCK_T = 64
-CONFIG = SkinnyConfig(block_n=128, block_k=64, warps=4, stages=4)
-FLOAT32_CONFIG = SkinnyConfig(block_n=64, block_k=32, warps=4, stages=3)
+CONFIG = SkinnyConfig(block_n=128, block_k=64, warps=8, stages=4, copy_engine=True)
+FLOAT32_CONFIG = SkinnyConfig(block_n=32, block_k=32, warps=8, stages=3)
 ENOUGH_PROGRAMS = 256
 """Of one product; part of what fixes the order of sums, so not taken from the device."""
 MAX_SPLITS = 8

@@ -5,8 +5,6 @@ Shapes: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -18,9 +16,6 @@ from octavo.ops.triton.launch import declines_floats, is_invariant
 from octavo.ops.triton.linear_configs import ROW_BUCKETS, LinearConfig, config_for
 from octavo.ops.triton.rms_norm import rms_norm_triton
 from octavo.ops.triton.skinny_gemm import SkinnyConfig, skinny_gemm
-
-COPY_ENGINE_BYTES = 16
-"""What addresses and rows of the tensor memory accelerator must be multiples of."""
 
 # cuBLAS may round the sums of splits to 16 bits unless told not to; the op promises sums in float32.
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -71,19 +66,10 @@ def run_linear(
     if norm_K is not None and not fuses_norm:
         x_TK, norm_K = rms_norm_triton(x_TK, norm_K, eps), None
     if config is not None:
-        if config.copy_engine and not _suits_copy_engine(x_TK, weight_NK):
-            config = replace(config, copy_engine=False)
         block_t = min(bucket for bucket in ROW_BUCKETS if bucket >= max(len(x_TK), 2))
         return skinny_gemm(x_TK, weight_NK, bias_N, norm_K, eps, residual_TN, activation, config, block_t)
     multiply = invariant_linear if is_invariant() else _cublas_linear
     return multiply(x_TK, weight_NK, bias_N, residual_TN, activation)
-
-
-def _suits_copy_engine(*matrices: Tensor) -> bool:
-    return all(
-        m.data_ptr() % COPY_ENGINE_BYTES == 0 and m.stride(0) * m.element_size() % COPY_ENGINE_BYTES == 0
-        for m in matrices
-    )
 
 
 def _cublas_linear(

@@ -63,10 +63,9 @@ def default_config(shape: Shape, has_norm: bool, is_gated: bool, device: torch.d
         return GemvConfig(2, 2048, warps=4) if K > 8192 else GemvConfig(4, 1024, warps=4)
     if rows == ROW_BUCKETS[-1]:
         return None
-    tiles, block_k = triton.cdiv(N // 2 if is_gated else N, 64), 128
-    wanted = 3 * num_multiprocessors(device) // tiles
-    splits = max(1, min(wanted, K // (2 * block_k), 16))
-    return SkinnyConfig(64, block_k, warps=4, stages=4 if not is_gated else 2, splits=splits)
+    tiles, block_k = triton.cdiv(N // 2 if is_gated else N, 64), 64
+    splits = max(1, min(3 * num_multiprocessors(device) // tiles, K // (4 * block_k), 16))
+    return SkinnyConfig(64, block_k, warps=4, stages=4 if is_gated else 5, splits=splits, copy_engine=True)
 
 
 @functools.cache

@@ -24,6 +24,8 @@ from octavo.ops.triton.launch import launch, prefetch_lines, start_successor, wa
 
 MAX_TILES = 1 << 16
 """Tiles of a product whose sums are split; each has a counter."""
+COPY_ENGINE_BYTES = 16
+"""What addresses and rows of the tensor memory accelerator must be multiples of."""
 GROUP = 8
 """Tiles of N that run side by side over all rows, so that both operands stay in the cache."""
 
@@ -42,7 +44,7 @@ class SkinnyConfig:
     splits: int = 1
     """Programs that share the columns of a tile."""
     copy_engine: bool = False
-    """Whether tiles are fetched by the tensor memory accelerator."""
+    """Whether tiles are fetched by the tensor memory accelerator, where the matrices suit it."""
     fuses_norm: bool = False
     """Whether RMSNorm is taken along (in bfloat16 alone: float16 could overflow), or has its own kernel."""
     release: str = "early"
@@ -254,14 +256,15 @@ def skinny_gemm(
     tiles = triton.cdiv(outputs, config.block_n) * triton.cdiv(T, block_t)
     is_split = config.splits > 1 and not splits_in_turn
     assert tiles <= MAX_TILES or not is_split, f"{tiles} tiles are more than {MAX_TILES}"
+    copy_engine = config.copy_engine and _suits_copy_engine(x_TK, weight_NK)
     values = ((1 if activation is None else 2) * config.block_n + 1) * block_t
     launch(
         skinny_kernel,
         (tiles, config.splits if is_split else 1),
         x_TK,
-        TensorDescriptor.from_tensor(x_TK, [block_t, config.block_k]) if config.copy_engine else None,
+        TensorDescriptor.from_tensor(x_TK, [block_t, config.block_k]) if copy_engine else None,
         weight_NK,
-        TensorDescriptor.from_tensor(weight_NK, [config.block_n, config.block_k]) if config.copy_engine else None,
+        TensorDescriptor.from_tensor(weight_NK, [config.block_n, config.block_k]) if copy_engine else None,
         *(bias_N, norm_K, residual_TN, out_TN),
         x_TK.new_empty(tiles * config.splits * values, dtype=torch.float32) if is_split else None,
         counters(x_TK.device) if is_split else None,
@@ -280,6 +283,13 @@ def skinny_gemm(
         num_warps=config.warps,
     )
     return out_TN
+
+
+def _suits_copy_engine(*matrices: Tensor) -> bool:
+    return all(
+        m.data_ptr() % COPY_ENGINE_BYTES == 0 and m.stride(0) * m.element_size() % COPY_ENGINE_BYTES == 0
+        for m in matrices
+    )
 
 
 @functools.cache
