@@ -25,8 +25,9 @@ from torch import Tensor
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.triton.configs.decode_attention import DecodeConfig, config_for
 from octavo.ops.triton.launch import after_predecessor, is_invariant, launch
+from octavo.ops.triton.own_row import load_angles, load_heads, load_norm, turned
+from octavo.ops.triton.split_sums import LOG2_E, add_parts, leave_part, store_heads
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_DIM = 256
 MAX_PAIRS = 2**17
 
@@ -113,7 +114,7 @@ def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfi
     """What the kernel is compiled for."""
     G, H = heads.num_heads // heads.num_kv_heads, heads.head_dim
     padded_G, padded_H = triton.next_power_of_2(G), triton.next_power_of_2(H)
-    chunk = max(1, _COMBINED_AT_ONCE * 32 * config.warps // (padded_G * padded_H))
+    at_once = max(1, _COMBINED_AT_ONCE * 32 * config.warps // (padded_G * padded_H))
     return {
         "K": heads.num_kv_heads,
         "G": G,
@@ -124,12 +125,11 @@ def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfi
         "ROWS": max(16, padded_G) if config.dot else padded_G,
         "WINDOW": heads.window,
         "CAPPED": heads.softcap > 0,
-        "NUM_OWN": int(prologue is not None),
+        "PROLOGUE": prologue is not None,
         "TILE": config.tile,
         "SPLITS": config.splits,
         "MIN_TILES": config.min_tiles,
-        "CHUNK": min(chunk, triton.next_power_of_2(config.splits)),
-        "STAGES": config.stages,
+        "AT_ONCE": min(at_once, triton.next_power_of_2(config.splits)),
         "DOT": config.dot,
         "num_warps": config.warps,
     }
@@ -145,82 +145,74 @@ def _counters(device: torch.device) -> Tensor:
 
 @triton.jit
 def _decode_kernel(
-    x: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor, q_norm: tl.tensor, k_norm: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, tables: tl.tensor,
-    cu_seqlens: tl.tensor, seq_lens: tl.tensor, sinks: tl.tensor, out: tl.tensor, partials: tl.tensor, lses: tl.tensor, counters: tl.tensor,
-    scale: tl.tensor, cap: tl.tensor, eps: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor, table_stride: tl.tensor, block_stride: tl.tensor,
-    HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
-    H: tl.constexpr, R: tl.constexpr, GP: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, NUM_OWN: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
+    x: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor, q_norm: tl.tensor, k_norm: tl.tensor,
+    k_cache: tl.tensor, v_cache: tl.tensor, tables: tl.tensor, cu_seqlens: tl.tensor, seq_lens: tl.tensor,
+    sinks: tl.tensor, out: tl.tensor, parts: tl.tensor, logs: tl.tensor, counters: tl.tensor, scale: tl.tensor,
+    cap: tl.tensor, eps: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor, table_stride: tl.tensor,
+    block_stride: tl.tensor, HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr, GP: tl.constexpr, HP: tl.constexpr,
+    ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PROLOGUE: tl.constexpr, TILE: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """NUM_OWN: rows that come from the projection, 1 with the prologue. GP, HP: G and H filled up to powers of two; ROWS: queries of a tile. ``cap`` and ``lses`` are in base 2."""
+    """``GP`` and ``HP`` are G and H filled up to powers of two, ``ROWS`` the queries of a tile."""
     split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    d, r, t = tl.arange(0, HP), tl.arange(0, ROWS), tl.arange(0, TILE)
     row, length = seq.to(tl.int64), tl.load(seq_lens + seq)
-    if not NUM_OWN:
+    if not PROLOGUE:
         after_predecessor(PDL)  # it stored the step's keys and values
         row = tl.load(cu_seqlens + seq).to(tl.int64)
         length = tl.where(tl.load(cu_seqlens + seq + 1) == row + 1, length, 0)
     seen_from, num_runs, begin, last = _run(length, split, WINDOW, TILE, SPLITS, MIN_TILES)
+    is_active = split < num_runs
 
-    d, t, r = tl.arange(0, HP), tl.arange(0, TILE), tl.arange(0, ROWS)
-    k_cache += kv_head * HEAD_STRIDE
-    v_cache += kv_head * HEAD_STRIDE
+    tile = kv_head * HEAD_STRIDE + t[:, None] * SLOT_STRIDE + d
     tables += seq.to(tl.int64) * table_stride
-    tile = t[:, None] * SLOT_STRIDE + d[None, :]
+    at = _tile_start(tables, last, is_active, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
+    next_at = _tile_start(tables, last - 1, begin < last, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
     position = last * TILE + t
-    is_seen = (position >= seen_from) & (position < length)
-    is_stored = (is_seen & (position < length - NUM_OWN) & (split < num_runs))[:, None] & (d < H)[None, :]
-    at = _tile_start(tables, last, split < num_runs, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
-    k_last = tl.load(k_cache + at + tile, mask=is_stored, other=0.0)
-    v_last = tl.load(v_cache + at + tile, mask=is_stored, other=0.0)
-    q_weights = _load_norm(q_norm, d, H, R)
-    k_weights = _load_norm(k_norm, d, H, R)
-    if NUM_OWN:
+    is_own = ((position == length - 1) & PROLOGUE)[:, None] & (d < H)
+    is_stored = ((position >= seen_from) & (position < length) & is_active)[:, None] & (d < H) & ~is_own
+    k = tl.load(k_cache + at + tile, mask=is_stored, other=0.0)
+    v = tl.load(v_cache + at + tile, mask=is_stored, other=0.0)
+    d_RD, d_TD = tl.broadcast_to(d[None, :], [ROWS, HP]), tl.broadcast_to(d[None, :], [TILE, HP])
+    q_weights, k_weights = load_norm(q_norm, d_RD, H, R), load_norm(k_norm, d, H, R)
+    if PROLOGUE:
         after_predecessor(PDL)
-    if split >= num_runs:
-        return
 
     x += row * x_stride
-    q_heads = kv_head * G + r
-    if NUM_OWN:
-        q = _load_turned(x, q_heads, r < G, d, q_norm, q_weights, cos, sin, row, eps, H, R)
-        k_head = K * G + kv_head + tl.arange(0, 1)
-        k_own = _load_turned(x, k_head, k_head >= 0, d, k_norm, k_weights, cos, sin, row, eps, H, R)
-        v_own = _load_heads(x, k_head + K, k_head >= 0, d, H)
-        slot, is_last = tl.load(slots + row), split == num_runs - 1
-        to = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SLOT_STRIDE + d[None, :]
-        k_last = _put_own(k_last, k_own, position == length - 1, k_cache + to, (d < H) & (slot >= 0) & is_last)
-        v_last = _put_own(v_last, v_own, position == length - 1, v_cache + to, (d < H) & (slot >= 0) & is_last)
-    else:
-        q = _load_heads(x, q_heads, r < G, d, H)
-    q = q.to(x.dtype.element_ty)
+    heads = kv_head * G + r
+    q_heads = load_heads(x + (heads * H)[:, None], (r < G)[:, None] & is_active, d_RD, H, R)
+    if PROLOGUE:
+        k_head = load_heads(x + (K * G + kv_head) * H, is_active, d, H, R)
+        v_own = tl.load(x + (K * G + K + kv_head) * H + d_TD, mask=is_own & is_active, other=0.0).to(v.dtype)
+        q_angles, k_angles = load_angles(cos, sin, row, is_active, d_RD, R), load_angles(cos, sin, row, is_active, d, R)
+        slot = tl.load(slots + row, mask=is_active, other=-1)
+    if not is_active:  # from here on loads are waited for: all of them are on their way
+        return
 
-    sums = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, HP], tl.float32)
-    for i in tl.range(begin, last, num_stages=STAGES):
-        at = _tile_start(tables, i, True, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
-        is_inside = i * TILE + t >= seen_from
-        if WINDOW > 0 or H < HP:
-            k = tl.load(k_cache + at + tile, mask=is_inside[:, None] & (d < H)[None, :], other=0.0)
-            v = tl.load(v_cache + at + tile, mask=is_inside[:, None] & (d < H)[None, :], other=0.0)
-        else:
-            k = tl.load(k_cache + at + tile)
-            v = tl.load(v_cache + at + tile)
-        sums = _attend(q, k, v, is_inside, sums, scale, cap, WINDOW > 0, CAPPED, DOT)
-    sums = _attend(q, k_last, v_last, is_seen, sums, scale, cap, True, CAPPED, DOT)
-
+    q = q_heads[0]
+    if PROLOGUE:
+        q = turned(q_heads, q_norm, q_weights, q_angles, eps, H, 1)
+        k_own = turned(k_head, k_norm, k_weights, k_angles, eps, H, 0).to(k.dtype)
+        k, v = tl.where(is_own, k_own, k), tl.where(is_own, v_own, v)
+        to = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SLOT_STRIDE + kv_head * HEAD_STRIDE
+        tl.store(k_cache + to + d, k_own, mask=(d < H) & (slot >= 0) & (split == num_runs - 1))
+        tl.store(v_cache + to + d_TD, v, mask=is_own & (slot >= 0))
+    sums = _walk(
+        q.to(x.dtype.element_ty), k, v, k_cache + tile, v_cache + tile, next_at, tables, begin, last, seen_from, length,
+        scale, cap, block_stride, SLOT_STRIDE, BLOCK_SIZE, H, CAPPED, DOT,
+    )  # fmt: skip
     out += row * out_stride
-    pair = seq.to(tl.int64) * K + kv_head
-    lses += pair * SPLITS * GP
-    partials += pair * SPLITS * GP * H
-    heads = kv_head * G + tl.arange(0, GP)
-    if SPLITS == 1:
-        _store(out, sums, q_heads, r < G, d, sinks, H)
-    elif num_runs == 1:
-        _store(out, sums, q_heads, r < G, d, sinks, H)
-    elif _put_partial(partials, lses, counters + pair, sums, split, num_runs, r, d, GP, H):
-        _store(
-            out, _combine(partials, lses, num_runs, d, GP, H, HP, CHUNK), heads, heads < kv_head * G + G, d, sinks, H
-        )
+    if SPLITS > 1 and num_runs > 1:
+        pair = seq.to(tl.int64) * K + kv_head
+        parts += pair * SPLITS * GP * H
+        logs += pair * SPLITS * GP
+        if leave_part(parts, logs, counters + pair, sums, split, num_runs, r, d, GP, H):
+            g = tl.arange(0, GP)
+            all_sums = add_parts(parts, logs, num_runs, d, GP, H, HP, AT_ONCE)
+            store_heads(out, all_sums, kv_head * G + g, g < G, d, sinks, H)
+        return
+    store_heads(out, sums, heads, r < G, d, sinks, H)
 
 
 @triton.jit
@@ -249,58 +241,33 @@ def _tile_start(
 
 
 @triton.jit
-def _load_heads(x: tl.tensor, head: tl.tensor, is_head: tl.tensor, d: tl.tensor, H: tl.constexpr) -> tl.tensor:
-    """Heads of a row [heads, HP], zero where there is none."""
-    return tl.load(x + (head * H)[:, None] + d[None, :], mask=is_head[:, None] & (d < H)[None, :], other=0.0)
-
-
-@triton.jit
-def _load_norm(weight: tl.tensor, d: tl.tensor, H: tl.constexpr, R: tl.constexpr) -> tl.tensor:
-    """A norm's weights for the elements of a head, and for those that they are turned with."""
-    pair = tl.where(d < R, d + R, d - R)
-    if weight is None:
-        own, other = 1.0, 1.0
-    else:
-        own = tl.load(weight + d, mask=d < H, other=0.0).to(tl.float32)[None, :]
-        other = tl.load(weight + pair, mask=d < 2 * R, other=0.0).to(tl.float32)[None, :]
-    return own, other
-
-
-@triton.jit
-def _load_turned(
-    x: tl.tensor, head: tl.tensor, is_head: tl.tensor, d: tl.tensor, norm: tl.tensor, weights: tl.tensor,
-    cos: tl.tensor, sin: tl.tensor, row: tl.tensor, eps: tl.tensor, H: tl.constexpr, R: tl.constexpr,
+def _walk(
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, k_tile: tl.tensor, v_tile: tl.tensor, next_at: tl.tensor,
+    tables: tl.tensor, begin: tl.tensor, last: tl.tensor, seen_from: tl.tensor, length: tl.tensor, scale: tl.tensor,
+    cap: tl.tensor, block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, H: tl.constexpr,
+    CAPPED: tl.constexpr, DOT: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Heads of a row, normed and rotated: float32 [heads, HP], zero where there is none."""
-    values = _load_heads(x, head, is_head, d, H).to(tl.float32)
-    factor = 1.0
-    if norm is not None:
-        factor = tl.rsqrt(tl.sum(values * values, 1) / H + eps)[:, None]
-        values *= factor * weights[0]
-    if R > 0:
-        pair = tl.where(d < R, d + R, d - R)
-        angle = row * R + tl.where(d < R, d, d - R)
-        is_turned = d < 2 * R
-        at = x + (head * H)[:, None] + pair[None, :]
-        others = tl.load(at, mask=is_head[:, None] & is_turned[None, :], other=0.0).to(tl.float32)
-        cosine = tl.load(cos + angle, mask=is_turned, other=1.0)[None, :]
-        sine = tl.load(sin + angle, mask=is_turned, other=0.0)[None, :]
-        values = values * cosine + others * (factor * weights[1]) * tl.where((d < R)[None, :], -sine, sine)
-    return values
-
-
-@triton.jit
-def _put_own(tile: tl.tensor, own: tl.tensor, is_own: tl.tensor, to: tl.tensor, is_written: tl.tensor) -> tl.tensor:
-    """Write the row's own key or value [1, HP] to its slot, and put it into the tile, as it is stored."""
-    own = own.to(tile.dtype)
-    tl.store(to, own, mask=is_written[None, :])
-    return tl.where(is_own[:, None], own, tile)
+    """The sums of a run, from its last tile, which is loaded, to its first: the next one comes while one is used."""
+    t, d = tl.arange(0, k.shape[0]), tl.arange(0, k.shape[1])
+    TILE: tl.constexpr = k.shape[0]
+    peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    sums = peak, tl.zeros_like(peak), tl.zeros([q.shape[0], q.shape[1]], tl.float32)
+    begin_at = tl.maximum(seen_from, begin * TILE)
+    for i in tl.range(last, begin - 1, -1, num_stages=1):
+        position = i * TILE + t
+        is_next = (position - TILE >= begin_at)[:, None] & (d < H)
+        next_k = tl.load(k_tile + next_at, mask=is_next, other=0.0)
+        next_v = tl.load(v_tile + next_at, mask=is_next, other=0.0)
+        next_at = _tile_start(tables, i - 2, i - 2 >= begin, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
+        sums = _attend(q, k, v, (position >= seen_from) & (position < length), sums, scale, cap, CAPPED, DOT)
+        k, v = next_k, next_v
+    return sums
 
 
 @triton.jit
 def _attend(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, is_seen: tl.tensor, sums: tl.tensor, scale: tl.tensor, cap: tl.tensor,
-    MASKED: tl.constexpr, CAPPED: tl.constexpr, DOT: tl.constexpr,
+    CAPPED: tl.constexpr, DOT: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """One tile more in the sums: each query's largest score, its sum of weights, its weighted sum of values."""
     peak, total, acc = sums
@@ -313,8 +280,7 @@ def _attend(
     if CAPPED:
         small = tl.exp2(-2 * LOG2_E * tl.abs(scores))
         scores = cap * tl.where(scores < 0, -1.0, 1.0) * (1 - small) / (1 + small)
-    if MASKED:
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+    scores = tl.where(is_seen[None, :], scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
     fade = tl.exp2(peak - higher)
     weights = tl.exp2(scores - higher[:, None])
@@ -324,60 +290,3 @@ def _attend(
     else:
         acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * v[None, :, :].to(tl.float32), 1)
     return higher, total, acc
-
-
-@triton.jit
-def _put_partial(
-    partials: tl.tensor, lses: tl.tensor, counter: tl.tensor, sums: tl.tensor, split: tl.tensor, num_runs: tl.tensor,
-    r: tl.tensor, d: tl.tensor, GP: tl.constexpr, H: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Leave this run's result for the program that comes last; true if it is this one."""
-    peak, total, acc = sums
-    row = split * GP + r
-    tl.store(lses + row, peak + tl.log2(total), mask=r < GP)
-    is_value = (r < GP)[:, None] & (d < H)[None, :]
-    tl.store(partials + (row * H)[:, None] + d[None, :], acc / total[:, None], mask=is_value)
-    tl.debug_barrier()  # all threads have stored before one of them releases
-    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_runs - 1
-    tl.store(counter, 0, mask=is_last)
-    return is_last
-
-
-@triton.jit
-def _combine(
-    partials: tl.tensor, lses: tl.tensor, num_runs: tl.tensor, d: tl.tensor, GP: tl.constexpr, H: tl.constexpr,
-    HP: tl.constexpr, CHUNK: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """The sums of all runs of a pair, for GP queries."""
-    peak = tl.full([GP], float("-inf"), tl.float32)
-    total = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, HP], tl.float32)
-    for begin in range(0, num_runs, CHUNK):
-        run = begin + tl.arange(0, CHUNK)
-        row = run[:, None] * GP + tl.arange(0, GP)[None, :]
-        is_run = (run < num_runs)[:, None]
-        is_value = is_run[:, :, None] & (d < H)[None, None, :]
-        at = partials + row[:, :, None] * H + d[None, None, :]
-        lse = tl.load(lses + row, mask=is_run, other=float("-inf"), cache_modifier=".cg")
-        values = tl.load(at, mask=is_value, other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(peak, tl.max(lse, 0))
-        fade = tl.exp2(peak - higher)
-        weights = tl.exp2(lse - higher[None, :])
-        total = total * fade + tl.sum(weights, 0)
-        acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * values, 0)
-        peak = higher
-    return peak, total, acc
-
-
-@triton.jit
-def _store(
-    out: tl.tensor, sums: tl.tensor, head: tl.tensor, is_head: tl.tensor, d: tl.tensor, sinks: tl.tensor,
-    H: tl.constexpr,
-) -> None:  # fmt: skip
-    """Write the heads' results; a sink is one more weight in the sum of weights."""
-    peak, total, acc = sums
-    if sinks is not None:
-        sink = tl.load(sinks + head, mask=is_head, other=0.0) * LOG2_E
-        total += tl.exp2(sink - peak)
-    at = out + (head * H)[:, None] + d[None, :]
-    tl.store(at, acc / total[:, None], mask=is_head[:, None] & (d < H)[None, :])

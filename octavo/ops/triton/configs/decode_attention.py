@@ -17,8 +17,6 @@ class DecodeConfig(NamedTuple):
     tile: int
     """Positions computed together; a power of two from 16."""
     warps: int
-    stages: int
-    """Tiles in flight."""
     splits: int
     """Most programs that share the positions of a pair."""
     min_tiles: int = 1
@@ -34,7 +32,7 @@ CONFIGS: dict[tuple[int, int], DecodeConfig] = {}
 def config_for(pairs: int, head_bytes: int, block_size: int, invariant: bool) -> DecodeConfig:
     """The cut for this many pairs. An ``invariant`` one is the same for any number of them."""
     if invariant:
-        config = DecodeConfig(tile=32, warps=4, stages=3, splits=16, min_tiles=8)
+        config = DecodeConfig(tile=32, warps=4, splits=16, min_tiles=8)
     else:
         config = CONFIGS.get((_power_of_two(pairs), _power_of_two(head_bytes))) or _default(pairs)
     tile = min(config.tile, block_size, max(16, MAX_TILE_BYTES // _power_of_two(head_bytes)))
@@ -43,7 +41,7 @@ def config_for(pairs: int, head_bytes: int, block_size: int, invariant: bool) ->
 
 def _default(pairs: int) -> DecodeConfig:
     splits = max(1, min(MAX_SPLITS, -(-PROGRAMS // pairs)))
-    return DecodeConfig(tile=32, warps=4, stages=3, splits=splits, min_tiles=1 if splits == MAX_SPLITS else 4)
+    return DecodeConfig(tile=32, warps=4, splits=splits, min_tiles=1 if splits == MAX_SPLITS else 4)
 
 
 def _power_of_two(number: int) -> int:

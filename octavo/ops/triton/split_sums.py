@@ -1,0 +1,68 @@
+"""Sums of a softmax that several programs share: each leaves its part, and the last one to come adds them up.
+
+Shapes: G heads filled up to a power of two, H head dim, D: H filled up likewise.
+
+Sums are three tensors: the largest score of each head in base 2 [G], its sum of weights 2^(score - largest) [G], and
+its weighted sum of values [G, D] (Milakov and Gimelshein, arXiv 1805.02867). Parts are added in the order of their
+positions whoever comes last, so the result does not depend on that.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def leave_part(
+    values: tl.tensor, logs: tl.tensor, counter: tl.tensor, sums: tl.tensor, part: tl.tensor, num_parts: tl.tensor,
+    g: tl.tensor, d: tl.tensor, G: tl.constexpr, H: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Leave a part for the program that comes last; true if it is this one. The counter is zero before and after."""
+    peak, total, acc = sums
+    row = part * G + g
+    tl.store(logs + row, peak + tl.log2(total), mask=g < G)
+    tl.store(values + (row * H)[:, None] + d, acc / total[:, None], mask=(g < G)[:, None] & (d < H))
+    tl.debug_barrier()  # all threads have stored before one of them releases
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1
+    tl.store(counter, 0, mask=is_last)
+    return is_last
+
+
+@triton.jit
+def add_parts(
+    values: tl.tensor, logs: tl.tensor, num_parts: tl.tensor, d: tl.tensor, G: tl.constexpr, H: tl.constexpr,
+    D: tl.constexpr, AT_ONCE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The sums of all parts. They come from other multiprocessors, so the first cache is passed by."""
+    peak = tl.full([G], float("-inf"), tl.float32)
+    total = tl.zeros([G], tl.float32)
+    acc = tl.zeros([G, D], tl.float32)
+    for begin in range(0, num_parts, AT_ONCE):
+        part = begin + tl.arange(0, AT_ONCE)
+        row = part[:, None] * G + tl.arange(0, G)
+        is_part = (part < num_parts)[:, None]
+        log = tl.load(logs + row, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        is_value = is_part[:, :, None] & (d < H)
+        value = tl.load(values + row[:, :, None] * H + d, mask=is_value, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(peak, tl.max(log, 0))
+        fade = tl.exp2(peak - higher)
+        weights = tl.exp2(log - higher)
+        total = total * fade + tl.sum(weights, 0)
+        acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * value, 0)
+        peak = higher
+    return peak, total, acc
+
+
+@triton.jit
+def store_heads(
+    out: tl.tensor, sums: tl.tensor, head: tl.tensor, is_head: tl.tensor, d: tl.tensor, sinks: tl.tensor,
+    H: tl.constexpr,
+) -> None:  # fmt: skip
+    """Divide and write; a sink is one more weight in its head's sum."""
+    peak, total, acc = sums
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + head, mask=is_head, other=0.0) * LOG2_E - peak)
+    tl.store(out + (head * H)[:, None] + d, acc / total[:, None], mask=is_head[:, None] & (d < H))
