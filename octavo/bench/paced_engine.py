@@ -37,7 +37,9 @@ class PacedStep(InstantStep):
         self.due = due
 
     def sample(self, masks: Masks) -> list[Sampled]:
-        time.sleep(max(0.0, self.due - time.monotonic()))
+        wait = self.due - time.monotonic()
+        if wait > 0:  # even a sleep of no time takes some
+            time.sleep(wait)
         return super().sample(masks)
 
 

@@ -81,28 +81,34 @@ class EventStream(Response):
         async with attended(self.generation, receive):
             data = self._render(await self.generation.news())
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            self._last_sent = asyncio.get_running_loop().time()
+            # The server's own `send`, because the layers between only look at the start of a response.
+            send = scope.get(DIRECT_SEND, send)
+            if not self.generation.is_over:
+                await self._send(data, send)  # at once, so that it leaves together with the headers
+                data = b""
             self._watch_silence()
             try:
-                # A task of its own, so that every wake-up need not climb through all the layers above; and the
-                # server's own `send`, because those layers only look at the start of a response.
-                await asyncio.create_task(self._send_all(data, scope.get(DIRECT_SEND, send)))
+                # A task of its own, so that every wake-up need not climb through all the layers above.
+                await asyncio.create_task(self._send_all(data, send))
             finally:
                 self._timer.cancel()
 
     async def _send_all(self, data: bytes, send: Send) -> None:
-        generation, clock = self.generation, asyncio.get_running_loop().time
+        generation = self.generation
         try:
             while not generation.is_over:
                 if data:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                    self._last_sent = clock()
+                    await self._send(data, send)
                 choices = await generation.news()
                 data = self._render(choices) if choices else KEEP_ALIVE
             data += self.writer.last_frames()
         except RequestError as error:
             data = b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n"
         await send({"type": "http.response.body", "body": data + DONE, "more_body": False})
+
+    async def _send(self, data: bytes, send: Send) -> None:
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._last_sent = asyncio.get_running_loop().time()
 
     def _render(self, choices: list[Choice]) -> bytes:
         return b"".join([self.writer.frames(choice) for choice in choices])
