@@ -124,7 +124,7 @@ def _finish(
     tl.store(out_ptr + n, (y + residual).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "late"])
 def gemv_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -135,12 +135,12 @@ def gemv_kernel(
     eps: tl.tensor,
     num_outputs: tl.tensor,
     num_tiles: tl.tensor,
+    late: tl.tensor,
     K: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     EVEN_N: tl.constexpr,
-    LATE: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -152,7 +152,7 @@ def gemv_kernel(
     if PDL and PREFETCH and CHUNKS > 1:
         prefetch_lines(rows + BLOCK_K, 2 * (K - BLOCK_K if CHUNKS - 1 < PREFETCH else PREFETCH * BLOCK_K))
     wait_for_predecessor(PDL)
-    if not LATE:
+    if late == 0:
         start_successor(PDL)
     residual = _of_outputs(residual_ptr, start, num_outputs, OUTPUTS, EVEN_N)
     acc = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
@@ -167,7 +167,7 @@ def gemv_kernel(
             x *= _column(norm_ptr, c, K, BLOCK_K)
         acc += weights.to(tl.float32) * x[None, :]
         weights = following
-    if LATE:
+    if late != 0:
         start_successor(PDL)
     y = tl.sum(acc, 1)
     if norm_ptr is not None:
@@ -175,7 +175,7 @@ def gemv_kernel(
     _finish(y, residual, start, num_outputs, bias_ptr, out_ptr, OUTPUTS, ACTIVATION, EVEN_N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "late"])
 def walking_gemv_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -186,12 +186,12 @@ def walking_gemv_kernel(
     eps: tl.tensor,
     num_outputs: tl.tensor,
     num_tiles: tl.tensor,
+    late: tl.tensor,
     K: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     EVEN_N: tl.constexpr,
-    LATE: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -210,7 +210,7 @@ def walking_gemv_kernel(
             tile = tl.minimum(first + p * step, num_tiles - 1)
             prefetch_lines(weight_ptr + _row_starts(tile * OUTPUTS, num_outputs, K, OUTPUTS, GATED, EVEN_N), 2 * K)
     wait_for_predecessor(PDL)
-    if not LATE:
+    if late == 0:
         start_successor(PDL)
     x_0 = _column(x_ptr, 0, K, BLOCK_K)
     scale = 1.0
@@ -240,7 +240,7 @@ def walking_gemv_kernel(
             weights = following
         y = tl.sum(acc, 1) * scale
         _finish(y, residual, start, num_outputs, bias_ptr, out_ptr, OUTPUTS, ACTIVATION, EVEN_N)
-    if LATE:
+    if late != 0:
         start_successor(PDL)
 
 
@@ -264,13 +264,12 @@ def gemv(
     launch(
         walking_gemv_kernel if walks else gemv_kernel,
         (programs if walks else tiles,),
-        *(x_1K, weight_NK, bias_N, norm_K, residual_1N, out_1N, eps, outputs, tiles),
+        *(x_1K, weight_NK, bias_N, norm_K, residual_1N, out_1N, eps, outputs, tiles, int(config.release == "late")),
         K=K,
         OUTPUTS=rows,
         BLOCK_K=min(config.block_k, triton.next_power_of_2(K)),
         ACTIVATION=activation,
         EVEN_N=outputs % rows == 0,
-        LATE=config.release == "late",
         PREFETCH=config.prefetch,
         num_warps=config.warps,
     )

@@ -14,7 +14,7 @@ NUMBERS_A_PROGRAM = 1024
 """Narrow rows, like those of heads, share a program."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,

@@ -157,14 +157,14 @@ def _of_outputs(ptr: tl.tensor, n: tl.tensor, num_outputs: tl.tensor) -> tl.tens
     return tl.load(ptr + n, mask=n < num_outputs, other=0.0).to(tl.float32)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "late"])
 def skinny_kernel(
     x_ptr: tl.tensor, x_tiles: tl.tensor, weight_ptr: tl.tensor, weight_tiles: tl.tensor, bias_ptr: tl.tensor,
     norm_ptr: tl.tensor, residual_ptr: tl.tensor, out_ptr: tl.tensor, sums_ptr: tl.tensor, counters_ptr: tl.tensor,
-    eps: tl.tensor, T: tl.tensor, num_outputs: tl.tensor, K: tl.tensor,
+    eps: tl.tensor, T: tl.tensor, num_outputs: tl.tensor, K: tl.tensor, late: tl.tensor,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     SPLITS_IN_TURN: tl.constexpr, ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, LATE: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile [BLOCK_T, BLOCK_N] of the output with SPLITS_IN_TURN, else one split of it; the same bits either way.
 
@@ -187,7 +187,7 @@ def skinny_kernel(
         if GATED:
             prefetch_lines(at + num_outputs.to(tl.int64) * K, PREFETCH * BLOCK_K)
     wait_for_predecessor(PDL)
-    if not LATE:
+    if late == 0:
         start_successor(PDL)
 
     acc, up, squares = _sum_chunks(
@@ -201,7 +201,7 @@ def skinny_kernel(
                 s * chunks // SPLITS, (s + 1) * chunks // SPLITS, BLOCK_T, BLOCK_N, BLOCK_K, GATED, EVEN_K, STAGES,
             )  # fmt: skip
             acc, up = acc + acc_s, up + up_s
-    if LATE:
+    if late != 0:
         start_successor(PDL)
     is_last = True
     if SPLITS > 1 and not SPLITS_IN_TURN:
@@ -268,7 +268,7 @@ def skinny_gemm(
         *(bias_N, norm_K, residual_TN, out_TN),
         x_TK.new_empty(tiles * config.splits * values, dtype=torch.float32) if is_split else None,
         counters(x_TK.device) if is_split else None,
-        *(eps, T, outputs, K),
+        *(eps, T, outputs, K, int(config.release == "late")),
         BLOCK_T=block_t,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -278,7 +278,6 @@ def skinny_gemm(
         EVEN_K=K % config.block_k == 0,
         STAGES=config.stages,
         GROUP=GROUP,
-        LATE=config.release == "late",
         PREFETCH=config.prefetch,
         num_warps=config.warps,
     )
