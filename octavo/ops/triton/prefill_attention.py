@@ -38,7 +38,7 @@ class Config(NamedTuple):
 CONFIGS: dict[tuple[int, int], Config] = {
     (2, 64): Config(128, 64, 8, 3),
     (2, 128): Config(128, 64, 8, 3),
-    (2, 256): Config(128, 64, 8, 2),
+    (2, 256): Config(128, 32, 8, 3),
     (4, 64): Config(32, 32, 4, 2),
     (4, 128): Config(32, 32, 4, 2),
     (4, 256): Config(16, 32, 4, 2),
