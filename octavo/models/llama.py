@@ -91,7 +91,7 @@ class LlamaLayer:
         self.heads = self.head_layout(config, weights, f"{prefix}.self_attn", index)
         self.qkv_proj = self.qkv(config, weights, f"{prefix}.self_attn")
         self.o_proj = weights.linear({f"{prefix}.self_attn.o_proj": D}, self.heads.sizes[0], config.output_bias)
-        self.mlp = self.feed_forward(config, weights, prefix)
+        self.mlp = self.feed_forward(config, weights, prefix, index)
 
     def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
         """How the heads of layer ``index`` attend; ``prefix`` is that of the attention's weights."""
@@ -103,8 +103,8 @@ class LlamaLayer:
         names = dict(zip([f"{prefix}.{part}_proj" for part in "qkv"], self.heads.sizes, strict=True))
         return weights.linear(names, config.hidden_size, config.attention_bias)
 
-    def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> FeedForward:
-        """The feed-forward layer with its norm; ``prefix`` is that of the whole layer."""
+    def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
+        """Layer ``index``'s feed-forward part with its norm; ``prefix`` is that of the whole layer."""
         D, F = config.hidden_size, config.ffn_size
         return GatedMLP(
             weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps, config.norm_offset),

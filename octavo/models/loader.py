@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,16 @@ class Source(Protocol):
     def load(self, name: str, shape: tuple[int, ...]) -> Part: ...
 
 
+class ExpertShape(NamedTuple):
+    """The sizes of an expert, and what a checkpoint calls its parts."""
+
+    hidden_size: int
+    ffn_size: int
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
 class WeightLoader:
     """Loads weights by their Hugging Face names in the wanted format; every method raises ``CheckpointError``."""
 
@@ -50,6 +60,26 @@ class WeightLoader:
     def has(self, name: str) -> bool:
         """Whether the checkpoint has this tensor."""
         return name in self._names
+
+    def exact(self, name: str, *shape: int) -> Tensor:
+        """One tensor in float32, for arithmetic that is done in float32 whatever the format is."""
+        tensor = to_dense(self._load(name, shape), dataclasses.replace(self.form, dtype=torch.float32))
+        self.num_bytes += tensor.nbytes
+        return tensor
+
+    def experts(self, prefix: str, count: int, shape: ExpertShape) -> tuple[Tensor, Tensor]:
+        """The dense weights of experts ``prefix.0`` and so on: [X, 2 F, D] of gates and ups, and [X, D, F]."""
+        D, F = shape.hidden_size, shape.ffn_size
+        gate_up, down = (
+            torch.empty(size, dtype=self.form.dtype, device=self.form.device)
+            for size in ((count, 2 * F, D), (count, D, F))
+        )
+        for i in range(count):
+            gate_up[i, :F].copy_(to_dense(self._load(f"{prefix}.{i}.{shape.gate}.weight", (F, D)), self.form))
+            gate_up[i, F:].copy_(to_dense(self._load(f"{prefix}.{i}.{shape.up}.weight", (F, D)), self.form))
+            down[i].copy_(to_dense(self._load(f"{prefix}.{i}.{shape.down}.weight", (D, F)), self.form))
+        self.num_bytes += gate_up.nbytes + down.nbytes
+        return gate_up, down
 
     def rounded(self, number: float) -> float:
         """A number as the format holds it."""
@@ -73,8 +103,8 @@ class WeightLoader:
         """The weight of a norm with ``offset`` added to it in float32."""
         if offset == 0.0:
             return self.dense(name, size)
-        exact = dataclasses.replace(self.form, dtype=torch.float32)
-        tensor = (to_dense(self._load(name, (size,)), exact) + offset).to(self.form.dtype)
+        exact = to_dense(self._load(name, (size,)), dataclasses.replace(self.form, dtype=torch.float32))
+        tensor = (exact + offset).to(self.form.dtype)
         self.num_bytes += tensor.nbytes
         return tensor
 

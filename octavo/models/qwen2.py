@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Callable
 
 from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.keys import ConfigKeys
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
 
 
-def read_qwen(keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
-    """The keys of all Qwen families: Llama's, with windows from ``max_window_layers`` on if they are asked for."""
-    given = keys.size("sliding_window", 4096)
-    window = given if keys.flag("use_sliding_window") else None
+def read_qwen(keys: ConfigKeys, max_len: int | None, slides: Callable[[int, int], bool] = operator.ge) -> LlamaConfig:
+    """The keys of all Qwen families: Llama's, with windows if they are asked for.
+
+    ``slides(layer, max_window_layers)`` says in which layers, where ``layer_types`` does not.
+    """
+    keys.get("sliding_window")  # without the flag it says nothing
+    window = keys.size("sliding_window", 4096) if keys.flag("use_sliding_window") else None
     first = keys.size("max_window_layers", 28, low=0)
-    types = [SLIDING if window and i >= first else FULL for i in range(keys.size("num_hidden_layers"))]
+    types = [SLIDING if window and slides(i, first) else FULL for i in range(keys.size("num_hidden_layers"))]
     return read_llama(keys, max_len, windows=(read_layer_types(keys, types), window))
 
 

@@ -17,10 +17,12 @@ from octavo.models.keys import ConfigKeys
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.loader import Source, WeightLoader
 from octavo.models.mistral import MistralForCausalLM
+from octavo.models.mixtral import MixtralForCausalLM
 from octavo.models.olmo2 import Olmo2ForCausalLM
 from octavo.models.phi3 import Phi3ForCausalLM
 from octavo.models.qwen2 import Qwen2ForCausalLM
 from octavo.models.qwen3 import Qwen3ForCausalLM
+from octavo.models.qwen_moe import Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.quant.scheme import WeightFormat
 
@@ -53,10 +55,13 @@ ARCHITECTURES: dict[str, Family] = {
     "GPT2LMHeadModel": GPT2LMHeadModel,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
+    "MixtralForCausalLM": MixtralForCausalLM,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
 }
 
 

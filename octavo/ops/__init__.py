@@ -7,6 +7,7 @@ from octavo.ops.gelu import gelu
 from octavo.ops.gelu_and_mul import gelu_and_mul
 from octavo.ops.layer_norm import layer_norm
 from octavo.ops.linear import linear
+from octavo.ops.moe import moe
 from octavo.ops.paged_attention import paged_attention
 from octavo.ops.publish_tokens import publish_tokens
 from octavo.ops.rms_norm import rms_norm
@@ -24,6 +25,7 @@ __all__ = [
     "gelu_and_mul",
     "layer_norm",
     "linear",
+    "moe",
     "paged_attention",
     "publish_tokens",
     "rms_norm",

@@ -46,6 +46,8 @@ GEMMA3_ROPE = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     }
 }
+QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+SHARED = {"shared_expert_intermediate_size": 40}
 GPT2 = {"n_positions": MAX_LEN, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -97,6 +99,25 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3/other_pattern": (
         "gemma3_text",
         {**GEMMA, "layer_types": ["full_attention", "sliding_attention"], "final_logit_softcapping": 5.0},
+    ),
+    "mixtral/two_of_five": ("mixtral", {"num_local_experts": 5}),
+    "mixtral/window": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 11}),
+    "qwen2_moe/shared": ("qwen2_moe", {**QWEN_MOE, **SHARED}),
+    "qwen2_moe/some_layers_dense": (
+        "qwen2_moe",
+        {
+            **QWEN_MOE,
+            **SHARED,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_moe/normalised": ("qwen3_moe", {**QWEN_MOE, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe/windows": (
+        "qwen3_moe",
+        {**QWEN_MOE, "use_sliding_window": True, "sliding_window": 9, "tie_word_embeddings": True},
     ),
     "gpt2/small": ("gpt2", GPT2),
     "gpt2/scaled_by_layer": ("gpt2", {**GPT2, "n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),

@@ -1,0 +1,111 @@
+"""Qwen2-MoE (arXiv 2407.10671) and Qwen3-MoE (arXiv 2505.09388): Qwen2 and Qwen3 with experts.
+
+Qwen2-MoE has one more that all tokens pass through, with a gate of its own.
+
+Shapes: T tokens, D model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from octavo.layers.linear import Linear
+from octavo.layers.moe import MoE, SoftmaxRouter
+from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
+from octavo.models.loader import ExpertShape, WeightLoader
+from octavo.models.mixtral import MoEConfig, with_experts
+from octavo.models.qwen2 import read_qwen
+from octavo.models.qwen3 import Qwen3Layer
+from octavo.ops.linear import Activation
+from octavo.ops.moe import Experts
+
+
+class GatedShared:
+    """``sigmoid(x @ gate) * down(act(gate(x)) * up(x))``: the expert of all tokens."""
+
+    def __init__(self, share: Linear, gate_up: Linear, down: Linear, activation: Activation) -> None:
+        self.share = share
+        self.gate_up = gate_up
+        self.down = down
+        self.activation = activation
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        share_T1 = torch.sigmoid(self.share(x_TD))
+        return share_T1 * self.down(self.gate_up(x_TD, activation=self.activation))
+
+
+class Qwen2MoeLayer(LlamaLayer):
+    def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
+        assert isinstance(config, MoEConfig)
+        if not config.is_sparse[index]:
+            dense = dataclasses.replace(config, ffn_size=config.dense_size)
+            return super().feed_forward(dense, weights, prefix, index)
+        mlp, D = f"{prefix}.mlp", config.hidden_size
+        router = SoftmaxRouter(
+            weights.exact(f"{mlp}.gate.weight", config.num_experts, D), config.num_chosen, config.normalises
+        )
+        experts = weights.experts(f"{mlp}.experts", config.num_experts, ExpertShape(D, config.expert_size))
+        shared = self.shared_expert(config, weights, mlp) if config.shared_size else None
+        norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
+        return MoE(norm, router, Experts(*experts, config.activation), shared)
+
+    def shared_expert(self, config: MoEConfig, weights: WeightLoader, prefix: str) -> GatedShared:
+        """What all tokens pass through."""
+        D, F, name = config.hidden_size, config.shared_size, f"{prefix}.shared_expert"
+        return GatedShared(
+            weights.linear({f"{name}_gate": 1}, D, has_bias=False),
+            weights.linear({f"{name}.gate_proj": F, f"{name}.up_proj": F}, D, has_bias=False),
+            weights.linear({f"{name}.down_proj": D}, F, has_bias=False),
+            config.activation,
+        )
+
+
+class Qwen3MoeLayer(Qwen2MoeLayer, Qwen3Layer):
+    pass
+
+
+def _sparse_layers(keys: ConfigKeys, num_layers: int) -> tuple[bool, ...]:
+    """Every ``decoder_sparse_step``-th layer, but those in ``mlp_only_layers``."""
+    step, dense = keys.size("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
+    if not isinstance(dense, list | tuple) or not all(type(index) is int for index in dense):
+        raise wrong("mlp_only_layers", dense, "a list of layer numbers")
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
+
+
+def _read(
+    keys: ConfigKeys, max_len: int | None, slides: Callable[[int, int], bool], chosen: int, shared_size: int
+) -> MoEConfig:
+    config = read_qwen(keys, max_len, slides)
+    return with_experts(
+        config,
+        keys,
+        count_keys=("num_experts", "num_local_experts"),
+        num_chosen=chosen,
+        expert_size=keys.size("moe_intermediate_size"),
+        normalises=keys.flag("norm_topk_prob"),
+        is_sparse=_sparse_layers(keys, config.num_layers),
+        shared_size=shared_size,
+    )
+
+
+class Qwen2MoeForCausalLM(LlamaForCausalLM):
+    layer_class = Qwen2MoeLayer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> MoEConfig:
+        shared_size = keys.size("shared_expert_intermediate_size", 5632)
+        config = _read(keys, max_len, lambda i, first: i % 2 == 0 and i < first, 4, shared_size)
+        return dataclasses.replace(config, attention_bias=keys.flag("qkv_bias", True), output_bias=False)
+
+
+class Qwen3MoeForCausalLM(LlamaForCausalLM):
+    layer_class = Qwen3MoeLayer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> MoEConfig:
+        return _read(keys, max_len, lambda i, first: True, 8, shared_size=0)
