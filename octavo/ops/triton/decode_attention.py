@@ -24,7 +24,7 @@ from torch import Tensor
 
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.triton.configs.decode_attention import DecodeConfig, config_for
-from octavo.ops.triton.launch import after_predecessor, is_invariant, launch
+from octavo.ops.triton.launch import after_predecessor, launch
 from octavo.ops.triton.own_row import load_angles, load_heads, load_norm, turned
 from octavo.ops.triton.split_sums import LOG2_E, add_parts, leave_part, store_heads
 
@@ -77,7 +77,7 @@ def run_decode_attention(
     assert keys.stride() == values.stride(), "keys and values must be laid out alike"
     assert 1 == keys.stride(3) == x_TW.stride(1) == out_TW.stride(1) == rows.block_tables_SB.stride(1)
     if config is None:
-        config = config_for(S * K, H * x_TW.element_size(), keys.shape[2], is_invariant())
+        config = config_for(S * K, H * x_TW.element_size(), keys.shape[2])
     constants = _constants(heads, prologue, config)
     partial_shape = (S, K, config.splits, constants["GP"])
     launch(
@@ -101,6 +101,7 @@ def run_decode_attention(
         heads.norm_eps,
         x_TW.stride(0),
         out_TW.stride(0),
+        prologue.cos_TR.stride(0) if prologue and prologue.cos_TR is not None else 0,
         rows.block_tables_SB.stride(0),
         keys.stride(0),
         HEAD_STRIDE=keys.stride(1),
@@ -132,6 +133,7 @@ def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfi
         "AT_ONCE": min(at_once, triton.next_power_of_2(config.splits)),
         "DOT": config.dot,
         "num_warps": config.warps,
+        "maxnreg": config.registers,
     }
 
 
@@ -143,16 +145,17 @@ def _counters(device: torch.device) -> Tensor:
     return torch.zeros(MAX_PAIRS, dtype=torch.int32, device=device)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     x: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor, q_norm: tl.tensor, k_norm: tl.tensor,
     k_cache: tl.tensor, v_cache: tl.tensor, tables: tl.tensor, cu_seqlens: tl.tensor, seq_lens: tl.tensor,
     sinks: tl.tensor, out: tl.tensor, parts: tl.tensor, logs: tl.tensor, counters: tl.tensor, scale: tl.tensor,
-    cap: tl.tensor, eps: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor, table_stride: tl.tensor,
-    block_stride: tl.tensor, HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr, GP: tl.constexpr, HP: tl.constexpr,
-    ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PROLOGUE: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
+    cap: tl.tensor, eps: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor, angle_stride: tl.tensor,
+    table_stride: tl.tensor, block_stride: tl.tensor, HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr, GP: tl.constexpr,
+    HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PROLOGUE: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """``GP`` and ``HP`` are G and H filled up to powers of two, ``ROWS`` the queries of a tile."""
     split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -185,7 +188,10 @@ def _decode_kernel(
     if PROLOGUE:
         k_head = load_heads(x + (K * G + kv_head) * H, is_active, d, H, R)
         v_own = tl.load(x + (K * G + K + kv_head) * H + d_TD, mask=is_own & is_active, other=0.0).to(v.dtype)
-        q_angles, k_angles = load_angles(cos, sin, row, is_active, d_RD, R), load_angles(cos, sin, row, is_active, d, R)
+        if R > 0:
+            cos += row * angle_stride
+            sin += row * angle_stride
+        q_angles, k_angles = load_angles(cos, sin, is_active, d_RD, R), load_angles(cos, sin, is_active, d, R)
         slot = tl.load(slots + row, mask=is_active, other=-1)
     if not is_active:  # from here on loads are waited for: all of them are on their way
         return

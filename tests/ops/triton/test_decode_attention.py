@@ -241,14 +241,10 @@ def test_single_rows_of_a_mixed_step(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_invariant_rows(dtype: torch.dtype, device: str) -> None:
-    """The same bits alone and in a batch, fused and on stored keys and values."""
-    config = config_for(1, 32, 16, invariant=True)
-    assert config == config_for(500, 32, 16, invariant=True)
+def test_a_row_is_the_same_in_any_batch(dtype: torch.dtype, device: str) -> None:
     step = Step([300, 1, 700, 64], layout(), device, dtype)
-    together = run(step, config)
-    row = slice(2, 3)
-    rows = step.rows
+    together = run(step, SMALL)
+    rows, row = step.rows, slice(2, 3)
     alone = PagedRows(
         rows.slot_mapping_T[row], rows.block_tables_SB[row], rows.cu_seqlens_q[:2], rows.seq_lens_S[row], 1
     )
@@ -256,5 +252,16 @@ def test_invariant_rows(dtype: torch.dtype, device: str) -> None:
     assert step.sin is not None
     prologue = Prologue(step.cos[row], step.sin[row], alone.slot_mapping_T)
     out = torch.full_like(together[row].flatten(1), NAN)
-    run_decode_attention(step.qkv[row], step.heads, prologue, step.cache, alone, out, config)
+    run_decode_attention(step.qkv[row], step.heads, prologue, step.cache, alone, out, SMALL)
     assert torch.equal(out, together[row].flatten(1))
+
+
+@pytest.mark.parametrize("pairs", [1, 8, 100, 4096])
+@pytest.mark.parametrize("H", [64, 80, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+def test_every_shape_has_a_cut(pairs: int, H: int, block_size: int) -> None:
+    for element in (2, 4):
+        config = config_for(pairs, H * element, block_size)
+        assert 16 <= config.tile <= block_size
+        assert config.splits >= 1
+        assert config.min_tiles >= 1

@@ -23,18 +23,17 @@ class DecodeConfig(NamedTuple):
     """Fewest tiles that are worth a program."""
     dot: bool = True
     """Tensor cores, which take 16 queries at least, or one multiplication after another."""
+    registers: int | None = None
+    """Most of a thread, so that more programs share a multiprocessor."""
 
 
 CONFIGS: dict[tuple[int, int], DecodeConfig] = {}
 """By (most pairs, bytes of a head, filled up to a power of two). An entry serves the pairs down to half as many."""
 
 
-def config_for(pairs: int, head_bytes: int, block_size: int, invariant: bool) -> DecodeConfig:
-    """The cut for this many pairs. An ``invariant`` one is the same for any number of them."""
-    if invariant:
-        config = DecodeConfig(tile=32, warps=4, splits=16, min_tiles=8)
-    else:
-        config = CONFIGS.get((_power_of_two(pairs), _power_of_two(head_bytes))) or _default(pairs)
+def config_for(pairs: int, head_bytes: int, block_size: int) -> DecodeConfig:
+    """The cut for this many pairs, fitted to blocks and heads."""
+    config = CONFIGS.get((_power_of_two(pairs), _power_of_two(head_bytes))) or _default(pairs)
     tile = min(config.tile, block_size, max(16, MAX_TILE_BYTES // _power_of_two(head_bytes)))
     return config._replace(tile=tile, min_tiles=config.min_tiles * config.tile // tile)
 

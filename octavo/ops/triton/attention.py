@@ -1,0 +1,45 @@
+"""``attention`` for CUDA devices: one kernel where every sequence has one row, else one for each of its parts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
+from octavo.ops.triton.decode_attention import attend_single_rows, decode_attention
+from octavo.ops.triton.launch import declines_floats, is_invariant
+from octavo.ops.triton.prefill_attention import prefill_attention
+from octavo.ops.triton.rotate_store import rotate_store
+
+
+@attention.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def attention_triton(
+    qkv_TW: Tensor, heads: HeadLayout, cos_TR: Tensor | None, sin_TR: Tensor | None, cache: LayerCache, rows: PagedRows
+) -> Tensor:
+    """See ``ops.attention``.
+
+    Where results may not depend on other rows, one kernel takes all rows: a token computed alone, and again in a chunk
+    of its sequence after a preemption, must come out the same.
+    """
+    if rows.max_query_len == 1 and not is_invariant():
+        return decode_attention(qkv_TW, heads, cos_TR, sin_TR, cache, rows)
+    q_TNH = rotate_store(qkv_TW, heads, cos_TR, sin_TR, cache.keys, cache.values, rows.slot_mapping_T)
+    out_TNH = torch.empty_like(q_TNH)
+    has_single = len(rows.seq_lens_S) > 1 and not is_invariant()
+    if has_single:
+        attend_single_rows(q_TNH, heads, cache, rows, out_TNH)
+    prefill_attention(
+        q_TNH,
+        cache.keys,
+        cache.values,
+        rows.block_tables_SB,
+        rows.cu_seqlens_q,
+        rows.seq_lens_S,
+        heads.scale,
+        heads.window,
+        heads.softcap,
+        heads.sinks_N,
+        skip_single=has_single,
+        out=out_TNH,
+    )
+    return out_TNH.view(len(q_TNH), -1)
