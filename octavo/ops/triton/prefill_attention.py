@@ -112,7 +112,7 @@ def config_for(q_TNH: Tensor) -> Config:
     return FEW_ROWS.get(key, config) if is_idle and not is_invariant() else config
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "table_stride"])
 def _prefill_kernel(
     q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor,
     cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, sinks_ptr: tl.tensor, scale: tl.tensor, cap_in: tl.tensor,

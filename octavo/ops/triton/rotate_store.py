@@ -55,7 +55,7 @@ def rotate_store(
     return q_TNH
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _rotate_store_kernel(
     qkv_ptr: tl.tensor, q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, slots_ptr: tl.tensor, cos_ptr: tl.tensor,
     sin_ptr: tl.tensor, q_norm_ptr: tl.tensor, k_norm_ptr: tl.tensor, T: tl.tensor, row_stride: tl.tensor,
