@@ -1,5 +1,6 @@
 """Operations on tensors: one file each, holding the contract and its plain-torch reference; see ``dispatch``."""
 
+from octavo.ops.adjust_logits import adjust_logits
 from octavo.ops.apply_rope import apply_rope
 from octavo.ops.attention import attention
 from octavo.ops.block_linear import block_linear
@@ -16,8 +17,10 @@ from octavo.ops.sample import sample
 from octavo.ops.silu_and_mul import silu_and_mul
 from octavo.ops.stage_step import stage_step
 from octavo.ops.store_kv import store_kv
+from octavo.ops.token_logprobs import token_logprobs
 
 __all__ = [
+    "adjust_logits",
     "apply_rope",
     "attention",
     "block_linear",
@@ -34,4 +37,5 @@ __all__ = [
     "silu_and_mul",
     "stage_step",
     "store_kv",
+    "token_logprobs",
 ]
