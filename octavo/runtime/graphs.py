@@ -22,10 +22,11 @@ logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240)
 """Sequences of a decode step that has a graph; above them, every 32."""
-MIXED_ROWS = (16, 32, 64, 128, 192, 256, 384, 512)
+MIXED_ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Rows of a step with a graph that has prompts in it. Longer ones keep the device busy without one."""
 MIXED_SEQS = (8, 32)
-"""Sequences of such a step; above them, as many as a step may have."""
+"""Sequences of such a step of at most FEW_ROWS; above them, as many as a step may have."""
+FEW_ROWS = 512
 
 
 def padded(size: int, sizes: tuple[int, ...], step: int) -> int:
@@ -38,7 +39,7 @@ def padded_shape(num_rows: int, num_seqs: int, max_query_len: int, max_num_seqs:
     if max_query_len == 1:
         size = min(padded(num_seqs, BATCH_SIZES, 32), max(max_num_seqs, num_seqs))
         return StepShape(size, size, 1), True
-    seqs = padded(num_seqs, MIXED_SEQS, max_num_seqs)
+    seqs = padded(num_seqs, MIXED_SEQS if num_rows <= FEW_ROWS else (), max_num_seqs)
     if num_rows <= MIXED_ROWS[-1]:
         rows = padded(num_rows, MIXED_ROWS, 1)
         return StepShape(rows, seqs, rows), True
@@ -51,7 +52,7 @@ def graph_shapes(max_num_seqs: int, max_num_rows: int) -> list[StepShape]:
     shapes = {padded_shape(size, size, 1, max_num_seqs)[0] for size in (*BATCH_SIZES, *range(1, max_num_seqs + 1))}
     for rows in MIXED_ROWS:
         if rows <= max_num_rows:
-            for seqs in (*MIXED_SEQS, max_num_seqs):
+            for seqs in (*(MIXED_SEQS if rows <= FEW_ROWS else ()), max_num_seqs):
                 shapes.add(padded_shape(rows, min(seqs, rows - 1, max_num_seqs), rows, max_num_seqs)[0])
     return sorted((shape for shape in shapes if shape.num_seqs <= max(max_num_seqs, MIXED_SEQS[0])), reverse=True)
 

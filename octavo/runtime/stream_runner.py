@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -112,17 +113,29 @@ class StreamRunner:
     def warm_up(self) -> None:
         """Compile the kernels and capture every graph, so that no request waits for that."""
         limits = self._limits
-        self._warm_up(padded_shape(limits.max_num_batched_tokens, 2, 1024, limits.max_num_seqs)[0], has_graph=False)
-        for shape in graph_shapes(limits.max_num_seqs, limits.max_num_batched_tokens):
-            self._warm_up(shape, has_graph=True)
-
-    def _warm_up(self, shape: StepShape, has_graph: bool) -> None:
-        """Run a step of nothing but padding."""
+        longest, _ = padded_shape(limits.max_num_batched_tokens, 2, 1024, limits.max_num_seqs)
+        shapes = graph_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
         with self._on_stream():
-            self._pack([], [], shape, self._num_started % STEPS_IN_FLIGHT)
-            self._compute(shape, has_graph)
-            if self._stream is not None:
-                self._stream.synchronize()
+            started = time.perf_counter()
+            if self._is_cuda:
+                self._compile(longest, shapes)
+            compiled = time.perf_counter()
+            for shape in [longest, *shapes]:
+                self._pack([], [], shape, self._num_started % STEPS_IN_FLIGHT)  # nothing but padding
+                self._compute(shape, shape is not longest)
+                if self._stream is not None:
+                    self._stream.synchronize()
+        logger.info("kernels: %.1f s; graphs: %.1f s", compiled - started, time.perf_counter() - compiled)
+
+    def _compile(self, longest: StepShape, shapes: list[StepShape]) -> None:
+        """Compile what these shapes launch."""
+        from octavo.ops.triton.launch import compiling
+
+        with compiling():
+            self._forward(longest)
+            with _launched_early() if self._graphs is not None else contextlib.nullcontext():
+                for shape in shapes:
+                    self._forward(shape)
 
     def submit(self, plan: Plan) -> PendingStep:
         """Start a plan, or let it wait behind one whose tokens the host chooses; never wait for the device."""

@@ -17,7 +17,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.runtime.graphs import padded_shape
+from octavo.runtime.graphs import graph_shapes, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.sampler import NOT_NUMBERS
 from octavo.runtime.stream_runner import StepLimits, StreamRunner
@@ -144,9 +144,10 @@ def test_padding(num_seqs: int) -> None:
     shape, has_graph = padded_shape(num_seqs, num_seqs, 1, 256)
     assert has_graph
     assert num_seqs <= shape.num_seqs == shape.num_rows <= 256
-    for num_rows in (num_seqs + 1, 300, 513, 2048):
+    for num_rows in (num_seqs + 1, 300, 513, 2048, 2049):
         if num_rows > num_seqs:
             shape, has_graph = padded_shape(num_rows, num_seqs, 2, 256)
-            assert has_graph == (num_rows <= 512)
+            assert has_graph == (num_rows <= 2048)
+            assert not has_graph or shape in graph_shapes(256, 2048)
             assert shape.num_rows >= num_rows
             assert num_seqs <= shape.num_seqs <= 256

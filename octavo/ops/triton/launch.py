@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,6 +32,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 _pdl = ContextVar("pdl", default=False)
 _invariant = ContextVar("invariant", default=False)
+_compiling = ContextVar("compiling", default=False)
 
 
 def use_pdl() -> bool:
@@ -59,8 +62,18 @@ def invariant() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Compile what this block launches, as many kernels at a time as there are processors, and run none of it."""
+    with ThreadPoolExecutor(os.cpu_count()) as executor, triton.AsyncCompileMode(executor), _set(_compiling, True):
+        yield
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch ``kernel[grid]``; its ``PDL`` argument, and the launch itself, follow ``use_pdl()``."""
+    if _compiling.get():
+        kernel.warmup(*args, grid=grid, PDL=use_pdl(), launch_pdl=use_pdl(), **options)
+        return
     kernel[grid](*args, PDL=use_pdl(), launch_pdl=use_pdl(), **options)
 
 
