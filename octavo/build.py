@@ -21,6 +21,7 @@ from octavo.runtime.cpu_threads import num_physical_cores
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.stream_runner import StepLimits, StreamRunner
+from octavo.telemetry.phases import Phases
 from octavo.types import EngineInfo
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.hub import resolve_model
@@ -32,6 +33,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     """Load the model and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
+    phases = Phases()
     device = resolve_device(config.model.device)
     if device.type == "cpu":
         _share_cores(num_physical_cores())
@@ -39,8 +41,10 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed, str(device))
     model_config = read_config(checkpoint.config, config.model.max_model_len)
     form = weight_format(config.model, device, checkpoint)
+    phases.done("device and checkpoint")
     loaded = load_model(model_config, checkpoint, form)
     gc.collect()
+    phases.done("weights")
     kv_dtype = DTYPES.get(config.cache.kv_cache_dtype, form.kv_dtype)
     free = memory.free_memory(device, config.cache.gpu_memory_utilization)
     limits, budget = memory.settle(
@@ -48,7 +52,9 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     )
     storage = KVStorage(model_config, limits.num_kv_blocks, limits.block_size, kv_dtype, device)
     runner = make_runner(config.model, loaded.model, storage, model_config.vocab_size, limits)
+    phases.done("memory")
     runner.warm_up()
+    phases.done("kernels and graphs")
     cache = KVCache(limits.num_kv_blocks, limits.block_size, config.cache.enable_prefix_caching)
     scheduler = Scheduler(
         cache,

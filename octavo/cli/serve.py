@@ -19,6 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     config = load_config(ServeConfig, args)
-    from octavo.server import app
+    from octavo.server import serving
 
-    return app.run(config)
+    return serving.run(config)

@@ -1,8 +1,6 @@
-"""The HTTP application, and the command that serves it."""
+"""The HTTP application."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,7 +11,7 @@ from starlette.routing import Route
 
 from octavo.config import ServeConfig
 from octavo.errors import RequestError
-from octavo.server import probes, serving
+from octavo.server import probes
 from octavo.server.admission import Admission
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import on_http_exception, on_request_error
@@ -22,6 +20,7 @@ from octavo.server.gate import Gate
 from octavo.server.openai import chat, completions, models, tokenize
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import PAGE, openapi_document
+from octavo.server.serving import served_model_name
 from octavo.text.chat_template import load_chat_template
 from octavo.text.tokenizer import Tokenizer
 
@@ -58,19 +57,3 @@ async def _document(request: Request) -> Response:
 
 async def _page(request: Request) -> Response:
     return HTMLResponse(PAGE)
-
-
-def served_model_name(config: ServeConfig) -> str:
-    """The model's name in the API: the setting, the id as given, or the name of the folder or file."""
-    if config.server.served_model_name:
-        return config.server.served_model_name
-    path = Path(config.model.model).expanduser()
-    if not path.exists():
-        return config.model.model
-    path = path.resolve()
-    return path.stem if path.is_file() else path.name
-
-
-def run(config: ServeConfig) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit code. Raises ``ConfigError`` and ``CheckpointError``."""
-    return serving.run(config, create_app, served_model_name(config))

@@ -56,7 +56,8 @@ class EngineLink(asyncio.Protocol):
             raise
         ours.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
-        self.send(wire.Start(self.generation, config))
+        # It logs what this process logs.
+        self.send(wire.Start(self.generation, config, logging.getLevelName(logger.getEffectiveLevel())))
 
     @property
     def pid(self) -> int | None:

@@ -22,6 +22,7 @@ from typing import Protocol
 from octavo.config import EngineConfig
 from octavo.errors import OctavoError, RequestError
 from octavo.server import wire
+from octavo.telemetry.phases import Phases, log_to_stderr
 from octavo.types import EngineInfo, EngineStats, Output, Request
 
 IDLE_WAIT = 0.001
@@ -144,6 +145,7 @@ def main(build: Build | None = None, argv: list[str] | None = None) -> int:
         start = channel.receive(wait=True)[0]
         if not isinstance(start, wire.Start):
             raise wire.FrameError(f"the first message must be Start, not {type(start).__name__}")
+        log_to_stderr(start.log_level)
         built = _build(build, start, channel)
         if built is None:
             return 1
@@ -172,8 +174,10 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
 
 
 def _default_build() -> Build:
+    phases = Phases()
     from octavo.build import build_engine  # brings torch, which the front process must never import
 
+    phases.done("imports of the engine process")
     return build_engine
 
 

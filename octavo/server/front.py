@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -10,15 +11,18 @@ import msgspec
 from starlette.requests import Request
 
 from octavo.config import ServeConfig
-from octavo.errors import InvalidParameter, ModelNotFound
+from octavo.errors import ConfigError, InvalidParameter, ModelNotFound
 from octavo.server.admission import Admission
 from octavo.server.body import BodyReader, read_body
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import UnknownParameter, printable
 from octavo.text.chat_template import ChatTemplate
+from octavo.text.detokenizer import Detokenizer
 from octavo.text.tokenizer import Tokenizer
 
 MAX_SHOWN_FIELDS = 16
+
+logger = logging.getLogger("octavo.server")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -34,6 +38,19 @@ class Front:
     admission: Admission
     model_name: str
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def warm_up(self) -> None:
+        """Compute what is computed once, so that no request pays for it. Raises ``ConfigError`` for a chat template of
+        the settings that is not sound; without the model's own, all but chat can still be served."""
+        if self.tokenizer is not None:
+            Detokenizer(self.tokenizer)
+            self.tokenizer.encode("The first text takes longer.")
+        try:
+            self.chat_template.check()
+        except ConfigError as error:
+            if self.config.model.chat_template is not None:
+                raise
+            logger.warning("there will be no chat completions: %s", error)
 
     def check_model(self, name: str) -> None:
         """Raise ``ModelNotFound`` unless ``name`` is this server's model, or was not given."""

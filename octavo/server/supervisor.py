@@ -69,6 +69,7 @@ class Supervisor:
             await link.wait_exit(KILL_SECONDS)
             raise
         self._start_seconds = time.monotonic() - began
+        logger.info("the engine process is ready after %.2f s", self._start_seconds)
         self._owner.on_up(info)
         self._tasks = [asyncio.create_task(self._keep_running()), asyncio.create_task(self._watch())]
 

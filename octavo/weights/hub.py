@@ -7,7 +7,6 @@ from pathlib import Path
 
 from octavo.config import DEFAULT_MODEL, ModelSettings
 from octavo.errors import ConfigError
-from octavo.weights.default_model import fetch_default_model
 
 WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 UNWANTED_FILES = ["*/*", "consolidated*"]
@@ -27,6 +26,9 @@ def resolve_model(settings: ModelSettings) -> Path:
         return path
     if name == DEFAULT_MODEL:
         folder = Path(settings.download_dir).expanduser() if settings.download_dir else None
+        # Imported late, with its progress bar: models that are named do without.
+        from octavo.weights.default_model import fetch_default_model
+
         return fetch_default_model(folder)
     looks_like_path = name.startswith((".", "/", "~")) or path.suffix.lower() in (".gguf", ".safetensors")
     if looks_like_path or not _HUB_ID.fullmatch(name):

@@ -160,10 +160,10 @@ def test_the_module_is_the_command() -> None:
 
 
 def test_serve_hands_its_settings_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octavo.server import app
+    from octavo.server import serving
 
     seen: list[ServeConfig] = []
-    monkeypatch.setattr(app, "run", lambda config: seen.append(config) or 5)
+    monkeypatch.setattr(serving, "run", lambda config: seen.append(config) or 5)
     monkeypatch.setattr(os, "environ", {})
     assert main(["serve", "some/model", "--port", "1"]) == 5
     assert (seen[0].model.model, seen[0].server.port) == ("some/model", 1)

@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.config import ServeConfig
 from octavo.errors import Unavailable
-from octavo.server import app, serving
+from octavo.server import serving
 from tests.server.in_process import InProcessEngine
 
 
@@ -45,7 +45,7 @@ def main() -> int:
     model, *settings = sys.argv[1:]
     values: dict[str, Any] = dict(setting.split("=") for setting in settings)
     setattr(serving, "AsyncEngine", SlowEngine)  # noqa: B010
-    return app.run(ServeConfig.from_flat({"model": model, "port": 0, **values}))
+    return serving.run(ServeConfig.from_flat({"model": model, "port": 0, **values}))
 
 
 if __name__ == "__main__":

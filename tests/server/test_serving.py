@@ -19,7 +19,7 @@ import pytest
 
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
-from octavo.server import app
+from octavo.server import serving
 from tests.server.raw import connect, read_chunk, read_head
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +82,15 @@ def test_it_prints_a_command_that_works(start: Callable[..., Process]) -> None:
     answer = httpx.post(words[1], json=body, timeout=10)
     assert answer.status_code == 200
     assert len(answer.json()["choices"][0]["token_ids"]) == body["max_tokens"]
+
+
+def test_a_start_says_what_it_spent_its_time_on(start: Callable[..., Process]) -> None:
+    process = start(log_level="info")
+    process.wait_ready()
+    process.process.terminate()
+    errors = process.process.communicate(timeout=20)[1]
+    for phase in ("imports of the front process", "tokenizer and chat template"):
+        assert re.search(rf"octavo\.start: {phase}: \d+\.\d\d s", errors)
 
 
 async def stream(port: int, max_tokens: int) -> tuple[Any, Any]:
@@ -167,4 +176,4 @@ def test_a_port_in_use_is_said_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port}"):
-            app.run(ServeConfig.from_flat({"model": "/does/not/exist", "port": port}))
+            serving.run(ServeConfig.from_flat({"model": "/does/not/exist", "port": port}))

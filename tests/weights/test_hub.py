@@ -8,7 +8,7 @@ import pytest
 
 from octavo.config import ModelSettings
 from octavo.errors import ConfigError
-from octavo.weights import hub
+from octavo.weights import default_model
 from octavo.weights.hub import resolve_model
 
 
@@ -22,7 +22,7 @@ def test_what_exists_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_default_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path | None] = []
-    monkeypatch.setattr(hub, "fetch_default_model", lambda folder: asked.append(folder) or tmp_path)
+    monkeypatch.setattr(default_model, "fetch_default_model", lambda folder: asked.append(folder) or tmp_path)
     assert resolve_model(ModelSettings()) == tmp_path
     resolve_model(ModelSettings(download_dir=str(tmp_path)))
     assert asked == [None, tmp_path]

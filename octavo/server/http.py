@@ -1,0 +1,41 @@
+"""The HTTP server under the application: uvicorn, as this server needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+BACKLOG = 4096
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep idle connections, so that it is they who close them and no request is lost."""
+FLUSH_SECONDS = 2
+"""Time for the last bytes of answers to leave after the drain."""
+
+
+class HTTPServer(uvicorn.Server):
+    """uvicorn without its own signal handlers, which would end streams before they are drained."""
+
+    def __init__(self, app: Starlette) -> None:
+        logging.getLogger("uvicorn").setLevel("WARNING")
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=FLUSH_SECONDS,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
