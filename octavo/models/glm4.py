@@ -39,7 +39,7 @@ class GlmForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
         config = read_llama(keys, max_len, eps=1.5625e-7, head_dim=128, rotary=0.5)
-        return dataclasses.replace(config, output_bias=False)
+        return dataclasses.replace(config, attention_bias=keys.flag("attention_bias", True), output_bias=False)
 
 
 class Glm4ForCausalLM(GlmForCausalLM):

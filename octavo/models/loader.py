@@ -6,6 +6,7 @@ Shapes: K inputs, N outputs, D model, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import NamedTuple, Protocol
 
@@ -66,6 +67,18 @@ class WeightLoader:
         tensor = to_dense(self._load(name, shape), dataclasses.replace(self.form, dtype=torch.float32))
         self.num_bytes += tensor.nbytes
         return tensor
+
+    def raw(self, name: str, *shape: int) -> Tensor:
+        """One tensor of uint8, as stored. What it is made into is to be counted."""
+        part = self._take(name, shape)
+        if not isinstance(part, Tensor) or part.dtype != torch.uint8:
+            raise CheckpointError(f"tensor {name} is {_type_name(part)}; expected uint8")
+        return part
+
+    def count(self, num_parameters: int, num_bytes: int) -> None:
+        """Count weights that were made of raw tensors."""
+        self.num_parameters += num_parameters
+        self.num_bytes += num_bytes
 
     def experts(self, prefix: str, count: int, shape: ExpertShape) -> tuple[Tensor, Tensor]:
         """The dense weights of experts ``prefix.0`` and so on: [X, 2 F, D] of gates and ups, and [X, D, F]."""
@@ -180,17 +193,24 @@ class WeightLoader:
             raise CheckpointError(f"{len(unexpected)} tensors that this architecture does not have: {shown}")
 
     def _load(self, name: str, shape: tuple[int, ...]) -> Part:
+        part = self._take(name, shape)
+        if isinstance(part, Tensor) and not part.is_floating_point():
+            raise CheckpointError(f"tensor {name} is {_type_name(part)}; expected floating-point numbers")
+        self.num_parameters += math.prod(shape)
+        return part
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> Part:
         if not self._source.is_dummy and name not in self._names:
             raise CheckpointError(f"tensor {name} is missing; expected one of shape {list(shape)}")
         part = self._source.load(name, shape)
         if tuple(part.shape) != shape:
             raise CheckpointError(f"tensor {name} has shape {list(part.shape)}; expected {list(shape)}")
         self._used.add(name)
-        count = 1
-        for size in shape:
-            count *= size
-        self.num_parameters += count
         return part
+
+
+def _type_name(part: Part) -> str:
+    return part.kind if isinstance(part, BlockTensor) else str(part.dtype).removeprefix("torch.")
 
 
 def take_rows(part: Part, order: npt.NDArray[np.int64]) -> Part:

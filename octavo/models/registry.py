@@ -13,6 +13,7 @@ from octavo.models.gemma2 import Gemma2ForCausalLM, GemmaForCausalLM
 from octavo.models.gemma3 import Gemma3ForCausalLM
 from octavo.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from octavo.models.gpt2 import GPT2LMHeadModel
+from octavo.models.gpt_oss import GptOssForCausalLM
 from octavo.models.keys import ConfigKeys
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.loader import Source, WeightLoader
@@ -53,6 +54,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Glm4ForCausalLM": Glm4ForCausalLM,
     "GlmForCausalLM": GlmForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
+    "GptOssForCausalLM": GptOssForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,

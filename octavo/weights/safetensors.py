@@ -18,7 +18,8 @@ from octavo.weights.folder import MAX_JSON_BYTES, find_file, parse_json, read_js
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-DTYPES = ("F32", "F16", "BF16")
+DTYPES = ("F32", "F16", "BF16", "U8")
+"""U8 is for packed forms, which their own loaders take apart."""
 
 
 @dataclass(frozen=True, eq=False)

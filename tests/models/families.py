@@ -48,6 +48,14 @@ GEMMA3_ROPE = {
 }
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 SHARED = {"shared_expert_intermediate_size": 40}
+GPT_OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 9,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+}
 GPT2 = {"n_positions": MAX_LEN, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -119,11 +127,16 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**QWEN_MOE, "use_sliding_window": True, "sliding_window": 9, "tie_word_embeddings": True},
     ),
+    "gpt_oss/sinks": ("gpt_oss", GPT_OSS),
+    "gpt_oss/tight": (
+        "gpt_oss",
+        {**GPT_OSS, **YARN, "swiglu_limit": 0.5, "swiglu_alpha": 1.2, "attention_bias": False, "head_dim": 8},
+    ),
     "gpt2/small": ("gpt2", GPT2),
     "gpt2/scaled_by_layer": ("gpt2", {**GPT2, "n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),
     "gpt2/unscaled_untied": ("gpt2", {**GPT2, "scale_attn_weights": False, "tie_word_embeddings": False}),
 }
-RANDOM = ("norm.weight", ".bias", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "sinks")
+RANDOM = ("norm.weight", ".bias", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "sinks", "_bias")
 """Parameters that begin as all ones or zeros, where mistakes would not show."""
 
 
