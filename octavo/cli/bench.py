@@ -38,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ceilings = kinds.add_parser("ceilings", help="how fast the GPU reads memory and multiplies matrices")
     ceilings.set_defaults(measure=_ceilings)
 
+    kernels = kinds.add_parser("kernels", help="time and error of each kernel for CUDA devices, beside the limits")
+    kernels.add_argument("models", nargs="*", default=["qwen3-8b", "llama-3.2-1b", "qwen3-0.6b"], help="shapes' names")
+    kernels.add_argument("--rows", type=bench_peer.numbers, default=[1, 2, 4, 8, 16, 32, 64, 128], help="rows of x")
+    kernels.add_argument("--tune", action="store_true", help="first find the best configurations and keep them")
+    kernels.set_defaults(measure=_kernels)
+
     profile = kinds.add_parser("profile", help="where the time of a step goes, kernel by kernel")
     add_settings(profile, EngineConfig)
     profile.add_argument("--batches", type=bench_peer.numbers, default=[1, 16, 64, 256], help="sequences of a step")
@@ -67,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     startup.add_argument("--rounds", type=int, default=5)
     startup.set_defaults(measure=_startup)
 
-    for kind in (offline, throughput, ceilings, profile, peer, overhead, front, startup):
+    for kind in (offline, throughput, ceilings, kernels, profile, peer, overhead, front, startup):
         kind.add_argument("--output", type=Path, help="also write the raw JSON to this file")
     bench_tools.add_kinds(kinds)
 
@@ -154,6 +160,12 @@ def _ceilings(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.bench.ceilings import measure
 
     return measure()
+
+
+def _kernels(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo.bench.kernels import measure
+
+    return measure(args.models, args.rows, args.tune)
 
 
 def _least_work(config: EngineConfig, info: Any, row: dict[str, Any]) -> dict[str, int]:

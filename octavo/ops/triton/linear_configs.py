@@ -44,12 +44,17 @@ class Shape(NamedTuple):
         return f"{self.N}x{self.K}, {self.rows}"
 
 
+def bucket_of(T: int) -> int | None:
+    """The bucket that T rows are in, ``None`` beyond the last."""
+    return next((bucket for bucket in ROW_BUCKETS if bucket >= T), None)
+
+
 def config_for(T: int, N: int, K: int, has_norm: bool, is_gated: bool, device: torch.device) -> LinearConfig:
     """The configuration for T rows, or ``None`` where cuBLAS is to do it."""
-    rows = next((bucket for bucket in ROW_BUCKETS if bucket >= T), None)
+    rows = bucket_of(T)
     if rows is None:
         return None
-    table = _table_of(device)
+    table = table_of(device)
     shape = str(Shape(N, K, rows))
     return table[shape] if shape in table else default_config(Shape(N, K, rows), has_norm, is_gated, device)
 
@@ -69,8 +74,9 @@ def default_config(shape: Shape, has_norm: bool, is_gated: bool, device: torch.d
 
 
 @functools.cache
-def _table_of(device: torch.device) -> Mapping[str, LinearConfig]:
-    return read_table(torch.cuda.get_device_name(device)) if device.type == "cuda" else {}
+def table_of(device: torch.device) -> Mapping[str, LinearConfig]:
+    """The table of this device, read once."""
+    return read_table(table_path(torch.cuda.get_device_name(device))) if device.type == "cuda" else {}
 
 
 def table_path(gpu: str) -> Path:
@@ -78,14 +84,13 @@ def table_path(gpu: str) -> Path:
     return FOLDER / f"{gpu.replace(' ', '_')}.json"
 
 
-def read_table(gpu: str) -> Mapping[str, LinearConfig]:
-    """The table of the GPU of this name, empty if there is none. Raises ``ValueError`` for an entry that is wrong."""
-    path = table_path(gpu)
+def read_table(path: Path) -> Mapping[str, LinearConfig]:
+    """The table in this file, empty if there is none. Raises ``ValueError`` for an entry that is wrong."""
     entries = json.loads(path.read_text())["linear"] if path.is_file() else {}
     return {shape: _parse(shape, fields, path) for shape, fields in entries.items()}
 
 
-def write_table(path: Path, configs: Mapping[Shape, LinearConfig]) -> None:
+def write_table(path: Path, configs: Mapping[str, LinearConfig]) -> None:
     """Write a table in the form that ``read_table`` reads, an entry a line."""
     lines = [
         f"    {json.dumps(str(shape))}: {json.dumps(_fields(config))}" for shape, config in sorted(configs.items())

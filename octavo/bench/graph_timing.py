@@ -1,0 +1,40 @@
+"""Device time of calls as they run in a decode step: captured in a CUDA graph, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from octavo.bench.ceilings import median_milliseconds
+from octavo.ops.triton.launch import pdl
+
+Call = Callable[[], object]
+RUNS = 7
+
+
+def microseconds(calls: Sequence[Call], with_pdl: bool, runs: int = RUNS) -> float:
+    """Median time of one of the calls, which take turns so that no cache holds what the next one reads.
+
+    Each is run once before, so that it is compiled; the time is that of the whole graph over their number.
+    """
+    with pdl() if with_pdl else contextlib.nullcontext():
+        graph = capture(calls)
+    return median_milliseconds(graph.replay, runs) * 1e3 / len(calls)
+
+
+def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """The calls in one graph, each run once before on a stream of its own."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
