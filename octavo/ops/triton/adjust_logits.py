@@ -134,8 +134,8 @@ def _ban_and_bias(
         tl.store(out + ids, x, mask=ids < V)
         tl.debug_barrier()
         old = tl.load(out + bias_ids, mask=is_biased, other=0.0)
-        biased = _in_range(old + tl.load(bias_RB + row * B + b, mask=is_biased, other=0.0))
-        tl.store(out + bias_ids, tl.where(old == _BANNED, old, biased), mask=is_biased)
+        bias = tl.load(bias_RB + row * B + b, mask=is_biased, other=0.0)
+        tl.store(out + bias_ids, old + bias, mask=is_biased)  # in a number as large as BANNED, a bias is lost
         tl.debug_barrier()
         old = tl.load(out + banned_ids, mask=is_banned, other=0.0)
         tl.store(out + banned_ids, tl.where(old == old, _BANNED, old), mask=is_banned)
