@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
+from octavo.ops.linear import Activation
 from octavo.ops.moe import Experts
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -47,9 +50,67 @@ class TopLogitsRouter:
         return ids_TS, logits_TS.softmax(dim=-1)
 
 
+class GroupRouter:
+    """The best experts among those of the best groups; experts that follow each other are a group.
+
+    Without a bias scores are a softmax over all experts, and a group counts as much as its best. With one they are
+    sigmoids, the bias is added for choosing alone, and a group counts as much as its two best together.
+    """
+
+    def __init__(
+        self,
+        weight_XD: Tensor,
+        bias_X: Tensor | None,
+        num_chosen: int,
+        groups: tuple[int, int],
+        normalises: bool,
+        share_scale: float,
+    ) -> None:
+        self.weight_XD = weight_XD
+        self.bias_X = bias_X
+        self.num_chosen = num_chosen
+        self.num_groups, self.num_chosen_groups = groups
+        self.normalises = normalises
+        self.share_scale = share_scale
+
+    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        logits_TX = router_logits(x_TD, self.weight_XD)
+        scores_TX = logits_TX.softmax(dim=-1) if self.bias_X is None else logits_TX.sigmoid()
+        worth_TX = scores_TX if self.bias_X is None else scores_TX + self.bias_X
+        if self.num_groups > 1:
+            worth_TX = self._hide_groups(worth_TX)
+        ids_TS = worth_TX.topk(self.num_chosen, dim=-1).indices
+        shares_TS = scores_TX.gather(1, ids_TS)
+        if self.normalises:
+            shares_TS = shares_TS / (shares_TS.sum(dim=-1, keepdim=True) + 1e-20)
+        return ids_TS, shares_TS * self.share_scale
+
+    def _hide_groups(self, worth_TX: Tensor) -> Tensor:
+        """Put the experts of all but the best groups out of reach."""
+        by_group = worth_TX.view(len(worth_TX), self.num_groups, -1)
+        worth_TG = by_group.topk(1 if self.bias_X is None else 2, dim=-1).values.sum(dim=-1)
+        best = worth_TG.topk(self.num_chosen_groups, dim=-1).indices
+        is_hidden_TG = torch.ones_like(worth_TG, dtype=torch.bool).scatter_(1, best, False)
+        return by_group.masked_fill(is_hidden_TG.unsqueeze(-1), float("-inf")).flatten(1)
+
+
 def router_logits(x_TD: Tensor, weight_XD: Tensor) -> Tensor:
     """Float32 [T, X] whatever the dtype of x: a logit rounded to 16 bits may choose another expert."""
     return ops.linear(x_TD.float(), weight_XD)
+
+
+class SharedExpert:
+    """``down(act(gate(x)) * up(x))`` for all tokens, times ``sigmoid(x @ share)`` where there is such a map."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: Activation, share: Linear | None = None) -> None:
+        self.gate_up = gate_up
+        self.down = down
+        self.activation = activation
+        self.share = share
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        y_TD = self.down(self.gate_up(x_TD, activation=self.activation))
+        return y_TD if self.share is None else y_TD.mul_(torch.sigmoid(self.share(x_TD)))
 
 
 class MoE:

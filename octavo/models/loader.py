@@ -183,6 +183,10 @@ class WeightLoader:
             self.num_bytes += sum(weight.num_bytes for weight in weights)
         return Linear(weights)
 
+    def leave_out(self, prefix: str) -> None:
+        """Let the checkpoint have tensors whose names begin like this."""
+        self._used.update(name for name in self._names if name.startswith(prefix))
+
     def finish(self) -> None:
         """Complain about tensors that the model did not ask for."""
         if self._source.is_dummy:

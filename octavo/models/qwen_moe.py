@@ -1,8 +1,6 @@
 """Qwen2-MoE (arXiv 2407.10671) and Qwen3-MoE (arXiv 2505.09388): Qwen2 and Qwen3 with experts.
 
 Qwen2-MoE has one more that all tokens pass through, with a gate of its own.
-
-Shapes: T tokens, D model.
 """
 
 from __future__ import annotations
@@ -10,33 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
-from octavo.layers.linear import Linear
-from octavo.layers.moe import MoE, SoftmaxRouter
+from octavo.layers.moe import MoE, SharedExpert, SoftmaxRouter
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.mixtral import MoEConfig, with_experts
 from octavo.models.qwen2 import read_qwen
 from octavo.models.qwen3 import Qwen3Layer
-from octavo.ops.linear import Activation
 from octavo.ops.moe import Experts
-
-
-class GatedShared:
-    """``sigmoid(x @ gate) * down(act(gate(x)) * up(x))``: the expert of all tokens."""
-
-    def __init__(self, share: Linear, gate_up: Linear, down: Linear, activation: Activation) -> None:
-        self.share = share
-        self.gate_up = gate_up
-        self.down = down
-        self.activation = activation
-
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        share_T1 = torch.sigmoid(self.share(x_TD))
-        return share_T1 * self.down(self.gate_up(x_TD, activation=self.activation))
 
 
 class Qwen2MoeLayer(LlamaLayer):
@@ -54,14 +33,14 @@ class Qwen2MoeLayer(LlamaLayer):
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
         return MoE(norm, router, Experts(*experts, config.activation), shared)
 
-    def shared_expert(self, config: MoEConfig, weights: WeightLoader, prefix: str) -> GatedShared:
+    def shared_expert(self, config: MoEConfig, weights: WeightLoader, prefix: str) -> SharedExpert:
         """What all tokens pass through."""
         D, F, name = config.hidden_size, config.shared_size, f"{prefix}.shared_expert"
-        return GatedShared(
-            weights.linear({f"{name}_gate": 1}, D, has_bias=False),
+        return SharedExpert(
             weights.linear({f"{name}.gate_proj": F, f"{name}.up_proj": F}, D, has_bias=False),
             weights.linear({f"{name}.down_proj": D}, F, has_bias=False),
             config.activation,
+            weights.linear({f"{name}_gate": 1}, D, has_bias=False),
         )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig, architecture
+from octavo.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from octavo.models.gemma2 import Gemma2ForCausalLM, GemmaForCausalLM
 from octavo.models.gemma3 import Gemma3ForCausalLM
 from octavo.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
@@ -48,6 +49,8 @@ class Family(Protocol):
 
 
 ARCHITECTURES: dict[str, Family] = {
+    "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
+    "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "GemmaForCausalLM": GemmaForCausalLM,

@@ -22,11 +22,17 @@ class KVStorage:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        parts = num_parts(config)
+        shape = (config.num_layers, parts, num_blocks, config.num_kv_heads, block_size, config.head_dim)
         self.pool = torch.empty(shape, dtype=dtype, device=device)
-        self.layers = [LayerCache(keys, values) for keys, values in self.pool]
+        self.layers = [LayerCache(layer[0], layer[parts - 1]) for layer in self.pool]
+
+
+def num_parts(config: ModelConfig) -> int:
+    """Tensors of a layer: keys and values, or one that is both."""
+    return 1 if config.values_are_keys else 2
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """What one position takes, over all layers."""
-    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return config.num_layers * num_parts(config) * config.num_kv_heads * config.head_dim * dtype.itemsize

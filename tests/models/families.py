@@ -48,6 +48,20 @@ GEMMA3_ROPE = {
 }
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 SHARED = {"shared_expert_intermediate_size": 40}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}
 GPT_OSS = {
     "num_local_experts": 6,
     "num_experts_per_tok": 3,
@@ -132,6 +146,32 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         {**GPT_OSS, **YARN, "swiglu_limit": 0.5, "swiglu_alpha": 1.2, "attention_bias": False, "head_dim": 8},
     ),
+    "deepseek_v2/lite": ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None}),
+    "deepseek_v2/groups": (
+        "deepseek_v2",
+        {
+            **DEEPSEEK,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=100, mscale=0.7, mscale_all_dim=0.5),
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek_v3/groups": ("deepseek_v3", {**DEEPSEEK, "n_group": 4, "topk_group": 2}),
+    "deepseek_v3/half_split": (
+        "deepseek_v3",
+        {
+            **DEEPSEEK,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=100, mscale=1.0, mscale_all_dim=1.0),
+            "rope_interleave": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gpt2/small": ("gpt2", GPT2),
     "gpt2/scaled_by_layer": ("gpt2", {**GPT2, "n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),
     "gpt2/unscaled_untied": ("gpt2", {**GPT2, "scale_attn_weights": False, "tie_word_embeddings": False}),
@@ -152,6 +192,9 @@ def make_checkpoint(folder: Path, row: str) -> PreTrainedModel:
         for name, weight in model.named_parameters():
             if name.endswith(RANDOM):
                 weight.add_(torch.randn_like(weight) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     model.eval().save_pretrained(folder)
     if row == "phi3/long":  # transformers takes the short factors for short prompts, an engine one list for all
         saved = json.loads((folder / "config.json").read_text())

@@ -13,6 +13,7 @@ from octavo.errors import CheckpointError
 from octavo.models.registry import LoadedModel, load_model, read_config
 from octavo.quant.scheme import Part, WeightFormat
 from octavo.weights.blocks import BlockTensor
+from tests.models import families
 from tests.models.checkpoints import FolderSource, make_checkpoint
 
 
@@ -97,6 +98,18 @@ def test_block_weights_are_made_dense_exactly(folders: dict[str, Path], variant:
     expected, found = load(rounded), load(Blocks(folders[variant]))
     assert found[1:] == expected[1:]
     assert torch.equal(found.model.logits(x), expected.model.logits(x))
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    families.make_checkpoint(tmp_path, "deepseek_v3/groups")
+    source = FolderSource(tmp_path)
+    extra = f"model.layers.{source.config['num_hidden_layers']}."
+    source.tensors[extra + "eh_proj.weight"] = torch.ones(2, 2)
+    source.config |= {"num_nextn_predict_layers": 0}
+    with pytest.raises(CheckpointError, match=r"eh_proj\.weight"):
+        load(source)
+    source.config |= {"num_nextn_predict_layers": 1}
+    load(source)
 
 
 def test_parts_of_one_kind_are_one_weight(tmp_path: Path) -> None:

@@ -1,0 +1,211 @@
+"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention, and experts chosen by groups.
+
+Keys and values of all heads are linear maps of one short vector, the latent, beside which a rotated key is kept that
+all heads share. Queries are brought into the space of the latent and outputs out of it, so that attention is that of
+one kv head whose key is (rotated part, latent) and whose value is that key: the cache holds nothing else.
+
+Shapes: T tokens of the step, D model, N heads, L latent, P unrotated part of a head, R rotated part, H = R + L,
+V value part of a head, X experts, G groups of experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo import ops
+from octavo.layers.moe import GroupRouter, MoE, SharedExpert
+from octavo.models.config import ACTIVATIONS, read_common
+from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
+from octavo.models.loader import ExpertShape, WeightLoader
+from octavo.models.mixtral import MoEConfig, with_experts
+from octavo.models.rope import RopeContext, half_split_rows, read_rope, rope_values, yarn_scale
+from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.moe import Experts
+
+LATENT_EPS = 1e-6
+"""Of the norms within the attention, whatever ``rms_norm_eps`` says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekConfig(MoEConfig):
+    """``head_dim`` is that of what is cached: the rotated part and the latent."""
+
+    query_rank: int
+    """Width of the vector that queries are made of; 0: they are made of the residual stream."""
+    latent_size: int
+    plain_size: int
+    """The part of a head that is not rotated."""
+    value_size: int
+    scale: float
+    is_interleaved: bool
+    """Neighbouring numbers are rotated together."""
+    scoring: str
+    """"softmax" or "sigmoid"."""
+    num_groups: int
+    num_chosen_groups: int
+    share_scale: float
+    """What the experts' shares are multiplied by."""
+    num_extra_layers: int
+    """Layers of the checkpoint that predict further tokens, which are not loaded."""
+
+
+def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str) -> DeepseekConfig:
+    """The keys of V2 (``scoring`` "softmax") and V3 ("sigmoid")."""
+    rotated, plain = keys.size("qk_rope_head_dim"), keys.size("qk_nope_head_dim")
+    latent = keys.size("kv_lora_rank", 512)
+    common = read_common(keys, head_dim=rotated)
+    given, most = rope_values(keys), common["max_position_embeddings"]
+    common["head_dim"], common["num_kv_heads"] = rotated + latent, 1
+    has_bias = keys.flag("attention_bias")
+    base = LlamaConfig(
+        **common,
+        values_are_keys=True,
+        rope=read_rope(given, RopeContext(rotated, max_len or most, most)),
+        rotary_width=rotated,
+        windows=(0,) * common["num_layers"],
+        attention_bias=has_bias,
+        output_bias=has_bias,
+        mlp_bias=keys.flag("mlp_bias"),
+        activation=keys.choice("hidden_act", ACTIVATIONS, "silu"),
+    )
+    mscale = given.get("mscale_all_dim", 0) if given.get("rope_type", given.get("type")) == "yarn" else 0
+    growth = yarn_scale(given.get("factor", 1.0), mscale) if mscale else 1.0
+    first = keys.size("first_k_dense_replace", 0 if scoring == "softmax" else 3, low=0)
+    expert_size = keys.size("moe_intermediate_size")
+    mixture = with_experts(
+        base,
+        keys,
+        count_keys=("n_routed_experts", "num_local_experts", "num_experts"),
+        num_chosen=8,
+        expert_size=expert_size,
+        normalises=keys.flag("norm_topk_prob", scoring == "sigmoid"),
+        is_sparse=tuple(i >= first for i in range(base.num_layers)),
+        shared_size=expert_size * keys.size("n_shared_experts", 2 if scoring == "softmax" else 1),
+    )
+    groups, chosen_groups = _groups(keys, mixture, scoring)
+    return DeepseekConfig(
+        **{field.name: getattr(mixture, field.name) for field in dataclasses.fields(mixture)},
+        query_rank=0 if keys.get("q_lora_rank") is None else keys.size("q_lora_rank"),
+        latent_size=latent,
+        plain_size=plain,
+        value_size=keys.size("v_head_dim", 128),
+        scale=(plain + rotated) ** -0.5 * growth * growth,
+        is_interleaved=keys.flag("rope_interleave", True),
+        scoring=scoring,
+        num_groups=groups,
+        num_chosen_groups=chosen_groups,
+        share_scale=keys.number("routed_scaling_factor", 1.0 if scoring == "softmax" else 2.5),
+        num_extra_layers=keys.size("num_nextn_predict_layers", keys.size("num_mtp_layers", 0, low=0), low=0),
+    )
+
+
+def _groups(keys: ConfigKeys, config: MoEConfig, scoring: str) -> tuple[int, int]:
+    """Groups of experts, and those of them that a token may choose from; refuse what neither version does."""
+    methods = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc",)}[scoring]
+    method = keys.choice("topk_method", {name: name for name in methods}, methods[0])
+    keys.choice("scoring_func", {scoring: None}, scoring)
+    if keys.size("moe_layer_freq", 1) != 1:
+        raise wrong("moe_layer_freq", keys.get("moe_layer_freq"), "1")
+    if scoring == "softmax" and config.normalises:
+        raise wrong("norm_topk_prob", True, "false for this version")
+    for key in ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"):  # of training, or following from others
+        keys.get(key)
+    groups, chosen = keys.size("n_group", 1), keys.size("topk_group", 1)
+    if method == "greedy":
+        return 1, 1
+    if config.num_experts % groups or chosen > groups:
+        raise wrong("n_group", groups, f"a divisor of the {config.num_experts} experts and at least topk_group")
+    if scoring == "sigmoid" and config.num_experts < 2 * groups:
+        raise wrong("n_group", groups, "such that a group has two experts at least")
+    return groups, chosen
+
+
+class DeepseekLayer(LlamaLayer):
+    def __init__(self, config: DeepseekConfig, weights: WeightLoader, prefix: str, index: int) -> None:
+        D, N, L, R = config.hidden_size, config.num_heads, config.latent_size, config.rotary_width
+        name, head = f"{prefix}.self_attn", config.plain_size + R
+        self.config = config
+        self.input_norm = weights.norm(f"{prefix}.input_layernorm", D, config.norm_eps)
+        rank, query = config.query_rank, f"{name}.q_b_proj" if config.query_rank else f"{name}.q_proj"
+        orders = {}
+        if config.is_interleaved:
+            orders[query] = half_split_rows(N, head, R, first=config.plain_size)
+            orders[f"{name}.kv_a_proj_with_mqa"] = half_split_rows(1, L + R, R, first=L)
+        if rank:
+            self.q_a_proj = weights.linear({f"{name}.q_a_proj": rank}, D, config.attention_bias)
+            self.q_norm = weights.norm(f"{name}.q_a_layernorm", rank, LATENT_EPS)
+        self.q_proj = weights.linear({query: N * head}, rank or D, has_bias=False, row_order=orders)
+        names = {f"{name}.kv_a_proj_with_mqa": L + R}
+        self.kv_proj = weights.linear(names, D, config.attention_bias, row_order=orders)
+        self.kv_norm = weights.norm(f"{name}.kv_a_layernorm", L, LATENT_EPS)
+        sizes = [config.plain_size, config.value_size]
+        maps = weights.dense(f"{name}.kv_b_proj.weight", N * sum(sizes), L).view(N, -1, L)
+        self.key_map_NPL, self.value_map_NVL = maps.split_with_sizes(sizes, dim=1)
+        self.o_proj = weights.linear({f"{name}.o_proj": D}, N * config.value_size, config.output_bias)
+        self.mlp = self.feed_forward(config, weights, prefix, index)
+
+    def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
+        assert isinstance(config, DeepseekConfig)
+        if not config.is_sparse[index]:
+            dense = dataclasses.replace(config, ffn_size=config.dense_size)
+            return super().feed_forward(dense, weights, prefix, index)
+        mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, config.num_experts, config.shared_size
+        bias = weights.exact(f"{mlp}.gate.e_score_correction_bias", X) if config.scoring == "sigmoid" else None
+        router = GroupRouter(
+            weights.exact(f"{mlp}.gate.weight", X, D),
+            bias,
+            config.num_chosen,
+            (config.num_groups, config.num_chosen_groups),
+            config.normalises,
+            config.share_scale,
+        )
+        shared = SharedExpert(
+            weights.linear({f"{mlp}.shared_experts.{part}_proj": F for part in ("gate", "up")}, D, config.mlp_bias),
+            weights.linear({f"{mlp}.shared_experts.down_proj": D}, F, config.mlp_bias),
+            config.activation,
+        )
+        experts = weights.experts(f"{mlp}.experts", X, ExpertShape(D, config.expert_size))
+        norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
+        return MoE(norm, router, Experts(*experts, config.activation), shared)
+
+    def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
+        config, T = self.config, len(x_TD)
+        h_TD = self.input_norm(x_TD)
+        q_TN = self.q_proj(self.q_a_proj(h_TD), norm=self.q_norm) if config.query_rank else self.q_proj(h_TD)
+        sizes = [config.plain_size, config.rotary_width]
+        plain_TNP, q_rotated = q_TN.view(T, config.num_heads, -1).split_with_sizes(sizes, dim=-1)
+        latent_TL, k_rotated = self.kv_proj(h_TD).split_with_sizes([config.latent_size, sizes[1]], dim=-1)
+        q_TNL = (plain_TNP.transpose(0, 1) @ self.key_map_NPL).transpose(0, 1)
+        q_TNH = torch.cat((q_rotated, q_TNL), dim=-1)
+        k_T1H = torch.cat((k_rotated, self.kv_norm(latent_TL)), dim=-1).unsqueeze(1)
+        q_TNH, k_T1H = ops.apply_rope(q_TNH, k_T1H, *angles)
+        ops.store_kv(k_T1H, k_T1H, cache.keys, cache.values, rows.slot_mapping_T)
+        tables = (rows.block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S)
+        out_TNH = ops.paged_attention(q_TNH, cache.keys, cache.values, *tables, config.scale)
+        out_NTL = out_TNH[..., sizes[1] :].transpose(0, 1)
+        out_TNV = (out_NTL @ self.value_map_NVL.mT).transpose(0, 1)
+        return self.mlp(self.o_proj(out_TNV.reshape(T, -1), residual=x_TD))
+
+
+class DeepseekV2ForCausalLM(LlamaForCausalLM):
+    layer_class = DeepseekLayer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DeepseekConfig:
+        return read_deepseek(keys, max_len, "softmax")
+
+    def __init__(self, config: DeepseekConfig, weights: WeightLoader) -> None:
+        super().__init__(config, weights)
+        for i in range(config.num_layers, config.num_layers + config.num_extra_layers):
+            weights.leave_out(f"model.layers.{i}.")
+
+
+class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DeepseekConfig:
+        return read_deepseek(keys, max_len, "sigmoid")
