@@ -77,7 +77,7 @@ def run_decode_attention(
     assert keys.stride() == values.stride(), "keys and values must be laid out alike"
     assert 1 == keys.stride(3) == x_TW.stride(1) == out_TW.stride(1) == rows.block_tables_SB.stride(1)
     if config is None:
-        config = config_for(S * K, H * x_TW.element_size(), keys.shape[2])
+        config = config_for(S * K, heads.num_heads // K, H, x_TW.element_size(), keys.shape[2])
     constants = _constants(heads, prologue, config)
     partial_shape = (S, K, config.splits, constants["GP"])
     launch(
@@ -160,14 +160,11 @@ def _decode_kernel(
     """``GP`` and ``HP`` are G and H filled up to powers of two, ``ROWS`` the queries of a tile."""
     split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     d, r, t = tl.arange(0, HP), tl.arange(0, ROWS), tl.arange(0, TILE)
-    row, length = seq.to(tl.int64), tl.load(seq_lens + seq)
     if not PROLOGUE:
         after_predecessor(PDL)  # it stored the step's keys and values
-        row = tl.load(cu_seqlens + seq).to(tl.int64)
-        length = tl.where(tl.load(cu_seqlens + seq + 1) == row + 1, length, 0)
+    row, length = _row(seq, cu_seqlens, seq_lens, PROLOGUE)
     seen_from, num_runs, begin, last = _run(length, split, WINDOW, TILE, SPLITS, MIN_TILES)
     is_active = split < num_runs
-
     tile = kv_head * HEAD_STRIDE + t[:, None] * SLOT_STRIDE + d
     tables += seq.to(tl.int64) * table_stride
     at = _tile_start(tables, last, is_active, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
@@ -183,15 +180,12 @@ def _decode_kernel(
         after_predecessor(PDL)
 
     x += row * x_stride
-    heads = kv_head * G + r
-    q_heads = load_heads(x + (heads * H)[:, None], (r < G)[:, None] & is_active, d_RD, H, R)
+    q_heads = load_heads(x + ((kv_head * G + r) * H)[:, None], (r < G)[:, None] & is_active, d_RD, H, R)
     if PROLOGUE:
         k_head = load_heads(x + (K * G + kv_head) * H, is_active, d, H, R)
         v_own = tl.load(x + (K * G + K + kv_head) * H + d_TD, mask=is_own & is_active, other=0.0).to(v.dtype)
-        if R > 0:
-            cos += row * angle_stride
-            sin += row * angle_stride
-        q_angles, k_angles = load_angles(cos, sin, is_active, d_RD, R), load_angles(cos, sin, is_active, d, R)
+        q_angles = load_angles(cos, sin, row * angle_stride, is_active, d_RD, R)
+        k_angles = load_angles(cos, sin, row * angle_stride, is_active, d, R)
         slot = tl.load(slots + row, mask=is_active, other=-1)
     if not is_active:  # from here on loads are waited for: all of them are on their way
         return
@@ -208,17 +202,20 @@ def _decode_kernel(
         q.to(x.dtype.element_ty), k, v, k_cache + tile, v_cache + tile, next_at, tables, begin, last, seen_from, length,
         scale, cap, block_stride, SLOT_STRIDE, BLOCK_SIZE, H, CAPPED, DOT,
     )  # fmt: skip
-    out += row * out_stride
-    if SPLITS > 1 and num_runs > 1:
-        pair = seq.to(tl.int64) * K + kv_head
-        parts += pair * SPLITS * GP * H
-        logs += pair * SPLITS * GP
-        if leave_part(parts, logs, counters + pair, sums, split, num_runs, r, d, GP, H):
-            g = tl.arange(0, GP)
-            all_sums = add_parts(parts, logs, num_runs, d, GP, H, HP, AT_ONCE)
-            store_heads(out, all_sums, kv_head * G + g, g < G, d, sinks, H)
-        return
-    store_heads(out, sums, heads, r < G, d, sinks, H)
+    _finish(
+        out + row * out_stride, parts, logs, counters, sums, sinks, split, num_runs, seq.to(tl.int64) * K + kv_head,
+        kv_head * G, r, d, G, GP, H, HP, SPLITS, AT_ONCE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _row(seq: tl.tensor, cu_seqlens: tl.tensor, seq_lens: tl.tensor, PROLOGUE: tl.constexpr) -> tl.tensor:
+    """The sequence's row, and the length of its context; that is 0 if it has no row, or several."""
+    row, length = seq.to(tl.int64), tl.load(seq_lens + seq)
+    if not PROLOGUE:
+        row = tl.load(cu_seqlens + seq).to(tl.int64)
+        length = tl.where(tl.load(cu_seqlens + seq + 1) == row + 1, length, 0)
+    return row, length
 
 
 @triton.jit
@@ -296,3 +293,22 @@ def _attend(
     else:
         acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * v[None, :, :].to(tl.float32), 1)
     return higher, total, acc
+
+
+@triton.jit
+def _finish(
+    out: tl.tensor, parts: tl.tensor, logs: tl.tensor, counters: tl.tensor, sums: tl.tensor, sinks: tl.tensor,
+    split: tl.tensor, num_runs: tl.tensor, pair: tl.tensor, first_head: tl.tensor, r: tl.tensor, d: tl.tensor,
+    G: tl.constexpr, GP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the result of a pair: this run's if it is the only one, or that of all runs if this is the last to end."""
+    if SPLITS > 1 and num_runs > 1:
+        parts += pair * SPLITS * GP * H
+        logs += pair * SPLITS * GP
+        if leave_part(parts, logs, counters + pair, sums, split, num_runs, r, d, GP, H):
+            g = tl.arange(0, GP)
+            all_sums = add_parts(parts, logs, num_runs, d, GP, H, HP, AT_ONCE)
+            store_heads(out, all_sums, first_head + g, g < G, d, sinks, H)
+    else:
+        store_heads(out, sums, first_head + r, r < G, d, sinks, H)

@@ -32,11 +32,13 @@ def load_heads(start: tl.tensor, is_head: tl.tensor, d: tl.tensor, H: tl.constex
 
 
 @triton.jit
-def load_angles(cos: tl.tensor, sin: tl.tensor, is_row: tl.tensor, d: tl.tensor, R: tl.constexpr) -> tl.tensor:
-    """Cosines and signed sines of the row that begins at ``cos`` and ``sin``."""
+def load_angles(
+    cos: tl.tensor, sin: tl.tensor, start: tl.tensor, is_row: tl.tensor, d: tl.tensor, R: tl.constexpr
+) -> tl.tensor:
+    """Cosines and signed sines of the row that begins at ``start``."""
     cosine, sine = 1.0, 0.0
     if R > 0:
-        at = tl.where(d < R, d, d - R)
+        at = start + tl.where(d < R, d, d - R)
         cosine = tl.load(cos + at, mask=is_row & (d < 2 * R), other=1.0)
         sine = tl.load(sin + at, mask=is_row & (d < 2 * R), other=0.0)
         sine = tl.where(d < R, -sine, sine)

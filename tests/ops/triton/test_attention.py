@@ -36,7 +36,9 @@ class Contexts:
         keys = torch.full((NUM_BLOCKS, K, BLOCK_SIZE, H), float("nan"))
         return LayerCache(keys, keys.clone())
 
-    def step(self, run: Callable[..., Tensor], heads: HeadLayout, cache: LayerCache, spans: list[tuple[int, int]]) -> list[Tensor]:
+    def step(
+        self, run: Callable[..., Tensor], heads: HeadLayout, cache: LayerCache, spans: list[tuple[int, int]]
+    ) -> list[Tensor]:
         """Rows ``start`` to ``stop`` of each sequence in one step, then two padded rows; each sequence's results."""
         parts = list(enumerate(spans))
         qkv = torch.cat([*(self.qkv[s][a:b] for s, (a, b) in parts), torch.zeros(2, (N + 2 * K) * H)])

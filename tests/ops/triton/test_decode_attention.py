@@ -261,7 +261,7 @@ def test_a_row_is_the_same_in_any_batch(dtype: torch.dtype, device: str) -> None
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 def test_every_shape_has_a_cut(pairs: int, H: int, block_size: int) -> None:
     for element in (2, 4):
-        config = config_for(pairs, H * element, block_size)
+        config = config_for(pairs, 4, H, element, block_size)
         assert 16 <= config.tile <= block_size
         assert config.splits >= 1
         assert config.min_tiles >= 1

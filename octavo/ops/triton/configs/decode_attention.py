@@ -7,8 +7,6 @@ from typing import NamedTuple
 PROGRAMS = 4 * 132
 """Programs that fill a device: a few for each multiprocessor of an H200."""
 MAX_SPLITS = 32
-MAX_TILE_BYTES = 16384
-"""Keys of one tile: they wait in registers for the row's query."""
 
 
 class DecodeConfig(NamedTuple):
@@ -31,10 +29,14 @@ CONFIGS: dict[tuple[int, int], DecodeConfig] = {}
 """By (most pairs, bytes of a head, filled up to a power of two). An entry serves the pairs down to half as many."""
 
 
-def config_for(pairs: int, head_bytes: int, block_size: int) -> DecodeConfig:
-    """The cut for this many pairs, fitted to blocks and heads."""
-    config = CONFIGS.get((_power_of_two(pairs), _power_of_two(head_bytes))) or _default(pairs)
-    tile = min(config.tile, block_size, max(16, MAX_TILE_BYTES // _power_of_two(head_bytes)))
+def config_for(pairs: int, group: int, head_dim: int, element: int, block_size: int) -> DecodeConfig:
+    """The cut for this many pairs, ``group`` query heads to a kv head, and queries of ``element`` bytes a number."""
+    head_bytes = _power_of_two(head_dim) * element
+    config = CONFIGS.get((_power_of_two(pairs), head_bytes)) or _default(pairs)
+    tile = min(config.tile, block_size)
+    if head_bytes > 256 or group > 16:  # what waits in registers would not fit
+        tile = min(tile, 16 if element == 4 else 32)
+        config = config._replace(warps=8, dot=config.dot and element < 4)
     return config._replace(tile=tile, min_tiles=config.min_tiles * config.tile // tile)
 
 
