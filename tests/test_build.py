@@ -51,7 +51,7 @@ def test_an_engine_generates_and_says_what_it_is(folder: Path) -> None:
     assert (info.max_model_len, info.num_kv_blocks, info.dtype, info.device) == (128, 40, "float32", "cpu")
     assert info.num_parameters == sum(weight.numel() for weight in model.parameters())
     assert set(info.memory) == {"weights", "kv_cache", "activations", "logits"}
-    assert {"linear", "paged_attention", "rms_norm"} <= set(info.kernels)
+    assert {"linear", "attention", "rms_norm"} <= set(info.kernels)
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_cache_dtype": "bfloat16"}])

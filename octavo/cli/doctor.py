@@ -17,7 +17,17 @@ from octavo.errors import OctavoError
 NAME = "doctor"
 HELP = "show versions, devices, kernels and the memory budget of a model"
 
-PACKAGES = ("torch", "numba", "numpy", "tokenizers", "safetensors", "huggingface_hub", "starlette", "uvicorn", "msgspec")
+PACKAGES = (
+    "torch",
+    "numba",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "starlette",
+    "uvicorn",
+    "msgspec",
+)
 
 EXIT_PROBLEM = 1
 
@@ -63,13 +73,13 @@ def _machine(config: EngineConfig) -> Iterator[str]:
     import torch
 
     from octavo.build import resolve_device
-    from octavo.ops.cpu.host import BLOCK_FEATURES, FLOAT_FEATURES, cpu_features
+    from octavo.ops.cpu.host import FLOAT_FEATURES, VNNI_FEATURES, cpu_features
     from octavo.runtime.cpu_threads import num_physical_cores
     from octavo.runtime.memory import free_memory
 
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield _row("processor", f"{_processor()}, {num_physical_cores()} cores with {cpus} threads for this process")
-    wanted = (*FLOAT_FEATURES, *BLOCK_FEATURES)
+    wanted = (*FLOAT_FEATURES, *VNNI_FEATURES)
     yield _row("features", " ".join(name for name in wanted if name in cpu_features()) or "none that kernels use")
     absent = [name for name in wanted if name not in cpu_features()]
     if absent:

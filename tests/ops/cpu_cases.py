@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.cpu.host import BLOCK_FEATURES, FLOAT_FEATURES, missing
+from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.weights.blocks import BLOCK_KINDS, BlockTensor
 
 needs_float_kernels = pytest.mark.skipif(missing(FLOAT_FEATURES) is not None, reason=str(missing(FLOAT_FEATURES)))
-needs_block_kernels = pytest.mark.skipif(missing(BLOCK_FEATURES) is not None, reason=str(missing(BLOCK_FEATURES)))
 
 FLOAT16_PLACES = {
     "Q4_0": [0],

@@ -1,15 +1,17 @@
-"""``paged_attention``: close to float64, blind to unused slots, and the same bits however a prompt is cut."""
+"""``attention`` on the CPU: close to float64, blind to unused slots, and the same bits however a prompt is cut."""
 
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops import paged_attention
+from octavo.ops import attention, dispatch
+from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors
 
@@ -17,69 +19,113 @@ pytestmark = needs_float_kernels
 CACHE_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(9, 3, 64, 16), (4, 4, 80, 8), (8, 1, 256, 32), (6, 2, 24, 5), (4, 2, 128, 64), (2, 1, 96, 256)]
 """(heads, kv heads, head dim, block size)"""
+NAN = float("nan")
 
 
-class Case(NamedTuple):
-    """Sequences whose keys and values sit in shuffled blocks; every other slot is NaN."""
+@dataclass(frozen=True)
+class Case:
+    """Sequences whose past sits in shuffled blocks; every other slot is NaN, those of this step's rows too."""
 
-    q_TNH: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    block_tables_SB: Tensor
-    cu_seqlens_q: Tensor
-    seq_lens_S: Tensor
-    scale: float
+    qkv_TW: Tensor
+    heads: HeadLayout
+    cos_TR: Tensor | None
+    sin_TR: Tensor | None
+    cache: LayerCache
+    rows: PagedRows
+
+    def run(self) -> Tensor:
+        return attention(self.qkv_TW, self.heads, self.cos_TR, self.sin_TR, self.cache, self.rows)
+
+    def copy(self) -> Case:
+        """The same with caches of its own."""
+        return replace(self, cache=LayerCache(self.cache.keys.clone(), self.cache.values.clone()))
 
     def part(self, s: int, first: int, last: int) -> Case:
         """Rows ``first .. last`` of sequence s alone, as a step of their own."""
-        begin, end = int(self.cu_seqlens_q[s]), int(self.cu_seqlens_q[s + 1])
-        seen = int(self.seq_lens_S[s]) - (end - begin) + last
-        lengths = torch.tensor([seen], dtype=torch.int32)
-        starts = torch.tensor([0, last - first], dtype=torch.int32)
-        q = self.q_TNH[begin + first : begin + last]
-        return self._replace(
-            q_TNH=q, block_tables_SB=self.block_tables_SB[s : s + 1], cu_seqlens_q=starts, seq_lens_S=lengths
+        begin, end = self.rows.cu_seqlens_q[s : s + 2].tolist()
+        seen = int(self.rows.seq_lens_S[s]) - (end - begin) + last
+        here = slice(begin + first, begin + last)
+        rows = PagedRows(
+            self.rows.slot_mapping_T[here],
+            self.rows.block_tables_SB[s : s + 1],
+            torch.tensor([0, last - first], dtype=torch.int32),
+            torch.tensor([seen], dtype=torch.int32),
+            last - first,
         )
+        cos, sin = (None if x is None else x[here] for x in (self.cos_TR, self.sin_TR))
+        return replace(self, qkv_TW=self.qkv_TW[here], cos_TR=cos, sin_TR=sin, rows=rows)
 
 
 def make_case(
-    lengths: list[int], queries: list[int], sizes: tuple[int, int, int, int], dtype: torch.dtype, seed: int = 0
+    lengths: list[int],
+    queries: list[int],
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    rotated: int | None = None,
+    **layout: Any,
 ) -> Case:
-    torch.manual_seed(seed)
+    """``rotated`` pairs of each head; none for ``None``."""
+    torch.manual_seed(0)
     N, K, H, block_size = sizes
-    needed = [-(-length // block_size) for length in lengths]
+    T = sum(queries)
+    qkv_TW, needed = torch.randn(T, (N + 2 * K) * H), [-(-length // block_size) for length in lengths]
     num_blocks = sum(needed) + 3
-    k_cache, v_cache = (torch.full((num_blocks, K, block_size, H), float("nan"), dtype=dtype) for _ in range(2))
+    cache = LayerCache(*(torch.full((num_blocks, K, block_size, H), NAN, dtype=dtype) for _ in range(2)))
     tables = torch.zeros(len(lengths), max(needed) + 2, dtype=torch.int32)
-    free = torch.randperm(num_blocks).tolist()
+    free, slots = torch.randperm(num_blocks).tolist(), []
     for s, length in enumerate(lengths):
-        blocks = [free.pop() for _ in range(needed[s])]
-        tables[s, : needed[s]] = torch.tensor(blocks, dtype=torch.int32)
-        for cache in (k_cache, v_cache):
-            for i, block in enumerate(blocks):
-                used = min(block_size, length - i * block_size)
-                cache[block, :, :used] = torch.randn(K, used, H).to(dtype)
+        blocks = torch.tensor([free.pop() for _ in range(needed[s])], dtype=torch.int64)
+        tables[s, : needed[s]] = blocks
+        positions = torch.arange(length)
+        places = blocks[positions // block_size] * block_size + positions % block_size
+        past, now = places[: length - queries[s]], places[length - queries[s] :]
+        slots.append(now)
+        for part in cache:
+            part[past // block_size, :, past % block_size] = torch.randn(len(past), K, H).to(dtype)
+    angles = None if rotated is None else torch.randn(T, rotated) * 9
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
-    q = torch.randn(sum(queries), N, H)
-    return Case(q, k_cache, v_cache, tables, starts, torch.tensor(lengths, dtype=torch.int32), H**-0.5)
+    rows = PagedRows(torch.cat(slots), tables, starts, torch.tensor(lengths, dtype=torch.int32), max(queries))
+    heads = HeadLayout(N, K, H, H**-0.5)._replace(**layout)
+    cos, sin = (None, None) if angles is None else (angles.cos(), angles.sin())
+    return Case(qkv_TW, heads, cos, sin, cache, rows)
+
+
+def prepared(case: Case, first: int, count: int, norm: Tensor | None) -> Tensor:
+    """``count`` heads from column ``first`` on, normed and rotated, in float64."""
+    H = case.heads.head_dim
+    x = case.qkv_TW[:, first * H : (first + count) * H].double().view(-1, count, H)
+    if norm is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + case.heads.norm_eps).sqrt() * norm.double()
+    if case.cos_TR is None or case.sin_TR is None:
+        return x
+    R, cos, sin = case.cos_TR.shape[1], case.cos_TR.double()[:, None], case.sin_TR.double()[:, None]
+    a, b = x[..., :R], x[..., R : 2 * R]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., 2 * R :]), dim=-1)
 
 
 def exact(case: Case) -> Tensor:
-    """Attention in float64, one row at a time."""
-    out = torch.empty(case.q_TNH.shape, dtype=torch.float64)
-    K, block_size = case.k_cache.shape[1:3]
-    group = case.q_TNH.shape[1] // K
-    for s, length in enumerate(case.seq_lens_S.tolist()):
+    """Attention in float64, one row at a time, over the keys and values that are in the cache."""
+    heads, block_size = case.heads, case.cache.keys.shape[2]
+    N, K = heads.num_heads, heads.num_kv_heads
+    queries = prepared(case, 0, N, heads.q_norm_H)
+    out = torch.empty_like(queries)
+    for s, length in enumerate(case.rows.seq_lens_S.tolist()):
         positions = torch.arange(length)
-        blocks = case.block_tables_SB[s].long()[positions // block_size]
-        rows = [cache[blocks, :, positions % block_size] for cache in (case.k_cache, case.v_cache)]
-        keys, values = (row.double().repeat_interleave(group, 1) for row in rows)
-        begin, end = case.cu_seqlens_q[s : s + 2].tolist()
+        blocks = case.rows.block_tables_SB[s].long()[positions // block_size]
+        found = [part[blocks, :, positions % block_size] for part in case.cache]
+        keys, values = (x.double().repeat_interleave(N // K, 1) for x in found)
+        begin, end = case.rows.cu_seqlens_q[s : s + 2].tolist()
         for t in range(begin, end):
-            seen = length - (end - t) + 1
-            scores = torch.einsum("nh,cnh->nc", case.q_TNH[t].double(), keys[:seen]) * case.scale
-            out[t] = torch.einsum("nc,cnh->nh", scores.softmax(-1), values[:seen])
-    return out
+            last = length - (end - t)
+            seen = slice(max(0, last - heads.window + 1) if heads.window else 0, last + 1)
+            scores = torch.einsum("nh,cnh->nc", queries[t], keys[seen]) * heads.scale
+            if heads.softcap:
+                scores = heads.softcap * torch.tanh(scores / heads.softcap)
+            if heads.sinks_N is not None:
+                scores = torch.cat((scores, heads.sinks_N.double()[:, None]), dim=1)
+            weights = scores.softmax(-1)[:, : keys[seen].shape[0]]
+            out[t] = torch.einsum("nc,cnh->nh", weights, values[seen])
+    return out.flatten(1)
 
 
 @pytest.fixture(autouse=True)
@@ -90,95 +136,155 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_close_to_float64(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    case = make_case([1, 7, 40, 130, 33, 3], [1, 7, 1, 50, 20, 0], sizes, dtype)
-    torch.testing.assert_close(paged_attention(*case).double(), exact(case), rtol=1e-5, atol=2e-6)
+    case = make_case([1, 7, 40, 300, 33, 3, 260], [1, 7, 1, 50, 20, 0, 1], sizes, dtype, rotated=sizes[2] // 2)
+    torch.testing.assert_close(case.run().double(), exact(case), rtol=1e-5, atol=2e-6)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "window": {"window": 37},
+    "wide window": {"window": 200},
+    "one position": {"window": 1},
+    "softcap": {"softcap": 0.7},
+    "sinks": {"sinks_N": torch.linspace(-2, 4, 6)},
+    "norms": {"q_norm_H": torch.linspace(0.5, 2, 24), "k_norm_H": torch.linspace(-1, 1, 24), "norm_eps": 1e-4},
+}
+
+
+@pytest.mark.parametrize("rotated", [None, 3, 12])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_part_of_the_layout(layout: str, rotated: int | None) -> None:
+    case = make_case([7, 310, 290], [7, 60, 1], (6, 2, 24, 16), torch.float32, rotated, **LAYOUTS[layout])
+    torch.testing.assert_close(case.run().double(), exact(case), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_keys_and_values_are_rounded_into_their_slots_and_nothing_else_is_touched(dtype: torch.dtype) -> None:
+    case = make_case([50, 20], [9, 20], SIZES[0], dtype, rotated=32)
+    before = case.copy().cache
+    case.run()
+    block_size, slots = 16, case.rows.slot_mapping_T
+    wanted = prepared(case, 9, 3, None), case.qkv_TW[:, 12 * 64 :].view(-1, 3, 64)
+    for part, old, x in zip(case.cache, before, wanted, strict=True):
+        found = part[slots // block_size, :, slots % block_size]
+        torch.testing.assert_close(found, x.float().to(dtype), rtol=2e-2 if dtype != torch.float32 else 1e-6, atol=1e-6)
+        part[slots // block_size, :, slots % block_size] = NAN
+        torch.testing.assert_close(part, old, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_values_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
+    case = make_case([40], [40], (1, 1, 71, 16), dtype)
+    case.qkv_TW.mul_(torch.logspace(-9, 6, 40)[:, None])
+    case.qkv_TW[0, 142:146] = torch.tensor([NAN, float("inf"), -float("inf"), -0.0])
+    case.run()
+    slots = case.rows.slot_mapping_T
+    found = case.cache.values[slots // 16, 0, slots % 16]
+    torch.testing.assert_close(found, case.qkv_TW[:, 142:].to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_bits_do_not_depend_on_chunks_or_neighbours(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    case = make_case([90, 17, 140], [90, 1, 60], sizes, dtype)
-    together = paged_attention(*case)
-    choose = random.Random(1)
+def test_bits_do_not_depend_on_chunks_or_neighbours(
+    sizes: tuple[int, int, int, int], dtype: torch.dtype, window: int
+) -> None:
+    case = make_case([190, 17, 140], [190, 1, 60], sizes, dtype, rotated=4, window=window)
+    pieces = case.copy()
+    together, choose = case.run(), random.Random(1)
     for s in range(3):
-        begin, end = case.cu_seqlens_q[s : s + 2].tolist()
+        begin, end = case.rows.cu_seqlens_q[s : s + 2].tolist()
         first = 0
         while first < end - begin:
             last = min(end - begin, first + choose.choice([1, 1, 2, 5, 8, 9, 30]))
-            alone = paged_attention(*case.part(s, first, last))
+            alone = pieces.part(s, first, last).run()
             assert torch.equal(alone, together[begin + first : begin + last])
             first = last
 
 
 def test_bits_do_not_depend_on_threads_or_on_where_blocks_lie() -> None:
-    case = make_case([200, 64, 65], [120, 1, 3], SIZES[0], torch.float32)
-    expected = paged_attention(*case)
+    case = make_case([200, 600, 65], [120, 1, 3], SIZES[0], torch.float32, rotated=32)
+    order = torch.randperm(len(case.cache.keys))
+    place = torch.argsort(order)
+    slots, tables = case.rows.slot_mapping_T, case.rows.block_tables_SB
+    rows = replace(
+        case.rows, slot_mapping_T=place[slots // 16] * 16 + slots % 16, block_tables_SB=place[tables.long()].int()
+    )
+    moved = replace(case, cache=LayerCache(case.cache.keys[order], case.cache.values[order]), rows=rows)
+    expected = case.run()
+    assert torch.equal(moved.run(), expected)
     try:
         for count in (2, 3):
             threads.set_num_threads(count)
             for _ in range(20):
-                assert torch.equal(paged_attention(*case), expected)
+                assert torch.equal(case.run(), expected)
     finally:
         threads.set_num_threads(1)
-    order = torch.randperm(len(case.k_cache))
-    place = torch.argsort(order).int()
-    moved = case._replace(
-        k_cache=case.k_cache[order], v_cache=case.v_cache[order], block_tables_SB=place[case.block_tables_SB.long()]
-    )
-    assert torch.equal(paged_attention(*moved), expected)
 
 
 def test_bits_do_not_depend_on_the_block_size() -> None:
-    keys, values = torch.randn(2, 150, 3, 64)
-    q, results = torch.randn(40, 9, 64), []
+    results = []
     for block_size in (5, 16, 24, 150, 256):
-        num_blocks = -(-150 // block_size)
-        caches = [torch.zeros(num_blocks, 3, block_size, 64) for _ in range(2)]
-        for cache, rows in zip(caches, (keys, values), strict=True):
-            padded = torch.zeros(num_blocks * block_size, 3, 64)
-            padded[:150] = rows
-            cache[:] = padded.view(num_blocks, block_size, 3, 64).transpose(1, 2)
-        table = torch.arange(num_blocks, dtype=torch.int32)[None]
-        starts, lengths = torch.tensor([0, 40], dtype=torch.int32), torch.tensor([150], dtype=torch.int32)
-        results.append(paged_attention(q, *caches, table, starts, lengths, 0.125))
+        case = make_case([150], [150], (9, 3, 64, block_size), torch.float32)
+        results.append(case.run())
     assert all(torch.equal(found, results[0]) for found in results)
 
 
-def test_queries_inside_a_wider_projection() -> None:
-    case = make_case([20, 9], [20, 1], SIZES[0], torch.float32)
-    wide = torch.randn(21, 960)
-    wide[:, :576] = case.q_TNH.view(21, 576)
-    found = paged_attention(*case._replace(q_TNH=wide[:, :576].view(21, 9, 64)))
-    assert torch.equal(found, paged_attention(*case))
+def test_padding_is_left_alone() -> None:
+    case = make_case([20, 33], [3, 1], SIZES[0], torch.float16, rotated=32)
+    expected, cos, sin = case.copy().run(), case.cos_TR, case.sin_TR
+    assert cos is not None
+    assert sin is not None
+    rows = PagedRows(
+        torch.cat((case.rows.slot_mapping_T, torch.tensor([-1, -1]))),
+        torch.cat((case.rows.block_tables_SB, torch.full((1, 5), 10**6, dtype=torch.int32))),
+        torch.cat((case.rows.cu_seqlens_q, case.rows.cu_seqlens_q[-1:])),
+        torch.cat((case.rows.seq_lens_S, torch.zeros(1, dtype=torch.int32))),
+        3,
+    )
+    qkv, cos, sin = (torch.cat((x, torch.full_like(x[:2], NAN))) for x in (case.qkv_TW, cos, sin))
+    padded = replace(case, qkv_TW=qkv, cos_TR=cos, sin_TR=sin, rows=rows)
+    assert torch.equal(padded.run()[:4], expected)
 
 
-def test_half_precision_queries_give_half_precision_results() -> None:
-    case = make_case([30], [4], SIZES[0], torch.bfloat16)
-    found = paged_attention(*case._replace(q_TNH=case.q_TNH.bfloat16()))
+def test_half_precision_rows_give_half_precision_results() -> None:
+    case = make_case([30], [4], SIZES[0], torch.bfloat16, rotated=32)
+    found = replace(case.copy(), qkv_TW=case.qkv_TW.bfloat16()).run()
     assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), paged_attention(*case), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found.float(), case.run(), rtol=5e-2, atol=5e-2)
 
 
 def test_a_query_that_is_not_finite_spoils_itself_alone() -> None:
     case = make_case([40, 12], [30, 1], SIZES[0], torch.float32)
-    expected = paged_attention(*case)
-    case.q_TNH[3, 1, 5] = float("nan")
-    found = paged_attention(*case)
+    expected = case.run().view(-1, 9, 64)
+    case.qkv_TW[3, 64 + 5] = NAN
+    found = case.run().view(-1, 9, 64)
     assert bool(found[3, 1].isnan().all())
     found[3, 1] = expected[3, 1]
     assert torch.equal(found, expected)
 
 
+def test_the_reference_says_the_same() -> None:
+    case = make_case([40, 12], [30, 1], SIZES[0], torch.float32, rotated=32, window=20)
+    with dispatch.only("reference"):
+        expected = case.copy().run()
+    torch.testing.assert_close(case.run(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     case = make_case([40], [3], SIZES[0], torch.float32)
-    beyond = torch.tensor([1000], dtype=torch.int32)
+    rows = case.rows
     broken = [
-        case._replace(seq_lens_S=beyond),
-        case._replace(seq_lens_S=torch.tensor([2], dtype=torch.int32)),
-        case._replace(block_tables_SB=case.block_tables_SB + 100),
-        case._replace(block_tables_SB=case.block_tables_SB - 100),
-        case._replace(cu_seqlens_q=torch.tensor([0, 4], dtype=torch.int32)),
+        replace(rows, seq_lens_S=torch.tensor([1000], dtype=torch.int32)),
+        replace(rows, seq_lens_S=torch.tensor([2], dtype=torch.int32)),
+        replace(rows, block_tables_SB=rows.block_tables_SB + 100),
+        replace(rows, block_tables_SB=rows.block_tables_SB - 100),
+        replace(rows, cu_seqlens_q=torch.tensor([0, 4], dtype=torch.int32)),
+        replace(rows, slot_mapping_T=rows.slot_mapping_T + 1000),
     ]
     for step in broken:
         with pytest.raises(IndexError, match="do not fit"):
-            paged_attention(*step)
+            replace(case, rows=step).run()
+    with pytest.raises(ValueError, match="at most 32"):
+        replace(case, cos_TR=torch.zeros(3, 33), sin_TR=torch.zeros(3, 33)).run()
+    with pytest.raises(ValueError, match="rows of 100"):
+        replace(case, qkv_TW=torch.zeros(3, 100)).run()

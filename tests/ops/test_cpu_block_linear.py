@@ -10,7 +10,7 @@ from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
 from octavo.ops.cpu import threads
 from octavo.weights.blocks import dequantize
-from tests.ops.cpu_cases import needs_block_kernels, poison_new_tensors, random_blocks
+from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks
 
 SHAPES = [(64, 512), (37, 768), (5, 256), (16, 1536)]
 
@@ -54,7 +54,7 @@ def test_the_reference_is_the_matrix_product() -> None:
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-4)
 
 
-@needs_block_kernels
+@needs_float_kernels
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_error_is_within_the_stated_bound(kind: str, shape: tuple[int, int]) -> None:
@@ -70,7 +70,7 @@ def test_error_is_within_the_stated_bound(kind: str, shape: tuple[int, int]) -> 
     assert error.max() > 0, "activations are rounded, so something must differ"
 
 
-@needs_block_kernels
+@needs_float_kernels
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(kind: str) -> None:
     packed, x = PackedBlocks.pack(random_blocks(kind, 83, 512)), torch.randn(300, 512)
@@ -85,7 +85,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(kind: str) -> Non
         threads.set_num_threads(1)
 
 
-@needs_block_kernels
+@needs_float_kernels
 def test_a_row_that_is_not_finite_spoils_itself_alone() -> None:
     packed, x = PackedBlocks.pack(random_blocks("Q4_1", 33, 256)), torch.randn(9, 256)
     expected = block_linear(x, packed)
@@ -96,7 +96,7 @@ def test_a_row_that_is_not_finite_spoils_itself_alone() -> None:
     assert not found[[2, 5]].isfinite().any()
 
 
-@needs_block_kernels
+@needs_float_kernels
 def test_tiny_and_zero_rows() -> None:
     packed = PackedBlocks.pack(random_blocks("Q8_0", 20, 64))
     x = torch.zeros(3, 64)
@@ -108,7 +108,7 @@ def test_tiny_and_zero_rows() -> None:
     assert block_linear(torch.zeros(0, 64), packed).shape == (0, 20)
 
 
-@needs_block_kernels
+@needs_float_kernels
 def test_rows_of_another_width_are_refused() -> None:
     with pytest.raises(ValueError, match="64"):
         block_linear(torch.zeros(1, 64), PackedBlocks.pack(random_blocks("Q8_0", 4, 32)))

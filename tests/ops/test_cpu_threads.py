@@ -141,7 +141,7 @@ from octavo import ops
 from octavo.ops import dispatch
 ops.silu_and_mul(torch.zeros(1, 64))
 reasons = [choice.reason for choice in dispatch.choices() if choice.kernel == "numba"]
-assert len(reasons) == 7 and all(reason.startswith("numba cannot be imported") for reason in reasons), reasons
+assert reasons and all(reason.startswith("numba cannot be imported") for reason in reasons), reasons
 """
 
 

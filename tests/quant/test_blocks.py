@@ -9,10 +9,10 @@ from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS, block_linear
 from octavo.quant.blocks import PackedBlockScheme
 from octavo.weights.blocks import dequantize
-from tests.ops.cpu_cases import needs_block_kernels, random_blocks
+from tests.ops.cpu_cases import needs_float_kernels, random_blocks
 
 
-@needs_block_kernels
+@needs_float_kernels
 def test_this_machine_takes_blocks() -> None:
     assert PackedBlockScheme().declines("cpu") is None
     assert PackedBlockScheme().kinds == KINDS

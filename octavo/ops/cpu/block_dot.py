@@ -27,9 +27,11 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from octavo.ops.cpu.compiled import emitted
+from octavo.ops.cpu.compiled import emitted, inlined
 from octavo.ops.cpu.vector_ir import (
+    F32,
     FORMAT_BYTES,
+    HAS_VNNI,
     I32,
     LANES,
     F32x16,
@@ -47,8 +49,8 @@ from octavo.ops.cpu.vector_ir import (
 )
 
 STEP_BYTES = 4 * LANES
-TOKEN_COUNTS = (8, 4, 1)
-"""Weights are loaded and taken apart once for so many tokens; with 8, all sums just fit the registers."""
+TOKEN_COUNTS = (12, 8, 4, 2, 1) if HAS_VNNI else (4, 1)
+"""Weights are loaded and taken apart once for so many tokens; with the most, all sums just fit the registers."""
 
 
 def _weights(b: ir.IRBuilder, bits: int, values: ir.Value, step: int) -> list[ir.Value]:
@@ -75,6 +77,15 @@ def _group_totals(
     return totals
 
 
+@inlined
+def tokens_at_once(left: int) -> Any:
+    """How many of the tokens that are left to take; 16 are rather two times 8 than 12 and 4."""
+    for count in TOKEN_COUNTS:
+        if count <= left and not (count == 12 and left == 16):
+            return count
+    return 1
+
+
 @emitted
 def block_dot(
     context: Any,
@@ -88,7 +99,6 @@ def block_dot(
     activation_scales: Any,
     activation_offsets: Any,
     out: Any,
-    out_stride: Any,
     num_groups: Any,
     num_tokens: Any,
 ) -> Any:
@@ -96,7 +106,7 @@ def block_dot(
 
     ``activations`` int8 [tokens, K]; ``activation_scales`` float32 [tokens, groups]; ``activation_offsets``
     [tokens, groups]: float32 scaled sums where the format has minima, else the int32 each total starts from.
-    ``out`` float32: 16 numbers for each token, ``out_stride`` bytes apart. All are addresses.
+    ``out`` float32 [tokens, 16]. All are addresses.
     """
     constants = (bits, group, has_minima, scale_format)
     if not all(isinstance(value, types.IntegerLiteral) for value in constants):
@@ -109,7 +119,7 @@ def block_dot(
                 _emit_block_dot(b, count, *variant, *args[4:-1])
         return c.get_dummy_value()
 
-    return types.void(*constants, *([types.intp] * 9)), emit
+    return types.void(*constants, *([types.intp] * 8)), emit
 
 
 def _emit_block_dot(
@@ -125,32 +135,30 @@ def _emit_block_dot(
     activation_scales: ir.Value,
     activation_offsets: ir.Value,
     out: ir.Value,
-    out_stride: ir.Value,
     num_groups: ir.Value,
 ) -> None:
-    tokens = [i64(token) for token in range(num_tokens)]
-    rows = [offset(b, activations, (b.mul(num_groups, t), group)) for t in tokens]
-    side = [b.mul(num_groups, t) for t in tokens]
+    rows = [b.add(activations, b.mul(num_groups, i64(group * token))) for token in range(num_tokens)]
+    sides = [b.mul(num_groups, i64(4 * token)) for token in range(num_tokens)]
     row_bytes = LANES * FORMAT_BYTES[scale_format]
     with Loop(b, num_groups, [constant(F32x16, 0.0)] * num_tokens) as loop:
         g = loop.index
-        starts = [constant(I32x16, 0)] * num_tokens
-        offsets = [splat(b, load(b, I32, offset(b, activation_offsets, (s, 4), (g, 4)))) for s in side]
-        if not has_minima:
-            starts = offsets
-        panel = offset(b, values, (g, group * bits // 8 * LANES))
         here = [offset(b, row, (g, group)) for row in rows]
-        totals = _group_totals(b, bits, group, panel, here, starts)
+        at = [offset(b, side, (g, 4)) for side in sides]
+        starts = [constant(I32x16, 0)] * num_tokens
+        if not has_minima:
+            starts = [splat(b, load(b, I32, b.add(activation_offsets, side))) for side in at]
+        totals = _group_totals(b, bits, group, offset(b, values, (g, group * bits // 8 * LANES)), here, starts)
         pair = offset(b, scales, (g, (1 + has_minima) * row_bytes))
         scale = load_floats(b, scale_format, pair)
+        minimum = load_floats(b, scale_format, pair, row_bytes) if has_minima else None
         results = []
-        for s, total, result in zip(side, totals, loop.carried, strict=True):
-            activation_scale = splat(b, load(b, F32x16.element, offset(b, activation_scales, (s, 4), (g, 4))))
-            results.append(fma(b, b.fmul(b.sitofp(total, F32x16), activation_scale), scale, result))
-        if has_minima:
-            minimum = load_floats(b, scale_format, pair, row_bytes)
-            sums = [b.bitcast(value, F32x16) for value in offsets]
-            results = [fma(b, minimum, x, result) for x, result in zip(sums, results, strict=True)]
+        for side, total, result in zip(at, totals, loop.carried, strict=True):
+            x_scale = splat(b, load(b, F32, b.add(activation_scales, side)))
+            result = fma(b, b.fmul(b.sitofp(total, F32x16), x_scale), scale, result)
+            if minimum is not None:
+                x_sum = splat(b, load(b, F32, b.add(activation_offsets, side)))
+                result = fma(b, minimum, x_sum, result)
+            results.append(result)
         loop.carried = results
-    for t, result in zip(tokens, loop.results, strict=True):
-        store(b, result, b.add(out, b.mul(out_stride, t)))
+    for token, result in enumerate(loop.results):
+        store(b, result, out, STEP_BYTES * token)

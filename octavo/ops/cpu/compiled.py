@@ -60,15 +60,23 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def compiled_task(function: Callable[[int, int, int], None]) -> int:
     """Compile ``function(arguments, begin, end)`` now and return its address, for ``threads.run``."""
-    signature = types.void(types.intp, types.int64, types.int64)
+    return _compiled_now(types.void(types.intp, types.int64, types.int64), function)
+
+
+def compiled_driver(function: Callable[[int, int], int]) -> int:
+    """Compile ``function(pool, arguments)``, 0 when all is well, and return its address, for ``calls.call``."""
+    return _compiled_now(types.int64(types.intp, types.intp), function)
+
+
+def _compiled_now(signature: Any, function: Callable[..., Any]) -> int:
     with _numba_cache() as cache:
-        task: Any = numba.cfunc(signature, error_model="numpy", cache=cache)(function)
-    _tasks.append(task)
-    return int(task.address)
+        code: Any = numba.cfunc(signature, error_model="numpy", cache=cache)(function)
+    _code.append(code)
+    return int(code.address)
 
 
-_tasks: list[Any] = []
-"""Compiled tasks are code that threads jump to: they are never freed."""
+_code: list[Any] = []
+"""Code that is called by its address: it is never freed."""
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:

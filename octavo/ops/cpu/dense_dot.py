@@ -13,6 +13,7 @@ from numba import types
 
 from octavo.ops.cpu.compiled import emitted
 from octavo.ops.cpu.vector_ir import (
+    FLOAT32,
     FORMAT_BYTES,
     LANES,
     F32x16,
@@ -20,6 +21,7 @@ from octavo.ops.cpu.vector_ir import (
     constant,
     fma,
     i64,
+    load,
     load_floats,
     offset,
     shuffle,
@@ -37,14 +39,13 @@ def dense_dot(
     number_format: Any,
     weight: Any,
     x: Any,
-    row_bytes: Any,
-    num_steps: Any,
+    num_columns: Any,
     out: Any,
     out_stride: Any,
     num_rows: Any,
     num_tokens: Any,
 ) -> Any:
-    """Dot products over the first 16 * ``num_steps`` numbers of rows that are ``row_bytes`` apart, on both sides.
+    """Dot products of rows of ``num_columns`` numbers, whole vectors: the weight's of a format, x of float32.
 
     ``(num_rows, num_tokens)`` is one of TILES. ``out`` gets ``num_rows`` float32 for each token, ``out_stride``
     bytes apart. The first argument is a constant; those that are neither counts nor strides are addresses.
@@ -60,7 +61,7 @@ def dense_dot(
                 _emit_tile(b, kind, rows, tokens, *args[1:-2])
         return c.get_dummy_value()
 
-    return types.void(number_format, *([types.intp] * 8)), emit
+    return types.void(number_format, *([types.intp] * 7)), emit
 
 
 def _emit_tile(
@@ -70,18 +71,18 @@ def _emit_tile(
     num_tokens: int,
     weight: ir.Value,
     x: ir.Value,
-    row_bytes: ir.Value,
-    num_steps: ir.Value,
+    num_columns: ir.Value,
     out: ir.Value,
     out_stride: ir.Value,
 ) -> None:
-    rows = [offset(b, weight, (row_bytes, row)) for row in range(num_rows)]
-    tokens = [offset(b, x, (row_bytes, token)) for token in range(num_tokens)]
-    step_bytes = LANES * FORMAT_BYTES[number_format]
+    item = FORMAT_BYTES[number_format]
+    rows = [offset(b, weight, (num_columns, item * row)) for row in range(num_rows)]
+    tokens = [offset(b, x, (num_columns, FORMAT_BYTES[FLOAT32] * token)) for token in range(num_tokens)]
+    num_steps = b.sdiv(num_columns, i64(LANES))
     with Loop(b, num_steps, [constant(F32x16, 0.0)] * (num_rows * num_tokens)) as loop:
-        along = b.mul(loop.index, i64(step_bytes))
-        w = [load_floats(b, number_format, b.add(row, along)) for row in rows]
-        a = [load_floats(b, number_format, b.add(token, along)) for token in tokens]
+        column = b.mul(loop.index, i64(LANES))
+        w = [load_floats(b, number_format, offset(b, row, (column, item))) for row in rows]
+        a = [load(b, F32x16, offset(b, token, (column, FORMAT_BYTES[FLOAT32]))) for token in tokens]
         pairs = [(token, row) for token in a for row in w]
         loop.carried = [fma(b, x, y, total) for (x, y), total in zip(pairs, loop.carried, strict=True)]
     for first in range(0, len(pairs), LANES):

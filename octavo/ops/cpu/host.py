@@ -5,16 +5,26 @@ from __future__ import annotations
 import functools
 import platform
 import sys
+from typing import Any
 
 import llvmlite.binding
+import numba
 
+numba_config: Any = numba.config
 FLOAT_FEATURES = ("avx2", "fma", "f16c")
-BLOCK_FEATURES = ("avx512f", "avx512bw", "avx512vnni")
+VNNI_FEATURES = ("avx512f", "avx512bw", "avx512vnni")
 
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """The instruction sets of this CPU that the operating system lets us use, by LLVM's names."""
+    """The instruction sets that may be used, by LLVM's names.
+
+    They are those that this CPU has and the operating system lets us use, unless ``NUMBA_CPU_FEATURES`` lists
+    others ("+avx2,+fma,..."), for which numba then compiles.
+    """
+    forced: str | None = numba_config.CPU_FEATURES
+    if forced is not None:
+        return frozenset(name[1:] for name in forced.split(",") if name.startswith("+"))
     return frozenset(name for name, there in llvmlite.binding.get_host_cpu_features().items() if there)
 
 

@@ -3,60 +3,105 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.cpu.compiled import compiled, compiled_task
-from octavo.ops.cpu.dense_dot import dense_dot
+from octavo.ops.cpu.calls import call
+from octavo.ops.cpu.compiled import compiled_driver, compiled_task, inlined
+from octavo.ops.cpu.dense_dot import TILES, dense_dot
+from octavo.ops.cpu.epilogue import EPILOGUE, GATES, finish
 from octavo.ops.cpu.memory import fields, keep, read
-from octavo.ops.cpu.tensors import FORMATS, declines_floats, whole_vectors
-from octavo.ops.cpu.threads import pool_address, run
+from octavo.ops.cpu.rms_norm import normalise_row
+from octavo.ops.cpu.tensors import FORMATS, address, check_linear, declines_floats, whole_vectors
+from octavo.ops.cpu.threads import run
 from octavo.ops.cpu.vector_ir import FORMAT_BYTES, LANES
 from octavo.ops.linear import Activation, compose, linear
 
-ROWS_AT_ONCE = 64
-"""Weight rows that stay in the second-level cache while all tokens go over them; also the least for a thread."""
-ARGUMENTS = fields(weight=int, x=int, out=int, num_tokens=int, num_rows=int, num_columns=int)
+PANEL = LANES
+ROWS, TOKENS = TILES[0]
+TOKENS_AT_ONCE = 96
+"""Rows of activations that stay in the second-level cache while panel after panel goes over them."""
+MULTIPLICATIONS_A_CHUNK = 200_000
+NUMBERS_A_CHUNK = 16384
+
+ARGUMENTS = fields(
+    **EPILOGUE, normalise=int, multiply=int, x=int, normed=int, norm=int, eps=float, weight=int, K=int, width=int
+)
+"""``width`` is K filled up to whole vectors."""
 
 
 @functools.cache
-def _task(number_format: int) -> int:
-    """Task over blocks of ROWS_AT_ONCE rows of the weight."""
-    item = FORMAT_BYTES[number_format]
+def _normalise_task() -> int:
+    """Task over rows."""
+
+    def normalise(arguments: int, begin: int, end: int) -> None:
+        a = read(arguments, ARGUMENTS)
+        for t in range(begin, end):
+            at = 4 * a.width * t
+            normalise_row(a.x + at, a.norm, a.normed + at, a.width, a.K, a.eps)
+
+    return compiled_task(normalise)
+
+
+@inlined
+def _dot_rows(number_format: int, a: Any, first: int, last: int, x: int, tokens: int, out_at: int) -> None:
+    """Weight rows ``first .. last`` times 1 or TOKENS rows of x, into rows of 16 sums."""
+    n = first
+    while n < last:
+        rows = ROWS if n + ROWS <= last else 1
+        weight, out = a.weight + n * a.width * FORMAT_BYTES[number_format], out_at + 4 * (n - first)
+        if rows == ROWS:
+            dense_dot(number_format, weight, x, a.width, out, 4 * PANEL, ROWS, tokens)
+        else:
+            for t in range(tokens):
+                dense_dot(number_format, weight, x + 4 * t * a.width, a.width, out + 4 * t * PANEL, 4 * PANEL, 1, 1)
+        n += rows
+
+
+@functools.cache
+def _multiply_task(number_format: int) -> int:
+    """Task over panels of 16 outputs."""
 
     def multiply(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
-        T, row_bytes, steps, stride = a.num_tokens, item * a.num_columns, a.num_columns // LANES, 4 * a.num_rows
-        for block in range(begin, end):
-            last = min((block + 1) * ROWS_AT_ONCE, a.num_rows)
-            t = 0
-            while t < T:
-                tokens = 6 if t + 6 <= T else 1
-                n = block * ROWS_AT_ONCE
-                while n < last:
-                    rows = 4 if n + 4 <= last else 1
-                    weight, x, out = a.weight + n * row_bytes, a.x + t * row_bytes, a.out + t * stride + 4 * n
-                    if rows == 4:
-                        dense_dot(number_format, weight, x, row_bytes, steps, out, stride, 4, tokens)
-                    else:
-                        for i in range(tokens):
-                            at = i * row_bytes, i * stride
-                            dense_dot(number_format, weight, x + at[0], row_bytes, steps, out + at[1], stride, 1, 1)
-                    n += rows
-                t += tokens
+        tiles = np.empty((2, TOKENS, PANEL), np.float32)
+        sums, ups = tiles[0].ctypes.data, tiles[1].ctypes.data
+        for block in range(0, a.T, TOKENS_AT_ONCE):
+            for panel in range(begin, end):
+                t, first = block, panel * PANEL
+                while t < min(block + TOKENS_AT_ONCE, a.T):
+                    tokens = TOKENS if t + TOKENS <= a.T else 1
+                    x = a.normed + 4 * t * a.width
+                    _dot_rows(number_format, a, first, min(first + PANEL, a.N), x, tokens, sums)
+                    if a.gate:
+                        up = first + a.N // 2
+                        _dot_rows(number_format, a, up, up + PANEL, x, tokens, ups)
+                    finish(a, sums, ups, t, tokens, first)
+                    t += tokens
+        keep(tiles)
 
     return compiled_task(multiply)
 
 
-@compiled
-def _multiply(pool: int, task: int, weight: int, x: int, out: int, T: int, N: int, K: int) -> None:
-    arguments = np.empty(1, ARGUMENTS)
-    a = arguments[0]
-    a.weight, a.x, a.out, a.num_tokens, a.num_rows, a.num_columns = weight, x, out, T, N, K
-    run(pool, task, arguments.ctypes.data, (N + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE, 1)
-    keep(arguments)
+@functools.cache
+def _driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, ARGUMENTS)
+        normed = np.empty(a.T * a.width if a.norm else 0, np.float32)
+        a.normed = a.x
+        if a.norm:
+            a.normed = normed.ctypes.data
+            run(pool, a.normalise, arguments, a.T, max(1, NUMBERS_A_CHUNK // a.width))
+        panels = ((a.N // 2 if a.gate else a.N) + PANEL - 1) // PANEL
+        chunks = max(1, a.T * a.N * a.width // MULTIPLICATIONS_A_CHUNK)
+        run(pool, a.multiply, arguments, panels, (panels + chunks - 1) // chunks)
+        keep(normed)
+        return 0
+
+    return compiled_driver(drive)
 
 
 @linear.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
@@ -70,17 +115,27 @@ def linear_numba(
     activation: Activation | None = None,
 ) -> Tensor:
     """See ``ops.linear``."""
-    return compose(x_TK, norm_K, eps, residual_TN, activation, lambda normed_TK: _linear(normed_TK, weight_NK, bias_N))
+    (T, K), N = x_TK.shape, weight_NK.shape[0]
+    if activation not in GATES or (activation and N % (2 * PANEL)):
 
+        def multiply(normed_TK: Tensor) -> Tensor:
+            return linear_numba(normed_TK, weight_NK, bias_N)
 
-def _linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    (T, K), (N, K_weight) = x_TK.shape, weight_NK.shape
-    if K_weight != K or weight_NK.dtype != x_TK.dtype:
-        raise ValueError(f"linear: x is {K} columns of {x_TK.dtype}, the weight {K_weight} of {weight_NK.dtype}")
-    x, weight = whole_vectors(x_TK), whole_vectors(weight_NK)
-    y_TN = torch.empty(T, N)
-    task = _task(FORMATS[x.dtype])
-    _multiply(pool_address(), task, weight.data_ptr(), x.data_ptr(), y_TN.data_ptr(), T, N, x.shape[1])
-    if bias_N is not None:
-        y_TN += bias_N
-    return y_TN.to(x.dtype)
+        return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)
+    if weight_NK.dtype != x_TK.dtype:
+        raise ValueError(f"linear: x is of {x_TK.dtype}, the weight of {weight_NK.dtype}")
+    width = N // 2 if activation else N
+    check_linear("linear", K, weight_NK.shape, bias_N, norm_K, residual_TN, (T, width))
+    x, weight = whole_vectors(x_TK.float()), whole_vectors(weight_NK)
+    norm = None if norm_K is None else whole_vectors(norm_K.float())
+    bias = None if bias_N is None else bias_N.float()
+    residual = None if residual_TN is None else residual_TN.float()
+    out_TN = residual if residual is not None else torch.empty(T, width)
+    arguments = np.empty(1, ARGUMENTS)
+    arguments[0] = (
+        *(address(bias), address(residual), out_TN.data_ptr(), GATES[activation], T, N),
+        *(_normalise_task(), _multiply_task(FORMATS[weight.dtype]), x.data_ptr(), 0, address(norm), eps),
+        *(weight.data_ptr(), K, x.shape[1]),
+    )
+    call(_driver(), arguments)
+    return out_TN.to(x_TK.dtype)

@@ -160,3 +160,14 @@ def call_task(context: Any, task: Any, arguments: Any, begin: Any, end: Any) -> 
         return c.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.int64, types.int64), emit
+
+
+@emitted
+def call_driver(context: Any, driver: Any, pool: Any, arguments: Any) -> Any:
+    """Call the compiled driver at an address; see ``compiled.compiled_driver``."""
+
+    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        kind = ir.FunctionType(I64, [I64, I64])
+        return b.call(b.inttoptr(args[0], kind.as_pointer()), list(args[1:]))
+
+    return types.int64(types.intp, types.intp, types.intp), emit

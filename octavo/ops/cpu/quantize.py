@@ -21,6 +21,7 @@ from octavo.ops.cpu.vector_ir import F32, I8, I32, LANES, F32x16, I32x16, call, 
 
 LARGEST = 127.0
 TINY = 1e-30
+ROUNDER = 12582912.0
 
 
 @emitted
@@ -63,8 +64,9 @@ def _emit_quantize_group(
     inverse = splat(b, b.select(is_tiny, ir.Constant(F32, 0.0), inverse))
     total = constant(I32x16, 0)
     for i, vector in enumerate(vectors):
-        nearest = call(b, "llvm.rint.v16f32", F32x16, [b.fmul(vector, inverse)])
-        whole = call(b, "llvm.fptosi.sat.v16i32.v16f32", I32x16, [nearest])
+        # Adding 1.5 * 2 ** 23 rounds, and leaves the whole number in the low bits. What is not finite gives any number.
+        shifted = b.fadd(b.fmul(vector, inverse), constant(F32x16, ROUNDER))
+        whole = b.sub(b.bitcast(shifted, I32x16), b.bitcast(constant(F32x16, ROUNDER), I32x16))
         store(b, b.trunc(whole, ir.VectorType(I8, LANES)), q, LANES * i)
         total = b.add(total, whole)
     total = call(b, "llvm.vector.reduce.add.v16i32", I32, [total])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -28,3 +30,26 @@ def by_token(x: Tensor) -> Tensor:
     """``x`` as float32 [T, heads, H] with the heads of a token side by side, as they are in a wider projection."""
     x = x.float()
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def address(x: Tensor | None) -> int:
+    """Where a tensor's numbers begin; 0 for none."""
+    return 0 if x is None else x.data_ptr()
+
+
+def check_linear(
+    op: str,
+    K: int,
+    weight_shape: Sequence[int],
+    bias_N: Tensor | None,
+    norm_K: Tensor | None,
+    residual_TN: Tensor | None,
+    out_shape: tuple[int, int],
+) -> None:
+    """Raise ``ValueError`` when the arguments of a linear map do not fit each other."""
+    N, K_weight = weight_shape
+    if K_weight != K:
+        raise ValueError(f"{op}: x has {K} columns, the weight takes {K_weight}")
+    for name, x, shape in (("bias", bias_N, (N,)), ("norm", norm_K, (K,)), ("residual", residual_TN, out_shape)):
+        if x is not None and (x.shape != shape or not x.is_contiguous()):
+            raise ValueError(f"{op}: {name} must be contiguous, of shape {list(shape)}; it has {list(x.shape)}")

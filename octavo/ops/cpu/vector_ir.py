@@ -16,17 +16,22 @@ from typing import Any
 import llvmlite.binding
 from llvmlite import ir
 
+from octavo.ops.cpu.host import VNNI_FEATURES, missing
+
 LANES = 16
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 I32x16, F32x16 = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 I16x16, F16x16 = ir.VectorType(I16, LANES), ir.VectorType(F16, LANES)
 I8x64 = ir.VectorType(I8, 4 * LANES)
+I32x8 = ir.VectorType(I32, LANES // 2)
+HALVES = (range(LANES // 2), range(LANES // 2, LANES))
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 """Number formats in memory, as the intrinsics take them."""
 FORMAT_BYTES = (4, 2, 2)
 
+HAS_VNNI = missing(VNNI_FEATURES) is None
 _LLVM_MAJOR: int = llvmlite.binding.llvm_version_info[0]
 
 
@@ -84,9 +89,21 @@ def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
 
 def dot4(b: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
     """Per lane: total + the sum of four products of unsigned and signed bytes, exact (``vpdpbusd``)."""
-    kind = I8x64 if _LLVM_MAJOR >= 21 else I32x16
-    args = [total, b.bitcast(unsigned, kind), b.bitcast(signed, kind)]
-    return call(b, "llvm.x86.avx512.vpdpbusd.512", I32x16, args)
+    if HAS_VNNI:
+        kind = I8x64 if _LLVM_MAJOR >= 21 else I32x16
+        args = [total, b.bitcast(unsigned, kind), b.bitcast(signed, kind)]
+        return call(b, "llvm.x86.avx512.vpdpbusd.512", I32x16, args)
+    low, high = (_dot4_in_pairs(b, *(shuffle(b, x, x, half) for x in (unsigned, signed))) for half in HALVES)
+    return b.add(total, shuffle(b, low, high, range(LANES)))
+
+
+def _dot4_in_pairs(b: ir.IRBuilder, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
+    """``dot4`` of eight lanes for AVX2: the even bytes, then the odd ones, as 16-bit numbers (``vpmaddwd``)."""
+    u, s = (b.bitcast(x, I16x16) for x in (unsigned, signed))
+    eight = constant(I16x16, 8)
+    even = b.and_(u, constant(I16x16, 0xFF)), b.ashr(b.shl(s, eight), eight)
+    odd = b.lshr(u, eight), b.ashr(s, eight)
+    return b.add(*(call(b, "llvm.x86.avx2.pmadd.wd", I32x8, pair) for pair in (even, odd)))
 
 
 def load_floats(b: ir.IRBuilder, number_format: int, address: ir.Value, displacement: int = 0) -> ir.Value:

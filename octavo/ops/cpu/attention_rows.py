@@ -1,0 +1,106 @@
+"""The rows of a step before they attend: heads normed and rotated, keys and values put into the cache."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from octavo.ops.cpu.compiled import compiled_task, inlined
+from octavo.ops.cpu.half import narrow
+from octavo.ops.cpu.memory import fields, keep, read, view
+from octavo.ops.cpu.rms_norm import normalise_row
+from octavo.ops.cpu.vector_ir import FORMAT_BYTES
+
+STEP = fields(
+    prepare=int,
+    attend=int,
+    merge=int,
+    qkv=int,
+    T=int,
+    N=int,
+    K=int,
+    H=int,
+    width=int,
+    scale=float,
+    q_norm=int,
+    k_norm=int,
+    eps=float,
+    cos=int,
+    sin=int,
+    R=int,
+    slots=int,
+    k_cache=int,
+    v_cache=int,
+    num_blocks=int,
+    block_size=int,
+    tables=int,
+    table_width=int,
+    starts=int,
+    lengths=int,
+    S=int,
+    window=int,
+    softcap=float,
+    sinks=int,
+    out=int,
+    q=int,
+    tiles=int,
+    num_tiles=int,
+    parts=int,
+)
+"""All that the tasks of one call read; addresses are 0 for what is absent. ``width`` is H filled up to whole vectors.
+
+The last four are made by the driver: queries float32 [T, N, width], the tiles, and room for their parts.
+"""
+
+
+@inlined
+def _turn(x: Any, cos: Any, sin: Any) -> None:
+    R = len(cos)
+    for i in range(R):
+        first, second = x[i], x[R + i]
+        x[i] = first * cos[i] - second * sin[i]
+        x[R + i] = second * cos[i] + first * sin[i]
+
+
+@inlined
+def _prepare_head(a: Any, t: int, head: int, norm: int, x: Any) -> None:
+    """Queries' or keys' head ``head`` of row t into ``x``, whose last numbers stay zero."""
+    source = view(a.qkv + 4 * (t * (a.N + 2 * a.K) + head) * a.H, a.H, np.float32)
+    for i in range(a.H):
+        x[i] = source[i]
+    if norm:
+        normalise_row(x.ctypes.data, norm, x.ctypes.data, a.width, a.H, a.eps)
+    if a.cos:
+        at = 4 * t * a.R
+        _turn(x, view(a.cos + at, a.R, np.float32), view(a.sin + at, a.R, np.float32))
+
+
+@functools.cache
+def prepare_task(number_format: int) -> int:
+    """Task over rows."""
+    item = FORMAT_BYTES[number_format]
+
+    def prepare(arguments: int, begin: int, end: int) -> None:
+        a = read(arguments, STEP)
+        x, scale = np.zeros(a.width, np.float32), np.float32(a.scale)
+        for t in range(begin, end):
+            for head in range(a.N):
+                _prepare_head(a, t, head, a.q_norm, x)
+                query = view(a.q + 4 * (t * a.N + head) * a.width, a.width, np.float32)
+                for i in range(a.width):
+                    query[i] = x[i] * scale
+            slot = view(a.slots, a.T, np.int64)[t]
+            if slot < 0:
+                continue
+            block, place = slot // a.block_size, slot % a.block_size
+            for head in range(a.K):
+                at = item * ((block * a.K + head) * a.block_size + place) * a.H
+                _prepare_head(a, t, a.N + head, a.k_norm, x)
+                narrow(number_format, x.ctypes.data, a.k_cache + at, a.H)
+                value = a.qkv + 4 * (t * (a.N + 2 * a.K) + a.N + a.K + head) * a.H
+                narrow(number_format, value, a.v_cache + at, a.H)
+        keep(x)
+
+    return compiled_task(prepare)

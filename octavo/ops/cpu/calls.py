@@ -1,0 +1,130 @@
+"""Calls of compiled kernels: made one at a time, or recorded once and repeated by one compiled loop.
+
+A kernel is a *driver*, compiled code that takes the pool of threads and the address of a record of arguments, and
+gives 0 when all is well. Python prepares the record and calls ``call``. Preparing takes longer than computing a small
+layer for one token, and prepares the same for every token: hence ``Recording``. It keeps the records of all calls that
+were made while it was on, and ``repeat`` makes them again, on what is in the same memory by then.
+
+A recording is only true if nothing but kernel calls made it. It takes over ``torch.empty``, so that results are in
+memory of its own, lets views pass, and notes any other operation of torch in ``foreign``.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octavo.ops.cpu.compiled import compiled
+from octavo.ops.cpu.memory import call_driver, fields, view
+from octavo.ops.cpu.threads import pool_address
+
+Arguments = npt.NDArray[np.void]
+CALL = fields(driver=int, arguments=int)
+
+
+@compiled
+def _call(driver: int, pool: int, arguments: int) -> int:
+    return call_driver(driver, pool, arguments)  # type: ignore[no-any-return]
+
+
+@compiled
+def _call_all(calls_at: int, num_calls: int, pool: int) -> int:
+    """Make the calls in order; the index of the one that failed, or -1."""
+    calls = view(calls_at, num_calls, CALL)
+    for i in range(num_calls):
+        if call_driver(calls[i].driver, pool, calls[i].arguments) != 0:
+            return i
+    return -1
+
+
+def call(driver: int, arguments: Arguments, error: str = "") -> None:
+    """Call a driver; raise ``IndexError(error)`` when it gives anything but 0."""
+    if _recording is not None:
+        _recording.add(driver, arguments, error)
+    if _call(driver, pool_address(), arguments.ctypes.data):
+        raise IndexError(error)
+
+
+_Mode: Any = TorchDispatchMode
+
+
+class Arena:
+    """Memory for the results of calls. What nothing refers to any longer is used again."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[npt.NDArray[np.uint8]]] = {}
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Like ``torch.empty`` on the CPU."""
+        count = math.prod(shape)
+        size = 1 << max(6, (count * dtype.itemsize - 1).bit_length())
+        free = self._free.setdefault(size, [])
+        memory = free.pop() if free else np.empty(size, np.uint8)
+        lent = memory[: count * dtype.itemsize]  # lives as long as the tensor's storage does
+        weakref.finalize(lent, free.append, memory)
+        return torch.frombuffer(lent, dtype=dtype).view(*shape) if count else torch.empty(shape, dtype=dtype)
+
+
+class Recording(_Mode):  # type: ignore[misc]  # torch has no types for it
+    """The kernel calls made while this is entered; results are in the memory of an arena."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self.foreign: set[str] = set()
+        """Operations that are not repeated; the recording is of no use if there are any."""
+        self._arena = arena
+        self._records: list[tuple[int, Arguments, str]] = []
+        self._calls: Arguments = np.zeros(0, CALL)
+
+    def __enter__(self) -> Recording:
+        global _recording
+        assert _recording is None, "one recording at a time"
+        _recording = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        global _recording
+        super().__exit__(*error)
+        _recording = None
+        self._calls = np.array([(driver, record.ctypes.data) for driver, record, _ in self._records], CALL)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.empty.memory_format:
+            return self._arena.empty(args[0], kwargs.get("dtype") or torch.get_default_dtype())
+        with self:
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+        if not _is_view(func):
+            self.foreign.add(str(func))
+        return func(*args, **kwargs)
+
+    def add(self, driver: int, arguments: Arguments, error: str) -> None:
+        """Note a call."""
+        self._records.append((driver, arguments, error))
+
+    def repeat(self) -> None:
+        """Make all calls again; raises what the first that fails raises."""
+        failed = _call_all(self._calls.ctypes.data, len(self._calls), pool_address())
+        if failed >= 0:
+            raise IndexError(self._records[failed][2])
+
+
+def _is_view(func: Callable[..., Any]) -> bool:
+    returns = func._schema.returns  # type: ignore[attr-defined]
+    return bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
+
+
+_recording: Recording | None = None
