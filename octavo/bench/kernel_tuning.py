@@ -51,18 +51,18 @@ Timed = list[tuple[float, LinearConfig]]
 
 GEMV = [
     *(GemvConfig(rows, 2048, 4) for rows in (1, 2)),
-    *(GemvConfig(4, 1024, 4, prefetch=prefetch) for prefetch in (0, 2)),
-    GemvConfig(2, 4096, 8),
+    GemvConfig(2, 2048, 4, prefetch=2),
+    GemvConfig(4, 1024, 4),
     *(GemvConfig(2, 4096, 8, programs=4, prefetch=prefetch) for prefetch in (0, 1)),
     GemvConfig(2, 4096, 8, programs=3),
-    *(GemvConfig(4, 4096, 8, programs=programs) for programs in (1, 2)),
+    GemvConfig(4, 4096, 8, programs=2),
     GemvConfig(4, 4096, 16, programs=2),
     GemvConfig(2, 2048, 4, programs=8),
     GemvConfig(4, 2048, 4, programs=4),
 ]
 TILES = {
-    16: [(64, 128, 4, 3), (64, 64, 4, 6), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 5)],
-    32: [(64, 128, 4, 3), (64, 64, 4, 5), (64, 128, 4, 4), (128, 64, 4, 4)],
+    16: [(64, 128, 4, 3), (64, 64, 4, 6), (64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 4, 5)],
+    32: [(64, 128, 4, 3), (64, 64, 4, 5), (64, 64, 4, 3), (128, 64, 4, 4)],
     64: [(64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3)],
     128: [(128, 64, 8, 4), (64, 64, 4, 4)],
 }
