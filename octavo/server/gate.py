@@ -77,6 +77,7 @@ class Gate:
             logger.exception("%s: unexpected error", request_id)
             if not status:
                 await error_response(UnexpectedError())(scope, receive, send_named)
+        del scope[DIRECT_SEND]  # it holds the scope
         # The route's pattern, not the path: labels must not grow with what clients send.
         handler = getattr(scope.get("route"), "path", "other")
         self._metrics.observe_http(handler, scope["method"], status, time.monotonic() - start)

@@ -154,6 +154,7 @@ class Generation:
         """Wait until every choice is finished, and return them all. Raises as ``news`` does."""
         while self.num_unfinished:
             await self._wait(for_news=False)
+        self._noted = []
         if self.error is not None:
             raise self.error
         return self.choices
@@ -190,3 +191,4 @@ class Generation:
                 choice.finish_reason = "abort"
                 self.engine.abort(choice.request.id)
         self.num_unfinished = 0
+        self.choices = []  # they hold this: without the cycle, nothing has to wait for a collection to be freed

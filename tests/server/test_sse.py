@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import random
 import threading
 import time
 from typing import Any
@@ -12,7 +14,9 @@ import pytest
 
 from octavo.errors import RequestFailed
 from octavo.server import sse
+from octavo.server.generation import Choice, Generation
 from octavo.types import Request
+from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
 from tests.server.raw import connect, post, read_chunk, read_head
 
@@ -229,3 +233,71 @@ def test_many_streams_at_once(serve_app: Any) -> None:
         assert status == 200
         texts = [event["choices"][0]["delta"].get("content", "") for event in events(data)]
         assert "".join(texts) == "The answer is 4, said the bird"
+
+
+def _whole_of(received: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """What the events of a completion stream say of each choice, put together."""
+    whole: dict[int, dict[str, Any]] = {}
+    for choice in (choice for event in received for choice in event["choices"]):
+        entry = whole.setdefault(choice["index"], {"text": "", "logprobs": [], "token_ids": [], "end": None})
+        entry["text"] += choice["text"]
+        entry["token_ids"] += choice.get("token_ids") or []
+        if choice["logprobs"] is not None:
+            entry["logprobs"] += zip(*choice["logprobs"].values(), strict=True)
+        if choice["finish_reason"] is not None:
+            entry["end"] = (choice["finish_reason"], choice["stop_reason"])
+    return whole
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"logprobs": 2, "return_token_ids": True},
+        {"stop": ["4, said"], "logprobs": 0},
+        {"stop": ["r i"], "min_tokens": 12},
+        {"stop_token_ids": [ord("4")], "n": 2},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ],
+)
+def test_merging_the_tokens_of_several_steps_changes_nothing(serve_app: Any, asked: dict[str, Any]) -> None:
+    """The same answer with an event for every token, and with the tokens of a random number of steps in one event."""
+    rng = random.Random(str(asked))
+    body = {"prompt": "Hi", "max_tokens": 40, "stream": True, "stream_options": {"include_usage": True}, **asked}
+    one_by_one = events(serve_app().client.post("/v1/completions", json=body).content)
+    engine = InProcessEngine(runs=False)
+    served = serve_app(engine)
+
+    async def read() -> bytes:
+        reader, writer = await connect(served.port, "/v1/completions", body)
+        while not engine.num_live:
+            await asyncio.sleep(0.005)
+        while engine.num_live:
+            await asyncio.to_thread(served.call, lambda: [engine.step() for _ in range(rng.randrange(1, 9))])
+        await read_head(reader)
+        data = b""
+        while piece := await read_chunk(reader):
+            data += piece
+        writer.close()
+        return data
+
+    merged = events(asyncio.run(read()))
+    assert len(merged) < len(one_by_one) / 2
+    assert _whole_of(merged) == _whole_of(one_by_one)
+    assert merged[-1]["usage"] == one_by_one[-1]["usage"]
+
+
+def test_a_request_that_ended_is_freed_without_a_collection(served: Served) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for stream in (True, False):
+            served.complete(stream=stream, n=2)
+            served.chat(stream=stream, max_tokens=3)
+            served.complete(stream=stream, temperature=-1)
+        deadline = time.monotonic() + 5
+        while left := [item for item in gc.get_objects() if isinstance(item, Generation | Choice)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.02)
+    finally:
+        gc.enable()
