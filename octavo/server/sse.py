@@ -79,13 +79,15 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with attended(self.generation, receive):
-            data = self._render(await self.generation.news())
+            data = b"".join(map(self.writer.frames, await self.generation.news()))
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             # The server's own `send`, because the layers between only look at the start of a response.
             send = scope.get(DIRECT_SEND, send)
             if not self.generation.is_over:
-                await self._send(data, send)  # at once, so that it leaves together with the headers
+                # At once, so that it leaves together with the headers.
+                await send({"type": "http.response.body", "body": data, "more_body": True})
                 data = b""
+            self._last_sent = asyncio.get_running_loop().time()
             self._watch_silence()
             try:
                 # A task of its own, so that every wake-up need not climb through all the layers above.
@@ -94,24 +96,18 @@ class EventStream(Response):
                 self._timer.cancel()
 
     async def _send_all(self, data: bytes, send: Send) -> None:
-        generation = self.generation
+        generation, clock, frames = self.generation, asyncio.get_running_loop().time, self.writer.frames
         try:
             while not generation.is_over:
                 if data:
-                    await self._send(data, send)
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    self._last_sent = clock()
                 choices = await generation.news()
-                data = self._render(choices) if choices else KEEP_ALIVE
+                data = b"".join(map(frames, choices)) if choices else KEEP_ALIVE
             data += self.writer.last_frames()
         except RequestError as error:
             data = b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n"
         await send({"type": "http.response.body", "body": data + DONE, "more_body": False})
-
-    async def _send(self, data: bytes, send: Send) -> None:
-        await send({"type": "http.response.body", "body": data, "more_body": True})
-        self._last_sent = asyncio.get_running_loop().time()
-
-    def _render(self, choices: list[Choice]) -> bytes:
-        return b"".join([self.writer.frames(choice) for choice in choices])
 
     def _watch_silence(self) -> None:
         """Nudge the stream when nothing was sent for a while, which makes it send a comment."""

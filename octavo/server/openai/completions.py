@@ -175,9 +175,9 @@ class CompletionAnswer:
     def frames(self, choice: Choice) -> bytes:
         """The chunks for what is new about a choice."""
         news = choice.take()
-        is_first = choice.index in self._unopened
-        self._unopened.discard(choice.index)
         data = b""
+        if is_first := choice.index in self._unopened:
+            self._unopened.discard(choice.index)
         if (self._has_details and news.tokens) or (is_first and (self._shows_ids or self.body.echo)):
             details = encode_line(self._details(choice, news, is_first))
             data = self._frame.start + details[1:-1] + self._frame.end()
