@@ -59,6 +59,10 @@ GEMV = [
     GemvConfig(4, 4096, 16, programs=2),
     GemvConfig(2, 2048, 4, programs=8),
     GemvConfig(4, 2048, 4, programs=4),
+    *(GemvConfig(2, 4096, 8, programs=4, stages=stages) for stages in (3, 4)),
+    *(GemvConfig(2, 4096, 4, programs=4, stages=4, prefetch=prefetch) for prefetch in (0, 2)),
+    GemvConfig(1, 4096, 4, programs=6, stages=4),
+    GemvConfig(4, 2048, 4, programs=4, stages=4),
 ]
 TILES = {
     16: [(64, 128, 4, 3), (64, 64, 4, 6), (64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 4, 5)],
@@ -83,7 +87,10 @@ def candidates(case: LinearCase, rows: int, multiprocessors: int) -> Iterator[Li
             continue
         at_once = multiprocessors * min(4, SHARED_BYTES // shared)
         for splits in _splits(triton.cdiv(case.outputs, block_n), case.K // block_k, at_once):
-            yield SkinnyConfig(block_n, block_k, warps, stages, splits, copy_engine=True, fuses_norm=fuses_norm)
+            config = SkinnyConfig(block_n, block_k, warps, stages, splits, copy_engine=True, fuses_norm=fuses_norm)
+            yield config
+            if stages * block_k >= 384:  # the deepest
+                yield replace(config, prefetch=2)
 
 
 def _splits(tiles: int, chunks: int, at_once: int) -> list[int]:

@@ -28,6 +28,8 @@ class GemvConfig:
     warps: int
     programs: int = 0
     """Programs on each multiprocessor, which walk over the tiles; 0 for a program for every tile."""
+    stages: int = 1
+    """Tiles of a walk that are in shared memory or on their way to it; with 1 the next one is in registers."""
     release: str = "early"
     """When the next kernel may start: "early" before the sums, "late" after them."""
     prefetch: int = 0
@@ -192,6 +194,7 @@ def walking_gemv_kernel(
     BLOCK_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     EVEN_N: tl.constexpr,
+    STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -200,13 +203,14 @@ def walking_gemv_kernel(
     GATED: tl.constexpr = ACTIVATION is not None
     first, step = tl.program_id(0), tl.num_programs(0)
     rows = weight_ptr + _row_starts(first * OUTPUTS, num_outputs, K, OUTPUTS, GATED, EVEN_N)
-    weights = _weights(rows, 0, True, K, BLOCK_K)
+    if STAGES == 1:
+        weights = _weights(rows, 0, True, K, BLOCK_K)
     if norm_ptr is not None:
         norm = _column(norm_ptr, 0, K, BLOCK_K)
     if PDL and PREFETCH:
-        if CHUNKS > 1:
+        if CHUNKS > 1 and STAGES == 1:
             prefetch_lines(rows + BLOCK_K, 2 * (K - BLOCK_K))
-        for p in tl.static_range(1, 1 + PREFETCH):
+        for p in tl.static_range(1 if STAGES == 1 else 0, 1 + PREFETCH):
             tile = tl.minimum(first + p * step, num_tiles - 1)
             prefetch_lines(weight_ptr + _row_starts(tile * OUTPUTS, num_outputs, K, OUTPUTS, GATED, EVEN_N), 2 * K)
     wait_for_predecessor(PDL)
@@ -221,12 +225,16 @@ def walking_gemv_kernel(
             squares += x * x
         scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         x_0 *= norm
-    for tile in tl.range(first, num_tiles, step, num_stages=1):
+    for tile in tl.range(first, num_tiles, step, num_stages=STAGES):
         start = tile * OUTPUTS
+        if STAGES > 1:
+            rows = weight_ptr + _row_starts(start, num_outputs, K, OUTPUTS, GATED, EVEN_N)
         residual = _of_outputs(residual_ptr, start, num_outputs, OUTPUTS, EVEN_N)
         acc = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
         for c in tl.static_range(CHUNKS):
-            if c + 1 < CHUNKS:
+            if STAGES > 1:
+                weights = _weights(rows, c, True, K, BLOCK_K)
+            elif c + 1 < CHUNKS:
                 following = _weights(rows, c + 1, True, K, BLOCK_K)
             else:
                 rows = weight_ptr + _row_starts((tile + step) * OUTPUTS, num_outputs, K, OUTPUTS, GATED, EVEN_N)
@@ -237,7 +245,8 @@ def walking_gemv_kernel(
                 if norm_ptr is not None:
                     x *= _column(norm_ptr, c, K, BLOCK_K)
             acc += weights.to(tl.float32) * x[None, :]
-            weights = following
+            if STAGES == 1:
+                weights = following
         y = tl.sum(acc, 1) * scale
         _finish(y, residual, start, num_outputs, bias_ptr, out_ptr, OUTPUTS, ACTIVATION, EVEN_N)
     if late != 0:
@@ -272,5 +281,6 @@ def gemv(
         EVEN_N=outputs % rows == 0,
         PREFETCH=config.prefetch,
         num_warps=config.warps,
+        **({"STAGES": config.stages} if walks else {}),
     )
     return out_1N

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from octavo.bench import kernel_tuning
+from octavo.bench import kernel_tuning, kernels
 from octavo.bench.dummy_models import SHAPES
 from octavo.bench.kernel_cases import LinearCase, Weights, head_case, layer_cases
 from octavo.bench.kernel_tuning import MAX_ERROR, Tuner, candidates
@@ -84,6 +84,12 @@ def test_layers_of_weights_differ(device: str) -> None:
     assert len({weight.data_ptr() for layer in layers for weight in layer}) == 6
     with pytest.raises(ConfigError, match="two layers do not fit"):
         Weights(100, torch.device(device)).layers(cases, 1 << 20)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells that there is no CUDA device")
+def test_without_a_device_there_is_nothing_to_measure() -> None:
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        kernels.measure(["qwen3-8b"], [1], tuned=True)
 
 
 @pytest.mark.parametrize("name", ["qwen", "gpt2"])

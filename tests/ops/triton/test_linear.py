@@ -27,6 +27,7 @@ CONFIGS: dict[str, LinearConfig] = {
     "gemv, late": GemvConfig(1, 4096, warps=4, release="late"),
     "walking gemv": GemvConfig(2, 64, warps=4, programs=1),
     "walking gemv, late": GemvConfig(8, 4096, warps=4, programs=1, release="late"),
+    "walking gemv, stages": GemvConfig(2, 64, warps=4, programs=1, stages=3),
     "skinny": SKINNY,
     "skinny, norm": replace(SKINNY, fuses_norm=True),
     "skinny, splits": replace(SKINNY, splits=3),
