@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.triton.launch import after_predecessor, is_invariant, launch, num_multiprocessors
+from octavo.ops.triton.launch import after_predecessor, launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_DIM = 256
@@ -36,20 +36,14 @@ class Config(NamedTuple):
 
 
 CONFIGS: dict[tuple[int, int], Config] = {
-    (2, 64): Config(128, 64, 8, 3),
-    (2, 128): Config(128, 64, 8, 3),
+    (2, 64): Config(64, 64, 4, 3),
+    (2, 128): Config(64, 64, 4, 3),
     (2, 256): Config(128, 32, 8, 3),
     (4, 64): Config(32, 32, 4, 2),
     (4, 128): Config(32, 32, 4, 2),
     (4, 256): Config(16, 32, 4, 2),
 }
 """By bytes of a query's element and head dim rounded up to a power of two, at least 64."""
-
-FEW_ROWS: dict[tuple[int, int], Config] = {
-    (2, 64): Config(64, 64, 4, 3),
-    (2, 128): Config(64, 64, 4, 3),
-}
-"""Taken instead where the tiles would leave multiprocessors idle."""
 
 MAX_SPARE = 16
 """Programs beyond those for full tiles, for the last tiles of as many sequences; more sequences share programs."""
@@ -75,7 +69,6 @@ def prefill_attention(
     With ``skip_single`` the rows of sequences that have exactly one are not written. Rows of no sequence never are.
     Keys are taken in tiles that begin at multiples of their size, and what a row does not see adds exactly nothing:
     with one ``config`` a row's result is bitwise the same wherever its chunk begins and whatever is beside it.
-    In an ``invariant()`` block the default is one for all numbers of rows.
     """
     T, N, H = q_TNH.shape
     K, block_size = k_cache.shape[1:3]
@@ -85,7 +78,7 @@ def prefill_attention(
     assert q_TNH.stride()[1:] == out_TNH.stride()[1:] == (H, 1), "the heads of a row must lie side by side"
     assert k_cache.stride()[2:] == v_cache.stride()[2:] == (H, 1), "the slots of a block must lie side by side"
     S, group, head_block = seq_lens_S.shape[0], N // K, max(16, triton.next_power_of_2(H))
-    config = config or config_for(q_TNH)
+    config = config or CONFIGS[q_TNH.element_size(), max(64, head_block)]
     rows = max(config.rows, triton.next_power_of_2(group))
     cap_in = 2 * LOG2_E.value * scale / softcap if softcap else 0.0  # capped scores need no further scale
     # fmt: off
@@ -100,16 +93,6 @@ def prefill_attention(
     )
     # fmt: on
     return out_TNH
-
-
-def config_for(q_TNH: Tensor) -> Config:
-    """The configuration that the tables have for such queries, chosen by their shape alone."""
-    T, N, H = q_TNH.shape
-    key = q_TNH.element_size(), max(64, triton.next_power_of_2(H))
-    config = CONFIGS[key]
-    tiles = T * N // config.rows
-    is_idle = tiles < num_multiprocessors(q_TNH.device)
-    return FEW_ROWS.get(key, config) if is_idle and not is_invariant() else config
 
 
 @triton.jit(do_not_specialize=["S", "table_stride"])
@@ -178,51 +161,57 @@ def _attend(
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Weighted values and sum of weights, for rows of which the first sees keys to ``first_end``, the last to ``end``.
 
-    Values lag a tile behind their keys, so that the tensor cores multiply by the values of one tile while the
-    weights of the next are computed (Shah et al., arXiv 2407.08608, section 3.2). That makes one more round than
-    there are tiles: the first has no values yet, the last no keys.
+    Tiles that all rows see whole come first, without a mask; with a window there are none.
     """
-    ROWS: tl.constexpr = q_MH.shape[0]
-    begin = 0
+    begin, whole_end = 0, first_end // KEYS * KEYS
     if HAS_WINDOW:
         begin = tl.maximum(first_end - window, 0) // KEYS * KEYS
-    acc_MH = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
-    weights_MC = tl.zeros([ROWS, KEYS], tl.float32)
-    shrink_M = tl.zeros([ROWS], tl.float32)
+        whole_end = begin
+    acc_MH = tl.zeros([q_MH.shape[0], HEAD_BLOCK], tl.float32)
     tile_CH = tl.arange(0, KEYS)[:, None] % BLOCK_SIZE * H + tl.arange(0, HEAD_BLOCK)[None, :]
-    is_in_CH = (tl.arange(0, HEAD_BLOCK) < H)[None, :]
-    next_block_C = _blocks(table_ptr, begin, end, BLOCK_SIZE, KEYS)
-    block_C = next_block_C
-    for at in tl.range(begin, end + KEYS, KEYS, num_stages=STAGES):
-        key_C = at + tl.arange(0, KEYS)
-        last_block_C = block_C
-        block_C = next_block_C
-        next_block_C = _blocks(table_ptr, at + KEYS, end, BLOCK_SIZE, KEYS)
-        at_CH = block_C.to(tl.int64) * k_block_stride + at % BLOCK_SIZE * H + tile_CH
-        k_CH = tl.load(k_ptr + at_CH, mask=is_in_CH, other=0.0)
-        # Slots behind the last row's hold anything, also NaN, which a weight of 0 would not undo.
-        is_value_C = (at > begin) & (key_C - KEYS < end)
-        at_CH = last_block_C.to(tl.int64) * v_block_stride + (at - KEYS) % BLOCK_SIZE * H + tile_CH
-        v_CH = tl.load(v_ptr + at_CH, mask=is_in_CH & is_value_C[:, None], other=0.0)
-        scores_MC = tl.dot(q_MH, tl.trans(k_CH.to(q_MH.dtype)), input_precision="ieee")
-        acc_MH *= shrink_M[:, None]
-        acc_MH = tl.dot(weights_MC.to(q_MH.dtype), v_CH.to(q_MH.dtype), acc_MH, input_precision="ieee")
-        if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-            scores_MC = cap_out - 2 * cap_out / (tl.exp2(scores_MC * cap_in) + 1)
-        is_partial = at + KEYS > first_end
-        if HAS_WINDOW:
-            is_partial |= at < end - window
-        if is_partial:
-            is_seen_MC = key_C[None, :] <= position_M[:, None]
-            if HAS_WINDOW:
-                is_seen_MC = is_seen_MC & (key_C[None, :] > position_M[:, None] - window)
-            scores_MC = tl.where(is_seen_MC, scores_MC, float("-inf"))
-        top_M = tl.maximum(peak_M, tl.max(scores_MC, 1) * scale)
-        weights_MC = tl.exp2(tl.fma(scores_MC, scale, -top_M[:, None]))
-        shrink_M = tl.exp2(peak_M - top_M)
-        sum_M = sum_M * shrink_M + tl.sum(weights_MC, 1)
-        peak_M = top_M
+    # fmt: off
+    for at in tl.range(begin, whole_end, KEYS, num_stages=STAGES):
+        acc_MH, peak_M, sum_M = _fold(
+            at, acc_MH, peak_M, sum_M, q_MH, position_M, end, k_ptr, v_ptr, table_ptr, k_block_stride, v_block_stride,
+            tile_CH, scale, cap_in, cap_out, window, H, BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP, MASKED=False)
+    for at in tl.range(whole_end, end, KEYS, num_stages=STAGES if HAS_WINDOW else 1):
+        acc_MH, peak_M, sum_M = _fold(
+            at, acc_MH, peak_M, sum_M, q_MH, position_M, end, k_ptr, v_ptr, table_ptr, k_block_stride, v_block_stride,
+            tile_CH, scale, cap_in, cap_out, window, H, BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP, MASKED=True)
+    # fmt: on
     return acc_MH, sum_M
+
+
+@triton.jit
+def _fold(
+    at: tl.tensor, acc_MH: tl.tensor, peak_M: tl.tensor, sum_M: tl.tensor, q_MH: tl.tensor, position_M: tl.tensor,
+    end: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, table_ptr: tl.tensor, k_block_stride: tl.tensor,
+    v_block_stride: tl.tensor, tile_CH: tl.tensor, scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor,
+    window: tl.tensor, H: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Add the tile of keys from ``at`` on to the sums (Milakov and Gimelshein, arXiv 1805.02867)."""
+    key_C = at + tl.arange(0, KEYS)
+    is_in_CH = (tl.arange(0, acc_MH.shape[1]) < H)[None, :]
+    block_C = _blocks(table_ptr, at, end, BLOCK_SIZE, KEYS).to(tl.int64)
+    at_CH = at % BLOCK_SIZE * H + tile_CH
+    k_CH = tl.load(k_ptr + block_C * k_block_stride + at_CH, mask=is_in_CH, other=0.0)
+    if MASKED:  # slots behind the last row's hold anything, also NaN, which a weight of 0 would not undo
+        is_in_CH = is_in_CH & (key_C < end)[:, None]
+    v_CH = tl.load(v_ptr + block_C * v_block_stride + at_CH, mask=is_in_CH, other=0.0)
+    scores_MC = tl.dot(q_MH, tl.trans(k_CH.to(q_MH.dtype)), input_precision="ieee")
+    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        scores_MC = cap_out - 2 * cap_out / (tl.exp2(scores_MC * cap_in) + 1)
+    if MASKED:
+        is_seen_MC = key_C[None, :] <= position_M[:, None]
+        if HAS_WINDOW:
+            is_seen_MC = is_seen_MC & (key_C[None, :] > position_M[:, None] - window)
+        scores_MC = tl.where(is_seen_MC, scores_MC, float("-inf"))
+    top_M = tl.maximum(peak_M, tl.max(scores_MC, 1) * scale)
+    weights_MC = tl.exp2(tl.fma(scores_MC, scale, -top_M[:, None]))
+    shrink_M = tl.exp2(peak_M - top_M)
+    acc_MH = tl.dot(weights_MC.to(q_MH.dtype), v_CH.to(q_MH.dtype), acc_MH * shrink_M[:, None], input_precision="ieee")
+    return acc_MH, top_M, sum_M * shrink_M + tl.sum(weights_MC, 1)
 
 
 @triton.jit
