@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.child_process import ChildLost, ChildProcess
+from octavo.child_worker import INVALID, REFUSED, RENDERED
 from octavo.config import ModelSettings
 from octavo.errors import ConfigError, InvalidParameter
 from octavo.text.chat_messages import normalise_messages
-from octavo.text.template_process import RenderingLost, TemplateProcess
-from octavo.text.template_worker import INVALID, REFUSED, RENDERED
 from octavo.text.tokenizer import Tokenizer
 
+WORKER = "octavo.text.template_worker"
 RESERVED_VARIABLES = ("chat_template", "messages", "add_generation_prompt")
 """What a client may not set through ``chat_template_kwargs``; the first would be a program of its own."""
 
@@ -45,7 +46,7 @@ class ChatTemplate:
             "max_memory": max_memory,
             "max_output": max_output,
         }
-        self._process: TemplateProcess | None = None
+        self._process: ChildProcess | None = None
         self._lock = threading.Lock()
 
     @property
@@ -59,7 +60,7 @@ class ChatTemplate:
             return
         try:
             kind, text = self._ask(None)
-        except RenderingLost as error:
+        except ChildLost as error:
             raise ConfigError(f"chat template: {error}") from None
         if kind != RENDERED:
             raise ConfigError(f"chat template: {text}")
@@ -96,7 +97,7 @@ class ChatTemplate:
             kind, text = self._ask(variables)
         except (TypeError, ValueError):
             raise InvalidParameter("messages", "Messages and template variables must be plain JSON values.") from None
-        except RenderingLost as error:
+        except ChildLost as error:
             raise InvalidParameter("messages", f"The chat template could not be rendered: {error}.") from None
         if kind == RENDERED:
             return text
@@ -115,7 +116,7 @@ class ChatTemplate:
     def _ask(self, variables: dict[str, Any] | None) -> tuple[bytes, str]:
         with self._lock:
             if self._process is None or not self._process.is_alive:
-                self._process = TemplateProcess(self._settings)
+                self._process = ChildProcess(WORKER, self._settings)
             return self._process.ask(variables)
 
 

@@ -1,4 +1,4 @@
-"""The parent's side of the process that renders chat templates."""
+"""A child process that does what may hang or explode: its time and memory are bounded, and it may be killed."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from octavo.text.template_worker import LENGTH, MAX_ERROR_BYTES, OUT_OF_MEMORY, READY
+from octavo.child_worker import LENGTH, MAX_ERROR_BYTES, OUT_OF_MEMORY, READY
 
 START_SECONDS = 60.0
-"""An import of Jinja on a very busy machine."""
-_SCRIPT = Path(__file__).with_name("template_worker.py")
-_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
+"""The imports of a child on a very busy machine."""
+_PACKAGE_PARENT = str(Path(__file__).parent.parent)
+_ENVIRONMENT = ("PATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
 """What the child is told of the environment: enough to start, no secrets."""
 
 
-class RenderingLost(Exception):
+class ChildLost(Exception):
     """The process gave no answer in time or ended; it is gone now. The message says what it did."""
 
 
-class TemplateProcess:
-    """One running ``template_worker``. Not safe for several threads at once."""
+class ChildProcess:
+    """One running ``module``, which speaks as ``ChildWorker`` does. Not safe for several threads at once."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, module: str, settings: dict[str, Any]) -> None:
+        """Raises ``ChildLost`` when it cannot be started."""
         self._settings = settings
         self._connection, theirs = socket.socketpair()
         with theirs:
-            self._process = _start(theirs)
+            self._process = _start(module, theirs)
         self.id = self._process.pid
         self.close = weakref.finalize(self, _end, self._process, self._connection)
         """Ends the process; also called when this object or the interpreter goes."""
         if self._exchange(json.dumps(settings).encode(), START_SECONDS)[:1] != READY:
-            raise RenderingLost("its process did not start")
+            raise ChildLost("its process did not start")
 
     @property
     def is_alive(self) -> bool:
         return self.close.alive and self._process.poll() is None
 
-    def ask(self, variables: dict[str, Any] | None) -> tuple[bytes, str]:
-        """The kind of answer and its text; raise ``RenderingLost`` if there is none."""
-        message = json.dumps(variables).encode()
+    def ask(self, question: Any) -> tuple[bytes, str]:
+        """The kind of answer and its text; raise ``ChildLost`` if there is none, ``TypeError`` for what is not JSON."""
+        message = json.dumps(question).encode()
         answer = self._exchange(message, self._settings["max_seconds"])
         return answer[:1], answer[1:].decode("utf-8", "replace")
 
@@ -58,7 +59,7 @@ class TemplateProcess:
         except OSError:
             problem = self._cause_of_death()
         self.close()
-        raise RenderingLost(problem)
+        raise ChildLost(problem)
 
     def _exchange_until(self, message: bytes, deadline: float) -> bytes:
         self._connection.settimeout(deadline - time.monotonic())
@@ -85,17 +86,19 @@ class TemplateProcess:
         return "it used up its memory or processor time"
 
 
-def _start(connection: socket.socket) -> subprocess.Popen[bytes]:
+def _start(module: str, connection: socket.socket) -> subprocess.Popen[bytes]:
+    environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    paths = [_PACKAGE_PARENT, *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         return subprocess.Popen(
-            [sys.executable, "-P", str(_SCRIPT)],
+            [sys.executable, "-P", "-m", module],
             stdin=connection.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+            env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
         )
     except OSError as error:
-        raise RenderingLost(f"its process could not be started ({error.strerror})") from None
+        raise ChildLost(f"its process could not be started ({error.strerror})") from None
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:

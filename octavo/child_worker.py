@@ -1,0 +1,111 @@
+"""The child's side of a ``ChildProcess``: messages over one socket, under limits that the kernel enforces.
+
+It speaks over its standard input: each message is a length (4 bytes, big-endian) and its bytes.
+
+    parent -> child   JSON settings, once; answered by READY
+    parent -> child   JSON of one question
+    child -> parent   one byte, the kind of answer, then text
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+LENGTH = struct.Struct(">I")
+READY, RENDERED, REFUSED, FAILED, INVALID = b"R", b"T", b"X", b"F", b"I"
+"""Kinds of answer: started, the result, refused on purpose, an error in doing it, an error in what is to be done."""
+OUT_OF_MEMORY = 3
+"""Exit status; there is no memory left to say it in words."""
+MAX_ERROR_BYTES = 500
+
+Answer = tuple[bytes, str]
+
+
+class ChildWorker:
+    """Answers one question after another until the parent hangs up.
+
+    ``settings`` has ``max_memory`` (bytes), ``max_seconds`` (of processor time, for each question) and
+    ``max_output`` (bytes of an answer).
+    """
+
+    def __init__(self, connection: socket.socket, settings: dict[str, Any]) -> None:
+        self._connection = connection
+        self._settings = settings
+
+    def run(self, serve: Callable[[Any], Answer]) -> None:
+        """Answer with what ``serve`` says of each question."""
+        self._answer(READY, "")
+        while (message := receive(self._connection)) is not None:
+            limit_processor_time(self._settings["max_seconds"])
+            try:
+                self._answer(*serve(json.loads(message)))
+            except MemoryError:
+                os._exit(OUT_OF_MEMORY)
+
+    def _answer(self, kind: bytes, text: str) -> None:
+        try:
+            body = text.encode()
+        except UnicodeEncodeError:
+            kind, body = FAILED, b"the text has an unpaired surrogate"
+        if kind != RENDERED:
+            body = body[:MAX_ERROR_BYTES]
+        elif len(body) > self._settings["max_output"]:
+            kind, body = FAILED, f"it produced more than {self._settings['max_output']} bytes".encode()
+        self._connection.sendall(LENGTH.pack(1 + len(body)) + kind + body)
+
+
+def start() -> tuple[socket.socket, dict[str, Any]] | None:
+    """The connection, and the settings under whose limits this process is from here on; ``None`` without a parent."""
+    connection = socket.socket(fileno=0)
+    first = receive(connection)
+    if first is None:
+        return None
+    settings = json.loads(first)
+    limit(resource.RLIMIT_AS, settings["max_memory"])
+    limit(resource.RLIMIT_FSIZE, 0)
+    limit(resource.RLIMIT_NPROC, 0)
+    limit(resource.RLIMIT_CORE, 0)
+    return connection, settings
+
+
+def described(error: Exception) -> str:
+    """An error in words."""
+    return str(error) or type(error).__name__
+
+
+def receive(connection: socket.socket) -> bytes | None:
+    """The next message; ``None`` when the other side has closed the connection."""
+    header = receive_exactly(connection, LENGTH.size)
+    return None if header is None else receive_exactly(connection, LENGTH.unpack(header)[0])
+
+
+def receive_exactly(connection: socket.socket, size: int) -> bytes | None:
+    """The next ``size`` bytes; ``None`` when the connection ends before."""
+    data = bytearray()
+    while len(data) < size:
+        piece = connection.recv(min(size - len(data), 1 << 20))
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)
+
+
+def limit(kind: int, value: int) -> None:
+    """Lower one limit for good; some systems do not know every kind."""
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(kind, (value, value))
+
+
+def limit_processor_time(seconds: float) -> None:
+    """End this process when the next answer takes more than ``seconds``, even if no parent is left to do so."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds), hard))
