@@ -128,24 +128,11 @@ def _finish(
 
 @triton.jit(do_not_specialize=["num_tiles", "late"])
 def gemv_kernel(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    norm_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    eps: tl.tensor,
-    num_outputs: tl.tensor,
-    num_tiles: tl.tensor,
-    late: tl.tensor,
-    K: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, norm_ptr: tl.tensor, residual_ptr: tl.tensor,
+    out_ptr: tl.tensor, eps: tl.tensor, num_outputs: tl.tensor, num_tiles: tl.tensor, late: tl.tensor,
+    K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr, EVEN_N: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One tile for each program, in chunks of columns; the next chunk is on its way while one is summed."""
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     start = tl.program_id(0) * OUTPUTS
@@ -179,25 +166,11 @@ def gemv_kernel(
 
 @triton.jit(do_not_specialize=["num_tiles", "late"])
 def walking_gemv_kernel(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    norm_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    eps: tl.tensor,
-    num_outputs: tl.tensor,
-    num_tiles: tl.tensor,
-    late: tl.tensor,
-    K: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, norm_ptr: tl.tensor, residual_ptr: tl.tensor,
+    out_ptr: tl.tensor, eps: tl.tensor, num_outputs: tl.tensor, num_tiles: tl.tensor, late: tl.tensor,
+    K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr, EVEN_N: tl.constexpr,
+    STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """A few programs walk over the tiles; the first chunk of x stays in registers, the others come from the cache."""
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     GATED: tl.constexpr = ACTIVATION is not None

@@ -157,6 +157,52 @@ def _of_outputs(ptr: tl.tensor, n: tl.tensor, num_outputs: tl.tensor) -> tl.tens
     return tl.load(ptr + n, mask=n < num_outputs, other=0.0).to(tl.float32)[:, None]
 
 
+@triton.jit
+def _residual_tile(ptr: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """The residual in float32, 0 without one."""
+    if ptr is None:
+        tile = tl.zeros(mask.shape, tl.float32)
+    else:
+        tile = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return tile
+
+
+@triton.jit
+def _finish(
+    acc: tl.tensor, up: tl.tensor, residual: tl.tensor, outputs: tl.tensor, num_outputs: tl.tensor,
+    bias_ptr: tl.tensor, ACTIVATION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Bias, gate and residual of the sums of a tile."""
+    if bias_ptr is not None:
+        acc += _of_outputs(bias_ptr, outputs, num_outputs)
+    if ACTIVATION is not None:
+        if bias_ptr is not None:
+            up += _of_outputs(bias_ptr + num_outputs, outputs, num_outputs)
+        acc = gated(acc, up, ACTIVATION)
+    return acc + residual
+
+
+@triton.jit
+def _prefetch(
+    weight_ptr: tl.tensor, outputs: tl.tensor, num_outputs: tl.tensor, k: tl.tensor, K: tl.tensor,
+    COLUMNS: tl.constexpr, GATED: tl.constexpr,
+) -> None:  # fmt: skip
+    """Bring the first COLUMNS from ``k`` on of a tile's weight rows into the cache."""
+    at = weight_ptr + tl.minimum(outputs, num_outputs - 1).to(tl.int64)[:, None] * K + k
+    prefetch_lines(at, 2 * COLUMNS)
+    if GATED:
+        prefetch_lines(at + num_outputs.to(tl.int64) * K, 2 * COLUMNS)
+
+
+@triton.jit
+def _place(tile: tl.tensor, tiles_n: tl.tensor, tiles_t: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
+    """Which tile of N and which of T: GROUP tiles of N side by side over all rows, then the next ones."""
+    in_group = tile % (GROUP * tiles_t)
+    first = (tile - in_group) // tiles_t
+    beside = tl.minimum(tiles_n - first, GROUP)
+    return first + in_group % beside, in_group // beside
+
+
 @triton.jit(do_not_specialize=["T", "late"])
 def skinny_kernel(
     x_ptr: tl.tensor, x_tiles: tl.tensor, weight_ptr: tl.tensor, weight_tiles: tl.tensor, bias_ptr: tl.tensor,
@@ -175,17 +221,12 @@ def skinny_kernel(
     SUMS: tl.constexpr = (2 if GATED else 1) * BLOCK_N * BLOCK_T
     chunks = tl.cdiv(K, BLOCK_K)
     tile, split = tl.program_id(0), tl.program_id(1)
-    in_group = tile % (GROUP * tl.cdiv(T, BLOCK_T))
-    first_of_group = (tile - in_group) // tl.cdiv(T, BLOCK_T)
-    beside = tl.minimum(tl.cdiv(num_outputs, BLOCK_N) - first_of_group, GROUP)
-    n, t = (first_of_group + in_group % beside) * BLOCK_N, in_group // beside * BLOCK_T
+    tile_n, tile_t = _place(tile, tl.cdiv(num_outputs, BLOCK_N), tl.cdiv(T, BLOCK_T), GROUP)
+    n, t = tile_n * BLOCK_N, tile_t * BLOCK_T
     rows, outputs = t + tl.arange(0, BLOCK_T), n + tl.arange(0, BLOCK_N)
     if PDL and PREFETCH:
-        at = weight_ptr + tl.minimum(outputs, num_outputs - 1).to(tl.int64)[:, None] * K
-        at += split * chunks // SPLITS * BLOCK_K
-        prefetch_lines(at, PREFETCH * BLOCK_K)
-        if GATED:
-            prefetch_lines(at + num_outputs.to(tl.int64) * K, PREFETCH * BLOCK_K)
+        k = split * chunks // SPLITS * BLOCK_K
+        _prefetch(weight_ptr, outputs, num_outputs, k, K, PREFETCH * BLOCK_K, GATED)
     wait_for_predecessor(PDL)
     if late == 0:
         start_successor(PDL)
@@ -215,22 +256,14 @@ def skinny_kernel(
     if is_last:
         at_out = rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
         mask = (rows < T)[None, :] & (outputs < num_outputs)[:, None]
-        residual = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-        if residual_ptr is not None:
-            residual = tl.load(residual_ptr + at_out, mask=mask, other=0.0).to(tl.float32)
+        residual = _residual_tile(residual_ptr, at_out, mask)
         if SPLITS > 1 and not SPLITS_IN_TURN:
             tl.store(counters_ptr + tile, 0)
             acc, up, squares = _add_splits(acc, up, squares, at, at_squares, SUMS, SPLITS, GATED, HAS_NORM)
         if HAS_NORM:
-            scale = tl.rsqrt(squares / K + eps)[None, :]
-            acc, up = acc * scale, up * scale
-        if bias_ptr is not None:
-            acc += _of_outputs(bias_ptr, outputs, num_outputs)
-        if GATED:
-            if bias_ptr is not None:
-                up += _of_outputs(bias_ptr + num_outputs, outputs, num_outputs)
-            acc = gated(acc, up, ACTIVATION)
-        tl.store(out_ptr + at_out, (acc + residual).to(out_ptr.dtype.element_ty), mask=mask)
+            acc, up = acc * tl.rsqrt(squares / K + eps)[None, :], up * tl.rsqrt(squares / K + eps)[None, :]
+        acc = _finish(acc, up, residual, outputs, num_outputs, bias_ptr, ACTIVATION)
+        tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def skinny_gemm(
