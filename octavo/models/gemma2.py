@@ -33,6 +33,11 @@ class Gemma2Config(LlamaConfig):
     """Of logits, 0 for none."""
 
 
+def norm_offset(keys: ConfigKeys) -> float:
+    """What is to be added to the stored weights of norms: one, unless the checkpoint's form has it in them."""
+    return 0.0 if keys.flag("norms_include_one") else 1.0
+
+
 class GemmaForCausalLM(LlamaForCausalLM):
     """Gemma, the first: Llama's layers, with Gemma's norms and embeddings."""
 
@@ -42,7 +47,7 @@ class GemmaForCausalLM(LlamaForCausalLM):
             keys.choice("hidden_act", {"gelu": None, "gelu_pytorch_tanh": None}, "gelu_pytorch_tanh")
         key = "hidden_activation"
         config = read_llama(keys, max_len, tied=True, head_dim=256, activation_key=key, activation="gelu_pytorch_tanh")
-        return dataclasses.replace(config, norm_offset=1.0)
+        return dataclasses.replace(config, norm_offset=norm_offset(keys))
 
     def __init__(self, config: LlamaConfig, weights: WeightLoader) -> None:
         super().__init__(config, weights)
@@ -73,7 +78,7 @@ def read_gemma2(keys: ConfigKeys, config: LlamaConfig, softcap: float, final_sof
     """What Gemma 2 adds to Llama's configuration, with its default soft caps, 0 for none."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(LlamaConfig)}
     return Gemma2Config(
-        **{**fields, "norm_offset": 1.0},
+        **{**fields, "norm_offset": norm_offset(keys)},
         scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
         softcap=_softcap(keys, "attn_logit_softcapping", softcap),
         final_softcap=_softcap(keys, "final_logit_softcapping", final_softcap),

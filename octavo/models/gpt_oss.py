@@ -17,7 +17,7 @@ from octavo.layers.moe import MoE, TopLogitsRouter
 from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer, read_llama
-from octavo.models.loader import WeightLoader
+from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.mixtral import MoEConfig, with_experts
 from octavo.models.rope import rope_values
 from octavo.ops.attention import HeadLayout
@@ -51,6 +51,9 @@ class GptOssLayer(LlamaLayer):
         router = TopLogitsRouter(
             weights.exact(f"{mlp}.router.weight", X, D), weights.exact(f"{mlp}.router.bias", X), config.num_chosen
         )
+        norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
+        if weights.has(f"{mlp}.experts.0.gate_proj.weight"):
+            return MoE(norm, router, _separate_experts(weights, f"{mlp}.experts", config))
         gates_then_ups = torch.arange(2 * F).view(F, 2).t().flatten()  # they take turns in the checkpoint
         experts = Experts(
             _expert_weights(weights, f"{mlp}.experts.gate_up_proj", (X, 2 * F, D))[:, gates_then_ups],
@@ -59,7 +62,19 @@ class GptOssLayer(LlamaLayer):
             weights.dense(f"{mlp}.experts.gate_up_proj_bias", X, 2 * F)[:, gates_then_ups],
             weights.dense(f"{mlp}.experts.down_proj_bias", X, D),
         )
-        return MoE(weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps), router, experts)
+        return MoE(norm, router, experts)
+
+
+def _separate_experts(weights: WeightLoader, prefix: str, config: GptOssConfig) -> Experts:
+    """Experts of a checkpoint that has the parts of each by themselves."""
+    X, D, F = config.num_experts, config.hidden_size, config.expert_size
+    gate_up, down = weights.experts(prefix, X, ExpertShape(D, F))
+    biases = {
+        part: torch.stack([weights.dense(f"{prefix}.{i}.{part}_proj.bias", size) for i in range(X)])
+        for part, size in (("gate", F), ("up", F), ("down", D))
+    }
+    gate_up_bias = torch.cat((biases["gate"], biases["up"]), dim=1)
+    return Experts(gate_up, down, config.gate, gate_up_bias, biases["down"])
 
 
 def _expert_weights(weights: WeightLoader, name: str, shape: tuple[int, int, int]) -> Tensor:

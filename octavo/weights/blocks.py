@@ -50,6 +50,7 @@ BLOCK_KINDS: dict[str, BlockKind] = {
     "Q4_K": BlockKind(256, 144),
     "Q5_K": BlockKind(256, 176),
     "Q6_K": BlockKind(256, 210),
+    "MXFP4": BlockKind(32, 17),
 }
 
 
@@ -227,6 +228,15 @@ def _q6_k(blocks: Bytes) -> _Parts:
     return nibbles | top_bits << np.uint8(4), _half(blocks, 208) * blocks[:, 192:208].view(np.int8), None
 
 
+_FP4_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12], dtype=np.uint8)
+_FP4 = np.concatenate([12 + _FP4_DOUBLED, 12 - _FP4_DOUBLED])
+"""Twice the number of each code, and 12 more so that none is negative."""
+
+
+def _mxfp4(blocks: Bytes) -> _Parts:
+    return _FP4[_nibbles(blocks[:, 1:])], np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128), None
+
+
 _FORMS: dict[str, tuple[int, Callable[[Bytes], _Parts]]] = {
     "Q4_0": (8, _q4_0),
     "Q4_1": (0, _q4_1),
@@ -236,5 +246,6 @@ _FORMS: dict[str, tuple[int, Callable[[Bytes], _Parts]]] = {
     "Q4_K": (0, _q4_k),
     "Q5_K": (0, _q5_k),
     "Q6_K": (32, _q6_k),
+    "MXFP4": (12, _mxfp4),
 }
 """The number that stands for zero, and how a block is taken apart."""

@@ -10,11 +10,10 @@ import numpy.typing as npt
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.weights.blocks import BlockTensor
+from octavo.weights.blocks import BlockTensor, dequantize
 from octavo.weights.gguf import GGUFFile
-from octavo.weights.gguf_llama import translate_config, translate_names
+from octavo.weights.gguf_families import Place, translate
 
-ARCHITECTURES = ("llama",)
 DENSE_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
@@ -29,44 +28,73 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = GGUFFile.open(path)
-        architecture = self._file.metadata.get("general.architecture")
-        if architecture not in ARCHITECTURES:
-            raise CheckpointError(
-                f"{path}: architecture {str(architecture)[:100]!r} is not supported in GGUF files, "
-                f"supported are {', '.join(ARCHITECTURES)}"
-            )
-        self.config = translate_config(self._file)
+        self._family, self.config, self._places = translate(self._file)
         self.generation_config = _special_tokens(self._file)
         self.config.update(self.generation_config)
-        self._names = translate_names(self._file)
         self.has_blocks = any(tensor.kind not in DENSE_KINDS for tensor in self._file.tensors.values())
 
     def names(self) -> set[str]:
         """Hugging Face names of all parameters in the file."""
-        return set(self._names)
+        return set(self._places)
 
     def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | BlockTensor:
         """The parameter: a copy if it is dense, a ``BlockTensor`` over the mapped file if quantised."""
-        if name not in self._names:
+        if name not in self._places:
             raise CheckpointError(f"{self.path}: there is no tensor for {name!r}; expected one of shape {shape}")
-        stored_name = self._names[name]
-        tensor = self._file.tensors[stored_name]
-        what = f"{self.path}: tensor {stored_name!r}"
-        if tensor.shape != shape:
+        place = self._places[name]
+        if place.values is not None:
+            return self._joined(place.tensor, place.values, shape)
+        tensor = self._file.tensors[place.tensor]
+        what = f"{self.path}: tensor {place.tensor!r}"
+        found = tensor.shape if place.part is None else tensor.shape[1:]
+        if found != shape and found != shape[1:] * (shape[0] == 1):  # converters drop an axis of length 1
             raise CheckpointError(f"{what}: has shape {tensor.shape}, expected {shape} for {name!r}")
         if tensor.kind not in DENSE_KINDS and len(shape) != 2:
             raise CheckpointError(f"{what}: has type {tensor.kind} and shape {shape}, only matrices can be quantised")
-        rows = self._hugging_face_rows(name, self._file.data(stored_name).reshape(shape[0], -1))
+        rows = self._hugging_face_rows(name, self._rows(place, shape[0]))
         if tensor.kind in DENSE_KINDS:
             return torch.from_numpy(rows.copy()).view(DENSE_KINDS[tensor.kind]).reshape(shape)
         return BlockTensor(tensor.kind, (shape[0], shape[1]), rows)
 
+    def _rows(self, place: Place, count: int) -> npt.NDArray[np.uint8]:
+        """The bytes of a parameter, [count, bytes of a row]."""
+        data = self._file.data(place.tensor)
+        if place.part is not None:
+            data = data.reshape(self._file.tensors[place.tensor].shape[0], -1)[place.part]
+        return data.reshape(count, -1)
+
+    def _joined(self, keys: str, values: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The map from a latent to keys and values, head by head, of two tensors that hold it in parts.
+
+        For N heads, keys are [N, latent, P] and values [N, V, latent]; the result is [N (P + V), latent].
+        """
+        for name in (keys, values):
+            if name not in self._file.tensors:
+                raise CheckpointError(f"{self.path}: tensor {name!r} is missing")
+        keys_NLP, values_NVL = (self._dense(name) for name in (keys, values))
+        sizes = keys_NLP.shape, values_NVL.shape
+        if [len(size) for size in sizes] != [3, 3] or sizes[0][:2] != (sizes[1][0], sizes[1][2]):
+            raise CheckpointError(f"{self.path}: tensors {keys!r} and {values!r} of {sizes} do not fit each other")
+        joined = torch.cat((keys_NLP.mT, values_NVL), dim=1).flatten(0, 1)
+        if joined.shape != shape:
+            raise CheckpointError(f"{self.path}: tensor {keys!r}: has shape {sizes[0]}, expected such for {shape}")
+        return joined
+
+    def _dense(self, name: str) -> torch.Tensor:
+        """A tensor of any number of axes as float32."""
+        tensor = self._file.tensors[name]
+        rows = int(np.prod(tensor.shape[:-1]))
+        blocks = BlockTensor(tensor.kind, (rows, tensor.shape[-1]), self._file.data(name).reshape(rows, -1))
+        return torch.from_numpy(dequantize(blocks)).reshape(tensor.shape)
+
     def _hugging_face_rows(self, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Undo the order that GGUF files have the rows of queries and keys in.
+        """Undo the order that files of Llama's family have the rows of queries and keys in.
 
         There, the two numbers that the rotary embedding turns together are neighbours; in Hugging Face's
         order they are half a head apart.
         """
+        if not self._family.is_permuted:
+            return rows
         if ".q_proj." in name:
             num_heads = self.config["num_attention_heads"]
         elif ".k_proj." in name:

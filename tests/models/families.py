@@ -180,13 +180,13 @@ RANDOM = ("norm.weight", ".bias", "layernorm.weight", "ln_1.weight", "ln_2.weigh
 """Parameters that begin as all ones or zeros, where mistakes would not show."""
 
 
-def make_checkpoint(folder: Path, row: str) -> PreTrainedModel:
+def make_checkpoint(folder: Path, row: str, **changes: Any) -> PreTrainedModel:
     """Write the row's model, of random float32 weights, to the folder, and return it."""
     torch.manual_seed(zlib.crc32(row.encode()))
     kind, values = ROWS[row]
     known = AutoConfig.for_model(kind).to_dict()
     shape = {key: value for key, value in SHAPE.items() if key in known}
-    config = AutoConfig.for_model(kind, **{**shape, **values})
+    config = AutoConfig.for_model(kind, **{**shape, **values, **changes})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():

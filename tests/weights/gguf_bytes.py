@@ -11,7 +11,7 @@ import numpy as np
 from octavo.weights.blocks import BLOCK_KINDS
 
 NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13}
-NUMBERS |= {"Q6_K": 14, "BF16": 30}
+NUMBERS |= {"Q6_K": 14, "BF16": 30, "MXFP4": 39}
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 
 
@@ -48,6 +48,9 @@ def file(pairs: Sequence[bytes] = (), tensors: Sequence[bytes] = (), data: bytes
 def random_blocks(kind: str, num_blocks: int, random: np.random.Generator) -> np.ndarray:
     """Blocks with random numbers in them, [num_blocks, bytes]; the float16 scales are finite."""
     blocks = random.integers(0, 256, (num_blocks, BLOCK_KINDS[kind].num_bytes), dtype=np.uint8)
+    if kind == "MXFP4":  # a byte of exponent
+        blocks[:, 0] %= 200
+        return blocks
     for at in {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,)):
         scales = random.normal(size=num_blocks).astype("<f2")
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)

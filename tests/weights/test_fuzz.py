@@ -65,7 +65,8 @@ def test_damaged_gguf_files(folder: Path, tmp_path: Path) -> None:
     whole = make.llama_file()
     (tmp_path / "whole.gguf").write_bytes(whole)
     checkpoint = open_checkpoint(tmp_path / "whole.gguf")
-    stored = {name: make.LLAMA_TENSORS[checkpoint._names[name]][1] for name in checkpoint.names()}  # type: ignore[attr-defined]
+    places = checkpoint._places  # type: ignore[attr-defined]
+    stored = {name: make.LLAMA_TENSORS[places[name].tensor][1] for name in checkpoint.names()}
     header_bytes = whole.index(b"blk.1.ffn_down.weight") + 64
     for index, data in enumerate([whole, *damaged(whole, header_bytes, 2000, seed=0)]):
         (folder / f"{index:04}.gguf").write_bytes(data)

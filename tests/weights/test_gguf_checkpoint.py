@@ -35,7 +35,6 @@ def test_configuration_has_hugging_face_keys(opened: Opener) -> None:
     checkpoint = opened()
     expected = {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
         "hidden_act": "silu",
         "num_hidden_layers": 2,
         "hidden_size": 64,
@@ -148,13 +147,17 @@ def test_rotary_scaling(opened: Opener) -> None:
         ({"llama.attention.head_count": 0}, "'llama.attention.head_count': is 0"),
         ({"llama.attention.head_count": [4, 4]}, "'llama.attention.head_count': is "),
         ({"llama.attention.head_count": True}, "'llama.attention.head_count': is True"),
-        ({"llama.attention.key_length": 32}, "'llama.attention.key_length': is 32, but must equal the rotary width 16"),
+        (
+            {"llama.attention.value_length": 32},
+            "'llama.attention.value_length': is 32, but must equal .*key_length, 16",
+        ),
         ({"llama.rope.dimension_count": 15}, "'llama.rope.dimension_count': is 15, but must be even"),
         ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "epsilon': is nan, expected a positive number"),
         ({"llama.rope.freq_base": float("inf")}, "'llama.rope.freq_base': is inf"),
         ({"llama.rope.scaling.type": "longrope"}, "is 'longrope', supported are none, linear and yarn"),
         ({"llama.attention.sliding_window": 64}, "'llama.attention.sliding_window': this key is not known"),
-        ({"llama.expert_count": 8}, "mixtures of experts are not supported"),
+        ({"llama.expert_count": 8}, "'llama.expert_used_count': is None"),
+        ({"llama.rope.dimension_count": 64, "llama.attention.key_length": 16}, "at most the width of a head, 16"),
         ({"tokenizer.ggml.eos_token_id": 40}, "'tokenizer.ggml.eos_token_id': is 40, expected 0 to 39"),
     ],
 )

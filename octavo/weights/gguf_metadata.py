@@ -1,0 +1,71 @@
+"""The metadata of a GGUF file under its architecture's prefix, read key by key so that none is passed over."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+from octavo.errors import CheckpointError
+from octavo.weights.gguf import GGUFFile
+
+WITHOUT_EFFECT = {"tensor_data_layout", "rope.scaling.finetuned", "attention.causal"}
+
+
+class Metadata:
+    """Keys are given without the prefix. Every method raises ``CheckpointError`` naming the whole key."""
+
+    def __init__(self, file: GGUFFile, prefix: str) -> None:
+        self.file = file
+        self.prefix = prefix
+        self._read: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there."""
+        return self.prefix + key in self.file.metadata
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value as it is."""
+        self._read.add(key)
+        return self.file.metadata.get(self.prefix + key, default)
+
+    def count(self, key: str, default: int | None = None, low: int = 1) -> int:
+        """An integer from ``low`` to 2**31; without a default it must be there."""
+        value = self.get(key, default)
+        if type(value) is not int or not low <= value < 1 << 31:
+            self.fail(key, f"is {str(value)[:100]}, expected an integer from {low} to 2**31 - 1")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A positive number; without a default it must be there."""
+        value = self.get(key, default)
+        if type(value) is not float or not 0 < value < math.inf:
+            self.fail(key, f"is {str(value)[:100]}, expected a positive number")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.get(key, default)
+        if type(value) is not bool:
+            self.fail(key, f"is {str(value)[:100]}, expected true or false")
+        return value
+
+    def floats(self, tensor: str, count: int) -> list[float]:
+        """The numbers of a float32 tensor of this length, such as the factors of a rotary embedding."""
+        found = self.file.tensors[tensor]
+        if found.kind != "F32" or found.shape != (count,):
+            raise CheckpointError(
+                f"{self.file.path}: tensor {tensor!r}: is {found.kind} {found.shape}, expected F32 {(count,)}"
+            )
+        numbers: list[float] = self.file.data(tensor).view("<f4").tolist()
+        return numbers
+
+    def fail(self, key: str, problem: str) -> NoReturn:
+        """Raise the error for a key."""
+        raise CheckpointError(f"{self.file.path}: metadata {self.prefix + key!r}: {problem}")
+
+    def finish(self) -> None:
+        """Refuse a key that nobody read: it may change what the model computes."""
+        for key in self.file.metadata:
+            name = key.removeprefix(self.prefix)
+            if key.startswith(self.prefix) and name not in self._read | WITHOUT_EFFECT:
+                self.fail(name[:100], "this key is not known, and may change what the model computes")

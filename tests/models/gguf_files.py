@@ -1,0 +1,221 @@
+"""GGUF files of the tiny checkpoints, written with llama.cpp's own package: its tensor names, its metadata keys.
+
+What its converter does to weights is done here a second time, from its description.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+Array = npt.NDArray[np.float32]
+Quantise = Callable[[str, Array], gguf.GGMLQuantizationType | None]
+
+ARCHITECTURES = {
+    "llama": "LLAMA",
+    "mixtral": "LLAMA",
+    "qwen2": "QWEN2",
+    "qwen3": "QWEN3",
+    "qwen2_moe": "QWEN2MOE",
+    "qwen3_moe": "QWEN3MOE",
+    "phi3": "PHI3",
+    "olmo2": "OLMO2",
+    "gemma": "GEMMA",
+    "gemma2": "GEMMA2",
+    "gemma3_text": "GEMMA3",
+    "glm4": "GLM4",
+    "gpt2": "GPT2",
+    "gpt_oss": "GPT_OSS",
+    "deepseek_v2": "DEEPSEEK2",
+    "deepseek_v3": "DEEPSEEK2",
+}
+EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
+
+
+def write_gguf(folder: Path, model: torch.nn.Module, quantise: Quantise = lambda name, values: None) -> Path:
+    """Write what is in a checkpoint folder as a GGUF file; weights that are quantised are so in the model too."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    kind = config["model_type"]
+    arch = getattr(gguf.MODEL_ARCH, ARCHITECTURES[kind])
+    path = folder / "model.gguf"
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    _write_keys(writer, kind, config)
+    layers = config.get("num_hidden_layers") or config["n_layer"]
+    names = gguf.get_tensor_name_map(arch, layers)
+    for name, tensor in _converted(kind, config, load_file(folder / "model.safetensors")).items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+        values = tensor.float().numpy()
+        form = quantise(stored, values)
+        if form is None:
+            writer.add_tensor(stored, np.ascontiguousarray(values))
+        else:
+            writer.add_tensor(stored, gguf.quants.quantize(np.ascontiguousarray(values), form), raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _converted(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if match := EXPERT.fullmatch(name):
+            base = (
+                match[1]
+                .replace("block_sparse_moe", "feed_forward")
+                .replace("model.", "" if kind == "mixtral" else "model.")
+            )
+            experts.setdefault(f"{base}.experts.{match[3]}.weight", {})[int(match[2])] = tensor
+        else:
+            found |= _one(kind, config, name, tensor)
+    return found | {name: torch.stack([parts[i] for i in range(len(parts))]) for name, parts in experts.items()}
+
+
+def _one(kind: str, config: dict[str, Any], name: str, tensor: Tensor) -> dict[str, Tensor]:
+    if kind in ("llama", "mixtral") and (match := re.search(r"\.([qk])_proj\.", name)):
+        heads = config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
+        halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
+        return {name: halves.transpose(1, 2).reshape(tensor.shape)}
+    if kind == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight", name):
+        return {name: tensor.t()}
+    if kind.startswith("gemma") and name.endswith("norm.weight"):
+        return {name: tensor + 1}
+    if name.endswith("shared_expert_gate.weight"):
+        return {name: tensor.squeeze()}
+    if name.endswith(".sinks"):
+        return {name + ".weight": tensor}
+    if name.endswith("e_score_correction_bias"):
+        return {name.replace("correction_bias", "correction.bias"): tensor}
+    if kind == "gpt_oss" and (match := re.fullmatch(r"(.*\.)(gate_up_proj|down_proj)(_bias)?", name)):
+        return _gpt_oss(match, tensor)
+    if kind == "deepseek_v3" and name.endswith("kv_b_proj.weight"):
+        sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
+        keys, values = tensor.view(config["num_attention_heads"], -1, config["kv_lora_rank"]).split(sizes, dim=1)
+        return {name.replace("kv_b", "k_b"): keys.transpose(1, 2), name.replace("kv_b", "v_b"): values}
+    return {name: tensor}
+
+
+def _gpt_oss(match: re.Match[str], tensor: Tensor) -> dict[str, Tensor]:
+    """Weights [X, inputs, outputs], gates and ups taking turns; biases [X, outputs]."""
+    suffix = ".bias" if match[3] else ".weight"
+    tensor = tensor if match[3] else tensor.transpose(1, 2)
+    if match[2] == "down_proj":
+        return {match[1] + "down_proj" + suffix: tensor}
+    return {match[1] + "gate_proj" + suffix: tensor[:, ::2], match[1] + "up_proj" + suffix: tensor[:, 1::2]}
+
+
+def _write_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> None:
+    if kind == "gpt2":
+        writer.add_block_count(config["n_layer"])
+        writer.add_context_length(config["n_positions"])
+        writer.add_embedding_length(config["n_embd"])
+        writer.add_feed_forward_length(config["n_inner"] or 4 * config["n_embd"])
+        writer.add_head_count(config["n_head"])
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+        return
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    _write_rope(writer, kind, config)
+    if kind.startswith("deepseek"):
+        _write_deepseek(writer, kind, config)
+        return
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if config.get("sliding_window") and kind != "qwen2_moe" and not kind.startswith("qwen"):
+        writer.add_sliding_window(config["sliding_window"])
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(key):
+            getattr(writer, f"add_{key}")(config[key])
+    count = config.get("num_local_experts") or config.get("num_experts")
+    if count:
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config or kind == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _write_rope(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> None:
+    rope: dict[str, Any] = config["rope_parameters"]
+    if "full_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    width = config.get("qk_rope_head_dim") or int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(width)
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(getattr(gguf.RopeScalingType, rope["rope_type"].upper()))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] in ("longrope", "yarn"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "longrope":
+        for name in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], dtype=np.float32))
+    if rope["rope_type"] == "llama3":
+        from octavo.layers.rotary import DefaultRope, Llama3Rope
+
+        scaled = Llama3Rope(
+            rope["rope_theta"],
+            *(
+                rope[key]
+                for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+            ),
+        )
+        factors = DefaultRope(rope["rope_theta"]).frequencies(width) / scaled.frequencies(width)
+        writer.add_tensor("rope_freqs.weight", factors.numpy())
+    if "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def _write_deepseek(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> None:
+    """Newer files for V3, with maps to keys and values apart; older ones for V2."""
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    head = config["qk_nope_head_dim"] + rotated
+    if kind == "deepseek_v3":
+        writer.add_head_count_kv(1)
+        writer.add_key_length(rank + rotated)
+        writer.add_value_length(rank)
+        writer.add_key_length_mla(head)
+        writer.add_value_length_mla(config["v_head_dim"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    else:
+        writer.add_head_count_kv(config["num_attention_heads"])
+        writer.add_key_length(head)
+        writer.add_value_length(config["v_head_dim"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_count(config.get("n_routed_experts") or config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["norm_topk_prob"]:
+        writer.add_expert_weights_norm(True)
+    if (config.get("n_group") or 1) > 1:
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])

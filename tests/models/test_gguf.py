@@ -1,0 +1,97 @@
+"""Every GGUF architecture against transformers: files written by llama.cpp's package, read through the real engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from octavo import LLM, SamplingParams
+from octavo.weights.gguf_families import FAMILIES
+from tests.models.families import make_checkpoint, rope
+from tests.models.gguf_files import ARCHITECTURES, Array, write_gguf
+from tests.models.test_architectures import SETTINGS, random_tokens
+
+ROWS: dict[str, dict[str, Any]] = {
+    "llama/gqa": {},
+    "llama/biases": {},
+    "llama/llama3_rope": {},
+    "llama/linear_rope": {},
+    "llama/yarn": {},
+    "mixtral/two_of_five": {},
+    "qwen2/biases": {},
+    "qwen3/wide_heads": {},
+    "qwen2_moe/shared": {},
+    "qwen3_moe/normalised": {},
+    "phi3/fused": {},
+    "phi3/short": {"sliding_window": None},
+    "olmo2/one_kv_head": {},
+    "gemma/wide_heads": {},
+    "gemma2/capped": {"query_pre_attn_scalar": 16},
+    "gemma3/two_ropes": {"query_pre_attn_scalar": 16},
+    "glm4/biases": {},
+    "glm4/rotates_a_quarter": {},
+    "gpt2/small": {},
+    "gpt_oss/sinks": {},
+    "deepseek_v2/lite": {},
+    "deepseek_v2/groups": {
+        "attention_bias": False,
+        **rope("yarn", factor=4.0, original_max_position_embeddings=100, mscale=0.7, mscale_all_dim=0.7),
+    },
+    "deepseek_v3/groups": {},
+    "deepseek_v3/half_split": {"rope_interleave": True},
+}
+PROMPTS = [random_tokens(length, seed) for seed, length in enumerate((90, 1, 40))]
+
+
+def check(path: Path, reference: PreTrainedModel, tolerance: float = 1e-4) -> None:
+    """Log-probabilities of prompts read from the file are transformers' own."""
+    with LLM(path, dtype="float32", tokenizer=None, **SETTINGS) as llm:
+        results = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5))
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        with torch.inference_mode():
+            expected = reference(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(dim=-1)
+        for i, found in enumerate((result.prompt_logprobs or [])[1:]):
+            for token, logprob in (found or {}).items():
+                assert logprob.logprob == pytest.approx(expected[i, token].item(), abs=tolerance)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_file_gives_what_its_checkpoint_gives(row: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, row, **ROWS[row])
+    check(write_gguf(tmp_path, model), model)
+
+
+def test_every_architecture_has_a_row() -> None:
+    kinds = {row.partition("/")[0].replace("gemma3", "gemma3_text") for row in ROWS}
+    names = {gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, ARCHITECTURES[kind])] for kind in kinds}
+    assert names == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("row", "form"), [("mixtral/two_of_five", "Q8_0"), ("qwen3_moe/normalised", "Q4_0"), ("gpt_oss/sinks", "MXFP4")]
+)
+def test_quantised_experts(row: str, form: str, tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType[form]
+
+    def quantise(name: str, values: Array) -> gguf.GGMLQuantizationType | None:
+        return kind if "_exps.weight" in name else None
+
+    size = {"moe_intermediate_size": 32} if row.startswith("qwen3") else {"intermediate_size": 32}
+    model = make_checkpoint(tmp_path, row, **size)
+    path = write_gguf(tmp_path, model, quantise)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                is_input_first = row.startswith("gpt_oss")
+                rows = (weight.transpose(1, 2) if is_input_first else weight).contiguous().numpy()
+                exact = torch.from_numpy(
+                    gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind).astype(np.float32)
+                )
+                weight.copy_(exact.transpose(1, 2) if is_input_first else exact)
+    check(path, model)
