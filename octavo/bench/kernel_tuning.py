@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from octavo.bench.graph_timing import microseconds
@@ -165,8 +166,11 @@ class Tuner:
         given = case.operands(rows, self.device)
         timed: Timed = []
         for config in candidates(case, rows, self.multiprocessors):
-            with pdl():
-                error = case.error(rows, weights[0], config)
+            try:
+                with pdl():
+                    error = case.error(rows, weights[0], config)
+            except OutOfResources:  # not for this device
+                continue
             calls = [functools.partial(case.run, given, weight, config) for weight in weights]
             taken = microseconds(calls, with_pdl=True)
             note = {"model": case.model, "map": case.name, "rows": rows, "config": str(config)}

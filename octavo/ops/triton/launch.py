@@ -62,6 +62,11 @@ def invariant() -> Iterator[None]:
         yield
 
 
+def is_compiling() -> bool:
+    """Whether launches compile their kernels and run nothing."""
+    return _compiling.get()
+
+
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Compile what this block launches, as many kernels at a time as there are processors, and run none of it."""

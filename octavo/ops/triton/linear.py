@@ -12,7 +12,7 @@ from octavo.ops.linear import Activation, linear
 from octavo.ops.triton.gates import gate_and_mul
 from octavo.ops.triton.gemv import GemvConfig, gemv
 from octavo.ops.triton.invariant_linear import invariant_linear
-from octavo.ops.triton.launch import declines_floats, is_invariant
+from octavo.ops.triton.launch import declines_floats, is_compiling, is_invariant
 from octavo.ops.triton.linear_configs import ROW_BUCKETS, LinearConfig, config_for
 from octavo.ops.triton.rms_norm import rms_norm_triton
 from octavo.ops.triton.skinny_gemm import SkinnyConfig, skinny_gemm
@@ -76,6 +76,9 @@ def _cublas_linear(
     x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_TN: Tensor | None, activation: Activation | None
 ) -> Tensor:
     """The products by cuBLAS, which takes a residual, or else a bias, along."""
+    if is_compiling():  # there is nothing to compile in it
+        y_TN = x_TK.new_empty(len(x_TK), len(weight_NK))
+        return y_TN if activation is None else gate_and_mul(y_TN, activation)
     if activation is None and residual_TN is not None:
         residual_TN.addmm_(x_TK, weight_NK.T)
         return residual_TN if bias_N is None else residual_TN.add_(bias_N)
