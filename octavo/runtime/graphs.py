@@ -57,6 +57,16 @@ def graph_shapes(max_num_seqs: int, max_num_rows: int) -> list[StepShape]:
     return sorted((shape for shape in shapes if shape.num_seqs <= max(max_num_seqs, MIXED_SEQS[0])), reverse=True)
 
 
+def first_shapes(max_num_seqs: int, max_num_rows: int) -> list[StepShape]:
+    """A few shapes between which every step that has a graph finds one that it fits into, the largest first."""
+    sizes = {min(size, max_num_seqs) for size in (1, 16, 64, max_num_seqs)}
+    shapes = {padded_shape(size, size, 1, max_num_seqs)[0] for size in sizes}
+    for rows in (64, 256, 512, max_num_rows):
+        if 1 < rows <= min(max_num_rows, MIXED_ROWS[-1]):
+            shapes.add(padded_shape(rows, min(rows - 1, max_num_seqs), rows, max_num_seqs)[0])
+    return sorted(shapes, reverse=True)
+
+
 class Graphs(Generic[R]):
     """Runs a function of a step's shape through graphs, captured when a shape first comes.
 
@@ -69,9 +79,17 @@ class Graphs(Generic[R]):
         self._around = around
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, R]] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self.are_all_compiled = False
+        """Whether capturing a graph of any shape takes no compiler, and so no longer than a few steps."""
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def fit(self, shape: StepShape) -> StepShape:
+        """The shape to bring a step to: its own, or while that would need a compiler a larger one that is there."""
+        if self.are_all_compiled or shape in self._graphs:
+            return shape
+        return min((known for known in self._graphs if known.holds(shape)), default=shape)
 
     def __call__(self, shape: StepShape) -> R:
         """Run a step of this shape; what it gives holds until the next one."""

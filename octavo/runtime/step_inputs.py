@@ -31,6 +31,11 @@ class StepShape(NamedTuple):
     num_seqs: int
     max_query_len: int
 
+    def holds(self, other: StepShape) -> bool:
+        """Whether a step of shape ``other`` may be brought to this one by padding."""
+        are_alike = (self.max_query_len == 1) == (other.max_query_len == 1)
+        return are_alike and self.num_rows >= other.num_rows and self.num_seqs >= other.num_seqs
+
 
 class Field(NamedTuple):
     """One array of a step, at ``start`` bytes from the beginning."""

@@ -5,50 +5,46 @@ device busy that way), leaves each sequence's token on the device for the next s
 whose tokens the host must choose are computed by ``ModelRunner`` when their result is asked for; the steps behind
 them start after that.
 
-Shapes: T rows, S sequences, C cells, D model, V vocabulary.
+Shapes: S sequences.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo import ops
 from octavo.errors import RunnerError
 from octavo.models.registry import CausalLM
 from octavo.ops.sample import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE
 from octavo.runtime import sampler
 from octavo.runtime.cells import Cells
-from octavo.runtime.graphs import Graphs, graph_shapes, padded_shape
+from octavo.runtime.graphs import Graphs, first_shapes, graph_shapes, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import ModelRunner
-from octavo.runtime.step_inputs import DeviceStep, HostStep, StepShape, num_bytes, view_step
+from octavo.runtime.step_inputs import HostStep, StepShape
+from octavo.runtime.step_program import (
+    STEPS_IN_FLIGHT,
+    StepLimits,
+    StepProgram,
+    batch_invariant,
+    compiled_only,
+    launched_early,
+)
 from octavo.types import Masks, Plan, Sampled
 
 logger = logging.getLogger(__name__)
 
-STEPS_IN_FLIGHT = 4
-"""Buffers for steps: more than an engine ever has in flight."""
 ERRORS = {NOT_FINITE: sampler.NOT_NUMBERS, NOTHING_LEFT: sampler.NOTHING_LEFT, OUT_OF_RANGE: sampler.OVERFLOW}
 """What ``ops.sample`` says instead of a token."""
-
-
-class StepLimits(NamedTuple):
-    """The most that a step can be."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_blocks: int
-    """Entries of a block table."""
 
 
 @dataclass(eq=False, slots=True)
@@ -84,58 +80,56 @@ class StreamRunner:
         enforce_eager: bool = False,
     ) -> None:
         device = storage.pool.device
-        self._model = model
-        self._layers = storage.layers
-        self._block_size = storage.block_size
-        self._limits = limits
+        self._model, self._storage, self._limits = model, storage, limits
         self._batch_invariant = batch_invariant
         self._by_host = ModelRunner(model, storage, vocab_size)
         self._cells = Cells(limits.max_num_seqs, limits.max_blocks)
+        self._program = StepProgram(model, storage, limits)
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
-        self._graphs = Graphs(self._forward, _launched_early) if self._is_cuda and not enforce_eager else None
-        largest, _ = padded_shape(limits.max_num_batched_tokens, limits.max_num_seqs, 2, limits.max_num_seqs)
-        S, size = largest.num_seqs, num_bytes(largest, limits.max_blocks)
-        self._last_tokens_C = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
-        """By cell; the last one is that of padding."""
-        self._buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._tables_SB = torch.zeros(S, limits.max_blocks, dtype=torch.int32, device=device)
+        self._graphs = Graphs(self._program, launched_early) if self._is_cuda and not enforce_eager else None
+        size = len(self._program.inputs)
         self._uploads = [torch.zeros(size, dtype=torch.uint8, pin_memory=self._is_cuda) for _ in range(STEPS_IN_FLIGHT)]
-        self._results_QS = torch.zeros(STEPS_IN_FLIGHT, S, dtype=torch.int32, pin_memory=self._is_cuda)
-        """On the host, which the device writes to by itself."""
         self._host_steps: dict[tuple[int, StepShape], HostStep] = {}
-        self._device_steps: dict[StepShape, DeviceStep] = {}
         self._num_started = 0
         self._waiting: deque[PendingStep] = deque()
 
     # ---- steps come and go
 
     def warm_up(self) -> None:
-        """Compile the kernels and capture every graph, so that no request waits for that."""
+        """Compile kernels and capture graphs for a few shapes, which serve every step; the others follow by and by.
+
+        While they are compiled in the background, steps are padded to the shapes that are there.
+        """
+        if not self._is_cuda:
+            return
         limits = self._limits
-        longest, _ = padded_shape(limits.max_num_batched_tokens, 2, 1024, limits.max_num_seqs)
-        shapes = graph_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
+        first = first_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
+        started = time.perf_counter()
         with self._on_stream():
-            started = time.perf_counter()
-            if self._is_cuda:
-                self._compile(longest, shapes)
+            self._compile(self._program, first)
             compiled = time.perf_counter()
-            for shape in [longest, *shapes]:
-                self._pack([], [], shape, self._num_started % STEPS_IN_FLIGHT)  # nothing but padding
-                self._compute(shape, shape is not longest)
-                if self._stream is not None:
-                    self._stream.synchronize()
+            for shape in first:
+                self._pack([], [], shape, 0)  # nothing but padding
+                self._compute(shape, has_graph=True)
+        torch.cuda.synchronize()
         logger.info("kernels: %.1f s; graphs: %.1f s", compiled - started, time.perf_counter() - compiled)
+        threading.Thread(target=self._compile_the_rest, name="compile", daemon=True).start()
 
-    def _compile(self, longest: StepShape, shapes: list[StepShape]) -> None:
-        """Compile what these shapes launch."""
-        from octavo.ops.triton.launch import compiling
+    def _compile_the_rest(self) -> None:
+        """Compile what all other shapes launch, beside the steps that run, and then let their graphs be captured."""
+        shapes = graph_shapes(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
+        started = time.perf_counter()
+        with torch.cuda.stream(torch.cuda.Stream()), self._around():  # type: ignore[no-untyped-call]
+            self._compile(StepProgram(self._model, self._storage, self._limits), shapes)
+        if self._graphs is not None:
+            self._graphs.are_all_compiled = True
+        logger.info("kernels of all other shapes: %.1f s, in the background", time.perf_counter() - started)
 
-        with compiling():
-            self._forward(longest)
-            with _launched_early() if self._graphs is not None else contextlib.nullcontext():
-                for shape in shapes:
-                    self._forward(shape)
+    def _compile(self, program: StepProgram, shapes: list[StepShape]) -> None:
+        with compiled_only(), launched_early() if self._graphs is not None else contextlib.nullcontext():
+            for shape in shapes:
+                program(shape)
 
     def submit(self, plan: Plan) -> PendingStep:
         """Start a plan, or let it wait behind one whose tokens the host chooses; never wait for the device."""
@@ -172,10 +166,10 @@ class StreamRunner:
                 cells = {item.seq.cell: r.tokens[-1] for item, r in zip(pending.plan, results, strict=True) if r.tokens}
                 if cells:
                     at, tokens = (
-                        torch.tensor(list(part), device=self._last_tokens_C.device)
+                        torch.tensor(list(part), device=self._program.last_tokens_C.device)
                         for part in (cells.keys(), cells.values())
                     )
-                    self._last_tokens_C[at] = tokens.int()
+                    self._program.last_tokens_C[at] = tokens.int()
             return results
         finally:
             while self._waiting and not self._waiting[0].by_host:
@@ -189,7 +183,7 @@ class StreamRunner:
         pending.num_computed = len(plan)
         index = self._num_started % STEPS_IN_FLIGHT
         self._num_started += 1
-        pending.tokens_S = self._results_QS[index].numpy()
+        pending.tokens_S = self._program.results_QS[index].numpy()
         if not plan:
             return
         try:
@@ -197,6 +191,8 @@ class StreamRunner:
                 counts = [len(item.tokens) for item in plan]
                 longest = max(counts)
                 shape, has_graph = padded_shape(sum(counts), len(plan), longest, self._limits.max_num_seqs)
+                if has_graph and self._graphs is not None:
+                    shape = self._graphs.fit(shape)
                 self._pack(plan, counts, shape, index)
                 self._compute(shape, has_graph)
                 if self._is_cuda:
@@ -227,11 +223,11 @@ class StreamRunner:
             seq_of_row = np.repeat(np.arange(len(plan)), lens)
             positions = np.arange(len(tokens)) - first_rows[seq_of_row] + starts[seq_of_row]
             of_row = of_seq[seq_of_row]
-        blocks = cells.tables_CB[of_row, positions // self._block_size].astype(np.int64)
-        width = -(-int(ends.max(initial=1)) // self._block_size)
+        blocks = cells.tables_CB[of_row, positions // self._storage.block_size].astype(np.int64)
+        width = -(-int(ends.max(initial=1)) // self._storage.block_size)
         host.fill("token_ids", np.array(tokens, dtype=np.int64), 0)
         host.fill("positions", positions, 0)
-        host.fill("slot_mapping", blocks * self._block_size + positions % self._block_size, -1)
+        host.fill("slot_mapping", blocks * self._storage.block_size + positions % self._storage.block_size, -1)
         host.fill("cells", of_seq, self._limits.max_num_seqs)
         host.fill("seeds", cells.seeds[of_seq], 0)
         host.fill("cu_seqlens", first_rows, len(tokens))
@@ -243,42 +239,22 @@ class StreamRunner:
         host.fill("top_p", cells.top_p[of_seq], 1)
         host.fill("result_row", [index], 0)
         used = host.fill_tables(cells.tables_CB[of_seq, :width])
-        self._buffer[: len(used)].copy_(used, non_blocking=True)
+        self._program.inputs[: len(used)].copy_(used, non_blocking=True)
 
     def _compute(self, shape: StepShape, has_graph: bool) -> None:
         if has_graph and self._graphs is not None:
             self._graphs(shape)
         else:
-            self._forward(shape)
-
-    def _forward(self, shape: StepShape) -> None:
-        """Everything that the device does in a step; what differs from step to step is read there."""
-        step = self._device_steps.get(shape)
-        if step is None:
-            step = self._device_steps[shape] = view_step(self._buffer, shape, self._tables_SB)
-        rows = step.rows
-        ops.stage_step(
-            step.token_ids_T,
-            rows.cu_seqlens_q,
-            step.cells_S,
-            self._last_tokens_C,
-            step.packed_tables,
-            step.width,
-            rows.block_tables_SB,
-        )
-        x_TD = self._model.forward(step.token_ids_T, step.positions_T, self._layers, rows)
-        x_SD = x_TD if shape.max_query_len == 1 else x_TD[(rows.cu_seqlens_q[1:] - 1).clamp(min=0)]
-        tokens_S = ops.sample(self._model.logits(x_SD), step.params)
-        ops.publish_tokens(tokens_S, step.cells_S, self._last_tokens_C, self._results_QS, step.result_row)
+            self._program(shape)
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode())
-            if self._stream is not None:
-                stack.enter_context(torch.cuda.stream(self._stream))
-            if self._batch_invariant:
-                stack.enter_context(_invariant())
+        with torch.cuda.stream(self._stream), self._around():  # no stream is no change
+            yield
+
+    @contextlib.contextmanager
+    def _around(self) -> Iterator[None]:
+        with torch.inference_mode(), batch_invariant() if self._batch_invariant else contextlib.nullcontext():
             yield
 
 
@@ -286,15 +262,3 @@ def _result(samples: bool, token: int) -> Sampled:
     if not samples:
         return Sampled([])
     return Sampled([token]) if token >= 0 else Sampled([], error=ERRORS[token])
-
-
-def _launched_early() -> contextlib.AbstractContextManager[None]:
-    from octavo.ops.triton.launch import pdl  # triton is there where CUDA is, and maybe nowhere else
-
-    return pdl()
-
-
-def _invariant() -> contextlib.AbstractContextManager[None]:
-    from octavo.ops.triton.launch import invariant
-
-    return invariant()

@@ -20,7 +20,8 @@ from octavo.ops.dispatch import REFERENCE
 from octavo.runtime.graphs import graph_shapes, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.sampler import NOT_NUMBERS
-from octavo.runtime.stream_runner import StepLimits, StreamRunner
+from octavo.runtime.step_program import StepLimits
+from octavo.runtime.stream_runner import StreamRunner
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from tests.runtime.test_model_runner import CPU, MIXED, VOCAB, Loaded, requests, run, tokens_of
