@@ -39,6 +39,9 @@ class Checkpoint(Protocol):
         A head tied to the embedding has no ``lm_head.weight``.
         """
 
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The type of a parameter as files call it, such as ``BF16`` or ``Q4_K``, and its shape, from headers alone."""
+
     def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | BlockTensor:
         """One parameter of that shape, (outputs, inputs) for a matrix, as stored: in its blocks if quantised.
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from octavo.errors import CheckpointError
+
 STANDARD_DEVIATION = 0.02
 POOL_SIZE = 1_048_573
 """Random numbers that are drawn; every tensor repeats them, since drawing billions takes minutes.
@@ -33,6 +35,10 @@ class DummyCheckpoint:
     def names(self) -> set[str]:
         """Nothing: a dummy has whatever is asked of it."""
         return set()
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Raises ``CheckpointError``: the shape is that of the question."""
+        raise CheckpointError(f"tensor {name} is made up when it is loaded, and has no shape before")
 
     def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Normal values with deviation 0.02, around 1 for the weights of norms and around 0 for all else."""

@@ -37,6 +37,15 @@ class GGUFCheckpoint:
         """Hugging Face names of all parameters in the file."""
         return set(self._places)
 
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The type and shape of a parameter that is there."""
+        place = self._places[name]
+        tensor = self._file.tensors[place.tensor]
+        if place.values is not None:
+            (heads, latent, width), values = tensor.shape, self._file.tensors[place.values].shape
+            return tensor.kind, (heads * (width + values[1]), latent)
+        return tensor.kind, tensor.shape if place.part is None else tensor.shape[1:]
+
     def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | BlockTensor:
         """The parameter: a copy if it is dense, a ``BlockTensor`` over the mapped file if quantised."""
         if name not in self._places:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from octavo.config import DEFAULT_MODEL, ModelSettings
@@ -15,10 +16,11 @@ UNWANTED_FILES = ["*/*", "consolidated*"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 
-def resolve_model(settings: ModelSettings) -> Path:
+def resolve_model(settings: ModelSettings, wanted: Sequence[str] = WANTED_FILES) -> Path:
     """The folder or file of ``settings.model``: an existing path, the default model, or an id on the Hugging Face hub.
 
-    Fetches what is not here yet. Raises ``ConfigError`` when it is none of these or cannot be fetched.
+    Fetches what is not here yet; of a repository on the hub, the files that are ``wanted``. Raises ``ConfigError``
+    when it is none of these or cannot be fetched.
     """
     name = settings.model
     path = Path(name).expanduser()
@@ -35,10 +37,10 @@ def resolve_model(settings: ModelSettings) -> Path:
         raise ConfigError(
             f"model: {name!r} does not exist, and is not '{DEFAULT_MODEL}' or an id on the hub like owner/name"
         )
-    return _fetch_from_hub(settings)
+    return _fetch_from_hub(settings, list(wanted))
 
 
-def _fetch_from_hub(settings: ModelSettings) -> Path:
+def _fetch_from_hub(settings: ModelSettings, wanted: list[str]) -> Path:
     # Imported late: it takes a while, and models that are on this machine do without.
     import httpx
     from huggingface_hub import snapshot_download
@@ -49,7 +51,7 @@ def _fetch_from_hub(settings: ModelSettings) -> Path:
             settings.model,
             revision=settings.revision,
             cache_dir=settings.download_dir,
-            allow_patterns=WANTED_FILES,
+            allow_patterns=wanted,
             ignore_patterns=UNWANTED_FILES,
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:

@@ -50,6 +50,11 @@ class SafetensorsCheckpoint:
         """Names of all parameters in the checkpoint."""
         return set(self._files)
 
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The type and shape of a parameter that is there."""
+        found = self._files[name].header[name]
+        return str(found["dtype"]), tuple(found["shape"])
+
     def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The parameter ``name`` as stored, mapped from the file; it must have this shape."""
         file = self._files.get(name)

@@ -1,0 +1,44 @@
+"""A model without its numbers: whether a checkpoint fits, and what it would take, from headers alone."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.errors import CheckpointError
+from octavo.models.config import ModelConfig
+from octavo.models.registry import LoadedModel, load_model
+from octavo.quant.scheme import Part, WeightFormat
+from octavo.weights.checkpoint import Checkpoint
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
+
+
+class Outline:
+    """A checkpoint whose tensors have names, types and shapes, and no content."""
+
+    def __init__(self, checkpoint: Checkpoint, leave_out: frozenset[str]) -> None:
+        self._checkpoint = checkpoint
+        self._leave_out = leave_out
+
+    @property
+    def is_dummy(self) -> bool:
+        return self._checkpoint.is_dummy
+
+    def names(self) -> set[str]:
+        return self._checkpoint.names() - self._leave_out
+
+    def load(self, name: str, shape: tuple[int, ...]) -> Part:
+        """A tensor on the device "meta". Blocks count as dense: what they take is in the file's own size."""
+        if self.is_dummy:
+            return torch.empty(shape, device="meta")
+        kind, found = self._checkpoint.describe(name)
+        if found != shape:
+            raise CheckpointError(f"tensor {name} has shape {list(found)}; expected {list(shape)}")
+        return torch.empty(shape, dtype=DTYPES.get(kind, torch.float32), device="meta")
+
+
+def outline(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> LoadedModel:
+    """The model with weights of this dtype, none of which exists. Raises ``CheckpointError`` as loading would."""
+    copies = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())  # compared by content when loaded
+    source = Outline(checkpoint, copies & checkpoint.names())
+    return load_model(config, source, WeightFormat(dtype, torch.device("meta")))

@@ -1,0 +1,114 @@
+"""Listing families, checking a model from its headers, and walking its layers beside transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from octavo.cli import main
+from octavo.models.registry import ARCHITECTURES
+from tests.models.families import make_checkpoint
+
+FITTING = ["--device", "cpu", "--num-kv-blocks", "40"]
+
+
+def test_every_family_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines[1:]} == set(ARCHITECTURES)
+    assert any(line.split()[:3] == ["MixtralForCausalLM", "llama", "Mixtral"] for line in lines)
+    assert all(len(line.split()) > 3 for line in lines[1:])
+
+
+@pytest.mark.parametrize("row", ["llama/one_kv_head_tied", "gpt2/small", "deepseek_v3/groups", "gpt_oss/sinks"])
+def test_a_sound_checkpoint_is_described_without_its_weights(
+    row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_checkpoint(tmp_path, row)
+    count = sum(weight.numel() for weight in model.parameters())
+    count += sum(b.numel() for name, b in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    assert main(["models", str(tmp_path), *FITTING]) == 0
+    out = capsys.readouterr().out
+    assert f"{count:,} parameters, stored as F32" in out
+    assert f"{type(model).__name__}: supported" in out
+    assert "fits on cpu" in out
+
+
+def test_what_does_not_fit_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path, "llama/gqa")
+    assert main(["models", str(tmp_path), "--device", "cpu", "--num-kv-blocks", "100000000000"]) == 1
+    assert "does not fit on cpu: the KV cache needs" in capsys.readouterr().out
+
+
+def test_a_missing_tensor_and_an_unknown_architecture_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(tmp_path, "llama/gqa")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert main(["models", str(tmp_path), *FITTING]) == 2
+    assert "tensor model.norm.weight is missing; expected one of shape [32]" in capsys.readouterr().err
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    assert main(["models", str(tmp_path), *FITTING]) == 2
+    assert "architecture MambaForCausalLM is not supported" in capsys.readouterr().err
+
+
+def test_of_a_model_on_the_hub_only_small_files_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_checkpoint(tmp_path, "qwen3_moe/normalised")
+    (tmp_path / "model.safetensors").unlink()
+    wanted: list[str] = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **o: wanted.extend(o["allow_patterns"]) or str(tmp_path)
+    )
+    assert main(["models", "owner/name", *FITTING]) == 0
+    assert wanted == ["*.json"]
+    count = sum(weight.numel() for weight in model.parameters())
+    assert f"{count:,} parameters, not looked at" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("row", ["llama/gqa", "gemma3/two_ropes", "gpt2/small", "deepseek_v2/groups"])
+def test_diff_says_that_two_implementations_agree(row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_checkpoint(tmp_path, row)
+    assert main(["debug", "diff", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[1:-1]] == [
+        f"layer {i}" for i in range(model.config.num_hidden_layers)
+    ]
+    assert lines[-1].startswith("logits")
+
+
+def test_diff_shows_where_they_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path, "llama/gqa", num_hidden_layers=4)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    monkey = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.2.self_attn.v_proj.weight"
+    save_file({**monkey, name: torch.flip(monkey[name], [0])}, tmp_path / "model.safetensors")
+    assert config["num_hidden_layers"] == 4
+    from octavo.cli import debug
+
+    ours = debug._ours(tmp_path, [1, 2, 3])
+    save_file(monkey, tmp_path / "model.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(debug, "_ours", lambda path, tokens: ours)
+        assert main(["debug", "diff", str(tmp_path), "--tokens", "1,2,3"]) == 1
+    parting = [line for line in capsys.readouterr().out.splitlines() if "parts here" in line]
+    assert len(parting) == 1
+    assert parting[0].startswith("layer 2")
+
+
+def test_diff_refuses_tokens_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path, "llama/gqa")
+    assert main(["debug", "diff", str(tmp_path), "--tokens", "1,x"]) == 2
+    assert "'1,x' is not a list of ids" in capsys.readouterr().err
+    assert main(["debug", "diff", str(tmp_path), "--tokens", "1,97"]) == 2
+    assert "ids must be below 97" in capsys.readouterr().err
