@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.errors import CheckpointError
 from octavo.layers.moe import GroupRouter, MoE, SharedExpert
 from octavo.models.config import ACTIVATIONS, read_common
 from octavo.models.keys import ConfigKeys, wrong
@@ -200,6 +201,10 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         return read_deepseek(keys, max_len, "softmax")
 
     def __init__(self, config: DeepseekConfig, weights: WeightLoader) -> None:
+        if weights.form.device.type == "cuda":  # its reference reads lengths on the host, which no CUDA graph can hold
+            raise CheckpointError(
+                f"config: architecture {config.architecture}: latent attention has no kernel for cuda; use device cpu"
+            )
         super().__init__(config, weights)
         for i in range(config.num_layers, config.num_layers + config.num_extra_layers):
             weights.leave_out(f"model.layers.{i}.")

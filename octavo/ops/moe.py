@@ -46,7 +46,7 @@ def moe(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts) -> Te
     """For each token, the sum over its experts of ``share * down(act(gate(x)) * up(x))``; a new tensor of x's dtype.
 
     ``ids`` are int64, all different within a row; ``shares`` are float32. Each expert's rows are computed together;
-    a row's sum is taken in float32 at least, in the order of the experts, whatever the other rows are.
+    a row's sum is taken in float32 at least, in an order that does not depend on the other rows.
     """
     S = ids_TS.shape[1]
     order = ids_TS.flatten().argsort(stable=True)

@@ -1,0 +1,118 @@
+"""``moe`` for CUDA devices: rows are sorted by expert on the device, and each run of rows meets its expert's matrix.
+
+The host knows no counts: there are as many tiles as any choice of experts could need, and those without rows end at
+once. So the same launches serve every step of a CUDA graph.
+
+Shapes: T tokens, S chosen for each, P = T S pairs of a token and an expert, X experts, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.moe import ClampedSwish, Experts, moe
+from octavo.ops.triton.gates import gate_and_mul
+from octavo.ops.triton.launch import after_predecessor, declines_floats, launch
+
+BLOCK_N, BLOCK_K = 64, 64
+MAX_ROWS = 64
+
+
+class Tiles(NamedTuple):
+    """Runs of pairs of one expert, on the device; int32 [tiles], those beyond the last have no rows."""
+
+    order_P: Tensor
+    """int64: pairs sorted by expert."""
+    expert: Tensor
+    first: Tensor
+    """Place of the first pair in the order."""
+    rows: Tensor
+    block: int
+    """Most rows of a tile."""
+
+
+def sort_into_tiles(ids_TS: Tensor, num_experts: int) -> Tiles:
+    """Cut the pairs of each expert into tiles. What depends on the ids stays on the device."""
+    device, P = ids_TS.device, ids_TS.numel()
+    block = min(MAX_ROWS, max(16, triton.next_power_of_2(P // num_experts)))
+    num_tiles = min(P, num_experts) + P // block
+    sorted_P, order_P = ids_TS.flatten().sort(stable=True)
+    starts = torch.searchsorted(sorted_P, torch.arange(num_experts + 1, device=device))
+    tiles_X = (starts.diff() + block - 1) // block
+    ends_X = tiles_X.cumsum(0)
+    tile = torch.arange(num_tiles, device=device)
+    expert = torch.searchsorted(ends_X, tile, right=True)
+    is_used = expert < num_experts
+    expert = expert.clamp(max=num_experts - 1)
+    first = starts[expert] + (tile - ends_X[expert] + tiles_X[expert]) * block
+    rows = torch.where(is_used, (starts[expert + 1] - first).clamp(max=block), 0)
+    return Tiles(order_P, expert.int(), first.int(), rows.int(), block)
+
+
+@triton.jit
+def expert_linear_kernel(
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, share_ptr: tl.tensor, out_ptr: tl.tensor,
+    order_ptr: tl.tensor, expert_ptr: tl.tensor, first_ptr: tl.tensor, rows_ptr: tl.tensor,
+    N: tl.tensor, K: tl.tensor, pairs_a_row: tl.tensor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """BLOCK_N outputs of a tile's pairs; pair p reads row p / pairs_a_row of x and writes row p of the result."""
+    after_predecessor(PDL)
+    tile = tl.program_id(1)
+    num_rows = tl.load(rows_ptr + tile)
+    if num_rows > 0:
+        expert = tl.load(expert_ptr + tile).to(tl.int64)
+        m = tl.arange(0, BLOCK_M)
+        pair = tl.load(order_ptr + tl.load(first_ptr + tile) + m, mask=m < num_rows, other=0)
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        x_row = x_ptr + (pair // pairs_a_row)[:, None] * K
+        weight_row = weight_ptr + expert * N * K + n.to(tl.int64)[:, None] * K
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            k = (start + tl.arange(0, BLOCK_K))[None, :]
+            x = tl.load(x_row + k, mask=(m < num_rows)[:, None] & (k < K), other=0.0)
+            weight = tl.load(weight_row + k, mask=(n < N)[:, None] & (k < K), other=0.0)
+            acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        if share_ptr is not None:
+            acc *= tl.load(share_ptr + pair, mask=m < num_rows, other=0.0)[:, None]
+        is_inside = (m < num_rows)[:, None] & (n < N)[None, :]
+        tl.store(out_ptr + pair[:, None] * N + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=is_inside)
+
+
+def _expert_linear(
+    x: Tensor, weight_XNK: Tensor, bias_XN: Tensor | None, share_P: Tensor | None, out_PN: Tensor, tiles: Tiles
+) -> Tensor:
+    _, N, K = weight_XNK.shape
+    grid = (triton.cdiv(N, BLOCK_N), len(tiles.expert))
+    order = (tiles.order_P, tiles.expert, tiles.first, tiles.rows)
+    sizes = (N, K, len(tiles.order_P) // len(x))
+    launch(
+        expert_linear_kernel, grid, x, weight_XNK, bias_XN, share_P, out_PN, *order, *sizes,
+        tiles.block, BLOCK_N, BLOCK_K, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out_PN
+
+
+@moe.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def moe_triton(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts) -> Tensor:
+    """See ``ops.moe``; a row's sum is taken in the order in which its experts were chosen."""
+    (T, D), P, width = x_TD.shape, ids_TS.numel(), experts.gate_up.shape[1]
+    if not T:
+        return torch.empty_like(x_TD)
+    tiles = sort_into_tiles(ids_TS, len(experts.gate_up))
+    gate_up = torch.empty(P, width, dtype=x_TD.dtype, device=x_TD.device)
+    _expert_linear(x_TD.contiguous(), experts.gate_up, experts.gate_up_bias, None, gate_up, tiles)
+    if isinstance(experts.activation, ClampedSwish):
+        gated = experts.activation(gate_up)
+    else:
+        gated = gate_and_mul(gate_up, experts.activation)
+    out = torch.empty(P, D, dtype=torch.float32, device=x_TD.device)
+    _expert_linear(gated, experts.down, experts.down_bias, shares_TS.contiguous(), out, tiles)
+    return out.view(T, -1, D).sum(dim=1).to(x_TD.dtype)

@@ -1,0 +1,67 @@
+"""Experts on the device against float64, with poisoned results, whatever is chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.ops.linear import Activation
+from octavo.ops.moe import ClampedSwish, Experts, moe
+from octavo.ops.triton.moe import moe_triton, sort_into_tiles
+from tests.ops.triton.poison import poison_new_tensors
+
+D, F, X, S = 40, 24, 7, 3
+
+
+def make(
+    T: int, activation: Activation | ClampedSwish, has_biases: bool, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor, Experts]:
+    torch.manual_seed(T)
+    biases = [torch.randn(X, 2 * F), torch.randn(X, D)] if has_biases else []
+    weights = [torch.randn(X, 2 * F, D) / D**0.5, torch.randn(X, D, F) / F**0.5, *biases]
+    gate_up, down, *rest = (weight.to(device=device, dtype=dtype) for weight in weights)
+    ids = torch.stack([torch.randperm(X - 1)[:S] for _ in range(T)]) if T else torch.empty(0, S, dtype=torch.int64)
+    x = torch.randn(T, D).to(device=device, dtype=dtype)
+    return x, ids.to(device), torch.rand(T, S, device=device), Experts(gate_up, down, activation, *rest)
+
+
+@pytest.mark.parametrize("T", [0, 1, 5, 70])
+@pytest.mark.parametrize(
+    ("activation", "has_biases", "dtype"),
+    [
+        ("silu", False, torch.float32),
+        ("gelu_tanh", False, torch.bfloat16),
+        ("silu", True, torch.float16),
+        (ClampedSwish(1.7, 1.0), True, torch.float32),
+    ],
+)
+def test_experts(
+    T: int,
+    activation: Activation | ClampedSwish,
+    has_biases: bool,
+    dtype: torch.dtype,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, ids, shares, experts = make(T, activation, has_biases, dtype, device)
+    wide = Experts(*(part.double() if isinstance(part, Tensor) else part for part in experts))
+    expected = moe.reference(x.double(), ids, shares.double(), wide)
+    poison_new_tensors(monkeypatch)
+    found = moe_triton(x, ids, shares, experts)
+    assert found.dtype == dtype
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 5e-3}[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("T", [1, 9, 200])
+def test_every_pair_is_in_one_tile_of_its_expert(T: int, device: str) -> None:
+    for ids in (torch.randint(0, X, (T, S)), torch.full((T, S), X - 1), torch.zeros(T, S, dtype=torch.int64)):
+        tiles = sort_into_tiles(ids.to(device), X)
+        seen: list[int] = []
+        for expert, first, rows in zip(tiles.expert.tolist(), tiles.first.tolist(), tiles.rows.tolist(), strict=True):
+            assert 0 <= rows <= tiles.block
+            pairs = tiles.order_P[first : first + rows].tolist()
+            assert all(ids.flatten()[pair] == expert for pair in pairs)
+            seen += pairs
+        assert sorted(seen) == list(range(T * S))
