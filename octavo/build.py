@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,9 @@ from octavo.config import EngineConfig, ModelSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError
+from octavo.grammar.masks import MatcherMasks
+from octavo.grammar.matchers import GrammarError
+from octavo.grammar.vocabulary import Vocabulary
 from octavo.models.keys import token_ids
 from octavo.models.registry import CausalLM, load_model, read_config
 from octavo.ops import dispatch
@@ -22,6 +26,7 @@ from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.stream_runner import StepLimits, StreamRunner
 from octavo.telemetry.phases import Phases
+from octavo.text.tokenizer import load_tokenizer
 from octavo.types import EngineInfo
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.hub import resolve_model
@@ -77,7 +82,16 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         memory=budget.as_dict(),
         kernels={choice.op: choice.kernel for choice in dispatch.choices(device.type, form.dtype) if choice.chosen},
     )
-    return Engine(scheduler, runner, depth=DEPTH[device.type]), info
+    grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
+    return Engine(scheduler, runner, grammars=grammars, depth=DEPTH[device.type]), info
+
+
+def _vocabulary(settings: ModelSettings, path: Path, info: EngineInfo) -> Vocabulary:
+    """What grammars need of the tokenizer, which the engine needs for nothing else. Raises ``GrammarError``."""
+    tokenizer = load_tokenizer(Path(settings.tokenizer or path))
+    if tokenizer is None:
+        raise GrammarError("cannot be used: the model has no tokenizer")
+    return tokenizer.vocabulary(info.eos_token_ids)
 
 
 def make_runner(

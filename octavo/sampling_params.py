@@ -56,6 +56,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """``None``: no log-probabilities. k: those of each sampled token and of the k most likely ones."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
+    grammar: str | None = None
+    """What the output must match, as ``octavo.grammar.forms`` writes it; ``None`` is anything."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -90,6 +92,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 _whole(self, name, 0, MAX_LOGPROBS)
         _check_stops(self)
         _check_logit_bias(self)
+        if self.grammar is not None and not isinstance(self.grammar, str):
+            raise InvalidParameter("grammar", "'grammar' must be a text made by octavo.grammar.forms.")
 
     @property
     def is_greedy(self) -> bool:

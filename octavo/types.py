@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -92,6 +93,8 @@ class Sequence:
     """The prefix cache's own note of how far this sequence is published."""
     matched: Any = None
     """The prefix cache's own note of what it last found of this sequence while it waits."""
+    grammar: Any = None
+    """What ``Grammars.prepare`` made of the request's grammar, if it has one."""
     cell: int = -1
     """The runner's own note of where it keeps what it knows of this sequence."""
     stop_token_ids: frozenset[int] = field(init=False)
@@ -254,12 +257,12 @@ class Runner(Protocol):
 class Grammars(Protocol):
     """Structured output: which tokens each sequence may take next."""
 
-    def masks(self, plan: Plan) -> Masks:
-        """Masks for the sequences of ``plan`` that need one."""
+    def prepare(self, request: Request) -> Future[Any]:
+        """Start to make what masks for ``request``, which has a grammar, are made from; do not wait for it."""
         ...
 
-    def advance(self, outputs: list[Output]) -> None:
-        """Take note of the tokens that a step produced."""
+    def masks(self, plan: Plan) -> Masks:
+        """Masks for the sequences of ``plan`` that need one, as their tokens so far say; do not wait for them."""
         ...
 
 

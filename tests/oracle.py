@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from octavo.errors import RunnerError
-from octavo.types import FinishReason, Masks, Output, Plan, Request, Sampled, Scheduled, Sequence, TokenLogprobs
+from octavo.types import FinishReason, Masks, Plan, Request, Sampled, Scheduled, Sequence, TokenLogprobs
 
 VOCAB_SIZE = 50
 GARBAGE = -1
@@ -74,7 +76,9 @@ class ToyGrammars:
 
     def __init__(self, users: Collection[int] = ()) -> None:
         self.users = users
-        self.states: dict[int, int] = {}
+
+    def prepare(self, request: Request) -> Future[Any]:
+        raise AssertionError("no request names a grammar")
 
     @staticmethod
     def advanced(state: int, token: int) -> int:
@@ -88,26 +92,19 @@ class ToyGrammars:
         masks: dict[int, list[set[int]]] = {}
         for item in plan:
             if item.samples and item.seq.id in self.users and not item.is_stale:
-                state = self._state(item.seq.request)
+                state = self._state(item)
                 masks[item.seq.id] = [self.allowed(state)]
                 for token in item.drafts:
                     state = self.advanced(state, token)
                     masks[item.seq.id].append(self.allowed(state))
         return masks
 
-    def advance(self, outputs: list[Output]) -> None:
-        for output in outputs:
-            for token in output.tokens:
-                if output.request_id in self.states:
-                    self.states[output.request_id] = self.advanced(self.states[output.request_id], token)
-
-    def _state(self, request: Request) -> int:
-        if request.id not in self.states:
-            state = 1
-            for token in request.output_tokens:
-                state = self.advanced(state, token)
-            self.states[request.id] = state
-        return self.states[request.id]
+    def _state(self, item: Scheduled) -> int:
+        state = 1
+        for token in item.seq.tokens[item.seq.num_prompt_tokens : _end(item)]:
+            assert token is not None, "a mask is asked for before the tokens are known"
+            state = self.advanced(state, token)
+        return state
 
 
 class ToyProposer:

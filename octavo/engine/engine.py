@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from concurrent.futures import Future
+from typing import Any
 
 from octavo.engine.scheduler import Scheduler
-from octavo.errors import RunnerError
-from octavo.types import EngineStats, Grammars, Masks, Output, Pending, Plan, Proposer, Request, Runner
+from octavo.errors import InvalidParameter, RunnerError
+from octavo.types import EngineStats, Grammars, Masks, Output, Pending, Plan, Proposer, Request, Runner, Sequence
 
 
 class NoGrammars:
     """Every token is allowed everywhere."""
 
+    def prepare(self, request: Request) -> Future[Any]:
+        raise InvalidParameter("grammar", "This engine does not do structured output.")
+
     def masks(self, plan: Plan) -> Masks:
         return {}
-
-    def advance(self, outputs: list[Output]) -> None:
-        pass
 
 
 class NoProposer:
@@ -49,42 +51,63 @@ class Engine:
         self.proposer: Proposer = proposer or NoProposer()
         self.depth = depth
         self.in_flight: deque[tuple[Plan, Pending]] = deque()
+        self.preparing: dict[int, tuple[Request, Future[Any]]] = {}
+        """Requests whose grammar is not ready yet; the scheduler does not know of them."""
 
     def add(self, request: Request) -> None:
         """Accept ``request``; raises ``RequestError`` if it could never be served."""
-        self.scheduler.add(request)
+        if request.params.grammar is None:
+            self.scheduler.add(request)
+            return
+        self.scheduler.check_servable(Sequence(request))
+        self.preparing[request.id] = request, self.grammars.prepare(request)
 
     def abort(self, request_id: int) -> None:
         """Forget a request; it gives no more output. Nothing happens when there is none with this id."""
-        self.scheduler.abort(request_id)
+        if self.preparing.pop(request_id, None) is None:
+            self.scheduler.abort(request_id)
+
+    def _add_prepared(self) -> list[Output]:
+        """Hand over the requests whose grammars are ready; what went wrong with others is their output."""
+        outputs = []
+        for request, grammar in [entry for entry in self.preparing.values() if entry[1].done()]:
+            del self.preparing[request.id]
+            try:
+                found = grammar.result()
+                self.scheduler.add(request).grammar = found
+            except Exception as error:  # whatever a library of grammars raises; nobody else is affected
+                outputs.append(Output(request.id, [], "error", error=f"the grammar {error}"))
+        return outputs
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self.preparing)
 
     def step(self) -> list[Output]:
         """Run one iteration: schedule, execute, commit. Returns what it has to tell."""
         started = time.perf_counter()
+        refused = self._add_prepared() if self.preparing else []
         while len(self.in_flight) < self.depth and (plan := self.scheduler.schedule()):
             self.in_flight.append((plan, self.runner.submit(plan)))  # the forward pass starts; no wait
         if not self.in_flight:
-            return []
+            return refused
         plan, pending = self.in_flight.popleft()
         masks = self.grammars.masks(plan)  # CPU work beside the forward pass
         try:
             sampled = pending.sample(masks)  # the one place that waits for the device
         except RunnerError as error:
-            return self.scheduler.fail(plan, error)  # tried again in parts; only who is guilty ends
+            return refused + self.scheduler.fail(plan, error)  # tried again in parts; only who is guilty ends
         outputs = self.scheduler.commit(plan, sampled)  # append tokens, free blocks, finish
-        self.grammars.advance(outputs)
         self.proposer.propose(plan)  # drafts for the next step
         self.scheduler.note_step(plan, time.perf_counter() - started)
-        return outputs
+        return refused + outputs
 
     def stats(self) -> EngineStats:
         """Gauges and counters as of now; O(1)."""
-        return self.scheduler.snapshot()
+        stats = self.scheduler.snapshot()
+        stats.num_waiting += len(self.preparing)
+        return stats
 
     def check(self) -> None:
         """Assert that all bookkeeping agrees; for tests and for finding out what went wrong."""

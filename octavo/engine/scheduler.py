@@ -60,14 +60,14 @@ class Scheduler:
 
     # ---- requests come and go
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request) -> Sequence:
         """Let ``request`` wait for its turn; raises ``RequestError`` if it could never be served."""
-        seq = Sequence(request, order=self.order(request, self.num_arrived))
-        self._check_servable(seq)
+        self.check_servable(seq := Sequence(request, order=self.order(request, self.num_arrived)))
         self.num_arrived += 1
         self.waiting.push(seq)
+        return seq
 
-    def _check_servable(self, seq: Sequence) -> None:
+    def check_servable(self, seq: Sequence) -> None:
         request = seq.request
         if request.id in self.waiting or request.id in self.running:
             raise InvalidParameter("id", f"Request {request.id} is already being served.")

@@ -70,7 +70,8 @@ def _needs_cell(seq: Sequence) -> bool:
 def _is_sampled_by_host(seq: Sequence) -> bool:
     params: SamplingParams = seq.request.params
     return (
-        bool(params.logit_bias)
+        params.grammar is not None
+        or bool(params.logit_bias)
         or params.repetition_penalty != 1
         or params.frequency_penalty != 0
         or params.presence_penalty != 0

@@ -4,7 +4,7 @@ One row is treated in this order; a step that the request does not ask for is le
 
 1. log-probabilities to report are taken from the logits as the model gave them;
 2. mask of the grammar;
-3. ``min_tokens``: the ids that would end the text are out until there are as many tokens;
+3. ``min_tokens``: the ids that would end the text are out until there are as many tokens, or the grammar is complete;
 4. ``logit_bias``;
 5. ``repetition_penalty`` (prompt and output), then ``frequency_penalty`` and ``presence_penalty`` (output);
 6. with a temperature of 0 the most likely token is taken, and that is all;
@@ -57,6 +57,17 @@ class Row:
     @property
     def bans_stops(self) -> bool:
         return self.position - self.num_prompt_tokens < self.params.min_tokens and bool(self.stop_token_ids)
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the grammar allows only what ends the text: then it is complete, however short it is."""
+        if self.mask is None:
+            return False
+        left = self.mask.copy()
+        for token in self.stop_token_ids:
+            if token // 8 < len(left):
+                left[token // 8] &= 255 - (1 << token % 8)
+        return not left.any()
 
     @property
     def is_plain(self) -> bool:
@@ -134,7 +145,7 @@ def process(logits_V: Tensor, row: Row) -> Tensor:
     params = row.params
     if row.mask is not None:
         logits_V = processors.apply_mask(logits_V, row.mask)
-    if row.bans_stops:
+    if row.bans_stops and not row.must_stop:
         logits_V = processors.ban(logits_V, row.stop_token_ids)
     if params.logit_bias:
         logits_V = processors.add_bias(logits_V, params.logit_bias)

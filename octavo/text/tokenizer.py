@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from octavo.errors import InvalidParameter
+from octavo.grammar.vocabulary import Vocabulary
 from octavo.text import folder_tokenizer, gguf_tokenizer
 from octavo.text.token_bytes import token_bytes_table
 from octavo.text.tokenizer_parts import TokenizerParts
@@ -91,6 +92,12 @@ class Tokenizer:
     def whole_texts_without_special(self) -> dict[int, str]:
         """The same with nothing as the text of special tokens."""
         return self.whole_texts | dict.fromkeys(self.special_token_ids, "")
+
+    def vocabulary(self, eos_token_ids: Iterable[int]) -> Vocabulary:
+        """What grammars need to know; ``eos_token_ids`` may end a text besides those that are known here."""
+        ends = {*eos_token_ids, *self.eos_token_ids}.intersection(range(self.vocab_size))
+        specials = sorted(self.special_token_ids | ends)
+        return Vocabulary(self._bytes, specials, sorted(ends), lambda text: self.encode(text, add_special_tokens=False))
 
     def _id_of(self, text: str | None) -> int | None:
         return None if text is None else self._backend.token_to_id(text)

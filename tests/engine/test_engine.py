@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import pytest
 
 from octavo.engine.engine import Engine
-from octavo.types import Masks, Output, Plan
+from octavo.errors import InvalidParameter
+from octavo.sampling_params import SamplingParams
+from octavo.types import Masks, Plan, Request
 from tests.engine.making import make_engine, make_request, run_to_end, tokens_of
 from tests.operations import count_lines
 from tests.oracle import expected_output
@@ -36,13 +43,15 @@ class Diary:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
+        self.future: Future[Any] = Future()
 
     def masks(self, plan: Plan) -> Masks:
         self.calls.append(("masks", len(plan)))
         return {}
 
-    def advance(self, outputs: list[Output]) -> None:
-        self.calls.append(("advance", len(outputs)))
+    def prepare(self, request: Request) -> Future[Any]:
+        self.calls.append(("prepare", request.id))
+        return self.future
 
     def propose(self, plan: Plan) -> None:
         assert all(not item.seq.num_in_flight for item in plan), "propose comes after the step is committed"
@@ -55,7 +64,56 @@ def test_collaborators_take_part_in_every_step() -> None:
     engine = Engine(engine.scheduler, runner, grammars=diary, proposer=diary)
     engine.add(make_request(0, max_tokens=2))
     run_to_end(engine)
-    assert diary.calls == [("masks", 1), ("advance", 1), ("propose", 1)] * 2
+    assert diary.calls == [("masks", 1), ("propose", 1)] * 2
+
+
+def test_a_request_waits_for_its_grammar_while_others_run() -> None:
+    engine, runner = make_engine()
+    diary = Diary()
+    engine = Engine(engine.scheduler, runner, grammars=diary)
+    bound = msgspec.structs.replace(make_request(0, max_tokens=3), params=SamplingParams(grammar="{}"))
+    engine.add(bound)
+    engine.add(make_request(1, max_tokens=2))
+    assert diary.calls == [("prepare", 0)]
+    first = engine.step() + engine.step()
+    assert [output.request_id for output in first] == [1, 1]
+    assert engine.has_work
+    assert engine.stats().num_waiting == 1
+    assert engine.step() == []
+    diary.future.set_result("a matcher")
+    assert [output.request_id for output in engine.step()] == [0]
+    assert engine.scheduler.running[0].grammar == "a matcher"
+    run_to_end(engine)
+    assert not engine.has_work
+
+
+def test_a_grammar_that_fails_ends_its_own_request() -> None:
+    engine, runner = make_engine()
+    diary = Diary()
+    engine = Engine(engine.scheduler, runner, grammars=diary)
+    engine.add(msgspec.structs.replace(make_request(0), params=SamplingParams(grammar="{}")))
+    diary.future.set_exception(ValueError("has no such rule"))
+    (output,) = engine.step()
+    assert (output.request_id, output.finish_reason) == (0, "error")
+    assert output.error == "the grammar has no such rule"
+    assert not engine.has_work
+
+
+def test_a_request_can_be_aborted_while_its_grammar_is_prepared() -> None:
+    engine, runner = make_engine()
+    diary = Diary()
+    engine = Engine(engine.scheduler, runner, grammars=diary)
+    engine.add(msgspec.structs.replace(make_request(0), params=SamplingParams(grammar="{}")))
+    engine.abort(0)
+    diary.future.set_result("a matcher")
+    assert not engine.has_work
+    assert engine.step() == []
+
+
+def test_an_engine_without_grammars_refuses_them() -> None:
+    engine, _ = make_engine()
+    with pytest.raises(InvalidParameter, match="structured output"):
+        engine.add(msgspec.structs.replace(make_request(0), params=SamplingParams(grammar="{}")))
 
 
 def busy_engine(num_seen: int, num_waiting: int) -> Engine:

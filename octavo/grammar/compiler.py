@@ -1,0 +1,101 @@
+"""The front process's side of structured output: no grammar reaches the engine that was not tried out before."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from octavo.child_process import ChildLost, ChildProcess
+from octavo.child_worker import RENDERED
+from octavo.grammar.vocabulary import Vocabulary
+
+WORKER = "octavo.grammar.worker"
+MAX_GRAMMAR_BYTES = 256 << 10
+MAX_KEPT_BYTES = 4 << 20
+MAX_SECONDS = 2.0
+"""Of the processor and of the clock, for one grammar."""
+MAX_MEMORY = 1 << 30
+
+
+class Refused(Exception):
+    """A grammar that cannot be used; the message goes on after the name of a field, as in "uses 'not'"."""
+
+
+class GrammarCompiler:
+    """Tries grammars out in a child process with bounded time and memory, one at a time.
+
+    A grammar that hangs or explodes costs its own request an error, and the next one gets a fresh process. Verdicts are
+    kept, good and bad, so that a client that repeats itself costs nothing.
+    """
+
+    def __init__(self, load: Callable[[], Vocabulary], max_seconds: float = MAX_SECONDS) -> None:
+        """``load`` gives the vocabulary when it is first needed."""
+        self._load = load
+        self._limits = {"max_seconds": max_seconds, "max_memory": MAX_MEMORY, "max_output": 2 * MAX_GRAMMAR_BYTES}
+        self._settings: dict[str, Any] | None = None
+        self._process: ChildProcess | None = None
+        self._turn = asyncio.Lock()
+        self._closing = threading.Lock()
+        self._kept: OrderedDict[str, tuple[str | None, str]] = OrderedDict()
+        """Text of a grammar to its normalised form, or to none and the reason."""
+
+    @property
+    def process_id(self) -> int | None:
+        """Id of the child process; ``None`` while there is none."""
+        return None if self._process is None else self._process.id
+
+    async def compile(self, text: str) -> str:
+        """The grammar as the engine gets it. Raises ``Refused``; when cancelled, the work ends at once."""
+        if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+            raise Refused(f"is larger than {MAX_GRAMMAR_BYTES} bytes, the most that this server accepts")
+        verdict = self._known(text)
+        if verdict is None:
+            async with self._turn:
+                verdict = self._known(text) or await self._try_out(text)
+        form, reason = verdict
+        if form is None:
+            raise Refused(reason)
+        return form
+
+    def _known(self, text: str) -> tuple[str | None, str] | None:
+        if text in self._kept:
+            self._kept.move_to_end(text)
+        return self._kept.get(text)
+
+    async def _try_out(self, text: str) -> tuple[str | None, str]:
+        try:
+            verdict = await asyncio.to_thread(self._ask, text)
+        except asyncio.CancelledError:
+            self.close()  # ends the waiting thread, too
+            raise
+        self._kept[text] = verdict
+        while sum(map(len, self._kept)) > MAX_KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return verdict
+
+    def _ask(self, text: str) -> tuple[str | None, str]:
+        try:
+            if self._process is None or not self._process.is_alive:
+                self._process = ChildProcess(WORKER, self._with_vocabulary())
+            kind, answer = self._process.ask(text)
+        except ChildLost as error:
+            return None, f"cannot be used: {error}"
+        return (answer, "") if kind == RENDERED else (None, answer)
+
+    def _with_vocabulary(self) -> dict[str, Any]:
+        if self._settings is None:
+            tokens, special_ids, eos_ids, _ = self._load()
+            encoded = [base64.b64encode(token).decode() for token in tokens]
+            self._settings = {**self._limits, "tokens": encoded, "special_ids": special_ids, "eos_ids": eos_ids}
+        return self._settings
+
+    def close(self) -> None:
+        """End the process. Compiling again starts a new one."""
+        with self._closing:
+            process, self._process = self._process, None
+        if process is not None:
+            process.close()

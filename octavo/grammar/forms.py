@@ -1,0 +1,102 @@
+"""What a client asks for, as the text of a grammar.
+
+Format: llguidance's list of grammars, JSON ``{"grammars": [...]}``, the first of which is matched and may refer to the
+others as ``@name``. Each is in the form of one ``Part``. https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Part = dict[str, Any]
+"""One grammar: ``{"json_schema": ...}``, ``{"lark_grammar": ...}``, ``{"regex": ...}`` or ``{"gbnf": ...}``; the latter
+two are rewritten as Lark before they are compiled."""
+
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+"""Between two tokens of JSON: bounded, so that a model cannot go on with blanks for ever."""
+SPACES = r"/[\x20\x0A\x0D\x09]{0,64}/"
+OPTIONS = "x-guidance"
+"""The key by which llguidance takes options out of a schema."""
+TEXT = r"/(.|\n)*/"
+
+
+class FormError(ValueError):
+    """Something that is no schema, expression or list; the message says why, and begins after the field's name."""
+
+
+def json_schema(schema: Any) -> Part:
+    """JSON that is valid against ``schema``, an object or a truth value. Raises ``FormError``."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, Mapping):
+        raise FormError("must be a JSON schema: an object")
+    if _has_key(schema, OPTIONS):
+        raise FormError(f"uses '{OPTIONS}', which is not supported")
+    return {"json_schema": {**schema, OPTIONS: {"whitespace_pattern": WHITESPACE}}}
+
+
+def json_object() -> Part:
+    """Any JSON object."""
+    return json_schema({"type": "object"})
+
+
+def regex(text: Any) -> Part:
+    """Text that an expression matches as a whole. Raises ``FormError``."""
+    if not isinstance(text, str) or not text:
+        raise FormError("must be a regular expression")
+    return {"regex": text}
+
+
+def choice(texts: Any) -> Part:
+    """One of some texts. Raises ``FormError``."""
+    if not isinstance(texts, Sequence) or isinstance(texts, str) or not texts:
+        raise FormError("must be a list of at least one string")
+    if not all(isinstance(text, str) and text for text in texts):
+        raise FormError("must hold only strings that are not empty")
+    return {"lark_grammar": "start: " + " | ".join(literal(text) for text in texts)}
+
+
+def grammar(text: Any) -> Part:
+    """A grammar in GBNF or Lark. Raises ``FormError``."""
+    if not isinstance(text, str) or not text.strip():
+        raise FormError("must be a grammar in GBNF or Lark")
+    return {"gbnf": text}
+
+
+def literal(text: str) -> str:
+    """``text`` as a string of Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def whole(part: Part) -> str:
+    """The grammar of one part alone."""
+    return _dump([part])
+
+
+def compose(rules: str, parts: Mapping[str, Part]) -> str:
+    """The grammar of Lark ``rules`` that refer to ``parts`` as ``@name``."""
+    return _dump([{"lark_grammar": rules}, *({"name": name, **part} for name, part in parts.items())])
+
+
+def parts_of(text: str) -> list[Part]:
+    """The parts in the text of a grammar; raise ``FormError`` for what is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    parts = value.get("grammars") if isinstance(value, dict) else None
+    if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
+        raise FormError("is not a grammar made by octavo.grammar.forms")
+    return parts
+
+
+def _dump(parts: list[Part]) -> str:
+    return json.dumps({"grammars": parts}, ensure_ascii=False, separators=(",", ":"))
+
+
+def _has_key(value: Any, key: str) -> bool:
+    if isinstance(value, Mapping):
+        return key in value or any(_has_key(child, key) for child in value.values())
+    return isinstance(value, list) and any(_has_key(child, key) for child in value)

@@ -1,0 +1,119 @@
+"""From the text of a grammar to a matcher over a vocabulary, by llguidance; the same in the engine and in the child.
+
+llguidance parses by Earley's algorithm over a lexer of lazily built derivatives, so most of the work is done
+when masks are asked for; the limits bound each of these steps too. https://github.com/guidance-ai/llguidance
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+from octavo.grammar.forms import FormError, Part, compose, parts_of, whole
+from octavo.grammar.vocabulary import Splitter, Vocabulary
+
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_lexer_states=50_000,
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+"""A step of the lexer takes under 10 ms on one core, and its states, of up to 2 kB, under 100 MB."""
+
+Mask = npt.NDArray[np.uint8]
+"""Bit ``id % 8`` of byte ``id // 8`` says whether a token is allowed."""
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be used; the message goes on after the name of a field, as in "uses 'not'"."""
+
+
+class _Wrapped:
+    """A vocabulary as ``LLTokenizer`` asks for it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = vocabulary.tokens
+        self.special_token_ids = vocabulary.special_ids
+        self.eos_token_id = vocabulary.eos_ids[0]
+        self._split = Splitter(vocabulary)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        # Asked where a grammar leaves no choice: of the ways to write the same bytes, the model's own is allowed.
+        return self._split(text)
+
+
+def make_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    """The vocabulary as a tree of bytes, shared by all matchers. Raises ``GrammarError`` when nothing ends a text."""
+    if not vocabulary.eos_ids:
+        raise GrammarError("cannot be used: the model has no token that ends a text")
+    wrapped = _Wrapped(vocabulary)
+    return LLTokenizer(wrapped, n_vocab=len(vocabulary.tokens), eos_token=vocabulary.eos_ids)  # type: ignore[arg-type]
+
+
+def normalised(text: str) -> str:
+    """``text`` with every part in a form that llguidance reads by itself. Raises ``GrammarError``."""
+    try:
+        first, *others = [_normalised_part(part) for part in parts_of(text)]
+    except FormError as error:
+        raise GrammarError(str(error)) from None
+    return compose(first["lark_grammar"], {part.pop("name"): part for part in others}) if others else whole(first)
+
+
+def _normalised_part(part: Part) -> Part:
+    part = dict(part)
+    if "regex" in part:
+        # \d is a digit of ASCII, as clients mean it; what a later program reads seldom takes others.
+        part["lark_grammar"] = f"start: /{regex_to_lark(part.pop('regex'), 'd')}/"
+    elif "gbnf" in part:
+        try:
+            part["lark_grammar"] = any_to_lark(part.pop("gbnf"))
+        except Exception as error:  # the library raises several kinds, the bare class among them
+            raise GrammarError(f"is not a grammar: {_first_line(str(error))}") from None
+    return part
+
+
+def compile_matcher(text: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """The matcher of a normalised grammar, at its start. Raises ``GrammarError``."""
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        raise GrammarError(describe(matcher.get_error()))
+    fill_mask(matcher, new_mask(tokenizer))  # builds the lexer's first states, where some limits are met first
+    if matcher.is_error():
+        raise GrammarError(describe(matcher.get_error()))
+    return matcher
+
+
+def new_mask(tokenizer: LLTokenizer) -> Mask:
+    """A mask that allows nothing yet."""
+    return np.zeros((tokenizer.vocab_size + 31) // 32 * 4, dtype=np.uint8)
+
+
+def fill_mask(matcher: LLMatcher, mask: Mask) -> None:
+    """Write the mask of the next token; it has no bit at all once the matcher has failed."""
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    if matcher.is_error():
+        mask[:] = 0
+
+
+def describe(error: str) -> str:
+    """llguidance's error as a sentence that follows the name of a field."""
+    reason = re.sub(r"^(at )?\d+\(\d+\): ", "", _first_line(error)).removeprefix("failed to compile JSON schema: ")
+    if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
+        names = found[1].replace('"', "'")
+        return f"uses {names}, which is not supported"
+    if reason.startswith("oneOf constraints are not supported"):
+        return "uses 'oneOf' with schemas that are not plainly exclusive, which is not supported"
+    return f"cannot be used: {reason}"
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0][:300]

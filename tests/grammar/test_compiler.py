@@ -1,0 +1,166 @@
+"""Grammars are tried out in a process of their own, whose time and memory are bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from octavo.grammar import forms
+from octavo.grammar.compiler import MAX_GRAMMAR_BYTES, GrammarCompiler, Refused
+from tests.grammar.walks import VOCABULARY
+
+GOOD = forms.whole(forms.json_schema({"type": "object"}))
+
+
+def run(test: Callable[[GrammarCompiler], Coroutine[Any, Any, None]], max_seconds: float = 2.0) -> None:
+    async def inside() -> None:
+        compiler = GrammarCompiler(lambda: VOCABULARY, max_seconds)
+        try:
+            await test(compiler)
+        finally:
+            compiler.close()
+
+    asyncio.run(inside())
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        either = [{"anyOf": [schema, {"type": kind}]} for kind in ("integer", "boolean")]
+        schema = {"allOf": either}
+    return schema
+
+
+def many(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(count)}}
+
+
+def rules(count: int) -> str:
+    start = "start: " + " | ".join(f"r{index}" for index in range(count))
+    return "\n".join([start, *(f'r{index}: "a" r{index * 7 % count}?' for index in range(count))])
+
+
+BOMBS = {
+    "repeats of repeats": forms.regex("((a{0,100}){0,100}){0,100}"),
+    "big repeats": forms.regex("(.{0,1000}){0,1000}x"),
+    "counting": forms.regex("(a|b)*a(a|b){900}"),
+    "dots": forms.regex("(.*a.*b.*c.*d.*e.*f.*g){20}"),
+    "unclosed": forms.regex("(" * 2000),
+    "lookaround": forms.regex("(?=a)b"),
+    "long expression": forms.regex("(a|b)" * 10000),
+    "nested schemas": forms.json_schema(nested(14)),
+    "deep schema": forms.json_schema(nested(6)),
+    "many properties": forms.json_schema(many(5000)),
+    "long enum": forms.json_schema({"enum": [f"value {index}" for index in range(12000)]}),
+    "long strings": forms.json_schema({"type": "string", "minLength": 10**9, "maxLength": 2 * 10**9}),
+    "long arrays": forms.json_schema({"type": "array", "minItems": 10**9}),
+    "expressions together": forms.json_schema(
+        {"allOf": [{"type": "string", "pattern": f"{c}.*{c}.{{1,30}}{c}"} for c in "abcdefghijklm"]}
+    ),
+    "endless reference": forms.json_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+    "endless rule": forms.grammar("start: start start"),
+    "ambiguous rule": forms.grammar('start: a\na: a a a | "x" | ""'),
+    "parentheses": forms.grammar("start: " + "(" * 20000 + '"a"' + ")" * 20000),
+    "parentheses of GBNF": forms.grammar("root ::= " + "(" * 20000 + '"a"' + ")" * 20000),
+    "many rules": forms.grammar(rules(3000)),
+}
+
+
+def test_a_bomb_costs_little_and_leaves_nothing_behind() -> None:
+    async def test(compiler: GrammarCompiler) -> None:
+        await compiler.compile(GOOD)
+        for name, part in BOMBS.items():
+            started = time.monotonic()
+            before = time.process_time()
+            with contextlib.suppress(Refused):
+                await compiler.compile(forms.whole(part))
+            assert time.monotonic() - started < 3.5, name
+            assert time.process_time() - before < 0.5, name
+            await compiler.compile(forms.whole(forms.choice([name])))
+
+    run(test)
+
+
+def test_a_grammar_that_hangs_is_cut_off_and_the_next_one_served() -> None:
+    async def test(compiler: GrammarCompiler) -> None:
+        await compiler.compile(GOOD)
+        first = compiler.process_id
+        assert first is not None
+        os.kill(first, 19)  # SIGSTOP: it does not answer any more
+        with pytest.raises(Refused, match=r"more than 0\.5 seconds"):
+            await compiler.compile(forms.whole(forms.regex("a+")))
+        await compiler.compile(forms.whole(forms.regex("b+")))
+        assert compiler.process_id != first
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
+
+    run(test, max_seconds=0.5)
+
+
+def test_verdicts_are_kept() -> None:
+    async def test(compiler: GrammarCompiler) -> None:
+        bad = forms.whole(forms.json_schema({"not": {}}))
+        await compiler.compile(GOOD)
+        with pytest.raises(Refused, match="uses 'not'"):
+            await compiler.compile(bad)
+        compiler.close()
+        await compiler.compile(GOOD)
+        with pytest.raises(Refused, match="uses 'not'"):
+            await compiler.compile(bad)
+        assert compiler.process_id is None, "a process was started for what is known"
+
+    run(test)
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.grammar.compiler.MAX_KEPT_BYTES", 500)
+
+    async def test(compiler: GrammarCompiler) -> None:
+        for index in range(40):
+            await compiler.compile(forms.whole(forms.choice([f"choice {index}"])))
+        assert sum(map(len, compiler._kept)) <= 500
+
+    run(test)
+
+
+def test_a_grammar_that_is_too_large_is_refused_at_once() -> None:
+    async def test(compiler: GrammarCompiler) -> None:
+        with pytest.raises(Refused, match=f"larger than {MAX_GRAMMAR_BYTES} bytes"):
+            await compiler.compile(forms.whole(forms.regex("a" * MAX_GRAMMAR_BYTES)))
+        assert compiler.process_id is None
+
+    run(test)
+
+
+def test_cancelling_ends_the_work() -> None:
+    async def test(compiler: GrammarCompiler) -> None:
+        await compiler.compile(GOOD)
+        first = compiler.process_id
+        assert first is not None
+        os.kill(first, 19)
+        task = asyncio.create_task(compiler.compile(forms.whole(forms.regex("a+"))))
+        await asyncio.sleep(0.05)
+        started = time.monotonic()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await compiler.compile(forms.whole(forms.regex("b+")))
+        assert compiler.process_id != first
+        assert time.monotonic() - started < 5
+
+    run(test, max_seconds=20)
+
+
+def test_many_at_once_are_served_one_after_the_other() -> None:
+    async def test(compiler: GrammarCompiler) -> None:
+        texts = [forms.whole(forms.choice([str(index % 5)])) for index in range(30)]
+        results = await asyncio.gather(*(compiler.compile(text) for text in texts))
+        assert results == texts
+
+    run(test)
