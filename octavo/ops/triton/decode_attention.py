@@ -8,8 +8,8 @@ Whichever program of a pair (sequence, kv head) comes last combines the runs, in
 bounds are read on the device and the host chooses by shapes alone, so that a captured graph serves every length.
 
 With the prologue, query, key and value come from the projection: they are normed and rotated here, and the program of
-the last run writes key and value to their slot and puts them into its last tile. That tile is computed last but loaded
-first, before the wait for the predecessor: what else it holds is of earlier steps.
+the last run writes key and value to their slot and puts them into its last tile. Runs are walked backwards, and that
+tile is loaded before the wait for the predecessor, since what else it holds is of earlier steps.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def attend_single_rows(q_TNH: Tensor, heads: HeadLayout, cache: LayerCache, rows
 
     Queries are rotated, and the step's keys and values stored already.
     """
-    run_decode_attention(q_TNH.flatten(1), heads, None, cache, rows, out_TNH.flatten(1))
+    run_decode_attention(q_TNH.flatten(1), heads, None, cache, rows, out_TNH.view(len(out_TNH), -1))
 
 
 def run_decode_attention(
@@ -76,6 +76,8 @@ def run_decode_attention(
     assert S * K <= MAX_PAIRS, f"{S} sequences of {K} kv heads are more than {MAX_PAIRS} pairs"
     assert keys.stride() == values.stride(), "keys and values must be laid out alike"
     assert 1 == keys.stride(3) == x_TW.stride(1) == out_TW.stride(1) == rows.block_tables_SB.stride(1)
+    if prologue and prologue.cos_TR is not None and prologue.sin_TR is not None:
+        assert prologue.cos_TR.stride() == prologue.sin_TR.stride() == (prologue.cos_TR.stride(0), 1)
     if config is None:
         config = config_for(S * K, heads.num_heads // K, H, x_TW.element_size(), keys.shape[2])
     constants = _constants(heads, prologue, config)
