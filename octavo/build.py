@@ -65,7 +65,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         cache,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        policy=config.scheduler.scheduling_policy,
+        settings=config.scheduler,
     )
     info = EngineInfo(
         max_model_len=limits.max_model_len,

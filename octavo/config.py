@@ -19,6 +19,10 @@ from typing import Any
 from octavo.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
+POLICY_NAMES = (
+    *("fcfs", "priority", "shortest-first", "longest-prefix"),
+    *("deadline", "fair", "decode-round-robin", "static"),
+)
 
 
 def cache_dir() -> Path:
@@ -79,7 +83,30 @@ class SchedulerSettings:
     max_num_batched_tokens: int | None = setting(
         None, "most tokens computed in one step; longer prompts are computed in chunks", low=1
     )
-    scheduling_policy: str = setting("fcfs", "order of admission", ("fcfs", "priority"))
+    scheduling_policy: str = setting("fcfs", "who is served first", POLICY_NAMES)
+    policy_ageing: float | None = setting(
+        None,
+        "seconds of waiting that outweigh one level of priority, or 1,000 tokens of a prompt or found in the cache; "
+        "default: 30",
+        low=0.001,
+    )
+    ttft_target: float | None = setting(
+        None, "seconds to the first token that the deadline policy aims at; default: 1", low=0.001
+    )
+    tenant_weights: str | None = setting(
+        None, "shares of tenants under the fair policy, such as 'a=2,b=0.5'; default: 1 each"
+    )
+    turn_tokens: int | None = setting(
+        None, "output tokens of a turn under the decode-round-robin policy; default: 64", low=1
+    )
+    preemption_victim: str = setting(
+        "auto",
+        "who gives back its blocks when they run out; auto is the policy's own choice",
+        ("auto", "youngest", "cheapest", "largest"),
+    )
+    max_itl: float | None = setting(
+        None, "seconds between two tokens that no prompt of somebody else may exceed: prompts are sliced", low=0.0001
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +263,25 @@ def _check_combinations(config: EngineConfig) -> None:
         raise ConfigError(
             "max_num_batched_tokens must be at least max_num_seqs, so that every sequence can advance in a step"
         )
+    _check_policy(scheduler, cache)
+
+
+OWNERS = {
+    "policy_ageing": ("priority", "shortest-first", "longest-prefix"),
+    "ttft_target": ("deadline",),
+    "tenant_weights": ("fair",),
+    "turn_tokens": ("decode-round-robin",),
+}
+"""Settings that mean something under some policies only."""
+
+
+def _check_policy(scheduler: SchedulerSettings, cache: CacheSettings) -> None:
+    policy = scheduler.scheduling_policy
+    for name, policies in OWNERS.items():
+        if getattr(scheduler, name) is not None and policy not in policies:
+            raise ConfigError(f"{name} needs scheduling_policy {' or '.join(policies)}; it is {policy}")
+    if policy == "longest-prefix" and not cache.enable_prefix_caching:
+        raise ConfigError("scheduling_policy longest-prefix needs enable_prefix_caching: it looks for cached prompts")
 
 
 def to_flat(config: EngineConfig) -> dict[str, Any]:

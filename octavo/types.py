@@ -25,6 +25,9 @@ from octavo.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+Order = tuple[float, ...]
+"""A place among others: smaller goes first."""
+
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """One continuation to compute, fully resolved: what the engine needs and nothing else.
@@ -49,6 +52,10 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """``time.monotonic()`` when the server accepted the request."""
     cache_salt: str = ""
     """Only requests with the same salt share cached blocks."""
+    tenant: str = ""
+    """Who is charged for this request, under the fair policy."""
+    ttft_target: float = 0.0
+    """Seconds from arrival in which the first token should come, under the deadline policy; 0: the server's own."""
 
 
 class Status(enum.Enum):
@@ -56,6 +63,8 @@ class Status(enum.Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    YIELDING = "yielding"
+    """Running, but to be preempted as soon as it is not in flight."""
     FINISHED = "finished"
 
 
@@ -68,8 +77,8 @@ class Sequence:
     """
 
     request: Request
-    order: tuple[int, ...] = ()
-    """Place among other sequences; smaller goes first. Set once by the scheduler's policy."""
+    order: Order = ()
+    """Place among those who run, given by the policy; it changes only while the sequence waits."""
     tokens: list[int | None] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     status: Status = Status.WAITING
@@ -85,6 +94,8 @@ class Sequence:
     """Submitted steps with this sequence that are not yet committed."""
     epoch: int = 0
     """Grows when computed positions are taken back, or at the end; older steps in flight are stale."""
+    num_preemptions: int = 0
+    """How often its blocks were taken back before it ended."""
     num_faults: int = 0
     """Failed forward passes that this sequence was part of."""
     first_scheduled: float = 0.0
@@ -95,6 +106,8 @@ class Sequence:
     """The prefix cache's own note of what it last found of this sequence while it waits."""
     grammar: Any = None
     """What ``Grammars.prepare`` made of the request's grammar, if it has one."""
+    account: Any = None
+    """The policy's own note of this sequence, such as who is charged for it."""
     cell: int = -1
     """The runner's own note of where it keeps what it knows of this sequence."""
     stop_token_ids: frozenset[int] = field(init=False)

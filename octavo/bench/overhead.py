@@ -36,7 +36,7 @@ class InstantStep:
 def build_instant_engine(num_sequences: int, tokens: int, runner: Runner | None = None) -> Engine:
     """An engine over an instant runner, or another one, with room for ``num_sequences`` of ``tokens`` tokens."""
     cache = KVCache(num_blocks=num_sequences * (tokens // 16 + 2), block_size=16)
-    scheduler = Scheduler(cache, max_num_seqs=num_sequences, max_num_batched_tokens=8192, policy="fcfs")
+    scheduler = Scheduler(cache, max_num_seqs=num_sequences, max_num_batched_tokens=8192)
     return Engine(scheduler, runner or InstantRunner())
 
 

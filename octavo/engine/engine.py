@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from concurrent.futures import Future
 from typing import Any
@@ -86,7 +85,8 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Run one iteration: schedule, execute, commit. Returns what it has to tell."""
-        started = time.perf_counter()
+        clock = self.scheduler.clock
+        started = clock()
         refused = self._add_prepared() if self.preparing else []
         while len(self.in_flight) < self.depth and (plan := self.scheduler.schedule()):
             self.in_flight.append((plan, self.runner.submit(plan)))  # the forward pass starts; no wait
@@ -100,7 +100,7 @@ class Engine:
             return refused + self.scheduler.fail(plan, error)  # tried again in parts; only who is guilty ends
         outputs = self.scheduler.commit(plan, sampled)  # append tokens, free blocks, finish
         self.proposer.propose(plan)  # drafts for the next step
-        self.scheduler.note_step(plan, time.perf_counter() - started)
+        self.scheduler.note_step(plan, clock() - started)
         return refused + outputs
 
     def stats(self) -> EngineStats:

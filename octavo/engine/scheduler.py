@@ -7,18 +7,25 @@ recompute after preemption and verification of drafts are this with different ``
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from octavo.cache.kv_cache import KVCache
-from octavo.engine import stopping
-from octavo.engine.policies import find_policy
+from octavo.cache.radix_tree import Node
+from octavo.config import SchedulerSettings
+from octavo.engine.checks import check_scheduler, check_servable
+from octavo.engine.outcomes import error_output, take_in
+from octavo.engine.pace import Pace
+from octavo.engine.policies import make_policy
+from octavo.engine.policies.policy import Surroundings
 from octavo.engine.suspects import Suspects
-from octavo.engine.waiting import WaitingQueue
-from octavo.errors import ConfigError, ContextLengthExceeded, InvalidParameter, RunnerError
+from octavo.engine.victims import VICTIMS
+from octavo.errors import ConfigError, InvalidParameter, RunnerError
 from octavo.types import EngineStats, FinishReason, Output, Plan, Request, Sampled, Scheduled, Sequence, Status
 
 RUNNING = Status.RUNNING
+DEFAULTS = SchedulerSettings()
 
 
 class Scheduler:
@@ -30,16 +37,26 @@ class Scheduler:
     2. Each running sequence gets at least one token a step: a chunk of a long prompt leaves one token of the
        budget for everybody behind it. So no decode ever waits for somebody's prefill.
     3. A sequence is admitted when there are blocks for all its tokens, and one more for each that runs: a
-       chunked prompt never stalls halfway, and who is admitted is not preempted at once. While the first
-       in line has to wait, so do all behind it: nobody is overtaken.
-    4. A running sequence that needs a block takes those of the youngest one that is idle, never of an older
-       one. So the oldest always advances, and each becomes the oldest in the end.
-    5. After a failed forward pass its sequences are tried in smaller groups, alone: see ``Suspects``.
+       chunked prompt never stalls halfway, and who is admitted is not preempted at once. Who is first in line
+       says the policy; while the first has to wait, so do all behind it.
+    4. A running sequence that needs a block takes those of a younger one that is idle, never of an older one. So
+       the oldest always advances, and each becomes the oldest in the end.
+    5. A policy may let a running sequence yield its place to the first in line, and says which of several long
+       prompts goes on first; among these may be one that has yet to start.
+    6. After a failed forward pass its sequences are tried in smaller groups, alone: see ``Suspects``.
 
     No cost grows with the number of requests that wait or were ever seen, but for the logarithm of a heap.
     """
 
-    def __init__(self, cache: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int, policy: str = "fcfs") -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        settings: SchedulerSettings = DEFAULTS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs ({max_num_seqs})"
@@ -47,13 +64,19 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.order = find_policy(policy)
-        self.num_arrived = 0
-        self.waiting = WaitingQueue()
+        self.clock = clock
+        self.waiting = make_policy(Surroundings(cache, max_num_seqs, settings, clock))
+        """The policy, which is the queue of those who wait."""
+        self.choose_victim = VICTIMS.get(settings.preemption_victim, self.waiting.choose_victim)
+        self.pace = None if settings.max_itl is None else Pace(settings.max_itl)
         self.running: dict[int, Sequence] = {}
         """By id, and always in the order of ``Sequence.order``."""
         self.leaving: set[Sequence] = set()
         """Finished, but still in flight: the device may yet write to their blocks."""
+        self.yielding: Sequence | None = None
+        """Running, and asked to give up its place."""
+        self.cut: list[Sequence] = []
+        """Those of whose prompts the last plan had only a part."""
         self.suspects = Suspects()
         self.stats = EngineStats(num_blocks=cache.num_blocks)
         """The counters; gauges are filled in by whoever asks."""
@@ -62,29 +85,15 @@ class Scheduler:
 
     def add(self, request: Request) -> Sequence:
         """Let ``request`` wait for its turn; raises ``RequestError`` if it could never be served."""
-        self.check_servable(seq := Sequence(request, order=self.order(request, self.num_arrived)))
-        self.num_arrived += 1
-        self.waiting.push(seq)
+        self.check_servable(seq := Sequence(request))
+        self.waiting.arrive(seq)
         return seq
 
     def check_servable(self, seq: Sequence) -> None:
-        request = seq.request
-        if request.id in self.waiting or request.id in self.running:
-            raise InvalidParameter("id", f"Request {request.id} is already being served.")
-        if not request.prompt_tokens:
-            raise InvalidParameter("prompt", "The prompt must have at least one token.")
-        if request.output_tokens and len(request.output_tokens) >= request.max_tokens:
-            raise InvalidParameter(
-                "output_tokens",
-                f"Nothing is left to generate: {len(request.output_tokens)} of {request.max_tokens} tokens are there.",
-            )
-        room = self.cache.num_blocks * self.cache.block_size
-        if self.cache.blocks_for(seq.max_computed_tokens) > self.cache.num_blocks:
-            raise ContextLengthExceeded(
-                f"The prompt has {seq.num_prompt_tokens} tokens and 'max_tokens' is {request.max_tokens}, "
-                f"but the KV cache has room for {room} tokens.",
-                param="max_tokens",
-            )
+        """Raise ``RequestError`` if ``seq`` could never be served."""
+        if seq.id in self.waiting or seq.id in self.running:
+            raise InvalidParameter("id", f"Request {seq.id} is already being served.")
+        check_servable(seq, self.cache)
 
     def abort(self, request_id: int) -> None:
         """End a sequence without an answer; nothing happens when there is none with this id."""
@@ -103,9 +112,16 @@ class Scheduler:
         """Plan a step. The plan is empty when nothing can be computed before a step in flight is over."""
         if self.suspects.is_active:
             return self._schedule_trial()
+        if self.waiting.makes_place:
+            self._make_place()
         plan: Plan = []
         budget = self.max_num_batched_tokens
         num_behind = len(self.running)
+        if self.pace is not None:
+            budget = self.pace.budget(num_behind, budget)
+        favoured, num_aside = self._set_aside(budget) if self.cut else (None, 0)
+        budget -= num_aside
+        self.cut = []
         block_size = self.cache.block_size
         for seq in list(self.running.values()):
             num_behind -= 1
@@ -114,7 +130,10 @@ class Scheduler:
             if num_tokens <= 0 or start == seq.max_computed_tokens or seq.status is not RUNNING:
                 continue  # all is in flight, or just preempted
             if num_tokens > budget - num_behind:
-                num_tokens = budget - num_behind
+                if seq is favoured:
+                    budget, num_aside = budget + num_aside, 0
+                num_tokens = min(num_tokens, budget - num_behind)
+                self.cut.append(seq)
             drafts = self._drafts(seq, num_tokens, budget - num_behind) if seq.draft_tokens else ()
             end = start + num_tokens + len(drafts)
             has_room = end <= len(seq.block_table) * block_size
@@ -123,7 +142,7 @@ class Scheduler:
                 return plan
             plan.append(self._take(seq, num_tokens, drafts))
             budget -= num_tokens + len(drafts)
-        self._admit(plan, budget)
+        self._admit(plan, budget + num_aside)
         return plan
 
     def _drafts(self, seq: Sequence, num_tokens: int, limit: int) -> tuple[int, ...]:
@@ -150,58 +169,120 @@ class Scheduler:
 
     def _preempt_for(self, seq: Sequence, num_tokens: int) -> bool:
         """Preempt sequences younger than ``seq`` until it has blocks for ``num_tokens`` positions."""
-        while victim := self._youngest_idle_behind(seq):
+        while victim := self.choose_victim(self._idle_behind(seq)):
             self._preempt(victim)
             if self.cache.reserve(seq, num_tokens):
                 return True
         return False
 
-    def _youngest_idle_behind(self, seq: Sequence) -> Sequence | None:
+    def _idle_behind(self, seq: Sequence) -> Iterator[Sequence]:
+        """Those younger than ``seq`` that are not in flight, youngest first."""
         for other in reversed(self.running.values()):
             if other is seq:
                 break
             if not other.num_in_flight:
-                return other
-        return None
+                yield other
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take the blocks of ``seq`` back. It waits in its old place; what it published may be found again."""
+        """Take the blocks of ``seq`` back, and let it wait; what it published may be found again."""
         self.cache.release(seq)
         del self.running[seq.id]
         seq.status = Status.WAITING
         seq.draft_tokens = []
         seq.epoch += 1
+        seq.num_preemptions += 1
+        self.waiting.leave(seq)
         self.waiting.push(seq)
         self.stats.num_preemptions += 1
 
     def _admit(self, plan: Plan, budget: int) -> None:
-        """Start waiting sequences, in their order, as long as tokens, places and blocks last."""
-        youngest = next(reversed(self.running.values()), None)
-        num_planned = len(plan)
-        while budget and self.waiting and len(self.running) + len(self.leaving) < self.max_num_seqs:
-            seq = self.waiting.first()
+        """Start waiting sequences, in the policy's order, as long as tokens, places and blocks last."""
+        waiting = self.waiting
+        if not (self._has_place and waiting) or waiting.is_closed(self.running):
+            return
+        newest = next(reversed(self.running.values()), None)
+        is_sorted = True
+        while budget and waiting and self._has_place:
+            seq = waiting.first()
             if not self._give_blocks(seq):
                 break
-            self.waiting.pop()
+            waiting.admit(seq)
             self.running[seq.id] = seq
             seq.status = RUNNING
-            num_tokens = min(len(seq.tokens) - seq.num_computed_tokens, budget)
+            num_tokens = len(seq.tokens) - seq.num_computed_tokens
+            if num_tokens > budget:
+                num_tokens = budget
+                self.cut.append(seq)
             plan.append(self._take(seq, num_tokens))
             budget -= num_tokens
-        if youngest and len(plan) > num_planned and plan[num_planned].seq.order < youngest.order:
+            is_sorted = is_sorted and (newest is None or newest.order < seq.order)
+            newest = seq
+        if not is_sorted:
             self.running = dict(sorted(self.running.items(), key=lambda entry: entry[1].order))
 
-    def _give_blocks(self, seq: Sequence) -> bool:
-        """Find what is cached of a waiting sequence and reserve blocks for the rest, or change nothing."""
+    @property
+    def _has_place(self) -> bool:
+        num_running = len(self.running)
+        if num_running + len(self.leaving) >= self.max_num_seqs:
+            return False
+        return self.pace is None or self.pace.admits(num_running)
+
+    def _set_aside(self, budget: int) -> tuple[Sequence | None, int]:
+        """Whose prompt goes on first, says the policy, and the tokens kept for it from those before it.
+
+        It is one of those that were cut, or the first in line, if that one can enter.
+        """
+        candidates = [seq for seq in self.cut if seq.status is RUNNING]
+        if self.waiting and self._has_place and self._room_for(first := self.waiting.first()) is not None:
+            candidates.append(first)
+        if not candidates:
+            return None, 0
+        seq = self.waiting.favours(candidates)
+        return seq, max(0, min(len(seq.tokens) - seq.num_computed_tokens, budget - len(self.running)))
+
+    def _make_place(self) -> None:
+        """Preempt those whom the policy names, until the first in line can enter.
+
+        Who is in flight cannot be preempted: it is left out of further plans until it is idle.
+        """
+        while True:
+            if self.yielding is not None:
+                self._take_place()
+            if self.yielding is not None or not self.waiting or not self.running:
+                return
+            seq = self.waiting.first()
+            if self._has_place and self._room_for(seq) is not None:
+                return
+            self.yielding = self.waiting.who_yields(seq, self.running)
+            if self.yielding is None:
+                return
+            self.yielding.status = Status.YIELDING
+
+    def _take_place(self) -> None:
+        """Preempt who was asked to yield, unless it is gone already, or still in flight."""
+        seq = self.yielding
+        if seq is None or seq.status is not Status.YIELDING:
+            self.yielding = None
+        elif not seq.num_in_flight:
+            self._preempt(seq)
+            self.yielding = None
+
+    def _room_for(self, seq: Sequence) -> Node | None:
+        """What is cached of a waiting sequence, if there are blocks for the rest."""
         params = seq.request.params
         # The logits of a cached position are gone, so whoever wants them for the prompt computes all of it.
         node = self.cache.match(seq) if params.prompt_logprobs is None else self.cache.tree.root
-        if not self.cache.fits(node, len(seq.tokens), num_spare=len(self.running)):
+        return node if self.cache.fits(node, len(seq.tokens), num_spare=len(self.running)) else None
+
+    def _give_blocks(self, seq: Sequence) -> bool:
+        """Adopt what is cached of a waiting sequence and reserve blocks for the rest, or change nothing."""
+        node = self._room_for(seq)
+        if node is None:
             return False
         self.cache.adopt(seq, node)
         self.cache.reserve(seq, len(seq.tokens))
         if not seq.first_scheduled:
-            seq.first_scheduled = time.monotonic()
+            seq.first_scheduled = self.clock()
             seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             self.stats.prefix_queries += seq.num_prompt_tokens
             self.stats.prefix_hits += seq.num_cached_tokens
@@ -219,6 +300,8 @@ class Scheduler:
     def commit(self, plan: Plan, sampled: list[Sampled]) -> list[Output]:
         """Write the results of ``plan`` back, publish what is now computed, retire what ended."""
         self.suspects.acquit(plan)
+        if self.waiting.charges:
+            self.waiting.charge(plan, sampled)
         outputs = []
         for item, result in zip(plan, sampled, strict=True):
             seq = item.seq
@@ -227,44 +310,11 @@ class Scheduler:
                 self._let_go(seq)
             elif result.error is not None:
                 outputs.append(self._end_with_error(seq, result.error))
-            elif news := self._accept(item, result):
+            elif news := take_in(item, result, self.cache, self.stats):
                 outputs.append(news)
+                if news.finish_reason is not None:
+                    self._finish(seq, news.finish_reason)
         return outputs
-
-    def _accept(self, item: Scheduled, result: Sampled) -> Output | None:
-        """Put the sampled tokens in place of the pending one. Returns what there is to tell, if anything."""
-        seq, stats = item.seq, self.stats
-        num_committed = item.start + len(item.tokens)
-        if item.start < seq.num_prompt_tokens:
-            stats.num_prompt_tokens += min(num_committed, seq.num_prompt_tokens) - item.start
-        tokens: list[int] = []
-        reason: FinishReason | None = None
-        if item.samples:
-            position = num_committed
-            tokens, reason = stopping.cut(seq, position, result.tokens)
-            seq.tokens[position : position + 1] = tokens
-            stats.num_output_tokens += len(tokens)
-            if item.drafts:
-                seq.num_computed_tokens -= 1 + len(item.drafts) - len(result.tokens)
-                num_committed += len(tokens) - 1
-        block_size = self.cache.block_size
-        if num_committed // block_size > item.start // block_size:
-            self.cache.publish(seq, num_committed)
-        if reason is not None:
-            self._finish(seq, reason)
-        elif not tokens and not result.prompt_logprobs:
-            return None
-        return Output(
-            seq.request.id,
-            tokens,
-            reason,
-            stopping.stop_token_id(seq, tokens) if reason == "stop" else None,
-            seq.num_cached_tokens,
-            seq.first_scheduled,
-            result.logprobs and result.logprobs[: len(tokens)],
-            result.prompt_logprobs,
-            item.start + 1 if result.prompt_logprobs else 0,
-        )
 
     def fail(self, plan: Plan, error: RunnerError) -> list[Output]:
         """Take ``plan`` back, as if it had never been scheduled; who keeps failing alone ends with ``error``."""
@@ -296,21 +346,15 @@ class Scheduler:
 
     def _end_with_error(self, seq: Sequence, error: str) -> Output:
         self._finish(seq, "error")
-        return Output(
-            seq.id,
-            [],
-            "error",
-            num_cached_tokens=seq.num_cached_tokens,
-            first_scheduled=seq.first_scheduled,
-            error=error,
-        )
+        return error_output(seq, error)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End ``seq``. Its blocks come back now, or when its last step in flight is over."""
         seq.status = Status.FINISHED
         seq.finish_reason = reason
         self._disown_steps(seq)
-        self.running.pop(seq.id, None)
+        if self.running.pop(seq.id, None) is not None:
+            self.waiting.leave(seq)
         self.leaving.add(seq)
         self._let_go(seq)
 
@@ -327,6 +371,8 @@ class Scheduler:
         self.stats.num_steps += 1
         self.stats.step_tokens = sum([len(item.tokens) + len(item.drafts) for item in plan])
         self.stats.step_seconds = seconds
+        if self.pace is not None:
+            self.pace.learn(plan, self.stats.step_tokens, seconds)
 
     def snapshot(self) -> EngineStats:
         """Counters and gauges as of now; O(1)."""
@@ -340,23 +386,4 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert everything that must hold between two steps. Costs O(pool)."""
-        self.cache.check([*self.running.values(), *self.leaving])
-        self.waiting.check()
-        orders = [seq.order for seq in self.running.values()]
-        assert orders == sorted(orders), "running sequences are out of order"
-        assert len(self.running) + len(self.leaving) <= self.max_num_seqs, "too many sequences are running"
-        for request_id, seq in self.running.items():
-            assert seq.id == request_id, "a running sequence is filed under another id"
-            assert request_id not in self.waiting, "a sequence is running and waiting"
-            assert seq.status is RUNNING, "a running sequence has another status"
-            num_covered = len(seq.block_table) * self.cache.block_size
-            assert seq.num_computed_tokens <= num_covered, "a computed position has no block"
-            is_complete = seq.num_computed_tokens == seq.max_computed_tokens
-            assert is_complete or len(seq.tokens) <= seq.max_computed_tokens, "more is planned than is ever needed"
-            assert seq.num_computed_tokens <= seq.max_computed_tokens, "more is computed than is ever needed"
-            num_pending = seq.tokens.count(None)
-            assert num_pending <= seq.num_in_flight, "a pending token will never be sampled"
-            assert None not in seq.tokens[: len(seq.tokens) - num_pending], "a token follows a pending one"
-        for seq in self.leaving:
-            assert seq.status is Status.FINISHED, "a leaving sequence has not ended"
-            assert seq.num_in_flight, "a finished sequence keeps its blocks"
+        check_scheduler(self)

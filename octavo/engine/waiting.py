@@ -4,65 +4,69 @@ from __future__ import annotations
 
 import heapq
 
-from octavo.types import Sequence
+from octavo.types import Order, Sequence
+
+Entry = tuple[Order, int, Sequence]
+"""A place in the heap. The number sets entries of equal order apart: those of one sequence, of which one counts."""
 
 
 class WaitingQueue:
     """A priority queue by ``Sequence.order`` from which any member can also be taken by its id.
 
-    ``remove`` leaves the heap's entry behind until it comes to the top, or until such leftovers are the
-    majority and are swept out together. So the heap never holds more than twice what waits, and every
+    ``remove`` and ``move`` leave the heap's entry behind until it comes to the top, or until such leftovers are
+    the majority and are swept out together. So the heap never holds more than twice what waits, and every
     operation costs O(log n) in the long run.
     """
 
     def __init__(self) -> None:
-        self._by_id: dict[int, Sequence] = {}
-        self._heap: list[tuple[tuple[int, ...], Sequence]] = []
+        self._entry_of: dict[int, Entry] = {}
+        self._heap: list[Entry] = []
+        self._num_entries = 0
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self._entry_of)
 
     def __contains__(self, request_id: int) -> bool:
-        return request_id in self._by_id
+        return request_id in self._entry_of
 
     def push(self, seq: Sequence) -> None:
-        self._by_id[seq.id] = seq
-        heapq.heappush(self._heap, (seq.order, seq))
+        self._num_entries += 1
+        entry = self._entry_of[seq.id] = (seq.order, self._num_entries, seq)
+        heapq.heappush(self._heap, entry)
 
     def first(self) -> Sequence:
         """The one whose turn it is; the queue must not be empty."""
-        while not self._waits(self._heap[0][1]):
+        while not self._counts(self._heap[0]):
             heapq.heappop(self._heap)
-        return self._heap[0][1]
-
-    def pop(self) -> Sequence:
-        """Take out ``first()``."""
-        seq = self.first()
-        heapq.heappop(self._heap)
-        del self._by_id[seq.id]
-        self._sweep()
-        return seq
+        return self._heap[0][2]
 
     def remove(self, request_id: int) -> Sequence:
         """Take out the sequence with this id, which must be here."""
-        seq = self._by_id.pop(request_id)
+        seq = self._entry_of.pop(request_id)[2]
         self._sweep()
         return seq
 
+    def move(self, seq: Sequence, order: Order) -> None:
+        """Give ``seq``, which must be here, another place."""
+        if order != seq.order:
+            seq.order = order
+            self.push(seq)
+            self._sweep()
+
     def _sweep(self) -> None:
-        if len(self._heap) > 2 * len(self._by_id):
-            self._heap = [entry for entry in self._heap if self._waits(entry[1])]
+        if len(self._heap) > 2 * len(self._entry_of):
+            self._heap = list(self._entry_of.values())
             heapq.heapify(self._heap)
 
-    def _waits(self, seq: Sequence) -> bool:
-        return self._by_id.get(seq.id) is seq
+    def _counts(self, entry: Entry) -> bool:
+        return self._entry_of.get(entry[2].id) is entry
 
     def check(self) -> None:
         """Assert that every member has exactly one entry, and that leftovers are bounded."""
-        entries = [seq for _, seq in self._heap if self._waits(seq)]
-        assert len(entries) == len(self._by_id), "a waiting sequence has no entry in the heap, or two"
-        assert len(self._heap) <= 2 * len(self._by_id), "leftovers pile up"
-        for seq in entries:
+        members = [entry[2] for entry in self._heap if self._counts(entry)]
+        assert len(members) == len(self._entry_of), "a waiting sequence is not in the heap"
+        assert len(self._heap) <= 2 * len(self._entry_of), "leftovers pile up"
+        for seq in members:
             assert not seq.block_table, "a waiting sequence holds blocks"
             assert not seq.num_in_flight, "a waiting sequence is in flight"
             assert not seq.draft_tokens, "a waiting sequence keeps old drafts"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 from octavo.cache.kv_cache import KVCache
+from octavo.config import SchedulerSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
@@ -26,7 +29,9 @@ def make_engine(
     block_size: int = 4,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
+    settings: SchedulerSettings | None = None,
     policy: str = "fcfs",
+    clock: Callable[[], float] = time.monotonic,
     prefix_caching: bool = True,
     trouble: Trouble | None = None,
     depth: int = 1,
@@ -36,7 +41,8 @@ def make_engine(
         KVCache(num_blocks, block_size, prefix_caching),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        policy=policy,
+        settings=settings or SchedulerSettings(scheduling_policy=policy),
+        clock=clock,
     )
     return Engine(scheduler, runner, depth=depth), runner
 

@@ -13,12 +13,16 @@ def make_sequence(number: int) -> Sequence:
     return Sequence(make_request(number), order=(number,))
 
 
+def pop(queue: WaitingQueue) -> Sequence:
+    return queue.remove(queue.first().id)
+
+
 def test_in_order_whatever_the_order_of_arrival() -> None:
     queue = WaitingQueue()
     for number in (3, 1, 2):
         queue.push(make_sequence(number))
     assert queue.first().id == 1
-    assert [queue.pop().id for _ in range(3)] == [1, 2, 3]
+    assert [pop(queue).id for _ in range(3)] == [1, 2, 3]
     assert not queue
 
 
@@ -30,7 +34,7 @@ def test_removed_ones_are_passed_over() -> None:
     assert 0 not in queue
     assert queue.remove(2).id == 2
     assert len(queue) == 2
-    assert [queue.pop().id for _ in range(2)] == [1, 3]
+    assert [pop(queue).id for _ in range(2)] == [1, 3]
 
 
 def test_the_same_id_may_come_again() -> None:
@@ -40,7 +44,7 @@ def test_the_same_id_may_come_again() -> None:
     queue.remove(2)
     again = Sequence(make_request(2), order=(9,))
     queue.push(again)
-    assert [queue.pop().order for _ in range(3)] == [(1,), (3,), (9,)]
+    assert [pop(queue).order for _ in range(3)] == [(1,), (3,), (9,)]
 
 
 def test_leftovers_do_not_pile_up() -> None:
@@ -53,8 +57,8 @@ def test_leftovers_do_not_pile_up() -> None:
         if rng.random() < 0.9:
             queue.remove(waiting.pop(rng.randrange(len(waiting))))
         elif rng.random() < 0.5:
-            assert queue.pop().id == waiting.pop(0)
+            assert pop(queue).id == waiting.pop(0)
         queue.check()
     while waiting:
-        assert queue.pop().id == waiting.pop(0)
+        assert pop(queue).id == waiting.pop(0)
     assert not queue._heap

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.config import POLICY_NAMES
 from tests.engine.workload import Features, Run
 
 FEATURES = {
@@ -30,6 +31,12 @@ FEATURES = {
     "tight": Features(tight=True),
     "tight and overlap": Features(tight=True, depth=2),
     "tight, priority, drafts": Features(tight=True, policy="priority", drafts=True),
+    **{policy: Features(policy=policy) for policy in POLICY_NAMES[2:]},
+    **{f"tight, {policy} and overlap": Features(policy=policy, tight=True, depth=2) for policy in POLICY_NAMES[2:]},
+    "cheapest victims": Features(tight=True, victim="cheapest"),
+    "largest victims and overlap": Features(tight=True, victim="largest", depth=2),
+    "sliced": Features(max_itl=0.03),
+    "sliced and fair": Features(max_itl=0.03, policy="fair", tight=True),
     "everything": Features(2, True, True, 0.03, True, True, True, "priority", tight=True),
 }
 
@@ -54,7 +61,9 @@ def test_random_workloads(name: str) -> None:
         poison=st.booleans(),
         bad_rows=st.booleans(),
         aborts=st.booleans(),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(POLICY_NAMES),
+        victim=st.sampled_from(["auto", "youngest", "cheapest", "largest"]),
+        max_itl=st.sampled_from([None, 0.03, 0.2]),
         prefix_caching=st.booleans(),
         tight=st.booleans(),
     ),

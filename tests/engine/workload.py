@@ -9,6 +9,7 @@ import msgspec
 
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.radix_tree import Node
+from octavo.config import SchedulerSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
@@ -30,6 +31,8 @@ class Features:
     bad_rows: bool = False
     aborts: bool = False
     policy: str = "fcfs"
+    victim: str = "auto"
+    max_itl: float | None = None
     prefix_caching: bool = True
     tight: bool = False
     """Hardly more blocks than one sequence needs, and many sequences at once."""
@@ -147,6 +150,7 @@ def _random_request(rng: random.Random, request_id: int, prompt: list[int], uses
         eos_token_ids=tuple(_tokens(rng, rng.choice([0, 1]))),
         priority=rng.randrange(3),
         cache_salt=rng.choice(["", "", "", "tenant"]),
+        tenant=rng.choice(["a", "a", "a", "b", "c"]),
     )
     if rng.random() < 0.15:
         output, _ = expected_output(request, uses_grammar)
@@ -176,15 +180,27 @@ class Run:
                 self.cache,
                 max_num_seqs=self.workload.max_num_seqs,
                 max_num_batched_tokens=self.workload.max_num_batched_tokens,
-                policy=features.policy,
+                settings=SchedulerSettings(
+                    scheduling_policy=features.policy,
+                    preemption_victim=features.victim,
+                    max_itl=features.max_itl,
+                    turn_tokens=3 if features.policy == "decode-round-robin" else None,
+                ),
+                clock=self.clock,
             ),
             self.runner,
             grammars=ToyGrammars(self.grammar_users),
             proposer=ToyProposer(rng) if features.drafts else None,
             depth=features.depth,
         )
+        self.now = 1.0
         self.records = {request.id: Record() for request in self.workload.requests}
         self.aborted: set[int] = set()
+
+    def clock(self) -> float:
+        """A time that goes on with every look, faster or slower."""
+        self.now += self.rng.random() / 20
+        return self.now
 
     def serve(self) -> None:
         """Serve everything, then check what came out and that nothing is left behind."""

@@ -26,7 +26,7 @@ class SlowOracleRunner(OracleRunner):
 
 def build(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     cache = KVCache(NUM_BLOCKS, BLOCK_SIZE)
-    scheduler = Scheduler(cache, max_num_seqs=8, max_num_batched_tokens=32, policy="fcfs")
+    scheduler = Scheduler(cache, max_num_seqs=8, max_num_batched_tokens=32)
     info = EngineInfo(
         max_model_len=NUM_BLOCKS * BLOCK_SIZE,
         vocab_size=VOCAB_SIZE,

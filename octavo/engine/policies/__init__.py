@@ -1,24 +1,27 @@
-"""Orders of admission, one file each.
-
-A policy gives every request a place among the others when it arrives: a tuple, smaller goes first, different
-for each. The place never changes. It decides who is admitted next and, backwards, who is preempted first.
-"""
+"""Scheduling policies, one file each: whose turn it is, and who makes place. ``policy.py`` has the rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from octavo.engine.policies import fcfs, priority
+from octavo.engine.policies.deadline import Deadline
+from octavo.engine.policies.fair import Fair
+from octavo.engine.policies.fcfs import FirstCome
+from octavo.engine.policies.longest_prefix import LongestPrefix
+from octavo.engine.policies.policy import Policy, Surroundings
+from octavo.engine.policies.priority import Priority
+from octavo.engine.policies.round_robin import RoundRobin
+from octavo.engine.policies.shortest_first import ShortestFirst
+from octavo.engine.policies.static import Static
 from octavo.errors import ConfigError
-from octavo.types import Request
 
-Order = Callable[[Request, int], tuple[int, ...]]
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (FirstCome, Priority, ShortestFirst, LongestPrefix, Deadline, Fair, RoundRobin, Static)
+}
 
-POLICIES: dict[str, Order] = {policy.name: policy.order for policy in (fcfs, priority)}
 
-
-def find_policy(name: str) -> Order:
-    """The order of the policy called ``name``; raises ``ConfigError`` when there is none."""
+def make_policy(around: Surroundings) -> Policy:
+    """The policy that the settings name; raises ``ConfigError`` when there is none of that name."""
+    name = around.settings.scheduling_policy
     if name not in POLICIES:
         raise ConfigError(f"scheduling_policy: {name!r} is not one of {', '.join(POLICIES)}")
-    return POLICIES[name]
+    return POLICIES[name](around)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from octavo.types import Request
-
-name = "fcfs"
+from octavo.engine.policies.policy import Policy
 
 
-def order(request: Request, arrival_number: int) -> tuple[int, ...]:
-    return (arrival_number,)
+class FirstCome(Policy):
+    name = "fcfs"

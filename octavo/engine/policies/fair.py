@@ -1,0 +1,180 @@
+"""The tenant that got least goes first.
+
+Source: the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (arXiv 2401.00588).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from octavo.engine.policies.policy import Policy, Surroundings
+from octavo.engine.waiting import WaitingQueue
+from octavo.errors import ConfigError
+from octavo.types import Plan, Sampled, Sequence
+
+OUTPUT_WEIGHT = 2.0
+"""What an output token costs, in prompt tokens; as in the paper."""
+MAX_REMEMBERED = 4096
+"""Tenants whose counters are kept although they have no request."""
+
+
+class Tenant:
+    """Who is charged: a counter, and how much waits and runs."""
+
+    __slots__ = ("counter", "is_listed", "name", "num_running", "waiting", "weight")
+
+    def __init__(self, name: str, weight: float) -> None:
+        self.name = name
+        self.weight = weight
+        self.counter = 0.0
+        """What it got, in prompt tokens, divided by its weight."""
+        self.waiting = WaitingQueue()
+        self.num_running = 0
+        self.is_listed = False
+        """Whether the heap has an entry for it."""
+
+    @property
+    def load(self) -> float:
+        """Places in the batch, by weight."""
+        return self.num_running / self.weight
+
+    @property
+    def rank(self) -> tuple[float, float, str]:
+        """Smaller is served first. Equal counters are those of newcomers, to whom places count."""
+        return self.counter, self.load, self.name
+
+
+class Fair(Policy):
+    """Each tenant's counter grows with the tokens it gets; the smallest counter among those who wait goes first.
+
+    A tenant that comes back after a pause starts from the counter of whoever was served last: nobody saves up. No
+    place stays empty while anybody waits, so that a tenant alone gets everything.
+
+    Counters decide who is admitted, and whose prompt goes on first. When the batch is full of others, the first in
+    line also takes a place from the tenant that has most of them, as long as it then has no more of them itself; and
+    who is preempted for want of blocks is of that tenant too. So nobody waits for the end of a flood that was
+    admitted before it came.
+    """
+
+    name = "fair"
+    makes_place = True
+    charges = True
+
+    def __init__(self, around: Surroundings) -> None:
+        super().__init__(around)
+        self.weights = parse_weights(around.settings.tenant_weights or "")
+        self.tenants: dict[str, Tenant] = {}
+        self.served: dict[str, Tenant] = {}
+        """Those of them that have something running."""
+        self.floor = 0.0
+        """The smallest counter of those who waited when somebody was last chosen."""
+        self._by_rank: list[tuple[tuple[float, float, str], Tenant]] = []
+        """A heap with one entry for each tenant that waits; its rank may have changed since it was written."""
+        self._tenant_of: dict[int, Tenant] = {}
+        self._limit = MAX_REMEMBERED
+
+    def __len__(self) -> int:
+        return len(self._tenant_of)
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._tenant_of
+
+    def push(self, seq: Sequence) -> None:
+        tenant = seq.account = self._tenant_of[seq.id] = self._find(seq.request.tenant)
+        if not tenant.waiting:
+            tenant.counter = max(tenant.counter, self.floor)
+        if not tenant.is_listed:
+            tenant.is_listed = True
+            heapq.heappush(self._by_rank, (tenant.rank, tenant))
+        tenant.waiting.push(seq)
+
+    def _find(self, name: str) -> Tenant:
+        tenant = self.tenants.get(name)
+        if tenant is None:
+            if len(self.tenants) >= self._limit:
+                self._forget()
+            tenant = self.tenants[name] = Tenant(name, self.weights.get(name, 1.0))
+        return tenant
+
+    def _forget(self) -> None:
+        """Drop tenants that have nothing here, but for the half that got most lately."""
+        tenants = self.tenants.values()
+        idle = sorted((t for t in tenants if not (t.waiting or t.num_running)), key=lambda tenant: tenant.counter)
+        for tenant in idle[: len(idle) - MAX_REMEMBERED // 2]:
+            del self.tenants[tenant.name]
+        self._by_rank = [(tenant.rank, tenant) for tenant in self.tenants.values() if tenant.is_listed]
+        heapq.heapify(self._by_rank)
+        self._limit = max(MAX_REMEMBERED, 2 * len(self.tenants))
+
+    def first(self) -> Sequence:
+        while True:
+            rank, tenant = self._by_rank[0]
+            if not tenant.waiting:
+                tenant.is_listed = False
+                heapq.heappop(self._by_rank)
+            elif tenant.rank != rank:
+                heapq.heapreplace(self._by_rank, (tenant.rank, tenant))
+            else:
+                self.floor = max(self.floor, tenant.counter)
+                return tenant.waiting.first()
+
+    def remove(self, request_id: int) -> Sequence:
+        return self._tenant_of.pop(request_id).waiting.remove(request_id)
+
+    def admit(self, seq: Sequence) -> None:
+        self.remove(seq.id)
+        tenant: Tenant = seq.account
+        tenant.num_running += 1
+        self.served[tenant.name] = tenant
+
+    def leave(self, seq: Sequence) -> None:
+        tenant: Tenant = seq.account
+        tenant.num_running -= 1
+        if not tenant.num_running:
+            del self.served[tenant.name]
+
+    def charge(self, plan: Plan, sampled: list[Sampled]) -> None:
+        for item, result in zip(plan, sampled, strict=True):
+            seq = item.seq
+            cost = OUTPUT_WEIGHT * len(result.tokens)
+            if item.start < seq.num_prompt_tokens and not seq.num_preemptions:  # nobody asks for computing it again
+                cost += min(len(item.tokens), seq.num_prompt_tokens - item.start)
+            seq.account.counter += cost / seq.account.weight
+
+    def favours(self, candidates: list[Sequence]) -> Sequence:
+        return min(candidates, key=lambda seq: (seq.account.counter, -seq.order[0]))
+
+    def who_yields(self, seq: Sequence, running: dict[int, Sequence]) -> Sequence | None:
+        own: Tenant = seq.account
+        other = max(self.served.values(), key=lambda tenant: (tenant.load, tenant.counter))
+        if other is own or (own.num_running + 1) / own.weight > (other.num_running - 1) / other.weight:
+            return None
+        return next(victim for victim in reversed(running.values()) if victim.account is other)
+
+    def choose_victim(self, candidates: Iterator[Sequence]) -> Sequence | None:
+        return max(candidates, key=lambda seq: (seq.account.load, seq.account.counter), default=None)
+
+    def check(self) -> None:
+        listed = [tenant for _, tenant in self._by_rank]
+        assert len(listed) == len(set(listed)), "a tenant is listed twice"
+        for tenant in self.tenants.values():
+            tenant.waiting.check()
+            assert tenant.is_listed == (tenant in listed), "a tenant is listed and not in the heap, or the reverse"
+            assert tenant.is_listed or not tenant.waiting, "a tenant waits and is not listed"
+            assert tenant.num_running >= 0, "more left than ran"
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """``"a=2,b=0.5"`` as weights by tenant; raises ``ConfigError``."""
+    weights = {}
+    for part in filter(None, text.split(",")):
+        name, _, number = part.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0
+        if not name or not 0 < weight < float("inf"):
+            raise ConfigError(f"tenant_weights: {part!r} is not NAME=WEIGHT with a weight above 0")
+        weights[name.strip()] = weight
+    return weights

@@ -1,0 +1,123 @@
+"""One tenant floods: what that does to another."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.bench.fairness import COST, FLOOD, FLOOD_OF_LONG_PROMPTS, HALF_SPEED, QUIET, Load, measure, serve, share_of
+from octavo.bench.virtual import VirtualEngine
+from octavo.config import POLICY_NAMES, SchedulerSettings
+from octavo.errors import ConfigError
+from octavo.sampling_params import SamplingParams
+from octavo.types import Request
+from tests.engine.making import make_engine, make_request, planned, run_to_end
+
+
+def request(number: int, tenant: str = "", arrival: float = 1.0, prompt: int = 64, output: int = 32) -> Request:
+    tokens = [5000 + number, *range(prompt - 1)]
+    return Request(number, tokens, SamplingParams(), output, arrival=arrival, tenant=tenant)
+
+
+def test_a_flood_leaves_the_other_its_fair_share() -> None:
+    fair_share, fcfs, fair = measure(["fcfs", "fair"])
+    assert fair["quiet_ttft_ms"] <= 1.1 * fair_share["quiet_ttft_ms"]
+    assert fair["quiet_tokens_per_second"] >= 0.9 * fair_share["quiet_tokens_per_second"]
+    assert fair["quiet_finished"] == fair_share["quiet_finished"]
+    assert fair["all_tokens_per_second"] >= 0.99 * fcfs["all_tokens_per_second"], "fairness costs next to nothing"
+    assert fcfs["quiet_ttft_ms"] > 50 * fair["quiet_ttft_ms"], "the comparison would show nothing"
+
+
+def test_long_prompts_of_a_flood_are_sliced_for_the_other() -> None:
+    fair_share, fair = measure(["fair"], FLOOD_OF_LONG_PROMPTS, max_itl=0.01)
+    assert fair["quiet_ttft_ms"] <= 1.1 * fair_share["quiet_ttft_ms"]
+    assert fair["quiet_tokens_per_second"] >= 0.9 * fair_share["quiet_tokens_per_second"]
+
+
+def test_a_tenant_alone_gets_everything() -> None:
+    flood = Load("only", 100.0, 256, 64)
+    totals = [sum(len(one.token_times) for one in serve(p, [flood]).told.values()) for p in ("fcfs", "fair")]
+    assert totals[0] == totals[1]
+
+
+def test_two_floods_share_by_weight() -> None:
+    loads = [Load("a", 60.0, 256, 64), Load("b", 60.0, 256, 64)]
+    for weights, share in ((None, 1.0), ("a=3", 3.0)):
+        told = serve("fair", loads, tenant_weights=weights).told.values()
+        served = {name: sum(len(one.token_times) for one in told if one.request.tenant == name) for name in "ab"}
+        assert served["a"] / served["b"] == pytest.approx(share, rel=0.1)
+
+
+def test_whoever_was_idle_has_saved_nothing_up() -> None:
+    engine = VirtualEngine(SchedulerSettings(scheduling_policy="fair"), max_num_seqs=4)
+    early = [request(number, "a", 1.0) for number in range(40)]
+    late = [request(100 + number, tenant, 1.5) for number in range(20) for tenant in ("b",)]
+    engine.serve(early + late)
+    ends = {number: one.token_times[-1] for number, one in engine.told.items()}
+    assert max(ends[number] for number in range(30)) < max(ends[number] for number in range(100, 120))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_first_in_line_takes_a_place_from_who_has_most(depth: int) -> None:
+    engine, runner = make_engine(max_num_seqs=4, policy="fair", depth=depth)
+    for number in range(6):
+        engine.add(make_request(number, max_tokens=40, tenant="flood"))
+    for _ in range(3):
+        engine.step()
+    engine.add(make_request(9, max_tokens=40, tenant="quiet"))
+    for _ in range(2 * depth):
+        engine.step()
+        engine.check()
+    assert set(engine.scheduler.running) == {0, 1, 2, 9}, "the youngest of the flood made place"
+    assert engine.stats().num_preemptions == 1, "and nobody else"
+    assert 9 in planned(runner)
+    run_to_end(engine)
+
+
+def test_who_has_its_share_takes_no_place() -> None:
+    engine, _ = make_engine(max_num_seqs=4, policy="fair")
+    for number in range(6):
+        engine.add(make_request(number, max_tokens=8, tenant="ab"[number % 2]))
+    run_to_end(engine)
+    assert engine.stats().num_preemptions == 0
+
+
+def test_tenants_are_forgotten() -> None:
+    engine, _ = make_engine(policy="fair")
+    for number in range(9000):
+        engine.add(make_request(number, prompt=1, max_tokens=1, tenant=f"t{number}"))
+        engine.abort(number)
+    assert len(engine.scheduler.waiting.tenants) <= 4096  # type: ignore[attr-defined]
+    engine.check()
+
+
+@pytest.mark.parametrize("weights", ["a", "a=", "a=0", "a=-1", "=2", "a=inf", "a=nan", "a=x"])
+def test_bad_weights_are_refused(weights: str) -> None:
+    with pytest.raises(ConfigError, match="tenant_weights"):
+        make_engine(settings=SchedulerSettings(scheduling_policy="fair", tenant_weights=weights))
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_nobody_starves(policy: str) -> None:
+    """Whoever is worst placed under a policy is served while better placed ones never stop coming."""
+    disliked = Request(0, list(range(400)), SamplingParams(), 32, arrival=1.0, tenant="x", priority=2, ttft_target=5.0)
+    shared = [7] * 320
+    flood = [
+        Request(1 + n, [*shared, n], SamplingParams(), 16, arrival=1.0 + n / 200, tenant="y", priority=1)
+        for n in range(6000)
+    ]
+    ageing = 2.0 if policy in ("priority", "shortest-first", "longest-prefix") else None
+    engine = VirtualEngine(
+        SchedulerSettings(scheduling_policy=policy, policy_ageing=ageing), max_num_seqs=8, num_blocks=400
+    )
+    engine.serve([disliked, *flood], until=28.0)
+    assert engine.engine.stats().num_waiting > 100, "there was no pressure"
+    assert len(engine.told[0].token_times) == 32
+
+
+def test_the_reference_is_half_a_device() -> None:
+    assert HALF_SPEED.base == 2 * COST.base
+    assert (
+        share_of(serve("fcfs", [QUIET]).told, "quiet")["ttft"]
+        < share_of(serve("fcfs", [QUIET], HALF_SPEED).told, "quiet")["ttft"]
+    )
+    assert FLOOD.rate == 100 * QUIET.rate
