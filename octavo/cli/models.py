@@ -38,14 +38,17 @@ def run(args: argparse.Namespace) -> int:
 def _families() -> Iterator[str]:
     """A line for each architecture: its name in ``config.json``, in GGUF files, and what its module says of it."""
     from octavo.models.registry import ARCHITECTURES
+    from octavo.models.text_part import TEXT_PARTS
     from octavo.weights.gguf_families import FAMILIES, MIXTRAL
 
     in_gguf = {family.architecture: name for name, family in FAMILIES.items()}
     in_gguf |= {MIXTRAL.architecture: "llama", "DeepseekV3ForCausalLM": "deepseek2"}
-    yield f"{'architecture':<24}{'GGUF':<11}"
+    yield f"{'architecture':<32}GGUF"
     for name, family in sorted(ARCHITECTURES.items(), key=lambda item: item[0].lower()):
         about = (sys.modules[family.__module__].__doc__ or "").splitlines()[0]
-        yield f"{name:<24}{in_gguf.get(name, '-'):<11}{about}"
+        yield f"{name:<32}{in_gguf.get(name, '-'):<11}{about}"
+    for name, (text, _) in TEXT_PARTS.items():
+        yield f"{name:<32}{'-':<11}The text part of it, which is {text}."
 
 
 def _check(config: EngineConfig) -> int:

@@ -25,6 +25,7 @@ from octavo.models.phi3 import Phi3ForCausalLM
 from octavo.models.qwen2 import Qwen2ForCausalLM
 from octavo.models.qwen3 import Qwen3ForCausalLM
 from octavo.models.qwen_moe import Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
+from octavo.models.text_part import TEXT_PARTS, TextPart, text_config
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.quant.scheme import WeightFormat
 
@@ -85,7 +86,7 @@ def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelC
     ``max_len`` is the longest context that will be asked for, where it is known. Every key that would change what
     is computed is honoured or refused: raises ``CheckpointError`` naming it.
     """
-    keys = ConfigKeys(values)
+    keys = ConfigKeys(text_config(values, architecture(ConfigKeys(values))))
     config: ModelConfig = _family(architecture(keys)).read_config(keys, max_len)
     keys.finish()
     return config
@@ -93,7 +94,7 @@ def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelC
 
 def load_model(config: ModelConfig, source: Source, form: WeightFormat) -> LoadedModel:
     """Build the model and load it; raise ``CheckpointError`` for weights that do not fit the configuration."""
-    weights = WeightLoader(source, form)
+    weights = WeightLoader(TextPart(source), form)
     model = _family(config.architecture)(config, weights)
     weights.finish()
     return LoadedModel(model, weights.num_parameters, weights.num_bytes)
@@ -101,5 +102,6 @@ def load_model(config: ModelConfig, source: Source, form: WeightFormat) -> Loade
 
 def _family(name: str) -> Family:
     if name not in ARCHITECTURES:
-        raise CheckpointError(f"config: architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        known = ", ".join([*ARCHITECTURES, *TEXT_PARTS])
+        raise CheckpointError(f"config: architecture {name} is not supported; supported are {known}")
     return ARCHITECTURES[name]

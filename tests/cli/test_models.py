@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from octavo.cli import main
 from octavo.models.registry import ARCHITECTURES
+from octavo.models.text_part import TEXT_PARTS
 from tests.models.families import make_checkpoint
 
 FITTING = ["--device", "cpu", "--num-kv-blocks", "40"]
@@ -20,7 +21,7 @@ FITTING = ["--device", "cpu", "--num-kv-blocks", "40"]
 def test_every_family_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[0] for line in lines[1:]} == set(ARCHITECTURES)
+    assert {line.split()[0] for line in lines[1:]} == {*ARCHITECTURES, *TEXT_PARTS}
     assert any(line.split()[:3] == ["MixtralForCausalLM", "llama", "Mixtral"] for line in lines)
     assert all(len(line.split()) > 3 for line in lines[1:])
 

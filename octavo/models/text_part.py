@@ -1,0 +1,67 @@
+"""The language model within a checkpoint that also sees: its part of the configuration, and of the weights.
+
+What the model does with text is what it does without pictures; the other parts are left where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.models.keys import wrong
+from octavo.models.loader import Source
+from octavo.quant.scheme import Part
+
+TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma3ForConditionalGeneration": (
+        "Gemma3ForCausalLM",
+        {
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+        },
+    ),
+}
+"""Architecture of the whole to that of the text part, and what published configurations of the part leave out."""
+PREFIXES = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
+"""Where the text part's weights are, and their names in a checkpoint of its own."""
+LEFT_OUT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+def text_config(values: Mapping[str, Any], architecture: str) -> Mapping[str, Any]:
+    """The configuration of the text part, or the configuration itself if it is that of a text model."""
+    if architecture not in TEXT_PARTS:
+        return values
+    name, defaults = TEXT_PARTS[architecture]
+    inner = values.get("text_config")
+    if not isinstance(inner, Mapping):
+        raise wrong("text_config", inner, "an object")
+    outer = {key: values[key] for key in ("eos_token_id", "tie_word_embeddings") if key in values}
+    given = {key: value for key, value in {**outer, **inner}.items() if value is not None}
+    return {**defaults, **given, "architectures": [name]}
+
+
+class TextPart:
+    """The weights of the text part under the names of a text model; those of a text model as they are."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._stored = {_own_name(name): name for name in source.names() if not name.startswith(LEFT_OUT)}
+
+    @property
+    def is_dummy(self) -> bool:
+        return self._source.is_dummy
+
+    def names(self) -> set[str]:
+        return set(self._stored)
+
+    def load(self, name: str, shape: tuple[int, ...]) -> Part:
+        return self._source.load(self._stored.get(name, name), shape)
+
+
+def _own_name(name: str) -> str:
+    for prefix, own in PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
