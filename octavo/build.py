@@ -23,8 +23,9 @@ from octavo.quant.scheme import WeightFormat, best_scheme
 from octavo.runtime import memory
 from octavo.runtime.cpu_threads import num_physical_cores
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.model_runner import ModelRunner
-from octavo.runtime.stream_runner import StepLimits, StreamRunner
+from octavo.runtime.model_runner import Forward, ModelRunner
+from octavo.runtime.step_program import StepLimits
+from octavo.runtime.stream_runner import StreamRunner
 from octavo.telemetry.phases import Phases
 from octavo.text.tokenizer import load_tokenizer
 from octavo.types import EngineInfo
@@ -99,10 +100,19 @@ def make_runner(
 ) -> ModelRunner | StreamRunner:
     """The runner for the storage's device. What a CPU computes never depends on the batch."""
     if storage.pool.device.type == "cpu":
-        return ModelRunner(model, storage, vocab_size)
+        return ModelRunner(model, storage, vocab_size, None if settings.enforce_eager else _recorded(model, storage))
     max_blocks = -(-limits.max_model_len // limits.block_size)
     most = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks)
     return StreamRunner(model, storage, vocab_size, most, settings.batch_invariant, settings.enforce_eager)
+
+
+def _recorded(model: CausalLM, storage: KVStorage) -> Forward | None:
+    """A forward pass that repeats recorded calls, where there are kernels whose calls can be recorded."""
+    if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
+        return None
+    from octavo.runtime.recorded_forward import RecordedForward
+
+    return RecordedForward(model, storage.layers)
 
 
 def _share_cores(count: int) -> None:

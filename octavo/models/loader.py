@@ -19,7 +19,9 @@ from octavo.errors import CheckpointError
 from octavo.layers.embedding import Embedding
 from octavo.layers.linear import Linear
 from octavo.layers.norm import LayerNorm, RMSNorm
-from octavo.quant.scheme import Part, WeightFormat, make_weights, to_dense
+from octavo.ops.block_linear import PackedBlocks
+from octavo.quant.blocks import BlockWeight
+from octavo.quant.scheme import DenseWeight, Part, WeightFormat, make_weights, to_dense
 from octavo.weights.blocks import BlockTensor
 
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias)$")
@@ -158,11 +160,11 @@ class WeightLoader:
         return self.linear({name: vocab_size}, hidden_size, has_bias=False)
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
-        """The table ``name.weight``; it stays in blocks where the format computes with blocks."""
-        table_VD = self._load(f"{name}.weight", (vocab_size, hidden_size))
-        if self.form.scheme is None or isinstance(table_VD, Tensor):
-            table_VD = to_dense(table_VD, self.form)
-        self.num_bytes += table_VD.nbytes if isinstance(table_VD, Tensor) else table_VD.data.nbytes
+        """The table ``name.weight``; it stays in blocks where the format computes with packed blocks."""
+        part = self._load(f"{name}.weight", (vocab_size, hidden_size))
+        [weight] = make_weights([part], self.form)
+        table_VD = weight.packed if isinstance(weight, BlockWeight) else to_dense(part, self.form)
+        self.num_bytes += table_VD.nbytes if isinstance(table_VD, Tensor) else table_VD.num_bytes
         return Embedding(table_VD)
 
     def tied_head(self, embedding: Embedding, name: str) -> Linear:
@@ -174,14 +176,11 @@ class WeightLoader:
         if self.has(f"{name}.weight"):
             own_VD = self._load(f"{name}.weight", tuple(table_VD.shape))
             self.num_parameters -= table_VD.shape[0] * table_VD.shape[1]
-            if not torch.equal(to_dense(own_VD, self.form), to_dense(table_VD, self.form)):
+            if not torch.equal(to_dense(own_VD, self.form), _unpacked(table_VD)):
                 raise CheckpointError(
                     f"{name}.weight differs from the embedding, but the config says tie_word_embeddings"
                 )
-        weights = make_weights([table_VD], self.form)
-        if isinstance(table_VD, BlockTensor):
-            self.num_bytes += sum(weight.num_bytes for weight in weights)
-        return Linear(weights)
+        return Linear([BlockWeight(table_VD) if isinstance(table_VD, PackedBlocks) else DenseWeight(table_VD)])
 
     def leave_out(self, prefix: str) -> None:
         """Let the checkpoint have tensors whose names begin like this."""
@@ -222,3 +221,7 @@ def take_rows(part: Part, order: npt.NDArray[np.int64]) -> Part:
     if isinstance(part, BlockTensor):
         return BlockTensor(part.kind, part.shape, part.data[order])
     return part[torch.from_numpy(order)]
+
+
+def _unpacked(table_VD: Tensor | PackedBlocks) -> Tensor:
+    return table_VD.unpack() if isinstance(table_VD, PackedBlocks) else table_VD

@@ -3,7 +3,9 @@
 from octavo.ops.adjust_logits import adjust_logits
 from octavo.ops.apply_rope import apply_rope
 from octavo.ops.attention import attention
+from octavo.ops.block_embedding import block_embedding
 from octavo.ops.block_linear import block_linear
+from octavo.ops.embedding import embedding
 from octavo.ops.gelu import gelu
 from octavo.ops.gelu_and_mul import gelu_and_mul
 from octavo.ops.layer_norm import layer_norm
@@ -23,7 +25,9 @@ __all__ = [
     "adjust_logits",
     "apply_rope",
     "attention",
+    "block_embedding",
     "block_linear",
+    "embedding",
     "gelu",
     "gelu_and_mul",
     "layer_norm",

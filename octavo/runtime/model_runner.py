@@ -6,7 +6,7 @@ Shapes: T tokens of the step, R rows whose logits are wanted, D model, V vocabul
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +14,16 @@ from torch import Tensor
 
 from octavo.errors import RunnerError
 from octavo.models.registry import CausalLM
-from octavo.runtime.forward_batch import BatchBuilder
+from octavo.runtime.forward_batch import BatchBuilder, ForwardBatch
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.sampler import NOT_NUMBERS, Choice, Row, Sampler, are_finite, token_logprobs
 from octavo.sampling_params import SamplingParams
 from octavo.types import Masks, Plan, Request, Sampled, Scheduled, Sequence
 
 logger = logging.getLogger(__name__)
+
+Forward = Callable[[ForwardBatch], Tensor]
+"""The last layer's output [T, D] of a batch, good until the next call."""
 
 LOGPROB_ROWS = 128
 """Prompt positions whose logits are in memory at once."""
@@ -50,10 +53,12 @@ class PendingStep:
 class ModelRunner:
     """Runs a model over the paged cache. Steps must be asked for in the order they were submitted."""
 
-    def __init__(self, model: CausalLM, storage: KVStorage, vocab_size: int) -> None:
+    def __init__(self, model: CausalLM, storage: KVStorage, vocab_size: int, forward: Forward | None = None) -> None:
+        """``forward`` may be a faster way to do what ``model.forward`` does over the storage's layers."""
         device = storage.pool.device
         self._model = model
         self._layers = storage.layers
+        self._forward = self._plain_forward if forward is None else forward
         self._builder = BatchBuilder(storage.block_size, device)
         self._sampler = Sampler(vocab_size, device)
 
@@ -75,7 +80,7 @@ class ModelRunner:
     def compute(self, plan: Plan, masks: Masks) -> list[Sampled]:
         """Compute and sample a plan of which no item is stale."""
         batch = self._builder.build(plan)
-        x_TD = self._model.forward(batch.token_ids_T, batch.positions_T, self._layers, batch.rows)
+        x_TD = self._forward(batch)
         chosen: list[int] = []
         rows: list[Row] = []
         for item, end in zip(plan, batch.first_rows[1:], strict=True):
@@ -90,6 +95,9 @@ class ModelRunner:
                 self._add_prompt_logprobs(sampled, item, x_TD[first:])
             results.append(sampled)
         return results
+
+    def _plain_forward(self, batch: ForwardBatch) -> Tensor:
+        return self._model.forward(batch.token_ids_T, batch.positions_T, self._layers, batch.rows)
 
     def _add_prompt_logprobs(self, sampled: Sampled, item: Scheduled, x_TD: Tensor) -> None:
         """Log-probabilities of the prompt's tokens that follow this item's positions, some rows at a time."""

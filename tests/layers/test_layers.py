@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.layers.embedding import Embedding
 from octavo.layers.linear import Linear
 from octavo.layers.rotary import DefaultRope, LinearRope, Llama3Rope, Rotary
+from octavo.ops.block_linear import PackedBlocks
 from octavo.quant.scheme import BlockScheme, DenseWeight, WeightFormat, make_weights
 from octavo.weights.blocks import BlockTensor, dequantize
 
@@ -117,13 +118,13 @@ def test_embedding_rows_of_blocks_and_of_a_tensor_are_equal() -> None:
     blocks = q8_blocks(50, 64, 3)
     table = torch.from_numpy(dequantize(blocks))
     ids = torch.tensor([49, 0, 7, 7])
-    assert torch.equal(Embedding(blocks)(ids), table[ids])
+    assert torch.equal(Embedding(PackedBlocks.pack(blocks))(ids), table[ids])
     assert torch.equal(Embedding(table)(ids), table[ids])
 
 
 @pytest.mark.parametrize("bad", [-1, 50])
 def test_ids_beyond_the_vocabulary_do_not_wrap(bad: int) -> None:
     blocks = q8_blocks(50, 32, 3)
-    for table in (blocks, torch.from_numpy(dequantize(blocks))):
+    for table in (PackedBlocks.pack(blocks), torch.from_numpy(dequantize(blocks))):
         with pytest.raises(IndexError):
             Embedding(table)(torch.tensor([1, bad]))

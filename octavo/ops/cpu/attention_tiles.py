@@ -86,6 +86,13 @@ def _rows_at(number_format: int, a: Any, cache: int, first: int, count: int, cop
 
 
 @inlined
+def _ask_for(number_format: int, a: Any, cache: int, first: int, count: int) -> None:
+    """Have rows of a cache brought near while something else is computed."""
+    row_bytes = a.H * FORMAT_BYTES[number_format]
+    prefetch(cache + first * row_bytes, count * row_bytes // VECTOR_BYTES)
+
+
+@inlined
 def _score_rows(number_format: int, a: Any, tile: Any, head: int, begin: int, end: int, work: Any) -> None:
     """First pass: scores of positions ``begin .. end``: for each row those that it sees, and some that mean nothing."""
     queries, scores, copy = work
@@ -95,8 +102,7 @@ def _score_rows(number_format: int, a: Any, tile: Any, head: int, begin: int, en
         count = _run_length(run, end, a.block_size)
         first = _place(a, head, table, run)
         keys = _rows_at(number_format, a, a.k_cache, first, count, copy)
-        line_bytes = a.H * FORMAT_BYTES[number_format]
-        prefetch(a.v_cache + first * line_bytes, count * line_bytes // VECTOR_BYTES)
+        _ask_for(number_format, a, a.v_cache, first, count)
         in_block = a.block_size - run % a.block_size
         for row in range(len(queries)):
             position = tile.start + row // group
@@ -136,6 +142,13 @@ def _gather_rows(number_format: int, a: Any, tile: Any, head: int, begin: int, e
     while run < end:
         count = _run_length(run, end, a.block_size)
         values = _rows_at(number_format, a, a.v_cache, _place(a, head, table, run), count, copy)
+        if run + count < end:
+            ahead = _run_length(run + count, end, a.block_size)
+            _ask_for(number_format, a, a.k_cache, _place(a, head, table, run + count), ahead)
+        elif head + 1 < a.K:
+            _ask_for(
+                number_format, a, a.k_cache, _place(a, head + 1, table, begin), _run_length(begin, end, a.block_size)
+            )
         for first in range(0, num_rows, MAX_ROWS):
             n = min(MAX_ROWS, num_rows - first)
             nearest, farthest = tile.start + first // group, tile.start + (first + n - 1) // group

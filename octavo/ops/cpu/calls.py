@@ -2,8 +2,8 @@
 
 A kernel is a *driver*, compiled code that takes the pool of threads and the address of a record of arguments, and
 gives 0 when all is well. Python prepares the record and calls ``call``. Preparing takes longer than computing a small
-layer for one token, and prepares the same for every token: hence ``Recording``. It keeps the records of all calls that
-were made while it was on, and ``repeat`` makes them again, on what is in the same memory by then.
+layer for one token, and prepares the same for every token: hence ``recording``. It keeps the records of all calls that
+are made within it, and ``repeat`` makes them again, on what is in the same memory by then.
 
 A recording is only true if nothing but kernel calls made it. It takes over ``torch.empty``, so that results are in
 memory of its own, lets views pass, and notes any other operation of torch in ``foreign``.
@@ -11,9 +11,10 @@ memory of its own, lets views pass, and notes any other operation of torch in ``
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,9 +54,6 @@ def call(driver: int, arguments: Arguments, error: str = "") -> None:
         raise IndexError(error)
 
 
-_Mode: Any = TorchDispatchMode
-
-
 class Arena:
     """Memory for the results of calls. What nothing refers to any longer is used again."""
 
@@ -73,29 +71,53 @@ class Arena:
         return torch.frombuffer(lent, dtype=dtype).view(*shape) if count else torch.empty(shape, dtype=dtype)
 
 
-class Recording(_Mode):  # type: ignore[misc]  # torch has no types for it
-    """The kernel calls made while this is entered; results are in the memory of an arena."""
+class Recording:
+    """Kernel calls, in order."""
 
-    def __init__(self, arena: Arena) -> None:
-        super().__init__()
+    def __init__(self) -> None:
         self.foreign: set[str] = set()
-        """Operations that are not repeated; the recording is of no use if there are any."""
-        self._arena = arena
+        """Operations of torch that are not repeated; the recording is of no use if there are any."""
         self._records: list[tuple[int, Arguments, str]] = []
         self._calls: Arguments = np.zeros(0, CALL)
 
-    def __enter__(self) -> Recording:
-        global _recording
-        assert _recording is None, "one recording at a time"
-        _recording = self
-        super().__enter__()
-        return self
+    def add(self, driver: int, arguments: Arguments, error: str) -> None:
+        """Note a call."""
+        self._records.append((driver, arguments, error))
 
-    def __exit__(self, *error: Any) -> None:
-        global _recording
-        super().__exit__(*error)
-        _recording = None
+    def close(self) -> None:
+        """Nothing more is added."""
         self._calls = np.array([(driver, record.ctypes.data) for driver, record, _ in self._records], CALL)
+
+    def repeat(self) -> None:
+        """Make all calls again; raises what the first that fails raises."""
+        failed = _call_all(self._calls.ctypes.data, len(self._calls), pool_address())
+        if failed >= 0:
+            raise IndexError(self._records[failed][2])
+
+
+@contextlib.contextmanager
+def recording(arena: Arena) -> Iterator[Recording]:
+    """Within this block calls are made and recorded, and ``torch.empty`` takes memory of ``arena``."""
+    global _recording
+    assert _recording is None, "one recording at a time"
+    made = _recording = Recording()
+    try:
+        with _Watch(made, arena):
+            yield made
+    finally:
+        _recording = None
+    made.close()
+
+
+_Mode: Any = TorchDispatchMode  # torch has no types for it
+
+
+class _Watch(_Mode):  # type: ignore[misc]
+    """Sees every operation of torch."""
+
+    def __init__(self, made: Recording, arena: Arena) -> None:
+        super().__init__()
+        self._made, self._arena = made, arena
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -103,23 +125,13 @@ class Recording(_Mode):  # type: ignore[misc]  # torch has no types for it
         kwargs = kwargs or {}
         if func is torch.ops.aten.empty.memory_format:
             return self._arena.empty(args[0], kwargs.get("dtype") or torch.get_default_dtype())
-        with self:
-            parts = func.decompose(*args, **kwargs)
-        if parts is not NotImplemented:
-            return parts
+        with self:  # inference mode hands operations over whole that are made of others
+            made_of_others = func.decompose(*args, **kwargs)
+        if made_of_others is not NotImplemented:
+            return made_of_others
         if not _is_view(func):
-            self.foreign.add(str(func))
+            self._made.foreign.add(str(func))
         return func(*args, **kwargs)
-
-    def add(self, driver: int, arguments: Arguments, error: str) -> None:
-        """Note a call."""
-        self._records.append((driver, arguments, error))
-
-    def repeat(self) -> None:
-        """Make all calls again; raises what the first that fails raises."""
-        failed = _call_all(self._calls.ctypes.data, len(self._calls), pool_address())
-        if failed >= 0:
-            raise IndexError(self._records[failed][2])
 
 
 def _is_view(func: Callable[..., Any]) -> bool:

@@ -1,0 +1,48 @@
+"""``embedding``: rows copied, whatever they hold."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.ops.cpu.calls import call
+from octavo.ops.cpu.compiled import compiled_driver
+from octavo.ops.cpu.host import FLOAT_FEATURES, missing
+from octavo.ops.cpu.memory import fields, read, view
+from octavo.ops.embedding import embedding
+
+ARGUMENTS = fields(ids=int, table=int, out=int, T=int, V=int, row_bytes=int)
+
+
+@functools.cache
+def _driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, ARGUMENTS)
+        ids = view(a.ids, a.T, np.int64)
+        for t in range(a.T):
+            if not 0 <= ids[t] < a.V:
+                return 1
+            row = view(a.table + ids[t] * a.row_bytes, a.row_bytes, np.uint8)
+            view(a.out + t * a.row_bytes, a.row_bytes, np.uint8)[:] = row
+        return 0
+
+    return compiled_driver(drive)
+
+
+def supports_ids(dtype: torch.dtype) -> str | None:
+    """Why numbers of rows of this type are declined; ``None`` if they are not."""
+    return missing(FLOAT_FEATURES) if dtype == torch.int64 else f"token ids must be int64, got {dtype}"
+
+
+@embedding.kernel(device="cpu", name="numba", preference=10, supports=supports_ids)
+def embedding_numba(token_ids_T: Tensor, table_VD: Tensor) -> Tensor:
+    """See ``ops.embedding``."""
+    ids, table, (V, D) = token_ids_T.contiguous(), table_VD.contiguous(), table_VD.shape
+    out_TD = torch.empty(len(ids), D, dtype=table.dtype)
+    arguments = np.empty(1, ARGUMENTS)
+    arguments[0] = (ids.data_ptr(), table.data_ptr(), out_TD.data_ptr(), len(ids), V, D * table.itemsize)
+    call(_driver(), arguments, f"embedding: token ids must be from 0 to {V - 1}")
+    return out_TD

@@ -1,0 +1,92 @@
+"""A model's forward pass on a CPU, recorded once for each number of sequences and then repeated in compiled code.
+
+Preparing a layer's calls in Python takes longer than computing them for a few tokens. Steps in which every sequence has
+one row are therefore recorded (``ops.cpu.calls``) over inputs that stay where they are, into which each step is copied.
+Longer steps, and models that use more than kernels with recordable calls, run as they are written.
+
+Shapes: T tokens of the step, B entries of the widest block table.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.models.registry import CausalLM
+from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.cpu.calls import Arena, Recording, recording
+from octavo.runtime.forward_batch import ForwardBatch
+
+logger = logging.getLogger(__name__)
+
+MOST_ROWS = 64
+"""A recording takes memory; above this, preparing calls is a small part of a step."""
+LEAST_TABLE = 32
+
+
+class _Step(NamedTuple):
+    """Inputs that stay in place, the calls over them, and the result."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    rows: PagedRows
+    recording: Recording
+    x_TD: Tensor
+
+
+class RecordedForward:
+    """``model.forward``; what it returns is good until it is called again."""
+
+    def __init__(self, model: CausalLM, caches: Sequence[LayerCache]) -> None:
+        self._model = model
+        self._caches = caches
+        self._arena = Arena()
+        self._steps: dict[tuple[int, int], _Step] = {}
+        self._is_recordable = True
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """The last layer's output [T, D]; see ``CausalLM.forward``."""
+        T = len(batch.token_ids_T)
+        if not self._is_recordable or T > MOST_ROWS or batch.rows.max_query_len != 1:
+            return self._forward(batch.token_ids_T, batch.positions_T, batch.rows)
+        width = max(LEAST_TABLE, 1 << (batch.rows.block_tables_SB.shape[1] - 1).bit_length())
+        step = self._steps.get((T, width))
+        if step is None:
+            return self._record(batch, width)
+        _fill(batch, step.token_ids_T, step.positions_T, step.rows)
+        step.recording.repeat()
+        return step.x_TD
+
+    def _forward(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
+        return self._model.forward(token_ids_T, positions_T, self._caches, rows)
+
+    def _record(self, batch: ForwardBatch, width: int) -> Tensor:
+        T, own = len(batch.token_ids_T), batch.rows
+        tables = torch.zeros(T, width, dtype=torch.int32)
+        lengths = torch.empty_like(own.seq_lens_S)
+        rows = PagedRows(torch.empty_like(own.slot_mapping_T), tables, own.cu_seqlens_q.clone(), lengths, 1)
+        token_ids_T, positions_T = torch.empty_like(batch.token_ids_T), torch.empty_like(batch.positions_T)
+        _fill(batch, token_ids_T, positions_T, rows)
+        with recording(self._arena) as made:
+            x_TD = self._forward(token_ids_T, positions_T, rows)
+        if made.foreign:
+            logger.info("steps are not recorded, the model uses %s", ", ".join(sorted(made.foreign)))
+            self._is_recordable = False
+            self._steps.clear()
+        else:
+            self._steps[T, width] = _Step(token_ids_T, positions_T, rows, made, x_TD)
+        return x_TD
+
+
+def _fill(batch: ForwardBatch, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> None:
+    """Bring a step's inputs to where the calls read them. With one row each, ``cu_seqlens_q`` is always the same."""
+    token_ids_T.copy_(batch.token_ids_T)
+    positions_T.copy_(batch.positions_T)
+    rows.slot_mapping_T.copy_(batch.rows.slot_mapping_T)
+    rows.seq_lens_S.copy_(batch.rows.seq_lens_S)
+    tables = batch.rows.block_tables_SB
+    rows.block_tables_SB[:, : tables.shape[1]].copy_(tables)
