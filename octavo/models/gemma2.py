@@ -98,6 +98,7 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> Gemma2Config:
+        keys.get("hidden_act")  # the older key; hidden_activation goes before it
         types = [FULL if i % 2 else SLIDING for i in range(keys.size("num_hidden_layers"))]
         config = read_llama(
             keys,

@@ -56,6 +56,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> Gemma3Config:
+        keys.get("hidden_act")  # the older key; hidden_activation goes before it
         full, local = _rope_keys(keys)
         every = keys.size("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
         kinds = [SLIDING if (i + 1) % every else FULL for i in range(keys.size("num_hidden_layers"))]

@@ -112,6 +112,20 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     load(source)
 
 
+def test_gpt2_may_have_the_names_and_masks_of_its_first_publication(tmp_path: Path) -> None:
+    families.make_checkpoint(tmp_path, "gpt2/small")
+    source, other = FolderSource(tmp_path), FolderSource(tmp_path)
+    assert all(name.startswith("transformer.") for name in source.tensors)
+    other.tensors = {name.removeprefix("transformer."): tensor for name, tensor in source.tensors.items()}
+    for layer in range(2):
+        other.tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+        other.tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    models: list[Any] = [load(source).model, load(other).model]
+    weights = [model.layers[1].up.weights[0].weight_NK for model in models]
+    assert torch.equal(*weights)
+    assert torch.equal(weights[0], source.tensors["transformer.h.1.mlp.c_fc.weight"].t())
+
+
 def test_parts_of_one_kind_are_one_weight(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "gqa")
     source = FolderSource(tmp_path)

@@ -1,0 +1,224 @@
+"""Configurations with the keys of published checkpoints are understood whole: nothing refused, nothing left over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.errors import CheckpointError
+from octavo.layers.rotary import FactorsRope, YarnRope
+from octavo.models.deepseek import DeepseekConfig
+from octavo.models.gemma2 import Gemma2Config
+from octavo.models.gemma3 import Gemma3Config
+from octavo.models.gpt2 import GPT2Config
+from octavo.models.gpt_oss import GptOssConfig
+from octavo.models.llama import LlamaConfig
+from octavo.models.mixtral import MoEConfig
+from octavo.models.registry import read_config
+
+COMMON = {
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.48.0",
+    "use_cache": True,
+}
+
+
+def shape(name: str, V: int, D: int, F: int, L: int, N: int, K: int, C: int, **more: Any) -> dict[str, Any]:
+    sizes = {
+        "vocab_size": V,
+        "hidden_size": D,
+        "intermediate_size": F,
+        "num_hidden_layers": L,
+        "num_attention_heads": N,
+        "num_key_value_heads": K,
+        "max_position_embeddings": C,
+    }
+    return {**COMMON, "architectures": [name], **sizes, **more}
+
+
+def gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "bos_token_id": 50256,
+        "embd_pdrop": 0.1,
+        "eos_token_id": 50256,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_embd": width,
+        "n_head": heads,
+        "n_layer": layers,
+        "n_positions": 1024,
+        "resid_pdrop": 0.1,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 50257,
+    }
+
+
+GPT2_SIZES = ((768, 12, 12), (1024, 24, 16), (1280, 36, 20), (1600, 48, 25))
+DEEPSEEK_YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "attention_bias": False,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    **{f"gpt2-{width}": gpt2(width, *rest) for width, *rest in GPT2_SIZES},
+    "mistral-7b": shape(
+        "MistralForCausalLM", 32768, 4096, 14336, 32, 32, 8, 32768, rope_theta=1e6, sliding_window=None
+    ),
+    "qwen2.5-7b": shape(
+        "Qwen2ForCausalLM", 152064, 3584, 18944, 28, 28, 4, 32768,
+        rope_theta=1e6, sliding_window=131072, use_sliding_window=False, max_window_layers=28, use_mrope=False,
+    ),
+    "qwen3-8b": shape(
+        "Qwen3ForCausalLM", 151936, 4096, 12288, 36, 32, 8, 40960,
+        head_dim=128, rope_theta=1e6, sliding_window=None, use_sliding_window=False, max_window_layers=36,
+        attention_bias=False,
+    ),
+    "qwen3-30b-a3b": shape(
+        "Qwen3MoeForCausalLM", 151936, 2048, 6144, 48, 32, 4, 40960,
+        head_dim=128, rope_theta=1e6, sliding_window=None, use_sliding_window=False, max_window_layers=48,
+        attention_bias=False, decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True,
+        num_experts=128, num_experts_per_tok=8, output_router_logits=False, router_aux_loss_coef=0.001,
+    ),
+    "mixtral-8x7b": shape(
+        "MixtralForCausalLM", 32000, 4096, 14336, 32, 32, 8, 32768,
+        num_local_experts=8, num_experts_per_tok=2, output_router_logits=False, router_aux_loss_coef=0.02,
+        rope_theta=1e6, sliding_window=None, tie_word_embeddings=False,
+    ),
+    "phi-4-mini": shape(
+        "Phi3ForCausalLM", 200064, 3072, 8192, 32, 24, 8, 131072,
+        attention_bias=False, embd_pdrop=0.0, full_attn_mod=1, interpolate_factor=1, lm_head_bias=False, mlp_bias=False,
+        original_max_position_embeddings=4096, partial_rotary_factor=0.75, resid_pdrop=0.0, sliding_window=262144,
+        rope_scaling={"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"}, auto_map={},
+        tie_word_embeddings=True,
+    ),
+    "gemma-2-2b": shape(
+        "Gemma2ForCausalLM", 256000, 2304, 9216, 26, 8, 4, 8192,
+        head_dim=256, hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh",
+        cache_implementation="hybrid", attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0, query_pre_attn_scalar=256, sliding_window=4096,
+        attention_bias=False, rope_theta=10000.0,
+    ),
+    "gemma-3-1b": shape(
+        "Gemma3ForCausalLM", 262144, 1152, 6912, 26, 4, 1, 32768,
+        hidden_act=None, head_dim=256, hidden_activation="gelu_pytorch_tanh", cache_implementation="hybrid",
+        attn_logit_softcapping=None, final_logit_softcapping=None, query_pre_attn_scalar=256, sliding_window=512,
+        sliding_window_pattern=6, attention_bias=False, rope_theta=1000000, rope_local_base_freq=10000,
+    ),
+    "olmo-2-7b": shape(
+        "Olmo2ForCausalLM", 100352, 4096, 11008, 32, 32, 32, 4096, attention_bias=False, rope_theta=500000
+    ),
+    "glm-4-9b": shape(
+        "Glm4ForCausalLM", 151552, 4096, 13696, 40, 32, 2, 32768,
+        head_dim=128, partial_rotary_factor=0.5, attention_bias=False, rope_theta=10000.0, tie_word_embeddings=False,
+    ),
+    "gpt-oss-20b": shape(
+        "GptOssForCausalLM", 201088, 2880, 2880, 24, 64, 8, 131072,
+        attention_bias=True, experts_per_token=4, head_dim=64, initial_context_length=4096,
+        layer_types=["sliding_attention", "full_attention"] * 12, num_experts_per_tok=4, num_local_experts=32,
+        output_router_logits=False,
+        quantization_config={"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+        rope_scaling={
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        rope_theta=150000, router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False,
+    ),
+    "deepseek-v2-lite": shape(
+        "DeepseekV2ForCausalLM", 102400, 2048, 10944, 27, 16, 16, 163840,
+        **LATENT, q_lora_rank=None, aux_loss_alpha=0.001, ep_size=1, first_k_dense_replace=1,
+        moe_intermediate_size=1408, moe_layer_freq=1, n_group=1, n_routed_experts=64, n_shared_experts=2,
+        norm_topk_prob=False, num_experts_per_tok=6, pretraining_tp=1,
+        routed_scaling_factor=1.0, scoring_func="softmax", seq_aux=True, topk_group=1,
+        topk_method="greedy", rope_scaling={**DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, auto_map={},
+    ),
+    "deepseek-v3-widened": shape(
+        "DeepseekV3ForCausalLM", 129280, 7168, 18432, 61, 128, 128, 163840,
+        **LATENT, q_lora_rank=1536, ep_size=1, first_k_dense_replace=3, moe_intermediate_size=2048, moe_layer_freq=1,
+        n_group=8, n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8,
+        num_nextn_predict_layers=1, routed_scaling_factor=2.5, scoring_func="sigmoid", topk_group=4,
+        topk_method="noaux_tc", rope_scaling={**DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, auto_map={},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_it_is_understood_without_a_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_config(PUBLISHED[name]).architecture == PUBLISHED[name]["architectures"][0]
+    assert not caplog.records
+
+
+def read(name: str, kind: type[Any], max_len: int | None = None) -> Any:
+    config = read_config(PUBLISHED[name], max_len)
+    assert isinstance(config, kind)
+    return config
+
+
+def test_what_they_say() -> None:
+    assert [read(f"gpt2-{width}", GPT2Config).head_dim for width in (768, 1024, 1280, 1600)] == [64] * 4
+    phi = read("phi-4-mini", LlamaConfig)
+    assert isinstance(phi.rope, FactorsRope)
+    assert (phi.rotary_width, phi.rope.factors[0], set(phi.windows)) == (96, 2.0, {0})
+    assert read("phi-4-mini", LlamaConfig, 4096).rope.factors[0] == 1.0
+    gemma2, gemma3 = read("gemma-2-2b", Gemma2Config), read("gemma-3-1b", Gemma3Config)
+    assert (gemma2.windows[:3], gemma2.scale, gemma2.softcap) == ((4096, 0, 4096), 1 / 16, 50.0)
+    assert (gemma3.windows[:7], gemma3.local_rope.theta, gemma3.rope.theta) == ((512,) * 5 + (0, 512), 1e4, 1e6)
+    gpt_oss = read("gpt-oss-20b", GptOssConfig)
+    assert isinstance(gpt_oss.rope, YarnRope)
+    assert (gpt_oss.windows[:2], gpt_oss.gate.limit, gpt_oss.rope.truncate) == ((128, 0), 7.0, False)
+    assert read("qwen3-30b-a3b", MoEConfig).ffn_size == 8 * 768
+    v3 = read("deepseek-v3-widened", DeepseekConfig)
+    assert (v3.head_dim, v3.num_kv_heads, v3.num_groups, v3.num_chosen_groups) == (576, 1, 8, 4)
+    assert v3.scale == pytest.approx(192**-0.5 * 1.3689**2, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("deepseek-v3-widened", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("deepseek-v3-widened", {"topk_method": "greedy"}, "topk_method is 'greedy'; it must be one of noaux_tc"),
+        ("deepseek-v3-widened", {"n_group": 7}, "n_group"),
+        ("deepseek-v2-lite", {"scoring_func": "sigmoid"}, "scoring_func"),
+        ("deepseek-v2-lite", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek-v2-lite", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("qwen2.5-7b", {"use_mrope": True}, "use_mrope"),
+        ("qwen3-30b-a3b", {"num_experts_per_tok": 129}, "num_experts_per_tok"),
+        ("mistral-7b", {"num_local_experts": 8}, "num_local_experts"),
+        ("phi-4-mini", {"lm_head_bias": True}, "lm_head_bias"),
+        ("phi-4-mini", {"partial_rotary_factor": 0.5}, "short_factor is 'a list of 48'; it must be a list of 32"),
+        ("gemma-2-2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma-3-1b", {"rope_parameters": {"full_attention": 3}}, r"rope_parameters\.full_attention"),
+        ("gpt2-768", {"n_head": 7}, "n_embd"),
+        ("gpt2-768", {"activation_function": "relu"}, "activation_function"),
+        ("gpt2-768", {"add_cross_attention": True}, "add_cross_attention"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_config({**PUBLISHED[name], **changes})
