@@ -11,22 +11,24 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Generic, TypeVar
 
 import torch
 
 from octavo.runtime.step_inputs import StepShape
 
-R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240)
 """Sequences of a decode step that has a graph; above them, every 32."""
-MIXED_ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+MIXED_ROWS = (
+    *(16, 32, 48, 64, 96, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512),
+    *range(640, 2049, 128),
+)
 """Rows of a step with a graph that has prompts in it. Longer ones keep the device busy without one."""
 MIXED_SEQS = (8, 32)
 """Sequences of such a step of at most FEW_ROWS; above them, as many as a step may have."""
 FEW_ROWS = 512
+SECONDS_BETWEEN_CAPTURES = 1.0
 
 
 def padded(size: int, sizes: tuple[int, ...], step: int) -> int:
@@ -67,41 +69,52 @@ def first_shapes(max_num_seqs: int, max_num_rows: int) -> list[StepShape]:
     return sorted(shapes, reverse=True)
 
 
-class Graphs(Generic[R]):
+class Graphs:
     """Runs a function of a step's shape through graphs, captured when a shape first comes.
 
     Everything happens on the current stream, which must not be the default one. ``around`` gives a context for what
     is captured.
     """
 
-    def __init__(self, run: Callable[[StepShape], R], around: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, run: Callable[[StepShape], None], around: Callable[[], AbstractContextManager[None]]) -> None:
         self._run = run
         self._around = around
-        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, R]] = {}
+        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self.are_all_compiled = False
-        """Whether capturing a graph of any shape takes no compiler, and so no longer than a few steps."""
+        self._next_capture = float("inf")
 
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def allow_captures(self) -> None:
+        """From now on any shape may be captured: its kernels are compiled, so it takes no longer than a few steps."""
+        self._next_capture = 0.0
+
     def fit(self, shape: StepShape) -> StepShape:
-        """The shape to bring a step to: its own, or while that would need a compiler a larger one that is there."""
-        if self.are_all_compiled or shape in self._graphs:
+        """The shape to bring a step to: its own, or a larger one that is there.
+
+        Between two captures that steps have to wait for lies a second, so that they are not felt.
+        """
+        if shape in self._graphs:
+            return shape
+        if time.monotonic() >= self._next_capture:
+            self._next_capture = time.monotonic() + SECONDS_BETWEEN_CAPTURES
             return shape
         return min((known for known in self._graphs if known.holds(shape)), default=shape)
 
-    def __call__(self, shape: StepShape) -> R:
-        """Run a step of this shape; what it gives holds until the next one."""
-        found = self._graphs.get(shape)
-        if found is None:
-            found = self._graphs[shape] = self._capture(shape)
-        graph, result = found
-        graph.replay()
-        return result
+    def __contains__(self, shape: StepShape) -> bool:
+        return shape in self._graphs
 
-    def _capture(self, shape: StepShape) -> tuple[torch.cuda.CUDAGraph, R]:
-        """Run once, so that kernels are compiled and nothing is set up while the graph is captured; then capture."""
+    def __call__(self, shape: StepShape) -> None:
+        """Run a step of this shape once."""
+        graph = self._graphs.get(shape)
+        if graph is None:
+            self._graphs[shape] = self._run_and_capture(shape)
+        else:
+            graph.replay()
+
+    def _run_and_capture(self, shape: StepShape) -> torch.cuda.CUDAGraph:
+        """Run, so that nothing is left to be set up; then capture, which runs nothing."""
         started = time.perf_counter()
         was_enabled = gc.isenabled()
         gc.disable()  # a tensor freed by the collector would end the capture
@@ -110,13 +123,13 @@ class Graphs(Generic[R]):
                 self._run(shape)
                 torch.cuda.current_stream().synchronize()
                 graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=self._pool)
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    result = self._run(shape)
+                    self._run(shape)
                 finally:
                     graph.capture_end()
         finally:
             if was_enabled:
                 gc.enable()
         logger.debug("captured %s in %.0f ms", shape, 1e3 * (time.perf_counter() - started))
-        return graph, result
+        return graph

@@ -54,6 +54,7 @@ def layout(shape: StepShape) -> tuple[dict[str, Field], int]:
     """The arrays of a step by name, and where the packed block tables begin."""
     T, S = shape.num_rows, shape.num_seqs
     wanted = {
+        "num_words": ("int64", 1),
         "token_ids": ("int64", T),
         "positions": ("int64", T),
         "slot_mapping": ("int64", T),
@@ -67,7 +68,6 @@ def layout(shape: StepShape) -> tuple[dict[str, Field], int]:
         "min_p": ("float32", S),
         "top_p": ("float32", S),
         "width": ("int32", 1),
-        "result_row": ("int32", 1),
     }
     fields, end = {}, 0
     for name, (dtype, size) in wanted.items():
@@ -78,14 +78,13 @@ def layout(shape: StepShape) -> tuple[dict[str, Field], int]:
 
 def num_bytes(shape: StepShape, width: int) -> int:
     """What a step of this shape takes with block tables of ``width`` entries."""
-    return layout(shape)[1] + 4 * shape.num_seqs * width
+    return -(-(layout(shape)[1] + 4 * shape.num_seqs * width) // ALIGNMENT) * ALIGNMENT
 
 
 class HostStep:
     """A step's arrays in a buffer of the host (uint8)."""
 
     def __init__(self, buffer: Tensor, shape: StepShape) -> None:
-        self._buffer = buffer
         self._raw = buffer.numpy()
         fields, self._tables_at = layout(shape)
         self._num_seqs = shape.num_seqs
@@ -97,15 +96,15 @@ class HostStep:
         array[: len(values)] = values
         array[len(values) :] = padding
 
-    def fill_tables(self, tables: npt.NDArray[np.int32]) -> Tensor:
-        """Set the block tables of the first sequences; returns the part of the buffer that is in use."""
+    def fill_tables(self, tables: npt.NDArray[np.int32]) -> None:
+        """Set the block tables of the first sequences, and with them how much of the buffer is in use."""
         width = tables.shape[1]
         self.arrays["width"][0] = width
         end = self._tables_at + 4 * self._num_seqs * width
         packed = self._raw[self._tables_at : end].view(np.int32).reshape(self._num_seqs, width)
         packed[: len(tables)] = tables
         packed[len(tables) :] = 0
-        return self._buffer[:end]
+        self.arrays["num_words"][0] = -(-end // 8)
 
 
 class DeviceStep(NamedTuple):
@@ -115,7 +114,6 @@ class DeviceStep(NamedTuple):
     positions_T: Tensor
     cells_S: Tensor
     width: Tensor
-    result_row: Tensor
     packed_tables: Tensor
     rows: PagedRows
     params: SampleParams
@@ -131,7 +129,6 @@ def view_step(buffer: Tensor, shape: StepShape, block_tables_SB: Tensor) -> Devi
         positions_T=at["positions"],
         cells_S=at["cells"],
         width=at["width"],
-        result_row=at["result_row"],
         packed_tables=buffer[tables_at:tables_end].view(torch.int32),
         rows=PagedRows(
             at["slot_mapping"],

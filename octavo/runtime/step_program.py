@@ -43,20 +43,31 @@ class StepProgram:
         self._layers = storage.layers
         self._tables_SB = torch.zeros(largest.num_seqs, limits.max_blocks, dtype=torch.int32, device=device)
         self._steps: dict[StepShape, DeviceStep] = {}
-        self.inputs = torch.zeros(num_bytes(largest, limits.max_blocks), dtype=torch.uint8, device=device)
-        """Where a step's packed inputs go."""
+        self._inputs = torch.zeros(num_bytes(largest, limits.max_blocks), dtype=torch.uint8, device=device)
+        self._counter = torch.zeros(1, dtype=torch.int32, device=device)
+        self.num_steps = 0
+        """Steps that were started; the device counts them too."""
         self.last_tokens_C = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
         """By cell; the last one is that of padding."""
         pinned = device.type == "cuda"
+        self.uploads_QB = torch.zeros(STEPS_IN_FLIGHT, len(self._inputs), dtype=torch.uint8, pin_memory=pinned)
+        """On the host: row ``num_steps % Q`` is that of the next step, which the device reads by itself."""
         self.results_QS = torch.zeros(STEPS_IN_FLIGHT, largest.num_seqs, dtype=torch.int32, pin_memory=pinned)
-        """On the host; the device writes to it by itself."""
+        """On the host: the device writes the tokens of a step to the row that its inputs had."""
+
+    def start_again(self) -> None:
+        """Count from the beginning, after a step that failed to start."""
+        torch.cuda.synchronize()
+        self._counter.zero_()
+        self.num_steps = 0
 
     def __call__(self, shape: StepShape) -> None:
         """Compute the step of this shape whose inputs have been packed."""
         step = self._steps.get(shape)
         if step is None:
-            step = self._steps[shape] = view_step(self.inputs, shape, self._tables_SB)
+            step = self._steps[shape] = view_step(self._inputs, shape, self._tables_SB)
         rows = step.rows
+        ops.pull_step(self._inputs, self.uploads_QB, self._counter)
         ops.stage_step(
             step.token_ids_T,
             rows.cu_seqlens_q,
@@ -69,7 +80,7 @@ class StepProgram:
         x_TD = self._model.forward(step.token_ids_T, step.positions_T, self._layers, rows)
         x_SD = x_TD if shape.max_query_len == 1 else x_TD[(rows.cu_seqlens_q[1:] - 1).clamp(min=0)]
         tokens_S = ops.sample(self._model.logits(x_SD), step.params)
-        ops.publish_tokens(tokens_S, step.cells_S, self.last_tokens_C, self.results_QS, step.result_row)
+        ops.publish_tokens(tokens_S, step.cells_S, self.last_tokens_C, self.results_QS, self._counter)
 
 
 @contextlib.contextmanager

@@ -43,6 +43,8 @@ from octavo.types import Masks, Plan, Sampled
 
 logger = logging.getLogger(__name__)
 
+IDLE_SECONDS = 0.05
+"""So long after the last step, the device is taken to be idle."""
 ERRORS = {NOT_FINITE: sampler.NOT_NUMBERS, NOTHING_LEFT: sampler.NOTHING_LEFT, OUT_OF_RANGE: sampler.OVERFLOW}
 """What ``ops.sample`` says instead of a token."""
 
@@ -88,10 +90,11 @@ class StreamRunner:
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._graphs = Graphs(self._program, launched_early) if self._is_cuda and not enforce_eager else None
-        size = len(self._program.inputs)
-        self._uploads = [torch.zeros(size, dtype=torch.uint8, pin_memory=self._is_cuda) for _ in range(STEPS_IN_FLIGHT)]
         self._host_steps: dict[tuple[int, StepShape], HostStep] = {}
-        self._num_started = 0
+        self._num_unfinished = 0
+        self._last_finish = 0.0
+        self._lock = threading.Lock()
+        """Held by whoever uses the buffers and the stream: who starts a step, or who captures a graph."""
         self._waiting: deque[PendingStep] = deque()
 
     # ---- steps come and go
@@ -110,21 +113,38 @@ class StreamRunner:
             self._compile(self._program, first)
             compiled = time.perf_counter()
             for shape in first:
-                self._pack([], [], shape, 0)  # nothing but padding
+                self._pack([], [], shape)  # nothing but padding
                 self._compute(shape, has_graph=True)
         torch.cuda.synchronize()
         logger.info("kernels: %.1f s; graphs: %.1f s", compiled - started, time.perf_counter() - compiled)
-        threading.Thread(target=self._compile_the_rest, name="compile", daemon=True).start()
+        threading.Thread(target=self._prepare_the_rest, name="prepare", daemon=True).start()
 
-    def _compile_the_rest(self) -> None:
-        """Compile what all other shapes launch, beside the steps that run, and then let their graphs be captured."""
+    def _prepare_the_rest(self) -> None:
+        """Compile what all other shapes launch, beside the steps that run; then capture their graphs between steps."""
         shapes = graph_shapes(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
         started = time.perf_counter()
         with torch.cuda.stream(torch.cuda.Stream()), self._around():  # type: ignore[no-untyped-call]
             self._compile(StepProgram(self._model, self._storage, self._limits), shapes)
+        compiled = time.perf_counter()
         if self._graphs is not None:
-            self._graphs.are_all_compiled = True
-        logger.info("kernels of all other shapes: %.1f s, in the background", time.perf_counter() - started)
+            self._graphs.allow_captures()
+            for shape in shapes:
+                self._capture_when_idle(shape, self._graphs)
+        done = time.perf_counter()
+        logger.info(
+            "in the background: other kernels: %.1f s; other graphs: %.1f s", compiled - started, done - compiled
+        )
+
+    def _capture_when_idle(self, shape: StepShape, graphs: Graphs) -> None:
+        while shape not in graphs:
+            with self._lock:
+                if not self._num_unfinished and time.monotonic() - self._last_finish > IDLE_SECONDS:
+                    with self._on_stream():
+                        self._pack([], [], shape)  # nothing but padding
+                        self._compute(shape, has_graph=True)
+                    torch.cuda.synchronize()
+            if shape not in graphs:
+                time.sleep(IDLE_SECONDS)
 
     def _compile(self, program: StepProgram, shapes: list[StepShape]) -> None:
         with compiled_only(), launched_early() if self._graphs is not None else contextlib.nullcontext():
@@ -135,14 +155,23 @@ class StreamRunner:
         """Start a plan, or let it wait behind one whose tokens the host chooses; never wait for the device."""
         by_host = any(item.drafts or self._cells.by_host[self._cells.of(item.seq)] for item in plan)
         pending = PendingStep(self, plan, by_host)
-        if by_host or self._waiting:
-            self._waiting.append(pending)
-        else:
-            self._start(pending)
+        with self._lock:
+            self._num_unfinished += 1
+            if by_host or self._waiting:
+                self._waiting.append(pending)
+            else:
+                self._start(pending)
         return pending
 
     def finish(self, pending: PendingStep, masks: Masks) -> list[Sampled]:
         """The results of a plan, which must be the oldest one; see ``PendingStep.sample``."""
+        try:
+            return self._finish(pending, masks)
+        finally:
+            self._last_finish = time.monotonic()
+            self._num_unfinished -= 1
+
+    def _finish(self, pending: PendingStep, masks: Masks) -> list[Sampled]:
         if not pending.is_started:
             assert self._waiting.popleft() is pending, "results are asked for out of order"
             return self._finish_by_host(pending, masks)
@@ -181,9 +210,7 @@ class StreamRunner:
         pending.is_started = True
         plan = [item for item in pending.plan if not item.is_stale]
         pending.num_computed = len(plan)
-        index = self._num_started % STEPS_IN_FLIGHT
-        self._num_started += 1
-        pending.tokens_S = self._program.results_QS[index].numpy()
+        pending.tokens_S = self._program.results_QS[self._program.num_steps % STEPS_IN_FLIGHT].numpy()
         if not plan:
             return
         try:
@@ -193,20 +220,22 @@ class StreamRunner:
                 shape, has_graph = padded_shape(sum(counts), len(plan), longest, self._limits.max_num_seqs)
                 if has_graph and self._graphs is not None:
                     shape = self._graphs.fit(shape)
-                self._pack(plan, counts, shape, index)
+                self._pack(plan, counts, shape)
                 self._compute(shape, has_graph)
                 if self._is_cuda:
                     pending.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     pending.done.record()
         except torch.OutOfMemoryError as error:
             logger.exception("a forward pass of %d sequences found no memory", len(plan))
+            self._program.start_again()
             pending.error = RunnerError(f"the forward pass failed: {error}")
 
-    def _pack(self, plan: Plan, counts: list[int], shape: StepShape, index: int) -> None:
-        """Write a plan, of which no item is stale, into a buffer, and send it up."""
+    def _pack(self, plan: Plan, counts: list[int], shape: StepShape) -> None:
+        """Write a plan, of which no item is stale, where the device fetches it."""
+        index = self._program.num_steps % STEPS_IN_FLIGHT
         host = self._host_steps.get((index, shape))
         if host is None:
-            host = self._host_steps[index, shape] = HostStep(self._uploads[index], shape)
+            host = self._host_steps[index, shape] = HostStep(self._program.uploads_QB[index], shape)
         cells = self._cells
         tokens: list[int | None] = []
         for item in plan:
@@ -237,11 +266,10 @@ class StreamRunner:
         host.fill("temperature", cells.temperature[of_seq], 0)
         host.fill("min_p", cells.min_p[of_seq], 0)
         host.fill("top_p", cells.top_p[of_seq], 1)
-        host.fill("result_row", [index], 0)
-        used = host.fill_tables(cells.tables_CB[of_seq, :width])
-        self._program.inputs[: len(used)].copy_(used, non_blocking=True)
+        host.fill_tables(cells.tables_CB[of_seq, :width])
 
     def _compute(self, shape: StepShape, has_graph: bool) -> None:
+        self._program.num_steps += 1
         if has_graph and self._graphs is not None:
             self._graphs(shape)
         else:

@@ -9,27 +9,26 @@ from torch import Tensor
 from octavo.ops.publish_tokens import publish_tokens
 from octavo.ops.triton.launch import after_predecessor, launch
 
-BLOCK = 128
-
 
 @publish_tokens.kernel(device="cuda", name="triton", preference=10, supports=lambda dtype: None)
 def publish_tokens_triton(
-    tokens_S: Tensor, cells_S: Tensor, last_tokens_C: Tensor, results_QS: Tensor, result_row: Tensor
+    tokens_S: Tensor, cells_S: Tensor, last_tokens_C: Tensor, results_QS: Tensor, counter: Tensor
 ) -> None:
     """See ``ops.publish_tokens``."""
     S = len(tokens_S)
     launch(
         _publish_kernel,
-        (triton.cdiv(S, BLOCK),),
+        (1,),
         tokens_S,
         cells_S,
         last_tokens_C,
         results_QS,
-        result_row,
+        counter,
         S,
         results_QS.stride(0),
-        BLOCK=BLOCK,
-        num_warps=1,
+        Q=len(results_QS),
+        BLOCK=triton.next_power_of_2(S),
+        num_warps=4,
     )
 
 
@@ -39,15 +38,19 @@ def _publish_kernel(
     cells: tl.tensor,
     last_tokens: tl.tensor,
     results: tl.tensor,
-    result_row: tl.tensor,
+    counter: tl.tensor,
     S: tl.tensor,
     stride: tl.tensor,
+    Q: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.arange(0, BLOCK)
     after_predecessor(PDL)
     cell = tl.load(cells + i, mask=i < S, other=0)
     token = tl.load(tokens + i, mask=i < S)
+    step = tl.load(counter)
     tl.store(last_tokens + cell, token, mask=i < S)
-    tl.store(results + tl.load(result_row).to(tl.int64) * stride + i, token, mask=i < S)
+    tl.store(results + (step % Q).to(tl.int64) * stride + i, token, mask=i < S)
+    tl.debug_barrier()  # all have read the count
+    tl.store(counter, step + 1)

@@ -7,6 +7,7 @@ import torch
 
 from octavo import ops
 from octavo.ops.triton.publish_tokens import publish_tokens_triton
+from octavo.ops.triton.pull_step import pull_step_triton
 from octavo.ops.triton.rotary_angles import rotary_angles_triton
 from octavo.ops.triton.stage_step import stage_step_triton
 
@@ -50,10 +51,23 @@ def test_publish_tokens(device: str, count: int) -> None:
     cells = torch.randperm(count + 3)[:count].to(device)
     last_tokens = torch.full((count + 3,), -7, dtype=torch.int32, device=device)
     results = torch.full((4, 140), -7, dtype=torch.int32, pin_memory=device == "cuda")
-    publish_tokens_triton(tokens, cells, last_tokens, results, torch.tensor([2], dtype=torch.int32, device=device))
+    counter = torch.tensor([6], dtype=torch.int32, device=device)
+    publish_tokens_triton(tokens, cells, last_tokens, results, counter)
     if device == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(last_tokens[cells], tokens)
     assert (last_tokens == -7).sum() == 3
     assert torch.equal(results[2, :count], tokens.cpu())
     assert (results == -7).sum() == results.numel() - count
+    assert counter.item() == 7
+
+
+@pytest.mark.parametrize("num_words", [1, 300, 9000])
+def test_pull_step(device: str, num_words: int) -> None:
+    uploads = torch.randint(0, 256, (4, 8 * 9000), dtype=torch.uint8)
+    uploads = uploads.pin_memory() if device == "cuda" else uploads
+    uploads[1, :8].view(torch.int64)[0] = num_words
+    inputs = torch.full((8 * 9000,), 7, dtype=torch.uint8, device=device)
+    pull_step_triton(inputs, uploads, torch.tensor([5], dtype=torch.int32, device=device))
+    assert torch.equal(inputs[: 8 * num_words].cpu(), uploads[1, : 8 * num_words])
+    assert (inputs[8 * num_words :] == 7).all()
