@@ -24,7 +24,19 @@ SHAPE = {
     "pad_token_id": None,
     "initializer_range": 0.2,
 }
-VARIANTS: dict[str, dict[str, Any]] = {"gqa": {}, "tied": {"tie_word_embeddings": True}}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "tied": {"tie_word_embeddings": True},
+    "llama3_rope": {"rope_parameters": LLAMA3},
+}
 
 
 def make_checkpoint(folder: Path, variant: str) -> LlamaForCausalLM:
