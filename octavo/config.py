@@ -124,6 +124,10 @@ class ServerSettings:
         "what to do with a field that no API defines: serve and name it in a header, refuse, or say nothing",
         ("warn", "reject", "ignore"),
     )
+    tenant_header: str | None = setting(
+        None,
+        "header that names who is charged under the fair policy; default: the field 'user' of the body",
+    )
     shutdown_timeout: float = setting(30.0, "seconds that running requests get to finish on SIGTERM", low=0)
     engine_timeout: float = setting(
         120.0,

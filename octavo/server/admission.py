@@ -44,6 +44,8 @@ class Asked:
     add_special_tokens: bool
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
+    ttft_target: float = 0.0
 
 
 class Admission:
@@ -101,6 +103,8 @@ class Admission:
                     priority=asked.priority,
                     arrival=arrival,
                     cache_salt=asked.cache_salt,
+                    tenant=asked.tenant,
+                    ttft_target=asked.ttft_target,
                 )
                 text_stream = TextStream(self.tokenizer, asked.params)
                 generation.add(Choice(generation, len(generation.choices), prompt, request, text_stream))

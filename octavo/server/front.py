@@ -21,6 +21,7 @@ from octavo.text.detokenizer import Detokenizer
 from octavo.text.tokenizer import Tokenizer
 
 MAX_SHOWN_FIELDS = 16
+MAX_TENANT = 256
 
 logger = logging.getLogger("octavo.server")
 
@@ -56,6 +57,11 @@ class Front:
         """Raise ``ModelNotFound`` unless ``name`` is this server's model, or was not given."""
         if name and name != self.model_name:
             raise ModelNotFound(f"The model `{printable(name)}` does not exist.", param="model")
+
+    def tenant(self, request: Request, user: str | None) -> str:
+        """Who is charged for a request: what the header of the settings says, or else the body's ``user``."""
+        header = self.config.server.tenant_header
+        return (user or "") if header is None else request.headers.get(header, "")[:MAX_TENANT]
 
     def need_tokenizer(self, field: str) -> Tokenizer:
         """The tokenizer, for the sake of ``field``. Raises ``InvalidParameter`` when the model has none."""

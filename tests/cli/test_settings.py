@@ -10,13 +10,13 @@ import pytest
 
 from octavo.cli import build_parser
 from octavo.cli.settings import environment_warnings, flag_name, load_config, variable_name
-from octavo.config import EngineConfig, ServeConfig, Setting, settings, to_flat
+from octavo.config import OWNERS, EngineConfig, ServeConfig, Setting, settings, to_flat
 from octavo.errors import ConfigError
 
 SETTINGS = list(settings(ServeConfig))
 SAMPLES: dict[type, Any] = {int: 3, float: 0.5, str: "text"}
-EXCLUSIVE = "num_kv_blocks"
-"""Refused beside ``kv_cache_memory``."""
+EXCLUSIVE = {"num_kv_blocks", *OWNERS}
+"""Refused beside ``kv_cache_memory``, or under other policies than their own."""
 
 
 def load(*argv: str, environ: Mapping[str, str] | None = None, config_class: type[Any] = ServeConfig) -> Any:
@@ -50,18 +50,19 @@ def write(folder: Path, text: str) -> list[str]:
 def test_every_setting_has_a_flag_a_variable_and_a_file_entry(item: Setting, tmp_path: Path) -> None:
     value = sample(item)
     dashed = item.name.replace("_", "-")
+    policy = ["--scheduling-policy", OWNERS[item.name][0]] if item.name in OWNERS else []
     results = [
-        load(*as_flag(item)),
-        load(environ={variable_name(item.name): str(value)}),
-        load(*write(tmp_path, f"{item.name}: {value}\n")),
-        load(*write(tmp_path, f"{dashed}: {value}\n")),
+        load(*as_flag(item), *policy),
+        load(*policy, environ={variable_name(item.name): str(value)}),
+        load(*policy, *write(tmp_path, f"{item.name}: {value}\n")),
+        load(*policy, *write(tmp_path, f"{dashed}: {value}\n")),
     ]
     for config in results:
         assert to_flat(config)[item.name] == value
 
 
 def test_all_flags_together() -> None:
-    given = [item for item in SETTINGS if item.name != EXCLUSIVE]
+    given = [item for item in SETTINGS if item.name not in EXCLUSIVE]
     flat = to_flat(load(*(part for item in given for part in as_flag(item))))
     assert {item.name: flat[item.name] for item in given} == {item.name: sample(item) for item in given}
 

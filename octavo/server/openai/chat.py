@@ -79,7 +79,7 @@ async def create_chat_completion(request: Request) -> Response:
     front = front_of(request)
     front.admission.check_room()
     body, headers = await front.read(request, reader)
-    generation = await front.admission.admit(_asked(body, front))
+    generation = await front.admission.admit(_asked(body, front, request))
     answer = ChatAnswer(front, body, generation.choices)
     if body.stream:
         return EventStream(generation, answer, headers)
@@ -99,7 +99,7 @@ def conversation(messages: list[dict[str, Any]], options: TemplateOptions, front
     return Conversation(messages, options, front.chat_template)
 
 
-def _asked(body: ChatBody, front: Front) -> Asked:
+def _asked(body: ChatBody, front: Front, request: Request) -> Asked:
     check_generation_fields(body, front)
     if body.prompt_logprobs is not None and body.stream:
         raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
@@ -111,6 +111,8 @@ def _asked(body: ChatBody, front: Front) -> Asked:
         add_special_tokens=body.add_special_tokens,
         priority=body.priority,
         cache_salt=body.cache_salt,
+        tenant=front.tenant(request, body.user),
+        ttft_target=body.ttft_target or 0.0,
     )
 
 

@@ -53,7 +53,7 @@ async def create_completion(request: Request) -> Response:
     front = front_of(request)
     front.admission.check_room()
     body, headers = await front.read(request, reader)
-    asked = _asked(body, front)
+    asked = _asked(body, front, request)
     generation = await front.admission.admit(asked)
     answer = CompletionAnswer(front, body, generation.choices)
     if body.stream:
@@ -70,7 +70,7 @@ ENDPOINTS = [
 ]
 
 
-def _asked(body: CompletionBody, front: Front) -> Asked:
+def _asked(body: CompletionBody, front: Front, request: Request) -> Asked:
     check_generation_fields(body, front)
     if body.best_of is not None and body.best_of != body.n:
         raise UnsupportedParameter("best_of", f"'best_of' other than 'n' ({body.n}) is not supported by this server.")
@@ -87,6 +87,8 @@ def _asked(body: CompletionBody, front: Front) -> Asked:
         add_special_tokens=body.add_special_tokens,
         priority=body.priority,
         cache_salt=body.cache_salt,
+        tenant=front.tenant(request, body.user),
+        ttft_target=body.ttft_target or 0.0,
     )
 
 

@@ -15,6 +15,8 @@ from octavo.server.errors import UnsupportedParameter
 from octavo.server.front import Front
 
 MAX_CACHE_SALT = 256
+MAX_USER = 256
+MAX_TTFT_TARGET = 86400.0
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
@@ -53,7 +55,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Defined by an API and not served: the values beside each name are its defaults, which ask for nothing."""
 
-ACCEPTED = frozenset({"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"})
+ACCEPTED = frozenset({"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"})
 """Labels and hints for the operator of a service; no answer depends on them."""
 
 
@@ -91,6 +93,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     priority: int = 0
     cache_salt: str = ""
+    user: str | None = None
+    ttft_target: float | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
@@ -119,6 +123,13 @@ def check_generation_fields(body: GenerationFields, front: Front) -> None:
         raise UnsupportedParameter("priority", "'priority' needs a server with --scheduling-policy priority.")
     if len(body.cache_salt) > MAX_CACHE_SALT:
         raise InvalidParameter("cache_salt", f"'cache_salt' must have at most {MAX_CACHE_SALT} characters.")
+    if len(body.user or "") > MAX_USER:
+        raise InvalidParameter("user", f"'user' must have at most {MAX_USER} characters.")
+    if body.ttft_target is not None:
+        if front.config.scheduler.scheduling_policy != "deadline":
+            raise UnsupportedParameter("ttft_target", "'ttft_target' needs a server with --scheduling-policy deadline.")
+        if not 0 < body.ttft_target <= MAX_TTFT_TARGET:
+            raise InvalidParameter("ttft_target", f"'ttft_target' must be above 0 and at most {MAX_TTFT_TARGET:g}.")
     if body.stop and front.tokenizer is None:
         front.need_tokenizer("stop")
 

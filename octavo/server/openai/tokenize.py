@@ -41,8 +41,10 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-tokenize_reader = BodyReader(TokenizeBody, {"chat_template": (), "tools": (), "mm_processor_kwargs": ()}, ACCEPTED)
-detokenize_reader = BodyReader(DetokenizeBody, {}, ACCEPTED)
+tokenize_reader = BodyReader(
+    TokenizeBody, {"chat_template": (), "tools": (), "mm_processor_kwargs": ()}, ACCEPTED | {"user"}
+)
+detokenize_reader = BodyReader(DetokenizeBody, {}, ACCEPTED | {"user"})
 
 
 async def tokenize(request: Request) -> Response:

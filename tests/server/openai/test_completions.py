@@ -292,6 +292,28 @@ def test_priority_and_salt_reach_the_engine(serve_app: Any) -> None:
     assert served.complete(priority=2**31).json()["error"]["param"] == "priority"
 
 
+def test_who_is_charged(serve_app: Any) -> None:
+    served = serve_app(scheduling_policy="fair")
+    assert served.complete(user="alice").status_code == 200
+    assert served.chat(user="bob").status_code == 200
+    assert served.complete(user=None).status_code == 200
+    assert [request.tenant for request in served.engine.requests] == ["alice", "bob", ""]
+    assert served.complete(user="x" * 257).json()["error"]["param"] == "user"
+    gated = serve_app(scheduling_policy="fair", tenant_header="X-Tenant")
+    gated.client.headers["X-Tenant"] = "carol"
+    assert gated.complete(user="mallory").status_code == 200
+    assert gated.engine.requests[0].tenant == "carol", "the gateway knows better than the body"
+
+
+def test_targets_for_the_first_token(serve_app: Any) -> None:
+    served = serve_app(scheduling_policy="deadline")
+    assert served.complete(ttft_target=0.5).status_code == 200
+    assert served.engine.requests[0].ttft_target == 0.5
+    for bad in (0, -1, 1e9):
+        assert served.complete(ttft_target=bad).json()["error"]["param"] == "ttft_target"
+    assert serve_app().complete(ttft_target=0.5).json()["error"]["param"] == "ttft_target"
+
+
 @pytest.mark.parametrize("policy", ["warn", "reject", "ignore"])
 def test_unknown_fields(serve_app: Any, policy: str) -> None:
     served = serve_app(unknown_fields=policy)

@@ -1,0 +1,120 @@
+"""Prompts sliced so that nobody waits long for a token."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from octavo.bench.virtual import StepCost, VirtualEngine
+from octavo.config import SchedulerSettings
+from octavo.engine.pace import LEAST_CHUNK, Pace
+from octavo.sampling_params import SamplingParams
+from octavo.types import Plan, Request
+from tests.engine.making import make_engine, make_request, planned
+
+
+@dataclass(frozen=True)
+class RoughCost(StepCost):
+    """Steps whose time is not linear, and not always the same."""
+
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def seconds(self, plan: Plan) -> float:
+        reads = sum(item.start * len(item.tokens) for item in plan)
+        return (super().seconds(plan) + reads * 2e-9) * self.rng.uniform(0.95, 1.05)
+
+
+def mixed_load(num_prompts: int) -> list[Request]:
+    """Some that talk for long, and long prompts all the time."""
+    talkers = [Request(n, [n, 1, 2], SamplingParams(), 1500, arrival=1.0) for n in range(16)]
+    prompts = [
+        Request(100 + n, [5000 + n, *range(2999)], SamplingParams(), 2, arrival=1.5 + n / 4) for n in range(num_prompts)
+    ]
+    return talkers + prompts
+
+
+def worst_gaps(max_itl: float | None, cost: StepCost, depth: int = 1) -> tuple[float, float, float]:
+    """Of those that talk: the longest gap after a second of learning, and that of 99 in 100. And the tokens' rate."""
+    engine = VirtualEngine(SchedulerSettings(max_itl=max_itl), cost=cost, depth=depth, max_num_batched_tokens=2048)
+    told = engine.serve(mixed_load(20))
+    gaps = sorted(
+        gap
+        for number in range(16)
+        for gap, when in zip(told[number].gaps, told[number].token_times, strict=False)
+        if when > 2.5
+    )
+    return gaps[-1], gaps[int(len(gaps) * 0.99)], engine.runner.num_computed / engine.runner.now
+
+
+@pytest.mark.parametrize("cost", [StepCost(), RoughCost(), StepCost(0.001, 0.0001, 0.0001)])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nobody_waits_longer_than_the_limit(cost: StepCost, depth: int) -> None:
+    limit = 0.012
+    unbounded, _, _ = worst_gaps(None, cost, depth)
+    assert unbounded > 2 * limit, "there is nothing to bound"
+    longest, p99, _ = worst_gaps(limit, cost, depth)
+    assert p99 <= limit
+    assert longest <= 1.25 * limit
+
+
+def test_the_limit_is_used_up() -> None:
+    """Slices are as long as allowed: half the limit would take more time in all."""
+    _, _, fast = worst_gaps(0.020, StepCost())
+    _, _, slow = worst_gaps(0.008, StepCost())
+    assert fast > slow
+
+
+def test_it_learns_what_steps_take() -> None:
+    pace, rng = Pace(0.05), random.Random(2)
+    engine, _ = make_engine(max_num_seqs=64, max_num_batched_tokens=640, num_blocks=4096)
+    for number in range(64):
+        engine.add(make_request(number, prompt=9))
+    plan = engine.scheduler.schedule()
+    for _ in range(600):
+        some = plan[: rng.randrange(1, 65)]
+        num_chunk = rng.randrange(500)
+        pace.learn(some, len(some) + num_chunk, 0.004 + 2e-5 * num_chunk + 3e-5 * len(some))
+    for num_chunk, count in ((0, 1), (0, 64), (400, 8), (200, 32)):
+        assert pace.predict(num_chunk, count) == pytest.approx(0.004 + 2e-5 * num_chunk + 3e-5 * count, rel=0.1)
+
+
+def test_a_single_slow_step_is_not_believed() -> None:
+    pace = Pace(0.05)
+    engine, _ = make_engine()
+    engine.add(make_request(0))
+    plan = engine.scheduler.schedule()
+    for _ in range(50):
+        pace.learn(plan, 1, 0.01)
+    pace.learn(plan, 1, 10.0)
+    assert pace.predict(0, 1) < 0.03
+
+
+def test_a_prompt_alone_is_not_sliced() -> None:
+    engine, runner = make_engine(num_blocks=400, max_num_batched_tokens=500, settings=SchedulerSettings(max_itl=0.001))
+    for number in range(3):
+        engine.add(make_request(number, prompt=400, max_tokens=1))
+        engine.step()
+        assert planned(runner) == {number: 400}
+
+
+def test_a_prompt_goes_on_though_the_limit_cannot_be_kept() -> None:
+    cost = StepCost(base=1.0)
+    engine = VirtualEngine(SchedulerSettings(max_itl=0.01), cost=cost)
+    talker = Request(0, [1, 2], SamplingParams(), 60, arrival=1.0)
+    prompt = Request(1, list(range(90)), SamplingParams(), 2, arrival=2.0)
+    told = engine.serve([talker, prompt])
+    assert len(told[0].token_times) == 60
+    assert len(told[1].token_times) == 2
+
+
+def test_it_admits_no_more_than_the_limit_bears() -> None:
+    cost = StepCost(0.001, 0.0, 0.001)
+    engine = VirtualEngine(SchedulerSettings(max_itl=0.011), cost=cost)
+    requests = [Request(n, [n, 5], SamplingParams(), 300, arrival=1.0 + n / 10) for n in range(30)]
+    told = engine.serve(requests)
+    gaps = [gap for one in told.values() for gap in one.gaps]
+    assert max(gaps) <= 0.011
+    assert max(gaps) > 0.008
+    assert LEAST_CHUNK > 1
