@@ -1,0 +1,150 @@
+"""How a model writes its messages, as far as a server has to know: reasoning, and calls of functions.
+
+Settled once, from settings or from the signs in the chat template; then it makes a reader for each message, and the
+grammar of a message that must be something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from octavo.errors import ConfigError
+from octavo.grammar import forms
+from octavo.text import reasoning
+from octavo.text.reader import Format
+from octavo.text.tool_calls import harmony
+from octavo.text.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from octavo.text.tool_calls.harmony import HARMONY
+from octavo.text.tool_calls.hermes import HERMES
+from octavo.text.tool_calls.llama3 import LLAMA3
+from octavo.text.tool_calls.mistral import MISTRAL
+from octavo.text.tool_calls.pythonic import PYTHONIC
+from octavo.text.tool_calls.tool_format import Marks, ToolFormat
+
+TOOL_FORMATS = (HERMES, LLAMA3, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, HARMONY, PYTHONIC)
+"""Of two whose signs a template has, the first one is meant."""
+TOOL_NAMES = tuple(name for format in TOOL_FORMATS for name in format.names)
+THINK_NAMES = ("deepseek_r1", "qwen3")
+HARMONY_NAME = "openai_gptoss"
+REASONING_NAMES = (*THINK_NAMES, HARMONY_NAME)
+AUTO, NONE = "auto", "none"
+
+ANY_OBJECT: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+class Tool(NamedTuple):
+    """A function that the client offers."""
+
+    name: str
+    parameters: Mapping[str, Any] | None
+    """JSON schema of its arguments; ``None`` when it has none."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a message must be."""
+
+    part: forms.Part | None = None
+    """The grammar of its content; ``None`` is anything, if there need not be calls."""
+    tools: Sequence[Tool] = ()
+    """Functions of which it must call one, or may call one instead of having content."""
+    is_parallel: bool = False
+    """Whether it may have several calls."""
+
+
+@dataclass(frozen=True)
+class MessageFormat:
+    """The format of one model's messages."""
+
+    tools: ToolFormat | None
+    """How it writes calls; ``None`` when that is not known."""
+    thinks: bool
+    """Whether it may begin with reasoning."""
+    marks: Marks
+
+    @property
+    def is_harmony(self) -> bool:
+        return self.tools is HARMONY
+
+    @property
+    def shown_ids(self) -> frozenset[int]:
+        """Special tokens that a reader must see, although they are no text."""
+        thinking = (reasoning.OPENS, reasoning.CLOSES) if self.thinks else ()
+        return self.marks.ids((*thinking, *(self.tools or LLAMA3).marks))
+
+    def reader(self, tool_names: frozenset[str] | None, prompt: str) -> Format | None:
+        """The reader of a message that follows ``prompt``; ``None`` when every message is plain content.
+
+        ``tool_names`` are those of the functions that may be called, ``None`` when there are none.
+        """
+        if self.is_harmony:
+            return HARMONY.read(tool_names or frozenset())
+        following = None if tool_names is None else (self.tools or LLAMA3).read(tool_names)
+        if not self.thinks:
+            return following
+        return reasoning.after_thinking(following or reasoning.content_only, reasoning.begins_inside(prompt))
+
+    def grammar(self, wanted: Wanted, prompt: str) -> str:
+        """The grammar of a message that follows ``prompt``. Raises ``FormError`` about the schema of a tool."""
+        parts: dict[str, forms.Part] = {}
+        bodies, rules = [], ""
+        if wanted.tools:
+            names = [tool.name for tool in wanted.tools]
+            rules = (self.tools or LLAMA3).rules(names, self.marks, wanted.is_parallel)
+            bodies.append("calls")
+            parts = {f"t{i}": _arguments(tool) for i, tool in enumerate(wanted.tools)}
+        if wanted.part is not None:
+            parts["body"] = wanted.part
+            bodies.append(harmony.answer_rule(self.marks, "@body") if self.is_harmony else "@body")
+        lead, lead_rules = self._lead(prompt)
+        return forms.compose(f"start: {lead} ({' | '.join(bodies)})\n{rules}{lead_rules}", parts)
+
+    def _lead(self, prompt: str) -> tuple[str, str]:
+        """Lark of the reasoning before a message, and its rules."""
+        if self.is_harmony:
+            return "thinking?", f"thinking: {harmony.thinking_rule(self.marks)}\n"
+        if not self.thinks:
+            return "", ""
+        opens, closes = self.marks.lark(reasoning.OPENS), self.marks.lark(reasoning.CLOSES)
+        if self.marks.has(reasoning.CLOSES):
+            rules = f"thoughts: {forms.TEXT} {closes} {forms.SPACES}\n"
+        else:
+            rules = f"thoughts: until_end {forms.SPACES}\nuntil_end[lazy]: {forms.TEXT} {closes}\n"
+        if reasoning.begins_inside(prompt):
+            return "thoughts", rules
+        return "thinking?", f"thinking: {opens} thoughts\n{rules}"
+
+
+def _arguments(tool: Tool) -> forms.Part:
+    return forms.json_schema(ANY_OBJECT if tool.parameters is None else tool.parameters)
+
+
+def find_format(
+    tool_setting: str, reasoning_setting: str, template: str | None, special_ids: Mapping[str, int]
+) -> MessageFormat:
+    """The format that settings name, or, for ``auto``, that ``template`` shows signs of.
+
+    Raises ``ConfigError`` for a combination that no model writes.
+    """
+    tools = next((format for format in TOOL_FORMATS if tool_setting in format.names), None)
+    if tool_setting == AUTO:
+        tools = _shown_in(template or "")
+    is_harmony = tools is HARMONY or reasoning_setting == HARMONY_NAME
+    if is_harmony and (tools not in (None, HARMONY) or reasoning_setting in THINK_NAMES):
+        raise ConfigError(
+            f"tool_call_parser {tool_setting} and reasoning_parser {reasoning_setting} do not go together: "
+            "gpt-oss writes reasoning and calls in one format of its own"
+        )
+    shows_thinking = reasoning_setting == AUTO and reasoning.CLOSES in (template or "")
+    thinks = reasoning_setting in THINK_NAMES or shows_thinking
+    return MessageFormat(HARMONY if is_harmony else tools, thinks and not is_harmony, Marks(special_ids))
+
+
+def _shown_in(template: str) -> ToolFormat | None:
+    for format in TOOL_FORMATS:
+        has_others = any(sign in template for sign in format.others)
+        if format.signs and not has_others and all(sign in template for sign in format.signs):
+            return format
+    return None

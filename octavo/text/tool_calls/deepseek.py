@@ -1,0 +1,89 @@
+"""Calls between DeepSeek's own marks: V3 and R1 with a block of JSON, V3.1 with the arguments alone.
+
+https://huggingface.co/deepseek-ai/DeepSeek-V3.1 (ToolCall) and the chat templates of these models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.grammar.forms import literal
+from octavo.text.reader import Call, Format, Reader, Steps
+from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated
+from octavo.text.tool_calls.values import make_call, value_of
+
+ALL_BEGIN, ALL_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
+BEGIN, END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
+SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+FENCE, FENCE_END = "```json", "```"
+
+
+def _read(names: frozenset[str]) -> Format:
+    return _read_message
+
+
+def _read_message(reader: Reader) -> Steps[None]:
+    while (yield from reader.text_until((ALL_BEGIN,))) is not None:
+        yield from reader.attempt(_read_calls, ALL_BEGIN)
+
+
+def _read_calls(reader: Reader) -> Steps[list[Call] | None]:
+    calls: list[Call] = []
+    while True:
+        yield from reader.blanks()
+        if calls and ((yield from reader.at_end()) or (yield from reader.literal(ALL_END))):
+            return calls
+        if not (yield from reader.literal(BEGIN)):
+            return None
+        call = yield from _read_call(reader)
+        if call is None:
+            return None
+        calls.append(call)
+
+
+def _read_call(reader: Reader) -> Steps[Call | None]:
+    head = yield from reader.until((SEPARATOR,))
+    if head is None:
+        return None
+    name = head[0]
+    yield from reader.blanks()
+    is_fenced = not (yield from reader.comes("{"))
+    if is_fenced:
+        head = yield from reader.until((FENCE,))
+        if head is None:
+            return None
+        name = head[0]
+        yield from reader.blanks()
+    text = yield from reader.json()
+    if text is None:
+        return None
+    if is_fenced:
+        yield from reader.blanks()
+        if not (yield from reader.literal(FENCE_END)):
+            return None
+    if not (yield from reader.at_end()) and not (yield from reader.literal(END)):
+        return None
+    return make_call(name.strip(), value_of(text))
+
+
+def _fenced_rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
+    begin = f"{marks.lark(BEGIN)} {literal('function')} {marks.lark(SEPARATOR)}"
+    heads = [f"{begin} {literal(f'{name}{chr(10)}{FENCE}{chr(10)}')}" for name in names]
+    return _rules(heads, f"{literal(chr(10) + FENCE_END)} {marks.lark(END)}", marks, parallel, literal("\n"))
+
+
+def _plain_rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
+    heads = [f"{marks.lark(BEGIN)} {literal(name)} {marks.lark(SEPARATOR)}" for name in names]
+    return _rules(heads, marks.lark(END), marks, parallel, "")
+
+
+def _rules(heads: Sequence[str], tail: str, marks: Marks, parallel: bool, separator: str) -> str:
+    calls = f"{marks.lark(ALL_BEGIN)} {repeated('call', separator, parallel)} {marks.lark(ALL_END)}"
+    return f"calls: {calls}\ncall: {one_of(heads, tail)}\n"
+
+
+_MARKS = (ALL_BEGIN, ALL_END, BEGIN, SEPARATOR, END)
+DEEPSEEK_V3 = ToolFormat(
+    names=("deepseek_v3",), read=_read, rules=_fenced_rules, marks=_MARKS, signs=(ALL_BEGIN, FENCE)
+)
+DEEPSEEK_V31 = ToolFormat(names=("deepseek_v31",), read=_read, rules=_plain_rules, marks=_MARKS, signs=(ALL_BEGIN,))

@@ -1,0 +1,52 @@
+"""``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3, and many after them.
+
+https://huggingface.co/NousResearch/Hermes-2-Pro-Mistral-7B (Prompt Format for Function Calling)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from octavo.grammar.forms import literal
+from octavo.text.reader import Call, Format, Reader, Steps
+from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated
+from octavo.text.tool_calls.values import call_in
+
+OPENS, CLOSES = "<tool_call>", "</tool_call>"
+
+
+def _read(names: frozenset[str]) -> Format:
+    return _read_message
+
+
+def _read_message(reader: Reader) -> Steps[None]:
+    while (yield from reader.text_until((OPENS,))) is not None:
+        yield from reader.attempt(_read_call, OPENS)
+
+
+def _read_call(reader: Reader) -> Steps[list[Call] | None]:
+    yield from reader.blanks()
+    call = call_in((yield from reader.json()))
+    if call is None:
+        return None
+    # Models that end their turn with the call often leave the closing mark out.
+    is_closed = (yield from reader.at_end()) or (yield from reader.literal(CLOSES))
+    return [call] if is_closed else None
+
+
+def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
+    heads = [literal(f'{{"name": {json.dumps(name)}, "arguments": ') for name in names]
+    call = f'{marks.lark(OPENS)} "\\n" function "\\n" {marks.lark(CLOSES)}'
+    function = one_of(heads, '"}"')
+    return f"calls: {repeated('call', literal(chr(10)), parallel)}\ncall: {call}\nfunction: {function}\n"
+
+
+HERMES = ToolFormat(
+    names=("hermes",),
+    read=_read,
+    rules=_rules,
+    marks=(OPENS, CLOSES),
+    signs=(OPENS, "arguments"),
+    others=("<function=", "<arg_key>"),
+)

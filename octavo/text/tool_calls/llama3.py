@@ -1,0 +1,62 @@
+"""``{"name": ..., "parameters": {...}}`` as the whole message: Llama 3.1 to 3.3.
+
+Several calls are separated by ``;``. A call may be opened by ``<|python_tag|>``. Without that mark, only a call of a
+function that the client has is taken for one: anything else is JSON that the user asked for.
+https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/#json-based-tool-calling
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from octavo.grammar.forms import literal
+from octavo.text.reader import Call, Format, Reader, Steps
+from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated
+from octavo.text.tool_calls.values import call_in
+
+MARK = "<|python_tag|>"
+
+
+def _read(names: frozenset[str]) -> Format:
+    def read_known(reader: Reader) -> Steps[list[Call] | None]:
+        calls = yield from _read_calls(reader)
+        return calls if calls and all(call.name in names for call in calls) else None
+
+    def read(reader: Reader) -> Steps[None]:
+        yield from reader.attempt(read_known)
+        while (yield from reader.text_until((MARK,))) is not None:
+            yield from reader.attempt(_read_calls, MARK)
+
+    return read
+
+
+def _read_calls(reader: Reader) -> Steps[list[Call] | None]:
+    """Calls up to the end of the message, or up to the mark of the next ones."""
+    calls = []
+    while True:
+        yield from reader.blanks()
+        call = call_in((yield from reader.json()))
+        if call is None:
+            return None
+        calls.append(call)
+        if (yield from reader.at_end()):
+            return calls
+        if not (yield from reader.literal(";")) and not (yield from reader.comes(MARK)):
+            return None
+        if (yield from reader.at_end()) or (yield from reader.comes(MARK)):
+            return calls
+
+
+def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
+    heads = [literal(f'{{"name": {json.dumps(name)}, "parameters": ') for name in names]
+    return f"calls: {repeated('call', literal('; '), parallel)}\ncall: {one_of(heads, literal('}'))}\n"
+
+
+LLAMA3 = ToolFormat(
+    names=("llama3_json",),
+    read=_read,
+    rules=_rules,
+    marks=(MARK,),
+    signs=(MARK, "parameters"),
+)
