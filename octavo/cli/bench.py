@@ -73,7 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     startup.add_argument("--rounds", type=int, default=5)
     startup.set_defaults(measure=_startup)
 
-    for kind in (offline, throughput, ceilings, kernels, profile, peer, overhead, front, startup):
+    quality = kinds.add_parser("quality", help="how far a text's probabilities are from those of float32, on a CPU")
+    add_settings(quality, EngineConfig)
+    quality.add_argument("--text", type=Path, required=True, help="a file of ordinary text")
+    quality.add_argument("--positions", type=int, default=2000, help="tokens of it that are compared")
+    quality.set_defaults(measure=_quality)
+
+    for kind in (offline, throughput, ceilings, kernels, profile, peer, overhead, front, startup, quality):
         kind.add_argument("--output", type=Path, help="also write the raw JSON to this file")
     bench_tools.add_kinds(kinds)
 
@@ -202,3 +208,9 @@ def _startup(args: argparse.Namespace) -> dict[str, Any]:
 
     runs = [start_once([args.model]) for _ in range(args.rounds)]
     return {"model": args.model, **{name: spread([run[name] for run in runs]) for name in runs[0]}}
+
+
+def _quality(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo.bench.quality import measure
+
+    return measure(load_config(EngineConfig, args), args.text, args.positions)
