@@ -60,24 +60,31 @@ def _qwen3(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> dict[
     return _llama(layers, hidden, heads, 8, 128, ffn, **{**names, **rope, **more})
 
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-8b": _qwen3(36, 4096, 32, 12_288),
-    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tie_word_embeddings=True),
-    "llama-3.1-8b": _llama3(32, 4096, 128, 14_336, 8.0),
-    "llama-3.2-1b": _llama3(16, 2048, 64, 8192, 32.0, tie_word_embeddings=True),
-    "gpt2": {
+def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "n_layer": 12,
-        "n_embd": 768,
-        "n_head": 12,
+        "n_layer": layers,
+        "n_embd": hidden,
+        "n_head": heads,
         "n_positions": 1024,
         "vocab_size": 50_257,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
         "dtype": "float32",
-    },
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-8b": _qwen3(36, 4096, 32, 12_288),
+    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tie_word_embeddings=True),
+    "llama-3.1-8b": _llama3(32, 4096, 128, 14_336, 8.0),
+    "llama-3.2-1b": _llama3(16, 2048, 64, 8192, 32.0, tie_word_embeddings=True),
+    "gpt2": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
     "tiny": _llama(2, 256, 4, 2, 64, 512, vocab_size=16_384, max_position_embeddings=8192, tie_word_embeddings=True),
 }
 """``tiny`` is nobody's: for trying out a measurement."""

@@ -7,10 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from octavo.bench.dummy_models import SHAPES, SPECIAL_TOKENS, make_tokenizer, model_folder, write_model
 from octavo.errors import ConfigError
+from octavo.models.outline import outline
+from octavo.models.registry import read_config
 from octavo.text.tokenizer import load_tokenizer
+from octavo.weights.dummy import DummyCheckpoint
 
 
 @pytest.mark.parametrize("vocab_size", [600, 16_384, 151_936])
@@ -46,6 +50,23 @@ def test_a_folder_is_a_model(tmp_path: Path, name: str) -> None:
     ours = load_tokenizer(folder)
     assert ours is not None
     assert ours.encode(" babe bibo", add_special_tokens=False) == theirs.encode(" babe bibo")
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+        ("qwen3-8b", 8_190_735_360),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.2-1b", 1_235_814_400),
+    ],
+)
+def test_shapes_have_the_published_numbers_of_parameters(name: str, count: int) -> None:
+    checkpoint = DummyCheckpoint(SHAPES[name], {}, 0)
+    assert outline(read_config(SHAPES[name]), checkpoint, torch.bfloat16).num_parameters == count
 
 
 def test_names_and_paths(tmp_path: Path) -> None:
