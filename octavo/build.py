@@ -9,6 +9,7 @@ import torch
 
 from octavo import ops
 from octavo.cache.kv_cache import KVCache
+from octavo.cache.kv_events import KVEvents
 from octavo.config import EngineConfig, ModelSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
@@ -61,7 +62,14 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     phases.done("memory")
     runner.warm_up()
     phases.done("kernels and graphs")
-    cache = KVCache(limits.num_kv_blocks, limits.block_size, config.cache.enable_prefix_caching)
+    cache = KVCache(
+        limits.num_kv_blocks,
+        limits.block_size,
+        config.cache.enable_prefix_caching,
+        eviction=config.cache.eviction_policy,
+        watermark=config.cache.kv_watermark,
+        events=KVEvents() if config.cache.enable_kv_events else None,
+    )
     scheduler = Scheduler(
         cache,
         max_num_seqs=limits.max_num_seqs,

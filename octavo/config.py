@@ -73,6 +73,11 @@ class CacheSettings:
     kv_cache_dtype: str = setting("auto", "type of cached keys and values", ("auto", "float32", "bfloat16", "float16"))
     gpu_memory_utilization: float = setting(0.9, "share of a GPU's memory to use in all", low=0.01)
     enable_prefix_caching: bool = setting(True, "share the blocks of equal prompt prefixes")
+    eviction_policy: str = setting(
+        "lru", "which cached blocks are given up first", ("lru", "fifo", "lfu", "slru", "session")
+    )
+    kv_watermark: float = setting(0.0, "share of the blocks that admission leaves to those who run", low=0)
+    enable_kv_events: bool = setting(False, "tell routers at /v1/kv_events which blocks are cached")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +124,17 @@ class ServerSettings:
     api_key: str | None = setting(None, "key that clients must send as a Bearer token; default: none asked")
     max_num_queued_reqs: int = setting(256, "most requests waiting; one more gets 429", low=1)
     max_request_bytes: int = setting(32 << 20, "most bytes in a request's body", low=1024)
+    tool_call_parser: str = setting(
+        "auto",
+        "how the model writes calls of functions; auto: as its chat template shows",
+        ("auto", "none", "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "openai", "pythonic"),
+    )
+    enable_auto_tool_choice: bool = setting(True, "let clients offer tools that the model may call or not")
+    reasoning_parser: str = setting(
+        "auto",
+        "how the model writes its reasoning; auto: as its chat template shows",
+        ("auto", "none", "deepseek_r1", "qwen3", "openai_gptoss"),
+    )
     unknown_fields: str = setting(
         "warn",
         "what to do with a field that no API defines: serve and name it in a header, refuse, or say nothing",
@@ -267,6 +283,10 @@ def _check_combinations(config: EngineConfig) -> None:
         raise ConfigError(
             "max_num_batched_tokens must be at least max_num_seqs, so that every sequence can advance in a step"
         )
+    if cache.kv_watermark >= 1:
+        raise ConfigError("kv_watermark: must be below 1")
+    if not cache.enable_prefix_caching and (cache.eviction_policy != "lru" or cache.enable_kv_events):
+        raise ConfigError("eviction_policy and enable_kv_events need enable_prefix_caching: else nothing is cached")
     _check_policy(scheduler, cache)
 
 

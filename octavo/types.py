@@ -52,6 +52,10 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """``time.monotonic()`` when the server accepted the request."""
     cache_salt: str = ""
     """Only requests with the same salt share cached blocks."""
+    cache_ttl: float = 0.0
+    """Seconds for which its cached blocks are given up only after all others; ``inf`` pins them."""
+    session: str = ""
+    """Conversation that this is a turn of, for the session-aware eviction; within its salt."""
     tenant: str = ""
     """Who is charged for this request, under the fair policy."""
     ttft_target: float = 0.0
@@ -207,6 +211,8 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_blocks: int = 0
     num_used_blocks: int = 0
     """Blocks that a sequence holds."""
+    num_empty_slots: int = 0
+    """Token positions of held blocks in which nothing is: the internal fragmentation."""
     num_cached_blocks: int = 0
     """Idle blocks that the prefix cache keeps for reuse; given up as soon as they are needed."""
     num_steps: int = 0

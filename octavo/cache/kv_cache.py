@@ -17,22 +17,47 @@ The tensors live elsewhere (``KVStorage``); here a block is a number. Verbs: ``m
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 
 from octavo.cache.block_pool import BlockPool
-from octavo.cache.radix_tree import Node, RadixTree
+from octavo.cache.kv_events import KVEvents
+from octavo.cache.node import Node
+from octavo.cache.radix_tree import RadixTree
 from octavo.types import Sequence
 
 
 class KVCache:
-    """Hands blocks of ``block_size`` token positions to sequences, and shares those with equal prefixes."""
+    """Hands blocks of ``block_size`` token positions to sequences, and shares those with equal prefixes.
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    ``eviction`` is a policy of ``octavo.cache.eviction``. ``watermark`` is the share of the blocks that admission
+    leaves alone, for those who run to grow into.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        *,
+        eviction: str = "lru",
+        watermark: float = 0.0,
+        events: KVEvents | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.num_reserved = int(watermark * num_blocks)
+        self.clock = clock
         self.pool = BlockPool(num_blocks)
-        self.tree = RadixTree(block_size)
+        self.tree = RadixTree(block_size, eviction, num_blocks, clock, events)
+        self.num_slots = 0
+        """Token positions in all block tables; a shared block counts in each."""
+        self.num_filled = 0
+        """Of those, computed or in flight: the sum of ``num_computed_tokens`` over those who hold blocks."""
+        self._last_turns: OrderedDict[tuple[str, str], Node] = OrderedDict()
+        """The end of the latest turn of each session, by salt and session; as many as there are blocks."""
 
     @property
     def num_blocks(self) -> int:
@@ -52,6 +77,11 @@ class KVCache:
         """Blocks that some sequence holds."""
         return self.num_blocks - self.num_free - self.num_cached
 
+    @property
+    def num_empty_slots(self) -> int:
+        """Token positions of held blocks in which nothing is. Shared blocks are full, so each is counted once."""
+        return self.num_slots - self.num_filled
+
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold ``num_tokens`` positions."""
         return -(-num_tokens // self.block_size)
@@ -68,12 +98,13 @@ class KVCache:
 
     def fits(self, node: Node, num_tokens: int, num_spare: int = 0) -> bool:
         """Whether there are blocks for ``num_tokens`` positions of which those up to ``node`` are cached, and
-        ``num_spare`` for others."""
+        ``num_spare`` for others, if there are any: not less than the watermark then."""
         num_missing = self.blocks_for(num_tokens) - node.depth
         refs = self.pool.refs
         while node.parent is not None and refs[node.block] == 0:  # idle: counted as to be had, but needed here
             num_missing += 1
             node = node.parent
+        num_spare = max(num_spare, self.num_reserved) if num_spare else 0
         return num_missing + num_spare <= self.num_free + self.num_cached
 
     def adopt(self, seq: Sequence, node: Node) -> None:
@@ -81,7 +112,10 @@ class KVCache:
         seq.block_table = node.path()
         for block in seq.block_table:
             self._hold(block)
+        self.tree.use(node)
         seq.num_computed_tokens = node.depth * self.block_size
+        self.num_slots += seq.num_computed_tokens
+        self.num_filled += seq.num_computed_tokens
         seq.published = node
         seq.matched = None
 
@@ -95,6 +129,7 @@ class KVCache:
         self.evict(num_missing - self.num_free)
         for _ in range(num_missing):
             seq.block_table.append(self.pool.take())
+        self.num_slots += num_missing * self.block_size
         return True
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
@@ -126,6 +161,14 @@ class KVCache:
 
     def release(self, seq: Sequence) -> None:
         """Take back all blocks of ``seq``; what it published stays findable until evicted."""
+        request = seq.request
+        if seq.published is not None:
+            if request.cache_ttl:
+                self.tree.keep(seq.published, self.clock() + request.cache_ttl)
+            if request.session:
+                self._note_turn((request.cache_salt, request.session), seq)
+        self.num_slots -= len(seq.block_table) * self.block_size
+        self.num_filled -= seq.num_computed_tokens
         for block in reversed(seq.block_table):  # deepest first: see RadixTree
             self._drop(block)
         seq.block_table = []
@@ -133,8 +176,17 @@ class KVCache:
         seq.num_computed_tokens = 0
         seq.published = None
 
+    def _note_turn(self, session: tuple[str, str], seq: Sequence) -> None:
+        """``seq`` is the latest turn of its session; nobody comes again where it left the path of the turn before."""
+        before = self._last_turns.pop(session, None)
+        if before is not None:
+            self.tree.supersede(before, seq.block_table)
+        self._last_turns[session] = seq.published
+        if len(self._last_turns) > self.num_blocks:
+            self._last_turns.popitem(last=False)
+
     def evict(self, num_blocks: int) -> None:
-        """Forget ``num_blocks`` idle blocks, those that were held longest ago first; none when negative."""
+        """Forget ``num_blocks`` idle blocks, in the order of the eviction policy; none when negative."""
         for _ in range(num_blocks):
             self.pool.free(self.tree.evict())
 
@@ -151,16 +203,20 @@ class KVCache:
         """Assert that every block is accounted for, given all sequences that hold blocks. Costs O(pool)."""
         refs, free, tree = self.pool.refs, self.pool.free_blocks, self.tree
         held: Counter[int] = Counter()
+        num_filled = 0
         for seq in holders:
             held.update(seq.block_table)
+            num_filled += seq.num_computed_tokens
             self._check_published(seq)
+        assert self.num_filled == num_filled, "computed positions are miscounted"
+        assert self.num_slots == held.total() * self.block_size, "positions are miscounted"
         assert all(held[block] == refs[block] for block in range(self.num_blocks)), "reference counts drifted"
         assert len(set(free)) == len(free), "a block was freed twice"
         in_tree: set[int] = set()
-        rested = {block: place for place, block in enumerate(tree.idle)}
+        idle = {node.block: node for node in tree.walk() if node.is_idle}
         for node in tree.walk():
             assert tree.node_of.get(node.block) is node, "tree and block index disagree"
-            assert (node.block in rested) == (refs[node.block] == 0), "a held block is idle, or an idle one is not"
+            assert node.is_idle == (refs[node.block] == 0), "a held block is idle, or an idle one is not"
             in_tree.add(node.block)
             above = node.parent
             assert above is not None
@@ -168,9 +224,10 @@ class KVCache:
             assert node.depth == above.depth + 1, "depths do not count up"
             if above is not tree.root:
                 assert refs[above.block] >= refs[node.block], "a parent is held by fewer than its child"
-                assert rested.get(above.block, self.num_blocks) > rested.get(node.block, -1), "evicted top down"
+                assert node.is_idle or not above.is_idle, "an idle block has a child that is held"
         assert in_tree == set(tree.node_of), "a cached block cannot be reached from the root"
-        assert rested.keys() <= in_tree, "an idle block is not in the tree"
+        assert len(idle) == len(tree.idle), "idle blocks are miscounted"
+        tree.idle.check({node for node in idle.values() if not node.children})
         unused = {block for block in range(self.num_blocks) if held[block] == 0} - in_tree
         assert unused == set(free), f"blocks lost, or free and in use: {unused ^ set(free)}"
 

@@ -16,34 +16,12 @@ All walks are loops: a prefix of 32,768 tokens may be that many nodes deep.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
-Edge = tuple[int | str | None, ...]
-
-
-class Node:
-    """A cached block, as the end of the path that leads to it. The root holds no block."""
-
-    __slots__ = ("block", "children", "depth", "edge", "parent")
-
-    def __init__(self, edge: Edge, block: int, parent: Node | None) -> None:
-        self.edge = edge
-        self.block = block
-        self.parent = parent
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        """Blocks on the path from the root, this one included."""
-        self.children: dict[Edge, Node] = {}
-
-    def path(self) -> list[int]:
-        """The blocks from the root to here."""
-        blocks = []
-        node = self
-        while node.parent is not None:
-            blocks.append(node.block)
-            node = node.parent
-        blocks.reverse()
-        return blocks
+from octavo.cache.eviction import IdleBlocks
+from octavo.cache.kv_events import KVEvents
+from octavo.cache.node import Edge, Node
 
 
 class RadixTree:
@@ -51,16 +29,24 @@ class RadixTree:
 
     A block is *idle* when no sequence holds it; ``rest`` and ``wake`` tell the tree when that changes.
 
-    Whoever holds a block holds every block above it, and gives them back deepest first. So among idle
-    blocks a child always went to rest before its parent, and the one that has rested longest is a leaf:
-    ``evict`` takes it from the front of a queue and never searches.
+    Whoever holds a block holds every block above it, and gives them back deepest first. So a child of an idle block
+    is idle, there is always a leaf among idle blocks, and ``evict`` never searches.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        eviction: str = "lru",
+        num_blocks: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        events: KVEvents | None = None,
+    ) -> None:
         self.block_size = block_size
         self.root = Node((), -1, None)
         self.node_of: dict[int, Node] = {}
-        self.idle: OrderedDict[int, Node] = OrderedDict()
+        self.idle = IdleBlocks(eviction, num_blocks, clock)
+        self.num_born = 0
+        self.events = events
 
     def edge(self, tokens: list[int | None], index: int, salt: str) -> Edge:
         """The edge that stands for the tokens of block number ``index``."""
@@ -85,7 +71,10 @@ class RadixTree:
 
     def insert(self, parent: Node, edge: Edge, block: int) -> Node:
         """Put ``block``, which some sequence holds, below ``parent``."""
-        node = parent.children[edge] = self.node_of[block] = Node(edge, block, parent)
+        self.num_born += 1
+        node = parent.children[edge] = self.node_of[block] = Node(edge, block, parent, self.num_born)
+        if self.events is not None:
+            self.events.stored(node)
         return node
 
     def rest(self, block: int) -> bool:
@@ -93,21 +82,54 @@ class RadixTree:
         node = self.node_of.get(block)
         if node is None:
             return False
-        self.idle[block] = node
+        self.idle.add(node)
         return True
 
     def wake(self, block: int) -> None:
         """The idle ``block`` is held again."""
-        del self.idle[block]
+        self.idle.remove(self.node_of[block])
 
     def evict(self) -> int:
-        """Forget the idle block that has rested longest, and return it; there must be one."""
-        block, node = self.idle.popitem(last=False)
-        assert node.parent is not None
-        assert not node.children, "a child must go to rest before its parent"
-        del node.parent.children[node.edge]
-        del self.node_of[block]
-        return block
+        """Forget the idle block that the policy gives up first, and return it; there must be one."""
+        node = self.idle.pop()
+        parent = node.parent
+        assert parent is not None
+        assert not node.children, "only leaves can be given up"
+        del parent.children[node.edge]
+        del self.node_of[node.block]
+        if parent.is_idle and not parent.children:
+            self.idle.place(parent)
+        if self.events is not None:
+            self.events.removed(node)
+        return node.block
+
+    def keep(self, node: Node, until: float) -> None:
+        """Give the path to ``node`` up after all others, until that time."""
+        while node.parent is not None:
+            node.kept_until = max(node.kept_until, until)
+            self._place_again(node)
+            node = node.parent
+
+    def supersede(self, node: Node, path: list[int]) -> None:
+        """Nobody will ask again for what leads to ``node`` and is not on ``path``, which leads elsewhere."""
+        while node.parent is not None and self.node_of.get(node.block) is node:
+            on_path = node.depth <= len(path) and path[node.depth - 1] == node.block
+            if on_path or not all(child.is_superseded for child in node.children.values()):
+                break
+            node.is_superseded = True
+            self._place_again(node)
+            node = node.parent
+
+    def use(self, node: Node) -> None:
+        """A sequence found the path to ``node``."""
+        while node.parent is not None:
+            node.uses += 1
+            node.is_superseded = False
+            node = node.parent
+
+    def _place_again(self, node: Node) -> None:
+        if node.entry is not None:
+            self.idle.place(node)
 
     def walk(self) -> Iterator[Node]:
         """Every node that holds a block, parents first."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from octavo.cache.kv_cache import KVCache
-from octavo.cache.radix_tree import Node
+from octavo.cache.node import Node
 from octavo.config import SchedulerSettings
 from octavo.engine.checks import check_scheduler, check_servable
 from octavo.engine.outcomes import error_output, take_in
@@ -119,6 +119,7 @@ class Scheduler:
         num_behind = len(self.running)
         if self.pace is not None:
             budget = self.pace.budget(num_behind, budget)
+        whole = budget
         favoured, num_aside = self._set_aside(budget) if self.cut else (None, 0)
         budget -= num_aside
         self.cut = []
@@ -139,10 +140,13 @@ class Scheduler:
             has_room = end <= len(seq.block_table) * block_size
             if not (has_room or self.cache.reserve(seq, end) or self._preempt_for(seq, end)):
                 # Everybody behind is younger and in flight. Left out now, they are idle when it asks again.
-                return plan
+                rest = budget + num_aside
+                break
             plan.append(self._take(seq, num_tokens, drafts))
             budget -= num_tokens + len(drafts)
-        self._admit(plan, budget + num_aside)
+        else:
+            rest = self._admit(plan, budget + num_aside)
+        self.cache.num_filled += whole - rest
         return plan
 
     def _drafts(self, seq: Sequence, num_tokens: int, limit: int) -> tuple[int, ...]:
@@ -195,11 +199,14 @@ class Scheduler:
         self.waiting.push(seq)
         self.stats.num_preemptions += 1
 
-    def _admit(self, plan: Plan, budget: int) -> None:
-        """Start waiting sequences, in the policy's order, as long as tokens, places and blocks last."""
+    def _admit(self, plan: Plan, budget: int) -> int:
+        """Start waiting sequences, in the policy's order, as long as tokens, places and blocks last.
+
+        Returns what is left of the budget.
+        """
         waiting = self.waiting
         if not (self._has_place and waiting) or waiting.is_closed(self.running):
-            return
+            return budget
         newest = next(reversed(self.running.values()), None)
         is_sorted = True
         while budget and waiting and self._has_place:
@@ -219,6 +226,7 @@ class Scheduler:
             newest = seq
         if not is_sorted:
             self.running = dict(sorted(self.running.items(), key=lambda entry: entry[1].order))
+        return budget
 
     @property
     def _has_place(self) -> bool:
@@ -292,6 +300,7 @@ class Scheduler:
         """Repeat a part of a failed plan. Its blocks are still held, so it needs no room."""
         plan = [self._take(item.seq, len(item.tokens)) for item in self.suspects.next_group()]
         if plan:
+            self.cache.num_filled += sum(len(item.tokens) for item in plan)
             self.suspects.begin(plan)
         return plan
 
@@ -334,6 +343,7 @@ class Scheduler:
         """Take back that ``item`` and everything planned after it was computed."""
         seq = item.seq
         seq.num_faults += 1
+        self.cache.num_filled -= seq.num_computed_tokens - item.start
         seq.num_computed_tokens = item.start
         seq.draft_tokens = []
         self._disown_steps(seq)
@@ -381,6 +391,7 @@ class Scheduler:
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             num_used_blocks=self.cache.num_used,
+            num_empty_slots=self.cache.num_empty_slots,
             num_cached_blocks=self.cache.num_cached,
         )
 

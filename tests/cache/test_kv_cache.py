@@ -24,12 +24,18 @@ def found(cache: KVCache, tokens: list[int], salt: str = "") -> list[int]:
     return cache.match(make_sequence(tokens, salt)).path()
 
 
+def fill(cache: KVCache, seq: Sequence, num_tokens: int) -> None:
+    """Compute positions up to ``num_tokens``, the way the scheduler counts it."""
+    cache.num_filled += num_tokens - seq.num_computed_tokens
+    seq.num_computed_tokens = num_tokens
+
+
 def compute(cache: KVCache, tokens: list[int], salt: str = "") -> Sequence:
     """A sequence with all its tokens computed and published, the way the scheduler does it."""
     seq = make_sequence(tokens, salt)
     cache.adopt(seq, cache.match(seq))
     assert cache.reserve(seq, len(tokens))
-    seq.num_computed_tokens = len(tokens)
+    fill(cache, seq, len(tokens))
     cache.publish(seq, len(tokens))
     return seq
 
@@ -158,7 +164,7 @@ def test_publish_needs_full_blocks() -> None:
     cache = KVCache(8, 4)
     seq = make_sequence(list(range(10)))
     cache.reserve(seq, 10)
-    seq.num_computed_tokens = 10
+    fill(cache, seq, 10)
     cache.publish(seq, 7)
     assert found(cache, [*range(10), 99]) == seq.block_table[:1]
     cache.publish(seq, 8)
@@ -171,7 +177,7 @@ def test_publish_changes_over_to_the_block_cached_first() -> None:
     first, second = make_sequence(tokens), make_sequence(tokens)
     for seq in (first, second):
         cache.reserve(seq, 4)
-        seq.num_computed_tokens = 4
+        fill(cache, seq, 4)
     assert not set(first.block_table) & set(second.block_table)
     cache.publish(first, 2)
     cache.publish(second, 4)
@@ -195,7 +201,7 @@ def test_publish_is_incremental(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache.tree, "edge", noted)
     seq = make_sequence(list(range(50)))
     cache.reserve(seq, 50)
-    seq.num_computed_tokens = 50
+    fill(cache, seq, 50)
     for num_tokens in (10, 10, 11, 50):
         cache.publish(seq, num_tokens)
     assert looked_at == list(range(50))
@@ -204,7 +210,7 @@ def test_publish_is_incremental(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.adopt(again, cache.match(again))
     looked_at.clear()
     cache.reserve(again, 60)
-    again.num_computed_tokens = 60
+    fill(cache, again, 60)
     cache.publish(again, 60)
     assert looked_at == list(range(50, 60)), "what was adopted is published already"
 

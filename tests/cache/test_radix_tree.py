@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from octavo.cache.radix_tree import Node, RadixTree
+from octavo.cache.node import Node
+from octavo.cache.radix_tree import RadixTree
 
 
 def insert_path(tree: RadixTree, tokens: list[int | None], blocks: list[int], salt: str = "") -> list[Node]:
@@ -62,7 +63,7 @@ def test_a_block_in_use_again_is_not_evicted() -> None:
     tree.rest(1)
     tree.wake(0)
     assert tree.evict() == 1
-    with pytest.raises(KeyError):
+    with pytest.raises(IndexError):
         tree.evict()
 
 

@@ -15,8 +15,8 @@ from octavo.errors import ConfigError
 
 SETTINGS = list(settings(ServeConfig))
 SAMPLES: dict[type, Any] = {int: 3, float: 0.5, str: "text"}
-EXCLUSIVE = {"num_kv_blocks", *OWNERS}
-"""Refused beside ``kv_cache_memory``, or under other policies than their own."""
+EXCLUSIVE = {"num_kv_blocks", "enable_prefix_caching", *OWNERS}
+"""Refused beside ``kv_cache_memory``, off beside ``enable_kv_events``, or under other policies than their own."""
 
 
 def load(*argv: str, environ: Mapping[str, str] | None = None, config_class: type[Any] = ServeConfig) -> Any:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from octavo.cache.eviction import POLICIES as EVICTIONS
 from octavo.cache.kv_cache import KVCache
-from octavo.cache.radix_tree import Node
+from octavo.cache.node import Node
 from octavo.config import SchedulerSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
@@ -49,6 +50,8 @@ class Workload:
     max_num_batched_tokens: int
     is_roomy: bool
     """Whether nothing is ever evicted or preempted."""
+    eviction: str
+    watermark: float
 
 
 @dataclass
@@ -74,7 +77,10 @@ class WatchedCache(KVCache):
     """Asserts that a prefix is found as far as it was ever computed, when nothing is evicted."""
 
     def __init__(self, workload: Workload, prefix_caching: bool) -> None:
-        super().__init__(workload.num_blocks, workload.block_size, prefix_caching)
+        eviction = workload.eviction if prefix_caching else "lru"
+        super().__init__(
+            workload.num_blocks, workload.block_size, prefix_caching, eviction=eviction, watermark=workload.watermark
+        )
         self.must_find = workload.is_roomy and prefix_caching
         self.history: list[tuple[str, list[int | None]]] = []
         self.num_adopted = 0
@@ -119,7 +125,11 @@ def random_workload(rng: random.Random, features: Features) -> tuple[Workload, s
     num_blocks = sum(sizes) + 1 if is_roomy else max(sizes) + num_spare
     max_num_seqs = 16 if features.tight else rng.choice([1, 2, 4, 16])
     budget = max(max_num_seqs, rng.choice([1, 3, 8, 32, 200]))
-    return Workload(requests, block_size, num_blocks, max_num_seqs, budget, is_roomy), grammar_users
+    eviction = rng.choice(list(EVICTIONS))
+    watermark = rng.choice([0.0, 0.0, 0.1, 0.5])
+    return Workload(
+        requests, block_size, num_blocks, max_num_seqs, budget, is_roomy, eviction, watermark
+    ), grammar_users
 
 
 def _later_turn(rng: random.Random, request: Request) -> list[int]:
@@ -151,6 +161,8 @@ def _random_request(rng: random.Random, request_id: int, prompt: list[int], uses
         priority=rng.randrange(3),
         cache_salt=rng.choice(["", "", "", "tenant"]),
         tenant=rng.choice(["a", "a", "a", "b", "c"]),
+        session=rng.choice(["", "s", "t"]),
+        cache_ttl=rng.choice([0.0, 0.0, 0.0, 1e-4, float("inf")]),
     )
     if rng.random() < 0.15:
         output, _ = expected_output(request, uses_grammar)

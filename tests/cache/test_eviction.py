@@ -1,0 +1,276 @@
+"""What is given up first, under each policy and whatever is kept."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from octavo.cache.eviction import POLICIES
+from octavo.cache.kv_cache import KVCache
+from octavo.cache.kv_events import KVEvent, KVEvents, Removed, Stored, chain_hash
+from octavo.cache.node import Node
+from octavo.config import CacheSettings, EngineConfig, settings
+from octavo.errors import ConfigError
+from octavo.sampling_params import SamplingParams
+from octavo.types import Request, Sequence
+from tests.engine.making import make_engine, make_request, run_to_end
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 10.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run_through(cache: KVCache, tokens: list[int], ttl: float = 0.0, session: str = "") -> list[int]:
+    """Compute a sequence to its end, and give it back. Returns its blocks."""
+    request = Request(0, tokens, SamplingParams(), 1, cache_ttl=ttl, session=session)
+    seq = Sequence(request, order=(0,))
+    cache.adopt(seq, cache.match(seq))
+    assert cache.reserve(seq, len(tokens))
+    cache.num_filled += len(tokens) - seq.num_computed_tokens
+    seq.num_computed_tokens = len(tokens)
+    cache.publish(seq, len(tokens))
+    blocks = list(seq.block_table)
+    cache.release(seq)
+    return blocks
+
+
+def evicted(cache: KVCache, count: int) -> list[int]:
+    """The next blocks to be given up."""
+    before = len(cache.pool.free_blocks)
+    cache.evict(count)
+    return cache.pool.free_blocks[before:]
+
+
+def test_every_policy_can_be_chosen() -> None:
+    (choices,) = [item.choices for item in settings(EngineConfig) if item.name == "eviction_policy"]
+    assert set(choices) == set(POLICIES)
+    assert CacheSettings().eviction_policy == "lru"
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        # 1 is cached first, then 2 and 3; 1 is used twice more, and 2 once.
+        ("lru", [3, 1, 2]),
+        ("fifo", [3, 1, 2]),  # those with a child cannot go before it
+        ("lfu", [3, 2, 1]),
+        ("slru", [3, 1, 2]),
+        ("session", [3, 1, 2]),
+    ],
+)
+def test_orders(policy: str, order: list[int]) -> None:
+    cache = KVCache(8, 1, eviction=policy)
+    blocks = {run_through(cache, [first])[0]: first for first in (1, 2, 3)}
+    for first in (1, 1, 2):
+        run_through(cache, [first, 99])
+    for block in cache.tree.node_of.copy():
+        if cache.tree.node_of[block].edge[-1] == 99:
+            assert block not in blocks
+    gone = [blocks[block] for block in evicted(cache, 5) if block in blocks]
+    assert gone == order
+    cache.check([])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_leaf_with_the_smallest_key_goes_first(policy: str) -> None:
+    """Against a model that searches all leaves."""
+    rng, clock = random.Random(policy), Clock()
+    cache = KVCache(60, 1, eviction=policy, clock=clock)
+
+    def rank(node: Node) -> tuple[float, ...]:
+        return (node.kept_until > clock.now, *POLICIES[policy](node))
+
+    for _ in range(400):
+        clock.now += rng.random()
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 9))]
+        run_through(cache, tokens, rng.choice([0, 0, 0, 3.0, math.inf]), rng.choice(["", "a", "b"]))
+        if cache.num_cached > 45:
+            for _ in range(rng.randrange(20)):
+                leaves = [node for node in cache.tree.walk() if not node.children]
+                (block,) = evicted(cache, 1)
+                assert rank(next(n for n in leaves if n.block == block)) == min(map(rank, leaves))
+        cache.check([])
+
+
+def test_first_in_first_out_does_not_care_for_use() -> None:
+    for policy, order in (("lru", [2, 3, 1]), ("fifo", [1, 2, 3])):
+        cache = KVCache(8, 1, eviction=policy)
+        blocks = {run_through(cache, [first])[0]: first for first in (1, 2, 3)}
+        run_through(cache, [1])
+        assert [blocks[block] for block in evicted(cache, 3)] == order
+
+
+def test_a_scan_does_not_wash_out_what_is_used_again() -> None:
+    kept = {}
+    for policy in ("lru", "slru"):
+        cache = KVCache(20, 1, eviction=policy)
+        for _ in range(2):
+            run_through(cache, [*range(5), 99])
+        for number in range(100, 130):
+            run_through(cache, [number, number, number])
+        kept[policy] = run_through(cache, [*range(5), 99]) and cache.tree.num_born
+    assert kept["slru"] < kept["lru"], "less was computed again"
+
+
+def test_under_slru_the_protected_give_way_in_time() -> None:
+    cache = KVCache(10, 1, eviction="slru")
+    run_through(cache, [1])
+    run_through(cache, [1, 2])
+    for number in range(10, 24):
+        run_through(cache, [number])
+        run_through(cache, [number, 1])
+        cache.check([])
+    assert (1,) not in {node.edge[1:] for node in cache.tree.root.children.values()}, "it was used again long ago"
+
+
+def test_what_a_conversation_left_behind_goes_first() -> None:
+    cache = KVCache(20, 1, eviction="session")
+    other = run_through(cache, [7, 8])
+    first = run_through(cache, [1, 2, 50, 51], session="s")
+    second = run_through(cache, [1, 2, 3, 4], session="s")
+    assert second[:2] == first[:2]
+    assert evicted(cache, 3) == [first[3], first[2], other[1]]
+    run_through(cache, [1, 2, 3, 4], session="t")
+    run_through(cache, [9, 9], session="s")
+    assert set(evicted(cache, 2)).isdisjoint(second) is False, "another conversation is not asked"
+    cache.check([])
+
+
+def test_a_superseded_turn_that_is_asked_for_again_counts_again() -> None:
+    cache = KVCache(20, 1, eviction="session")
+    first = run_through(cache, [1, 50], session="s")
+    run_through(cache, [1, 2], session="s")
+    other = run_through(cache, [8])
+    run_through(cache, [1, 50, 60])
+    assert evicted(cache, 1) != [first[1]]
+    assert first[1] in cache.tree.node_of
+    assert other
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_kept_blocks_go_last_until_their_time_is_over(policy: str) -> None:
+    clock = Clock()
+    cache = KVCache(8, 1, eviction=policy, clock=clock)
+    pinned = run_through(cache, [1, 2], ttl=math.inf)
+    kept = run_through(cache, [3, 4], ttl=5.0)
+    plain = run_through(cache, [5, 6])
+    clock.now += 1
+    assert evicted(cache, 2) == [plain[1], plain[0]]
+    plain = run_through(cache, [5, 6])
+    clock.now += 5
+    assert set(evicted(cache, 2)) != set(plain) or policy in ("lfu",)
+    assert set(evicted(cache, 2)) <= {*kept, *plain}
+    assert evicted(cache, 2) == [pinned[1], pinned[0]], "what is pinned goes too, when there is nothing else"
+    cache.check([])
+
+
+def test_hints_do_not_pile_up() -> None:
+    cache = KVCache(8, 1, clock=Clock())
+    for _ in range(1000):
+        run_through(cache, [1, 2, 3], ttl=1000.0, session="s")
+    assert len(cache.tree.idle._expiring) < 50
+    for number in range(1000):
+        run_through(cache, [1, 2], session=f"s{number}")
+    assert len(cache._last_turns) <= 8
+
+
+def test_admission_leaves_the_watermark_to_those_who_run() -> None:
+    cache = KVCache(10, 1, watermark=0.4)
+    root = cache.tree.root
+    assert cache.fits(root, 10), "alone, a sequence may have everything"
+    assert cache.fits(root, 6, num_spare=1)
+    assert not cache.fits(root, 7, num_spare=1)
+    assert not cache.fits(root, 5, num_spare=6)
+
+
+def test_empty_slots_are_those_at_the_ends_of_tables() -> None:
+    engine, _ = make_engine(block_size=4)
+    for number, prompt in enumerate((5, 8, 3)):
+        engine.add(make_request(number, prompt=prompt, max_tokens=9))
+    while engine.has_work:
+        engine.step()
+        expected = sum(len(seq.block_table) * 4 - seq.num_computed_tokens for seq in engine.scheduler.running.values())
+        assert engine.stats().num_empty_slots == expected
+    assert engine.stats().num_empty_slots == 0
+
+
+class Router:
+    """Knows what is cached from events alone."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, Stored] = {}
+        self.last = 0
+
+    def hear(self, events: list[KVEvent]) -> None:
+        for event in events:
+            assert event.number == self.last + 1
+            self.last = event.number
+            if isinstance(event, Removed):
+                del self.known[event.hash]
+            else:
+                assert event.parent == 0 or event.parent in self.known
+                assert event.hash == chain_hash(event.parent, event.tokens, event.salt)
+                self.known[event.hash] = event
+
+    def match(self, tokens: list[int], block_size: int, salt: str) -> int:
+        """How many blocks of a prompt are cached."""
+        parent, count = 0, 0
+        for start in range(0, len(tokens) - block_size + 1, block_size):
+            parent = chain_hash(parent, tokens[start : start + block_size], "" if start else salt)
+            if parent not in self.known:
+                break
+            count += 1
+        return count
+
+
+def test_a_router_knows_from_events_what_is_cached() -> None:
+    rng, events, router = random.Random(4), KVEvents(), Router()
+    cache = KVCache(30, 2, events=events)
+    for _ in range(300):
+        salt = rng.choice(["", "x"])
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(2, 14))]
+        seq = Sequence(Request(0, tokens, SamplingParams(), 1, cache_salt=salt), order=(0,))
+        router.hear(events.take())
+        assert router.match(tokens[: len(tokens) - 1], 2, salt) == cache.match(seq).depth
+        cache.adopt(seq, cache.match(seq))
+        cache.reserve(seq, len(tokens))
+        cache.num_filled += len(tokens) - seq.num_computed_tokens
+        seq.num_computed_tokens = len(tokens)
+        cache.publish(seq, len(tokens))
+        cache.release(seq)
+    router.hear(events.take())
+    assert set(router.known) == {node.hash for node in cache.tree.walk()}
+
+
+@pytest.mark.parametrize(
+    "flat",
+    [
+        {"eviction_policy": "lfu", "enable_prefix_caching": False},
+        {"enable_kv_events": True, "enable_prefix_caching": False},
+        {"kv_watermark": 1.0},
+        {"kv_watermark": -0.1},
+        {"eviction_policy": "random"},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(flat: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        EngineConfig.from_flat(flat)
+
+
+def test_pins_and_turns_through_the_engine() -> None:
+    engine, _ = make_engine(num_blocks=16, block_size=2)
+    pinned = make_request(0, prompt=8, cache_ttl=math.inf, session="s")
+    engine.add(pinned)
+    run_to_end(engine)
+    for number in range(1, 20):
+        engine.add(make_request(number, prompt=12))
+        run_to_end(engine)
+    again = make_request(99, prompt=pinned.prompt_tokens)
+    outputs = (engine.add(again), run_to_end(engine))[1]
+    assert outputs[99][-1].num_cached_tokens == 6
