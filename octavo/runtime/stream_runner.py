@@ -11,12 +11,13 @@ Shapes: S sequences.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -57,8 +58,8 @@ class PendingStep:
     plan: Plan
     by_host: bool
     is_started: bool = False
-    num_computed: int = 0
-    """Items that were not stale when it was started."""
+    is_computed: list[bool] = field(default_factory=list)
+    """For each item, whether it was started: those that were stale then were left out."""
     tokens_S: npt.NDArray[np.int32] | None = None
     """Where the tokens arrive."""
     done: torch.cuda.Event | None = None
@@ -153,7 +154,8 @@ class StreamRunner:
 
     def submit(self, plan: Plan) -> PendingStep:
         """Start a plan, or let it wait behind one whose tokens the host chooses; never wait for the device."""
-        by_host = any(item.drafts or self._cells.by_host[self._cells.of(item.seq)] for item in plan)
+        cells = [self._cells.of(item.seq) for item in plan]
+        by_host = any(item.drafts or self._cells.by_host[cell] for item, cell in zip(plan, cells, strict=True))
         pending = PendingStep(self, plan, by_host)
         with self._lock:
             self._num_unfinished += 1
@@ -180,11 +182,10 @@ class StreamRunner:
         if pending.done is not None:
             pending.done.synchronize()  # raises when the device is lost; nothing can go on then
         assert pending.tokens_S is not None
-        tokens = iter(pending.tokens_S[: pending.num_computed].tolist())
-        everything = pending.num_computed == len(pending.plan)
+        tokens = iter(pending.tokens_S[: sum(pending.is_computed)].tolist())
         return [
-            _result(item.samples, next(tokens)) if everything or not item.is_stale else Sampled([])
-            for item in pending.plan
+            _result(item.samples, next(tokens)) if is_computed else Sampled([])
+            for item, is_computed in zip(pending.plan, pending.is_computed, strict=True)
         ]
 
     def _finish_by_host(self, pending: PendingStep, masks: Masks) -> list[Sampled]:
@@ -208,8 +209,8 @@ class StreamRunner:
 
     def _start(self, pending: PendingStep) -> None:
         pending.is_started = True
-        plan = [item for item in pending.plan if not item.is_stale]
-        pending.num_computed = len(plan)
+        pending.is_computed = [not item.is_stale for item in pending.plan]
+        plan = list(itertools.compress(pending.plan, pending.is_computed))
         pending.tokens_S = self._program.results_QS[self._program.num_steps % STEPS_IN_FLIGHT].numpy()
         if not plan:
             return

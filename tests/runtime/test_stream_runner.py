@@ -113,6 +113,40 @@ def test_requests_that_come_and_go_at_random(loaded: Loaded) -> None:
             assert found[request.id] == expected[request.id]
 
 
+def test_a_new_sequence_behind_one_of_the_host_goes_on_from_its_own_token(loaded: Loaded) -> None:
+    some = [
+        Request(0, [1, 2, 3], SamplingParams(temperature=0, presence_penalty=1.0), 1),
+        Request(1, [4, 5, 6, 7], SamplingParams(temperature=0), 8),
+    ]
+    expected = {request.id: tokens_of(run(loaded.engine(), [request]))[request.id] for request in some}
+    assert tokens_of(run(stream_engine(loaded), some)) == expected
+
+
+def test_results_stay_with_their_items_when_some_are_stale_at_the_start_and_others_later(loaded: Loaded) -> None:
+    """Three steps in flight; the second waits for the host. One of its sequences ends before it starts, one after."""
+    engine = stream_engine(loaded, depth=3)
+    some = [Request(i, [10 * i + 1, 2, 3], SamplingParams(temperature=0), 6) for i in range(4)]
+    host = Request(9, [7, 8], SamplingParams(temperature=0, presence_penalty=1.0), 1)
+    expected = {request.id: tokens_of(run(loaded.engine(), [request]))[request.id] for request in some}
+    found: dict[int, list[int]] = {request.id: [] for request in [*some, host]}
+    for request in [host, *some]:
+        engine.add(request)
+    scheduler, runner = engine.scheduler, engine.runner
+    plans = [scheduler.schedule(), scheduler.schedule()]
+    pending = [runner.submit(plan) for plan in plans]
+    engine.abort(0)  # not yet started
+    outputs = scheduler.commit(plans[0], pending[0].sample({}))
+    engine.abort(1)  # started
+    outputs += scheduler.commit(plans[1], pending[1].sample({}))
+    while engine.has_work:
+        outputs += engine.step()
+    for output in outputs:
+        found[output.request_id] += output.tokens
+    assert [found[i] for i in (2, 3)] == [expected[i] for i in (2, 3)]
+    for i in (0, 1):
+        assert found[i] == expected[i][: len(found[i])]
+
+
 def test_drafts_are_verified(loaded: Loaded) -> None:
     class Guess:
         def propose(self, plan: Any) -> None:
