@@ -73,15 +73,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     startup.add_argument("--rounds", type=int, default=5)
     startup.set_defaults(measure=_startup)
 
-    quality = kinds.add_parser("quality", help="how far a text's probabilities are from those of float32, on a CPU")
+    quality = _add_quality(kinds)
+    for kind in (offline, throughput, ceilings, kernels, profile, peer, overhead, front, startup, quality):
+        kind.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+    bench_tools.add_kinds(kinds)
+
+
+def _add_quality(kinds: Any) -> argparse.ArgumentParser:
+    quality: argparse.ArgumentParser = kinds.add_parser(
+        "quality", help="how far a text's probabilities are from those of float32, on a CPU"
+    )
     add_settings(quality, EngineConfig)
     quality.add_argument("--text", type=Path, required=True, help="a file of ordinary text")
     quality.add_argument("--positions", type=int, default=2000, help="tokens of it that are compared")
     quality.set_defaults(measure=_quality)
-
-    for kind in (offline, throughput, ceilings, kernels, profile, peer, overhead, front, startup, quality):
-        kind.add_argument("--output", type=Path, help="also write the raw JSON to this file")
-    bench_tools.add_kinds(kinds)
+    return quality
 
 
 def run(args: argparse.Namespace) -> int:
