@@ -52,7 +52,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     loaded = load_model(model_config, checkpoint, form)
     gc.collect()
     phases.done("weights")
-    kv_dtype = DTYPES.get(config.cache.kv_cache_dtype, form.kv_dtype)
+    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
     free = memory.free_memory(device, config.cache.gpu_memory_utilization)
     limits, budget = memory.settle(
         config, model_config, kv_dtype, form.dtype, device.type, weights=loaded.num_bytes, free=free
@@ -132,6 +132,15 @@ def _share_cores(count: int) -> None:
 
     torch.set_num_threads(1)
     threads.set_num_threads(count)
+
+
+def resolve_kv_dtype(name: str, form: WeightFormat, device: torch.device) -> torch.dtype:
+    """The type of cached keys and values of a setting; "auto" is what suits the weights. Raises ``ConfigError``."""
+    if name == "fp8":
+        if device.type == "cpu":
+            raise ConfigError("kv_cache_dtype: fp8 is for GPUs; on a CPU take bfloat16 or float16")
+        return torch.float8_e4m3fn
+    return DTYPES.get(name, form.kv_dtype)
 
 
 def resolve_device(name: str) -> torch.device:

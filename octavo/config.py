@@ -70,7 +70,11 @@ class CacheSettings:
     block_size: int | None = setting(None, "tokens in a block; default: by device", low=1)
     num_kv_blocks: int | None = setting(None, "blocks in the pool; default: as many as the memory takes", low=1)
     kv_cache_memory: float | None = setting(None, "GiB of memory for the KV cache; default: by device", low=0.001)
-    kv_cache_dtype: str = setting("auto", "type of cached keys and values", ("auto", "float32", "bfloat16", "float16"))
+    kv_cache_dtype: str = setting(
+        "auto",
+        "type of cached keys and values; fp8 is float8_e4m3fn without scales, on a GPU",
+        ("auto", "float32", "bfloat16", "float16", "fp8"),
+    )
     gpu_memory_utilization: float = setting(0.9, "share of a GPU's memory to use in all", low=0.01)
     enable_prefix_caching: bool = setting(True, "share the blocks of equal prompt prefixes")
     eviction_policy: str = setting(

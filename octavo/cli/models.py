@@ -52,7 +52,7 @@ def _families() -> Iterator[str]:
 
 
 def _check(config: EngineConfig) -> int:
-    from octavo.build import DTYPES, resolve_device, weight_format
+    from octavo.build import resolve_device, resolve_kv_dtype, weight_format
     from octavo.models.outline import outline
     from octavo.models.registry import read_config
     from octavo.runtime import memory
@@ -68,7 +68,7 @@ def _check(config: EngineConfig) -> int:
     loaded = outline(model, checkpoint, form.dtype)
     for line in _describe(model, loaded, checkpoint):
         print(line)
-    kv_dtype = DTYPES.get(config.cache.kv_cache_dtype, form.kv_dtype)
+    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
     size = path.stat().st_size if checkpoint.has_blocks and form.scheme else loaded.num_bytes
     free = memory.free_memory(device, config.cache.gpu_memory_utilization) - size
     try:

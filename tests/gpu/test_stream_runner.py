@@ -92,3 +92,12 @@ def test_what_only_the_host_samples_may_be_in_any_step(checkpoint: Path) -> None
     with LLM(str(checkpoint), device="cpu", **settings) as llm:
         expected = [list(result.outputs[0].token_ids) for result in llm.generate(some, params)]
     assert found == expected
+
+
+def test_an_8_bit_cache_runs_and_stays_close(checkpoint: Path) -> None:
+    """Values near those of a 16-bit cache: most first tokens are the same ones."""
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    some = prompts(32, 100)
+    expected = generate(checkpoint, some, params, dtype="bfloat16", num_kv_blocks=200)
+    found = generate(checkpoint, some, params, dtype="bfloat16", num_kv_blocks=200, kv_cache_dtype="fp8")
+    assert sum(a == b for a, b in zip(found, expected, strict=True)) >= 16
