@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,19 @@ HELP = "measure throughput, start-up and overheads, alone or beside another engi
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One sub-command for each measurement."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
+    measurements = [*_add_engine_runs(kinds), *_add_kernels(kinds), *_add_surroundings(kinds)]
+    for kind in measurements:
+        kind.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+    bench_tools.add_kinds(kinds)
 
+
+def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
+    """Measurements of an engine that is built in this process."""
     offline = kinds.add_parser("offline", help="prefill and decode tokens per second, in this process")
     add_settings(offline, EngineConfig)
     bench_peer.add_work(offline)
     offline.set_defaults(measure=_offline)
+    yield offline
 
     throughput = kinds.add_parser("throughput", help="many prompts at once to their end, in this process")
     add_settings(throughput, EngineConfig)
@@ -34,15 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     throughput.add_argument("--output-len", type=int, default=256, help="output tokens of each")
     throughput.add_argument("--rounds", type=int, default=3, help="runs; medians are reported")
     throughput.set_defaults(measure=_throughput)
-
-    ceilings = kinds.add_parser("ceilings", help="how fast the GPU reads memory and multiplies matrices")
-    ceilings.set_defaults(measure=_ceilings)
-
-    kernels = kinds.add_parser("kernels", help="time and error of each kernel for CUDA devices, beside the limits")
-    kernels.add_argument("models", nargs="*", default=["qwen3-8b", "llama-3.2-1b", "qwen3-0.6b"], help="shapes' names")
-    kernels.add_argument("--rows", type=bench_peer.numbers, default=[1, 2, 4, 8, 16, 32, 64, 128], help="rows of x")
-    kernels.add_argument("--tune", action="store_true", help="first find the best configurations and keep them")
-    kernels.set_defaults(measure=_kernels)
+    yield throughput
 
     profile = kinds.add_parser("profile", help="where the time of a step goes, kernel by kernel")
     add_settings(profile, EngineConfig)
@@ -52,42 +53,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     profile.add_argument("--prefill", type=bench_peer.numbers, default=[2048], help="lengths of prompts computed alone")
     profile.add_argument("--traces", type=Path, help="folder for traces that Perfetto opens; default: a temporary one")
     profile.set_defaults(measure=_profile)
+    yield profile
 
+    quality = kinds.add_parser("quality", help="how far a text's probabilities are from those of float32, on a CPU")
+    add_settings(quality, EngineConfig)
+    quality.add_argument("--text", type=Path, required=True, help="a file of ordinary text")
+    quality.add_argument("--positions", type=int, default=2000, help="tokens of it that are compared")
+    quality.set_defaults(measure=_quality)
+    yield quality
+
+
+def _add_kernels(kinds: Any) -> Iterator[argparse.ArgumentParser]:
+    """Measurements of a device and of single kernels."""
+    ceilings = kinds.add_parser("ceilings", help="how fast the GPU reads memory and multiplies matrices")
+    ceilings.set_defaults(measure=_ceilings)
+    yield ceilings
+
+    kernels = kinds.add_parser("kernels", help="time and error of each kernel for CUDA devices, beside the limits")
+    kernels.add_argument("models", nargs="*", default=["qwen3-8b", "llama-3.2-1b", "qwen3-0.6b"], help="shapes' names")
+    kernels.add_argument("--rows", type=bench_peer.numbers, default=[1, 2, 4, 8, 16, 32, 64, 128], help="rows of x")
+    kernels.add_argument("--tune", action="store_true", help="first find the best configurations and keep them")
+    kernels.set_defaults(measure=_kernels)
+    yield kernels
+
+
+def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
+    """Measurements of what is around the device's work, and of other engines."""
     peer = kinds.add_parser("peer", help="beside another engine on the same work, as ratios")
     bench_peer.add_arguments(peer)
+    yield peer
 
     overhead = kinds.add_parser("overhead", help="the engine's own time per step, with an instant runner")
     overhead.add_argument("--sequences", type=bench_peer.numbers, default=[1, 64, 256])
     overhead.add_argument("--prompt", type=int, default=256)
     overhead.add_argument("--steps", type=int, default=500)
     overhead.set_defaults(measure=_overhead)
+    yield overhead
 
     front = kinds.add_parser("front", help="processor time of the front process per streamed token")
     front.add_argument("--streams", type=bench_peer.numbers, default=[16, 64])
     front.add_argument("--tokens", type=int, default=200, help="tokens of each stream")
     front.add_argument("--step-ms", type=float, default=10.0, help="pace of the engine behind it")
     front.set_defaults(measure=_front)
+    yield front
 
     startup = kinds.add_parser("startup", help="seconds from `octavo serve` to ready and to the first answer")
     startup.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     startup.add_argument("--rounds", type=int, default=5)
     startup.set_defaults(measure=_startup)
-
-    quality = _add_quality(kinds)
-    for kind in (offline, throughput, ceilings, kernels, profile, peer, overhead, front, startup, quality):
-        kind.add_argument("--output", type=Path, help="also write the raw JSON to this file")
-    bench_tools.add_kinds(kinds)
-
-
-def _add_quality(kinds: Any) -> argparse.ArgumentParser:
-    quality: argparse.ArgumentParser = kinds.add_parser(
-        "quality", help="how far a text's probabilities are from those of float32, on a CPU"
-    )
-    add_settings(quality, EngineConfig)
-    quality.add_argument("--text", type=Path, required=True, help="a file of ordinary text")
-    quality.add_argument("--positions", type=int, default=2000, help="tokens of it that are compared")
-    quality.set_defaults(measure=_quality)
-    return quality
+    yield startup
 
 
 def run(args: argparse.Namespace) -> int:
