@@ -105,7 +105,7 @@ class Sampler:
         plain = [r for r, row in enumerate(rows) if is_finite[r] and row.is_plain]
         if plain:
             some_RV = logits_RV if len(plain) == len(rows) else logits_RV[plain]
-            for r, token in zip(plain, some_RV.max(dim=-1).indices.tolist(), strict=True):
+            for r, token in zip(plain, _likeliest(some_RV), strict=True):
                 tokens[r] = token
         for r in set(range(len(rows))).difference(plain):
             if is_finite[r]:
@@ -132,6 +132,15 @@ class Sampler:
         ids_C = (logits_V > processors.NEVER).nonzero().squeeze(1)
         race_C = logits_V[ids_C] - exponentials(self._hashes_V[ids_C], row.seed, row.position).log_()
         return int(ids_C[race_C.argmax()]), None
+
+
+def _likeliest(logits_RV: Tensor) -> list[int]:
+    """The first of the most likely tokens of each row of numbers."""
+    if logits_RV.device.type == "cpu":  # numpy looks for it eight times as fast as torch
+        found: list[int] = logits_RV.numpy().argmax(-1).tolist()
+        return found
+    indices: list[int] = logits_RV.max(dim=-1).indices.tolist()
+    return indices
 
 
 def are_finite(logits_RV: Tensor) -> list[bool]:
