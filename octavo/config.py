@@ -44,6 +44,11 @@ class ModelSettings:
     model: str = setting(DEFAULT_MODEL, "folder, GGUF file, Hugging Face id, or 'smollm2-135m'")
     tokenizer: str | None = setting(None, "folder or file of the tokenizer, when not the model's own")
     chat_template: str | None = setting(None, "file with a chat template, when not the model's own")
+    generation_config: str = setting(
+        "auto",
+        "how to sample where a request does not say: auto is as the model's generation_config.json says, "
+        "vllm is neutral; or a folder with such a file",
+    )
     load_format: str = setting(
         "auto", "checkpoint form; dummy makes random weights", ("auto", "safetensors", "gguf", "dummy")
     )
@@ -106,7 +111,7 @@ class SchedulerSettings:
         None, "shares of tenants under the fair policy, such as 'a=2,b=0.5'; default: 1 each"
     )
     turn_tokens: int | None = setting(
-        None, "output tokens of a turn under the decode-round-robin policy; default: 64", low=1
+        None, "output tokens of a turn, under the policy that gives everybody turns; default: 64", low=1
     )
     preemption_victim: str = setting(
         "auto",

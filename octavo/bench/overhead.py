@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from octavo.bench.report import spread
 from octavo.cache.kv_cache import KVCache
+from octavo.config import SchedulerSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
@@ -54,6 +56,43 @@ def decode_step_milliseconds(num_sequences: int, prompt: int, steps: int) -> lis
         engine.step()
         times.append((time.perf_counter() - start) * 1e3)
     return times
+
+
+def measure_waiting(policy: str, num_running: int, num_waiting: int, num_seen: int, steps: int = 200) -> dict[str, Any]:
+    """Milliseconds of steps in which ``num_running`` decode and others wait, after ``num_seen`` that came and went."""
+    tokens = 16 + steps + 64
+    cache = KVCache(num_blocks=num_running * (tokens // 16 + 2), block_size=16)
+    scheduler = Scheduler(
+        cache,
+        max_num_seqs=num_running,
+        max_num_batched_tokens=8192,
+        settings=SchedulerSettings(scheduling_policy=policy),
+    )
+    engine = Engine(scheduler, InstantRunner())
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    started = time.perf_counter()
+    for number in range(num_seen):
+        engine.add(Request(number, [number, 1], params, max_tokens=2, tenant=f"t{number % 100}"))
+        while engine.stats().num_waiting > num_running:
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    seconds = time.perf_counter() - started
+    for number in range(num_seen, num_seen + num_running + num_waiting):
+        engine.add(Request(number, [number, *range(15)], params, max_tokens=steps + 64, tenant=f"t{number % 100}"))
+    times = []
+    for _ in range(steps + 20):
+        start = time.perf_counter()
+        engine.step()
+        times.append((time.perf_counter() - start) * 1e3)
+    return {
+        "policy": policy,
+        "running": engine.stats().num_running,
+        "waiting": engine.stats().num_waiting,
+        "seen": num_seen,
+        "seen_us_each": round(seconds / num_seen * 1e6, 2) if num_seen else None,
+        "step_ms": spread(times[20:]),
+    }
 
 
 def measure(sizes: Sequence[int], prompt: int, steps: int) -> list[dict[str, object]]:

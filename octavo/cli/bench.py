@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench.report import publish, spread
-from octavo.cli import bench_peer, bench_tools
+from octavo.cli import bench_deciding, bench_peer, bench_tools
 from octavo.cli.settings import add_settings, load_config
 from octavo.config import DEFAULT_MODEL, EngineConfig, ModelSettings, cache_dir
 
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measurements = [*_add_engine_runs(kinds), *_add_kernels(kinds), *_add_surroundings(kinds)]
     for kind in measurements:
         kind.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+    bench_deciding.add_kinds(kinds)
     bench_tools.add_kinds(kinds)
 
 
