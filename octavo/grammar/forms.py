@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 Part = dict[str, Any]
 """One grammar: ``{"json_schema": ...}``, ``{"lark_grammar": ...}``, ``{"regex": ...}`` or ``{"gbnf": ...}``; the latter
@@ -20,6 +20,17 @@ SPACES = r"/[\x20\x0A\x0D\x09]{0,64}/"
 OPTIONS = "x-guidance"
 """The key by which llguidance takes options out of a schema."""
 TEXT = r"/(.|\n)*/"
+
+
+class Form(NamedTuple):
+    """A grammar that can be a part of a larger one."""
+
+    start: str
+    """Lark for the whole of it."""
+    rules: str = ""
+    """Lark of the rules that ``start`` names, each ended by a line end."""
+    parts: Mapping[str, Part] = {}
+    """What ``start`` and ``rules`` refer to as ``@name``."""
 
 
 class FormError(ValueError):
@@ -65,19 +76,55 @@ def grammar(text: Any) -> Part:
     return {"gbnf": text}
 
 
+def just(part: Part) -> Form:
+    """The grammar of one part."""
+    return Form("@body", parts={"body": part})
+
+
+class Tag(NamedTuple):
+    """A part of a text that has a form, in a text that has none."""
+
+    begin: str
+    part: Part
+    end: str
+
+
+def structural_tags(tags: Sequence[Tag], triggers: Sequence[str]) -> Form:
+    """Any text in which, wherever one of ``triggers`` comes, one of ``tags`` that begins with it follows.
+
+    Raises ``FormError`` for a tag that no trigger begins, and for a trigger that begins another or no tag.
+    """
+    if not tags or not triggers or not all(triggers):
+        raise FormError("needs at least one structure and one trigger, and no trigger may be empty")
+    starts: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+    for index, tag in enumerate(tags):
+        found = [trigger for trigger in triggers if tag.begin.startswith(trigger)]
+        if len(found) != 1:
+            raise FormError(f"must have exactly one trigger with which {json.dumps(tag.begin)[:60]} begins")
+        rest = tag.begin.removeprefix(found[0])
+        texts = [literal(rest) if rest else "", f"@s{index}", literal(tag.end) if tag.end else ""]
+        starts[found[0]].append(" ".join(text for text in texts if text))
+    if not all(starts.values()):
+        raise FormError("has a trigger with which no structure begins")
+    rules = (
+        "tagged: (" + " | ".join(f"tag{i}" for i in range(len(starts))) + ")* free\nfree: TEXT\nTEXT: " + TEXT + "\n"
+    )
+    for i, (trigger, bodies) in enumerate(starts.items()):
+        rules += f"open{i}[lazy]: TEXT {literal(trigger)}\ntag{i}: open{i} ({' | '.join(bodies)})\n"
+    return Form("tagged", rules, {f"s{index}": tag.part for index, tag in enumerate(tags)})
+
+
 def literal(text: str) -> str:
     """``text`` as a string of Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def whole(part: Part) -> str:
-    """The grammar of one part alone."""
-    return _dump([part])
-
-
-def compose(rules: str, parts: Mapping[str, Part]) -> str:
-    """The grammar of Lark ``rules`` that refer to ``parts`` as ``@name``."""
-    return _dump([{"lark_grammar": rules}, *({"name": name, **part} for name, part in parts.items())])
+def whole(form: Form | Part) -> str:
+    """The text of a grammar."""
+    if isinstance(form, dict):
+        return text_of([form])
+    rules = f"start: {form.start}\n{form.rules}"
+    return text_of([{"lark_grammar": rules}, *({"name": name, **part} for name, part in form.parts.items())])
 
 
 def parts_of(text: str) -> list[Part]:
@@ -92,7 +139,8 @@ def parts_of(text: str) -> list[Part]:
     return parts
 
 
-def _dump(parts: list[Part]) -> str:
+def text_of(parts: Sequence[Part]) -> str:
+    """The text of a list of parts, the first of which is matched."""
     return json.dumps({"grammars": parts}, ensure_ascii=False, separators=(",", ":"))
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from octavo.grammar.forms import FormError, Part, compose, parts_of, whole
+from octavo.grammar.forms import FormError, Part, parts_of, text_of
 from octavo.grammar.vocabulary import Splitter, Vocabulary
 
 LIMITS = LLParserLimits(
@@ -62,10 +62,9 @@ def make_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 def normalised(text: str) -> str:
     """``text`` with every part in a form that llguidance reads by itself. Raises ``GrammarError``."""
     try:
-        first, *others = [_normalised_part(part) for part in parts_of(text)]
+        return text_of([_normalised_part(part) for part in parts_of(text)])
     except FormError as error:
         raise GrammarError(str(error)) from None
-    return compose(first["lark_grammar"], {part.pop("name"): part for part in others}) if others else whole(first)
 
 
 def _normalised_part(part: Part) -> Part:

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from octavo.errors import ContextLengthExceeded, InvalidParameter, QueueFull
+import msgspec
+
+from octavo.errors import ContextLengthExceeded, DeadlineExceeded, InvalidParameter, QueueFull
+from octavo.grammar.compiler import GrammarCompiler, Refused
+from octavo.grammar.forms import FormError
+from octavo.grammar.vocabulary import Vocabulary
 from octavo.sampling_params import SamplingParams, choice_key, resolve_max_tokens
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import RETRY_AFTER_SECONDS
@@ -46,6 +52,14 @@ class Asked:
     cache_salt: str = ""
     tenant: str = ""
     ttft_target: float = 0.0
+    timeout: float | None = None
+    """Seconds after which it ends with an error, wherever it stands then."""
+    grammar: Callable[[str], str] | None = None
+    """The grammar of what follows a prompt of a text, not tried out yet; it may raise ``FormError``."""
+    grammar_field: str = ""
+    """The field that the grammar came in."""
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that the answer's reader must see, although they are no text."""
 
 
 class Admission:
@@ -55,6 +69,7 @@ class Admission:
         self.engine = engine
         self.tokenizer = tokenizer
         self.max_num_queued_reqs = max_num_queued_reqs
+        self.grammars = GrammarCompiler(self._vocabulary)
         self._num_reserved = 0
 
     def check_room(self, count: int = 1) -> None:
@@ -71,9 +86,32 @@ class Admission:
             message = f"The request asks for {count} texts at once; this server has room for {room}."
             raise InvalidParameter(asked.prompt_field, message)
         with self._reserved(count):
-            prompts = await self._encode_all(asked)
-            self._check_tokens(asked)
-            return self._start(asked, [(prompt, self._max_tokens(asked, prompt)) for prompt in prompts])
+            try:
+                async with asyncio.timeout_at(deadline):
+                    prompts = await self._encode_all(asked)
+                    self._check_tokens(asked)
+                    asked = await self._with_grammar(asked, prompts[0])
+            except TimeoutError:
+                raise DeadlineExceeded(asked.timeout or 0.0) from None
+            generation = self._start(asked, [(prompt, self._max_tokens(asked, prompt)) for prompt in prompts])
+        if deadline is not None:
+            generation.expire_at(deadline, DeadlineExceeded(asked.timeout or 0.0))
+        return generation
+
+    async def _with_grammar(self, asked: Asked, prompt: Prompt) -> Asked:
+        """``asked`` with its grammar, tried out, among the parameters. Other requests go on meanwhile."""
+        if asked.grammar is None:
+            return asked
+        try:
+            form = await self.grammars.compile(asked.grammar(prompt.text or ""))
+        except (FormError, Refused) as error:
+            message = f"'{asked.grammar_field}' {str(error).rstrip('.')}."
+            raise InvalidParameter(asked.grammar_field, message) from None
+        return dataclasses.replace(asked, params=msgspec.structs.replace(asked.params, grammar=form))
+
+    def _vocabulary(self) -> Vocabulary:
+        assert self.tokenizer is not None, "without a tokenizer, no grammar is let in"
+        return self.tokenizer.vocabulary(self.engine.info.eos_token_ids)
 
     @contextlib.contextmanager
     def _reserved(self, count: int) -> Iterator[None]:
@@ -106,7 +144,7 @@ class Admission:
                     tenant=asked.tenant,
                     ttft_target=asked.ttft_target,
                 )
-                text_stream = TextStream(self.tokenizer, asked.params)
+                text_stream = TextStream(self.tokenizer, asked.params, asked.shown_ids)
                 generation.add(Choice(generation, len(generation.choices), prompt, request, text_stream))
         try:
             for choice in generation.choices:

@@ -23,6 +23,7 @@ from octavo.server.openai.schema import PAGE, openapi_document
 from octavo.server.serving import served_model_name
 from octavo.text.chat_template import load_chat_template
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.message_format import find_format
 
 PARTS = (completions, chat, models, tokenize, probes)
 
@@ -40,10 +41,16 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
     # A redirect would be made from the Host header, which the client chooses.
     app.router.redirect_slashes = False
     app.state.front = Front(
+    chat_template = load_chat_template(config.model, tokenizer)
+    special_ids = tokenizer.special_ids_by_text() if tokenizer is not None else {}
+    settings = config.server
         config=config,
         engine=engine,
         tokenizer=tokenizer,
-        chat_template=load_chat_template(config.model, tokenizer),
+        chat_template=chat_template,
+        message_format=find_format(
+            settings.tool_call_parser, settings.reasoning_parser, chat_template.source, special_ids
+        ),
         admission=Admission(engine, tokenizer, config.server.max_num_queued_reqs),
         model_name=served_model_name(config),
     )

@@ -18,6 +18,7 @@ from octavo.server.engine_client import EngineClient
 from octavo.server.errors import UnknownParameter, printable
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.detokenizer import Detokenizer
+from octavo.text.message_format import MessageFormat
 from octavo.text.tokenizer import Tokenizer
 
 MAX_SHOWN_FIELDS = 16
@@ -36,6 +37,7 @@ class Front:
     engine: EngineClient
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate
+    message_format: MessageFormat
     admission: Admission
     model_name: str
     created: int = field(default_factory=lambda: int(time.time()))
@@ -52,6 +54,11 @@ class Front:
             if self.config.model.chat_template is not None:
                 raise
             logger.warning("there will be no chat completions: %s", error)
+
+    def close(self) -> None:
+        """End the child processes."""
+        self.chat_template.close()
+        self.admission.grammars.close()
 
     def check_model(self, name: str) -> None:
         """Raise ``ModelNotFound`` unless ``name`` is this server's model, or was not given."""

@@ -53,6 +53,7 @@ class Choice:
         """The stop string or stop token that ended the text; ``None`` for end-of-text and for length."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.num_reasoning_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         """One entry for each prompt token once complete; the first has none. Empty when not asked for."""
         self.is_noted = False

@@ -88,7 +88,7 @@ class _Serving:
             else:
                 await self.drain
             if self.front is not None:
-                self.front.chat_template.close()
+                self.front.close()
         return 0
 
     async def _start(self) -> HTTPServer:

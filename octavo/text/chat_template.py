@@ -39,7 +39,7 @@ class ChatTemplate:
         """``source`` is Jinja text, ``None`` if the model has none; ``special_tokens`` are its variables such as
         ``bos_token``. Limits: wall and processor seconds of one rendering, bytes of memory, bytes of output."""
         self._special_tokens = dict(special_tokens or {})
-        self._has_source = source is not None
+        self._source = source
         self._settings = {
             "source": source,
             "max_seconds": max_seconds,
@@ -50,13 +50,18 @@ class ChatTemplate:
         self._lock = threading.Lock()
 
     @property
+    def source(self) -> str | None:
+        """The template's own text; ``None`` if the model has none."""
+        return self._source
+
+    @property
     def process_id(self) -> int | None:
         """Id of the child process; ``None`` while there is none."""
         return None if self._process is None else self._process.id
 
     def check(self) -> None:
         """Compile the template, which also starts the process; raise ``ConfigError`` if it is not sound."""
-        if not self._has_source:
+        if self._source is None:
             return
         try:
             kind, text = self._ask(None)
@@ -78,7 +83,7 @@ class ChatTemplate:
         ``template_kwargs`` are further variables of the template. Raises ``InvalidParameter`` about
         ``messages`` or ``chat_template_kwargs``: refused by the template, not renderable, or no template.
         """
-        if not self._has_source:
+        if self._source is None:
             raise InvalidParameter(
                 "messages", "The model has no chat template. Give one with --chat-template FILE, or use completions."
             )

@@ -17,9 +17,15 @@ class Detokenizer:
     yet are kept back; bytes that cannot become one come out as U+FFFD as soon as that is certain.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._whole_texts = tokenizer.whole_texts_without_special if skip_special_tokens else tokenizer.whole_texts
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+    ) -> None:
+        """``shown`` are special tokens that are text although others are skipped."""
+        self._whole_texts = tokenizer.whole_texts
+        self._skipped: frozenset[int] = frozenset()
+        if skip_special_tokens:
+            self._whole_texts = tokenizer.whole_texts_showing(shown)
+            self._skipped = tokenizer.special_token_ids - shown
         self._token_bytes = tokenizer.token_bytes
         self._decoder = _new_decoder("replace")
         self._is_inside_character = False

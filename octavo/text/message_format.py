@@ -6,7 +6,7 @@ grammar of a message that must be something.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,11 +25,9 @@ from octavo.text.tool_calls.tool_format import Marks, ToolFormat
 
 TOOL_FORMATS = (HERMES, LLAMA3, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, HARMONY, PYTHONIC)
 """Of two whose signs a template has, the first one is meant."""
-TOOL_NAMES = tuple(name for format in TOOL_FORMATS for name in format.names)
 THINK_NAMES = ("deepseek_r1", "qwen3")
 HARMONY_NAME = "openai_gptoss"
-REASONING_NAMES = (*THINK_NAMES, HARMONY_NAME)
-AUTO, NONE = "auto", "none"
+AUTO = "auto"
 
 ANY_OBJECT: dict[str, Any] = {"type": "object", "properties": {}}
 
@@ -46,7 +44,7 @@ class Tool(NamedTuple):
 class Wanted:
     """What a message must be."""
 
-    part: forms.Part | None = None
+    form: forms.Form | None = None
     """The grammar of its content; ``None`` is anything, if there need not be calls."""
     tools: Sequence[Tool] = ()
     """Functions of which it must call one, or may call one instead of having content."""
@@ -69,6 +67,11 @@ class MessageFormat:
         return self.tools is HARMONY
 
     @property
+    def new_id(self) -> Callable[[], str]:
+        """How calls are given their ids."""
+        return (self.tools or LLAMA3).new_id
+
+    @property
     def shown_ids(self) -> frozenset[int]:
         """Special tokens that a reader must see, although they are no text."""
         thinking = (reasoning.OPENS, reasoning.CLOSES) if self.thinks else ()
@@ -88,18 +91,20 @@ class MessageFormat:
 
     def grammar(self, wanted: Wanted, prompt: str) -> str:
         """The grammar of a message that follows ``prompt``. Raises ``FormError`` about the schema of a tool."""
+        lead, rules = self._lead(prompt)
         parts: dict[str, forms.Part] = {}
-        bodies, rules = [], ""
+        bodies = []
         if wanted.tools:
             names = [tool.name for tool in wanted.tools]
-            rules = (self.tools or LLAMA3).rules(names, self.marks, wanted.is_parallel)
+            rules += (self.tools or LLAMA3).rules(names, self.marks, wanted.is_parallel)
             bodies.append("calls")
             parts = {f"t{i}": _arguments(tool) for i, tool in enumerate(wanted.tools)}
-        if wanted.part is not None:
-            parts["body"] = wanted.part
-            bodies.append(harmony.answer_rule(self.marks, "@body") if self.is_harmony else "@body")
-        lead, lead_rules = self._lead(prompt)
-        return forms.compose(f"start: {lead} ({' | '.join(bodies)})\n{rules}{lead_rules}", parts)
+        if wanted.form is not None:
+            rules += wanted.form.rules
+            start = wanted.form.start
+            bodies.append(harmony.answer_rule(self.marks, start) if self.is_harmony else start)
+            parts |= wanted.form.parts
+        return forms.whole(forms.Form(f"{lead} ({' | '.join(bodies)})", rules, parts))
 
     def _lead(self, prompt: str) -> tuple[str, str]:
         """Lark of the reasoning before a message, and its rules."""
@@ -128,7 +133,7 @@ def find_format(
 
     Raises ``ConfigError`` for a combination that no model writes.
     """
-    tools = next((format for format in TOOL_FORMATS if tool_setting in format.names), None)
+    tools = next((format for format in TOOL_FORMATS if tool_setting == format.name), None)
     if tool_setting == AUTO:
         tools = _shown_in(template or "")
     is_harmony = tools is HARMONY or reasoning_setting == HARMONY_NAME

@@ -29,8 +29,13 @@ class TextStream:
     refuses stop strings then.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
-        self._detokenizer = _NoText() if tokenizer is None else Detokenizer(tokenizer, params.skip_special_tokens)
+    def __init__(
+        self, tokenizer: Tokenizer | None, params: SamplingParams, shown: frozenset[int] = frozenset()
+    ) -> None:
+        """``shown`` are special tokens that are text even if ``params`` skip special tokens."""
+        self._detokenizer = (
+            _NoText() if tokenizer is None else Detokenizer(tokenizer, params.skip_special_tokens, shown)
+        )
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._shows_stop_token = params.include_stop_str_in_output
         self._num_exempt = params.min_tokens

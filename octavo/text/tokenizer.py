@@ -44,6 +44,8 @@ class Tokenizer:
         self.eos_token_ids = tuple(sorted({*parts.eos_token_ids, *known} - {None}))
         """Every id that ends a text or a turn: the checkpoint's own and the well-known ones it has."""
         self.chat_template = parts.chat_template
+        self._texts_showing: dict[frozenset[int], dict[int, str]] = {}
+        """A model has one or two sets of special tokens that are shown."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``. Special tokens spelled out in the text are recognised as such.
@@ -88,10 +90,15 @@ class Tokenizer:
                 continue
         return texts
 
-    @cached_property
-    def whole_texts_without_special(self) -> dict[int, str]:
-        """The same with nothing as the text of special tokens."""
-        return self.whole_texts | dict.fromkeys(self.special_token_ids, "")
+    def whole_texts_showing(self, shown: frozenset[int]) -> dict[int, str]:
+        """The same with nothing as the text of special tokens, but for those ``shown``."""
+        if shown not in self._texts_showing:
+            self._texts_showing[shown] = self.whole_texts | dict.fromkeys(self.special_token_ids - shown, "")
+        return self._texts_showing[shown]
+
+    def special_ids_by_text(self) -> dict[str, int]:
+        """Special tokens by the text that they are written as."""
+        return {self.token_bytes(token).decode("utf-8", "replace"): token for token in self.special_token_ids}
 
     def vocabulary(self, eos_token_ids: Iterable[int]) -> Vocabulary:
         """What grammars need to know; ``eos_token_ids`` may end a text besides those that are known here."""

@@ -62,7 +62,7 @@ class Served:
         self.client.close()
         self._server.should_exit = True
         self._thread.join(10)
-        self.app.state.front.chat_template.close()
+        self.app.state.front.close()
 
 
 @pytest.fixture(scope="session")

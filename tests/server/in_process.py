@@ -35,12 +35,12 @@ MAX_MODEL_LEN = 512
 ANSWER = "The answer is 4, said the bird. "
 
 
-def byte_tokenizer(chat_template: str | None = TEMPLATE) -> Tokenizer:
-    """One token for each byte, so that characters of several bytes are always split, and three special tokens."""
+def byte_tokenizer(chat_template: str | None = TEMPLATE, more_special: tuple[str, ...] = ()) -> Tokenizer:
+    """One token for each byte, so that characters of several bytes are always split, and some special tokens."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=byte_level_alphabet(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in SPECIAL])
+    backend.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in (*SPECIAL, *more_special)])
     names = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2]}
     return Tokenizer(TokenizerParts(Path("test"), backend, names, (IM_END,), chat_template))
 
@@ -76,6 +76,7 @@ class InProcessEngine:
     errors: dict[int, RequestError] = field(default_factory=dict)
     """Number of tokens after which every request fails with this."""
     metrics: Metrics = field(default_factory=lambda: Metrics("test"))
+    sampling_defaults: dict[str, int | float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.live: dict[int, Live] = {}
@@ -98,6 +99,7 @@ class InProcessEngine:
             device="cpu",
             memory={},
             kernels={},
+            sampling_defaults=self.sampling_defaults,
         )
 
     @property

@@ -6,6 +6,7 @@ https://platform.openai.com/docs/api-reference/chat
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -18,6 +19,8 @@ from octavo.server.body import BodyReader
 from octavo.server.errors import UnsupportedParameter
 from octavo.server.front import Front, front_of
 from octavo.server.generation import Choice, News
+from octavo.server.openai.chat_message import ChatMessage, chat_message
+from octavo.server.openai.constraints import constraint
 from octavo.server.openai.fields import (
     ACCEPTED,
     REFUSED,
@@ -30,7 +33,9 @@ from octavo.server.openai.messages import Conversation, TemplateOptions
 from octavo.server.openai.rendering import ChunkFrame, Identity, encode, encode_line, json_response, usage
 from octavo.server.openai.schema import Endpoint
 from octavo.server.sse import EventStream, whole
+from octavo.server.openai.tools import ToolUse, tool_use
 
+from octavo.text.message_format import Wanted
 REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = REFUSED | {
     "audio": (),
     "best_of": (1,),
@@ -45,15 +50,10 @@ REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = REFUSED | {
     "modalities": (["text"],),
     "prediction": (),
     "reasoning": (),
-    "reasoning_effort": ("none",),
     "suffix": (),
-    "tool_choice": ("none",),
-    "tools": (),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-ACCEPTED_IN_CHAT = ACCEPTED | {"parallel_tool_calls"}
-
 _OPENS = b'"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
 _GOES_ON = b'},"logprobs":null,"finish_reason":null'
 _ENDS = b'"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b'
@@ -71,16 +71,21 @@ class ChatBody(GenerationFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool = False
 
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
 
-reader = BodyReader(ChatBody, REFUSED_IN_CHAT, ACCEPTED_IN_CHAT)
+reader = BodyReader(ChatBody, REFUSED_IN_CHAT, ACCEPTED)
 
 
 async def create_chat_completion(request: Request) -> Response:
     front = front_of(request)
     front.admission.check_room()
     body, headers = await front.read(request, reader)
-    generation = await front.admission.admit(_asked(body, front, request))
-    answer = ChatAnswer(front, body, generation.choices)
+    tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    generation = await front.admission.admit(asked(body, front, request, tools))
+    answer = ChatAnswer(front, body, generation.choices, tools)
     if body.stream:
         return EventStream(generation, answer, headers)
     choices = await whole(generation, request)
@@ -93,18 +98,26 @@ async def create_chat_completion(request: Request) -> Response:
 ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", create_chat_completion, "Answer a conversation", ChatBody)]
 
 
-def conversation(messages: list[dict[str, Any]], options: TemplateOptions, front: Front) -> Conversation:
+def conversation(
+    messages: list[dict[str, Any]],
+    options: TemplateOptions,
+    front: Front,
+    tools: ToolUse | None = None,
+    **template_kwargs: Any,
+) -> Conversation:
     """The conversation in a body. Raises ``InvalidParameter``, also when the model cannot take any."""
     front.need_tokenizer("messages")
-    return Conversation(messages, options, front.chat_template)
+    return Conversation(messages, options, front.chat_template, None if tools is None else tools.given, template_kwargs)
 
 
-def _asked(body: ChatBody, front: Front, request: Request) -> Asked:
+def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None) -> Asked:
+    """What a body asks for. Raises ``RequestError``."""
     check_generation_fields(body, front)
     if body.prompt_logprobs is not None and body.stream:
         raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
     return Asked(
-        prompts=[conversation(body.messages, body, front).prompt],
+    field, grammar = _grammar(body, front, tools)
+        prompts=[conversation(body.messages, body, front, tools, **_effort(body, front)).prompt],
         prompt_field="messages",
         params=sampling_params(body, _max_tokens(body), _logprobs(body), body.prompt_logprobs),
         default_max_tokens=None,
@@ -114,9 +127,46 @@ def _asked(body: ChatBody, front: Front, request: Request) -> Asked:
         tenant=front.tenant(request, body.user),
         ttft_target=body.ttft_target or 0.0,
     )
+        timeout=body.timeout,
+        grammar=grammar,
+        grammar_field=field,
+        shown_ids=front.message_format.shown_ids,
 
 
 def _max_tokens(body: ChatBody) -> int | None:
+def _grammar(body: ChatBody, front: Front, tools: ToolUse | None) -> tuple[str, Callable[[str], str] | None]:
+    """The field that binds the message, and the grammar that it makes for one after a prompt."""
+    format, asked_for = front.message_format, constraint(body)
+    reads_calls = format.tools is not None and front.config.server.enable_auto_tool_choice
+    if tools is not None and not tools.must_call and not reads_calls:
+        message = (
+            "'tools' with 'tool_choice' auto need a server that knows how its model writes calls, which is not clear "
+            "from the chat template: see --tool-call-parser and --enable-auto-tool-choice."
+        )
+        raise UnsupportedParameter("tools", message)
+    form = None if asked_for is None or (tools is not None and tools.must_call) else asked_for.form
+    if form is None and (tools is None or not tools.must_call):
+        return "", None
+    wanted = Wanted(form, () if tools is None else tools.wanted, tools is not None and tools.is_parallel)
+    field = asked_for.field if asked_for is not None and form is not None else "tools"
+    return field, lambda prompt: format.grammar(wanted, prompt)
+
+
+def _effort(body: ChatBody, front: Front) -> dict[str, str]:
+    """The variable of the template that says how much the model should reason. Raises ``UnsupportedParameter``."""
+    effort = body.reasoning_effort
+    if effort is None or (effort == "none" and not _takes_effort(front)):
+        return {}
+    if not _takes_effort(front):
+        message = "'reasoning_effort' is not supported: this model's chat template does not know it."
+        raise UnsupportedParameter("reasoning_effort", message)
+    return {"reasoning_effort": effort}
+
+
+def _takes_effort(front: Front) -> bool:
+    return "reasoning_effort" in (front.chat_template.source or "")
+
+
     """The newer name of the limit wins."""
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(body, name)
@@ -137,9 +187,11 @@ def _logprobs(body: ChatBody) -> int | None:
 class ChatAnswer:
     """Renders the choices of one request, whole or as chunks."""
 
-    def __init__(self, front: Front, body: ChatBody, choices: list[Choice]) -> None:
+    def __init__(self, front: Front, body: ChatBody, choices: list[Choice], tools: ToolUse | None) -> None:
         self.body = body
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self._front = front
+        self._messages = [chat_message(front.message_format, tools, choice.prompt.text or "") for choice in choices]
         self.identity = Identity("chatcmpl", kind, front.model_name)
         self._names = TokenNames(front.tokenizer, body.return_tokens_as_token_ids)
         self._has_details = body.logprobs or body.return_token_ids
@@ -153,9 +205,9 @@ class ChatAnswer:
         result = {
             **self.identity.as_dict(),
             "choices": [self._whole_choice(choice) for choice in choices],
-            "usage": usage(choices),
         }
         if self.body.prompt_logprobs is not None:
+        result["usage"] = usage(choices)
             entries = choices[0].prompt_logprobs
             result["prompt_logprobs"] = prompt_logprobs(entries, self._names, self.body.prompt_logprobs)
         if self.body.return_token_ids:
@@ -163,16 +215,28 @@ class ChatAnswer:
         return result
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        news = choice.take()
+        news, message = choice.take(), self._messages[choice.index]
+        whole: dict[str, Any] = {"role": "assistant", "content": news.text, "refusal": None}
+        reason: str | None = choice.finish_reason
+        if message is not None:
+            whole = message.whole(message.pieces(news.text, is_end=True))
+            reason = message.finish_reason(reason)
+            self._count_reasoning(choice, message)
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": news.text, "refusal": None},
+            "message": whole,
             **self._details(news),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": reason,
             "stop_reason": choice.stop_reason,
         }
 
     def _details(self, news: News) -> dict[str, Any]:
+    def _count_reasoning(self, choice: Choice, message: ChatMessage) -> None:
+        """Reasoning is counted as the text that it is: its marks belong to neither side."""
+        if message.reasoning and self._front.tokenizer is not None:
+            tokens = self._front.tokenizer.encode(message.reasoning, add_special_tokens=False)
+            choice.num_reasoning_tokens = min(len(tokens), choice.num_tokens)
+
         details: dict[str, Any] = {"logprobs": None}
         if self.body.logprobs:
             details["logprobs"] = chat_logprobs(news.logprobs, self._names, self.body.top_logprobs or 0)
@@ -189,18 +253,36 @@ class ChatAnswer:
         if choice.index in self._unopened:
             self._unopened.discard(choice.index)
             data = self._frame.start + _OPENS % choice.index + self._prompt_ids(choice) + self._frame.end()
-        if self._has_details and news.tokens:
-            details = {"index": choice.index, "delta": {"content": news.text}, **self._details(news)}
-            details["finish_reason"] = None
-            data += self._frame.start + encode_line(details)[1:-1] + self._frame.end()
+        message, reason = self._messages[choice.index], choice.finish_reason
+        if message is not None:
+            data += self._message_frames(choice, message, news)
+            reason = message.finish_reason(reason)  # type: ignore[assignment]
+        elif self._has_details and news.tokens:
+            data += self._delta_frame(choice, {"content": news.text}, news)
         elif news.text:
             data += self._starts[choice.index] + encode_line(news.text) + _GOES_ON + self._frame.end()
-        if choice.finish_reason is not None:
-            end = _ENDS % (choice.index, encode(choice.finish_reason), encode_line(choice.stop_reason))
+        if reason is not None:
+            end = _ENDS % (choice.index, encode(reason), encode_line(choice.stop_reason))
             data += self._frame.start + end + self._frame.end()
         return data
 
     def _prompt_ids(self, choice: Choice) -> bytes:
+    def _message_frames(self, choice: Choice, message: ChatMessage, news: News) -> bytes:
+        """What is not content alone. Details of tokens come with the first chunk of those that they made certain."""
+        is_end = choice.finish_reason is not None
+        deltas = list(message.deltas(message.pieces(news.text, is_end)))
+        if is_end:
+            self._count_reasoning(choice, message)
+        if self._has_details and news.tokens and not deltas:
+            deltas.append({})
+        told = [news, *[None] * len(deltas)]
+        return b"".join([self._delta_frame(choice, delta, told[i]) for i, delta in enumerate(deltas)])
+
+    def _delta_frame(self, choice: Choice, delta: dict[str, Any], news: News | None) -> bytes:
+        details = self._details(news) if news is not None else {"logprobs": None}
+        chunk = {"index": choice.index, "delta": delta, **details, "finish_reason": None}
+        return self._frame.start + encode_line(chunk)[1:-1] + self._frame.end()
+
         return b',"prompt_token_ids":' + encode(choice.prompt.tokens) if self.body.return_token_ids else b""
 
     def last_frames(self) -> bytes:

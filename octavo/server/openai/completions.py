@@ -13,11 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
+from octavo.grammar import forms
 from octavo.server.admission import Asked
 from octavo.server.body import BodyReader
 from octavo.server.errors import UnsupportedParameter
 from octavo.server.front import Front, front_of
 from octavo.server.generation import Choice, News
+from octavo.server.openai.constraints import constraint
 from octavo.server.openai.fields import (
     ACCEPTED,
     REFUSED,
@@ -77,6 +79,9 @@ def _asked(body: CompletionBody, front: Front, request: Request) -> Asked:
     echoed = body.logprobs if body.echo else None
     if body.prompt_logprobs is not None and body.stream:
         raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
+    asked_for = constraint(body)
+    if asked_for is not None:
+        front.need_tokenizer(asked_for.field)
     # vLLM's own field and the echo ask the engine for the same thing; it gets the larger number.
     scored = max((k for k in (echoed, body.prompt_logprobs) if k is not None), default=None)
     return Asked(
@@ -89,6 +94,9 @@ def _asked(body: CompletionBody, front: Front, request: Request) -> Asked:
         cache_salt=body.cache_salt,
         tenant=front.tenant(request, body.user),
         ttft_target=body.ttft_target or 0.0,
+        timeout=body.timeout,
+        grammar=None if asked_for is None else lambda _: forms.whole(asked_for.form),
+        grammar_field="" if asked_for is None else asked_for.field,
     )
 
 

@@ -25,12 +25,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "early_stopping": (),
     "ebnf": (),
     "grammar": (),
-    "guided_choice": (),
     "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_json_object": (),
-    "guided_regex": (),
     "guided_whitespace_pattern": (),
     "json_schema": (),
     "kv_transfer_params": (),
@@ -42,12 +37,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "regex": (),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "stop_regex": (),
     "store": (),
-    "structured_outputs": (),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (),
@@ -106,6 +99,13 @@ class GenerationFields(msgspec.Struct, kw_only=True):
 
     @property
     def has_continuous_usage(self) -> bool:
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from octavo.errors import InvalidParameter
@@ -10,9 +11,9 @@ from octavo.server.errors import UnsupportedParameter
 from octavo.text.chat_messages import normalise_messages
 from octavo.text.chat_template import ChatTemplate
 
-ROLES = ("system", "developer", "user", "assistant")
-REFUSED_ROLES = ("tool", "function")
-REFUSED_KEYS = ("tool_calls", "tool_call_id", "function_call", "audio")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+REFUSED_KEYS = ("function_call", "audio")
+REASONING_KEYS = ("reasoning_content", "reasoning")
 
 
 class TemplateOptions(Protocol):
@@ -30,12 +31,15 @@ class Conversation:
     messages: list[dict[str, Any]]
     options: TemplateOptions
     template: ChatTemplate
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the template that a field of the body sets."""
 
     def __post_init__(self) -> None:
         if not self.messages:
             raise InvalidParameter("messages", "'messages' must not be empty.")
-        for place, message in enumerate(self.messages):
-            _check(message, f"messages[{place}]")
+        checked = [_checked(message, f"messages[{place}]") for place, message in enumerate(self.messages)]
+        object.__setattr__(self, "messages", checked)
         if self.options.continue_final_message and self.options.add_generation_prompt:
             raise InvalidParameter(
                 "continue_final_message",
@@ -47,7 +51,8 @@ class Conversation:
         text = self.template.render(
             self.messages,
             add_generation_prompt=self.options.add_generation_prompt,
-            template_kwargs=self.options.chat_template_kwargs,
+            tools=self.tools,
+            template_kwargs={**self.template_kwargs, **self.options.chat_template_kwargs},
         )
         return self._without_end(text) if self.options.continue_final_message else text
 
@@ -61,12 +66,45 @@ class Conversation:
         return text[: place + len(final)]
 
 
-def _check(message: dict[str, Any], where: str) -> None:
+def _checked(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """``message`` in the form that templates are written for: arguments of calls as values, one name for reasoning."""
     role = message.get("role")
-    if role in REFUSED_ROLES:
-        raise UnsupportedParameter("messages", f"'{where}': results of tools are not supported by this server.")
     if role not in ROLES:
         raise InvalidParameter("messages", f"'{where}.role' must be one of {', '.join(ROLES)}.")
     for key in REFUSED_KEYS:
         if message.get(key):
             raise UnsupportedParameter("messages", f"'{where}.{key}' is not supported by this server.")
+    if not isinstance(message.get("tool_call_id"), str | None):
+        raise InvalidParameter("messages", f"'{where}.tool_call_id' must be a string.")
+    message = dict(message)
+    calls, thoughts = message.pop("tool_calls", None), [message.pop(key, None) for key in REASONING_KEYS]
+    if calls:
+        if role != "assistant" or not isinstance(calls, list):
+            raise InvalidParameter("messages", f"'{where}.tool_calls' must be a list, in a message of the assistant.")
+        message["tool_calls"] = [_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)]
+    thought = thoughts[0] or thoughts[1]
+    if not isinstance(thought, str | None):
+        raise InvalidParameter("messages", f"'{where}.reasoning_content' must be a string.")
+    if thought:
+        # Most templates know the first name, gpt-oss's the second, which it refuses beside content.
+        message["reasoning_content"] = thought
+        if calls and not message.get("content"):
+            message["thinking"] = thought
+    return message
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or call.get("type", "function") != "function":
+        raise InvalidParameter("messages", f"'{where}' must be of type 'function' and have a 'function'.")
+    if not isinstance(function.get("name"), str) or not isinstance(call.get("id"), str | None):
+        raise InvalidParameter("messages", f"'{where}' must have strings as 'id' and 'function.name'.")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidParameter("messages", f"'{where}.function.arguments' must be a JSON object, as a string.")
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}

@@ -61,7 +61,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in firsts)},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": sum(choice.num_reasoning_tokens for choice in choices)},
     }
 
 

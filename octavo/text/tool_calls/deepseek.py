@@ -83,7 +83,5 @@ def _rules(heads: Sequence[str], tail: str, marks: Marks, parallel: bool, separa
 
 
 _MARKS = (ALL_BEGIN, ALL_END, BEGIN, SEPARATOR, END)
-DEEPSEEK_V3 = ToolFormat(
-    names=("deepseek_v3",), read=_read, rules=_fenced_rules, marks=_MARKS, signs=(ALL_BEGIN, FENCE)
-)
-DEEPSEEK_V31 = ToolFormat(names=("deepseek_v31",), read=_read, rules=_plain_rules, marks=_MARKS, signs=(ALL_BEGIN,))
+DEEPSEEK_V3 = ToolFormat(name="deepseek_v3", read=_read, rules=_fenced_rules, marks=_MARKS, signs=(ALL_BEGIN, FENCE))
+DEEPSEEK_V31 = ToolFormat(name="deepseek_v31", read=_read, rules=_plain_rules, marks=_MARKS, signs=(ALL_BEGIN,))

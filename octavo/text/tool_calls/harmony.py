@@ -77,7 +77,7 @@ def thinking_rule(marks: Marks) -> str:
 
 
 HARMONY = ToolFormat(
-    names=("openai", "harmony"),
+    name="openai",
     read=_read,
     rules=_rules,
     marks=(START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS),

@@ -43,7 +43,7 @@ def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
 
 
 HERMES = ToolFormat(
-    names=("hermes",),
+    name="hermes",
     read=_read,
     rules=_rules,
     marks=(OPENS, CLOSES),

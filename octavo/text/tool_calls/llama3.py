@@ -54,7 +54,7 @@ def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
 
 
 LLAMA3 = ToolFormat(
-    names=("llama3_json",),
+    name="llama3_json",
     read=_read,
     rules=_rules,
     marks=(MARK,),

@@ -62,5 +62,5 @@ def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
 
 
 MISTRAL = ToolFormat(
-    names=("mistral",), read=_read, rules=_rules, marks=(MARK, ARGUMENTS, ID), signs=(MARK,), new_id=short_id
+    name="mistral", read=_read, rules=_rules, marks=(MARK, ARGUMENTS, ID), signs=(MARK,), new_id=short_id
 )

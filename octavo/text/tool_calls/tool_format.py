@@ -53,8 +53,8 @@ def short_id() -> str:
 class ToolFormat:
     """One way to write calls."""
 
-    names: tuple[str, ...]
-    """What a setting calls it, vLLM's name first."""
+    name: str
+    """What a setting calls it, as in vLLM."""
     read: Callable[[frozenset[str]], Format]
     """A reader of messages for tools of these names."""
     rules: Rules

@@ -241,10 +241,9 @@ def test_a_model_without_tokenizer_serves_token_ids(serve_app: Any) -> None:
     [
         ("suffix", "x"),
         ("best_of", 2),
-        ("response_format", {"type": "json_object"}),
-        ("guided_json", {"type": "object"}),
-        ("guided_regex", "a+"),
-        ("structured_outputs", {"regex": "a"}),
+        ("guided_decoding_backend", "x"),
+        ("guided_whitespace_pattern", " "),
+        ("structured_outputs", {"regex": "a", "whitespace_pattern": " "}),
         ("bad_words", ["x"]),
         ("allowed_token_ids", [1]),
         ("prompt_embeds", "AAAA"),

@@ -1,0 +1,81 @@
+"""The assistant's message of a chat completion, when there may be more in it than content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from octavo.server.openai.tools import ToolUse
+from octavo.text.message_format import MessageFormat
+from octavo.text.reader import Call, MessageParser, Piece, Text
+
+REASONING_KEYS = ("reasoning_content", "reasoning")
+"""Clients read the one or the other."""
+
+
+class ChatMessage:
+    """One choice's message, from the text that the model wrote."""
+
+    def __init__(self, parser: MessageParser, new_id: Callable[[], str], tools: ToolUse | None) -> None:
+        self._parser = parser
+        self._new_id = new_id
+        self._tools = tools
+        self._num_calls = 0
+        self.reasoning = ""
+        """All of it so far."""
+
+    def pieces(self, text: str, is_end: bool) -> list[Piece]:
+        """What ``text`` makes certain; of several calls, only the first one when the client wants no more."""
+        found = self._parser.push(text)
+        if is_end:
+            found += self._parser.finish()
+        kept: list[Piece] = []
+        for piece in found:
+            if isinstance(piece, Call):
+                if self._num_calls and self._tools is not None and not self._tools.is_parallel:
+                    continue
+                self._num_calls += 1
+            elif piece.kind == "reasoning":
+                self.reasoning += piece.text
+            kept.append(piece)
+        return kept
+
+    def deltas(self, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
+        """The deltas of a stream: for a call its id and name first, then its arguments."""
+        index = self._num_calls - sum(isinstance(piece, Call) for piece in pieces)
+        for piece in pieces:
+            if isinstance(piece, Call):
+                function = {"name": piece.name, "arguments": ""}
+                yield {"tool_calls": [{"index": index, "id": self._new_id(), "type": "function", "function": function}]}
+                yield {"tool_calls": [{"index": index, "function": {"arguments": piece.arguments}}]}
+                index += 1
+            elif piece.kind == "reasoning":
+                yield dict.fromkeys(REASONING_KEYS, piece.text)
+            else:
+                yield {"content": piece.text}
+
+    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+        """The message as one."""
+        content = "".join(piece.text for piece in pieces if isinstance(piece, Text) and piece.kind == "content")
+        calls = [piece for piece in pieces if isinstance(piece, Call)]
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = [
+                {"id": self._new_id(), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in calls
+            ]
+        if self.reasoning:
+            message |= dict.fromkeys(REASONING_KEYS, self.reasoning)
+        return message
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """``tool_calls`` instead of ``stop`` when there are calls, unless the client named the function."""
+        is_named = self._tools is not None and self._tools.mode == "named"
+        return "tool_calls" if reason == "stop" and self._num_calls and not is_named else reason
+
+
+def chat_message(format: MessageFormat, tools: ToolUse | None, prompt: str) -> ChatMessage | None:
+    """The message that follows ``prompt``; ``None`` when all of its text is content."""
+    reader = format.reader(None if tools is None else tools.names, prompt)
+    return None if reader is None else ChatMessage(MessageParser(reader), format.new_id, tools)

@@ -1,0 +1,217 @@
+"""``response_format``, ``structured_outputs`` and ``guided_*``: what they do to an answer, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.server.conftest import Served
+from tests.server.in_process import TEMPLATE, InProcessEngine, byte_tokenizer
+from tests.server.writing_engine import writing_engine
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def writer() -> Iterator[Served]:
+    tokenizer = byte_tokenizer()
+    served = Served(writing_engine(tokenizer), tokenizer, {})
+    yield served
+    served.stop()
+
+
+def json_schema(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
+
+
+WAYS: list[tuple[dict[str, Any], str]] = [
+    (json_schema(SCHEMA), "json"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
+        "json",
+    ),
+    ({"structured_outputs": {"json": SCHEMA}}, "json"),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}}, "json"),
+    ({"guided_json": SCHEMA}, "json"),
+    ({"guided_json": json.dumps(SCHEMA)}, "json"),
+    ({"response_format": {"type": "json_object"}}, "object"),
+    ({"structured_outputs": {"json_object": True}}, "object"),
+    ({"guided_json_object": True}, "object"),
+    ({"structured_outputs": {"regex": "[a-c]{3}[0-9]"}}, "regex"),
+    ({"guided_regex": "[a-c]{3}[0-9]"}, "regex"),
+    ({"structured_outputs": {"choice": ["one", "two"]}}, "choice"),
+    ({"guided_choice": ["one", "two"]}, "choice"),
+    ({"structured_outputs": {"grammar": 'root ::= "(" root ")" | "x"'}}, "grammar"),
+    ({"guided_grammar": 'start: "(" start ")" | "x"'}, "grammar"),
+]
+
+
+def check(kind: str, text: str) -> None:
+    if kind == "json":
+        jsonschema.validate(json.loads(text), SCHEMA)
+    elif kind == "object":
+        assert isinstance(json.loads(text), dict)
+    elif kind == "regex":
+        assert re.fullmatch("[a-c]{3}[0-9]", text)
+    elif kind == "choice":
+        assert text in ("one", "two")
+    else:
+        assert re.fullmatch(r"\(*x\)*", text)
+        assert text.count("(") == text.count(")")
+
+
+@pytest.mark.parametrize(("fields", "kind"), WAYS)
+def test_every_way_to_ask_binds_the_answer(writer: Served, fields: dict[str, Any], kind: str) -> None:
+    for seed in range(3):
+        chat = writer.chat(max_tokens=400, seed=seed, n=2, logprobs=True, **fields).json()["choices"]
+        texts = writer.complete(max_tokens=400, seed=seed, prompt=["a", "b"], **fields).json()["choices"]
+        found = [(choice["message"]["content"], choice["finish_reason"]) for choice in chat]
+        found += [(choice["text"], choice["finish_reason"]) for choice in texts]
+        ended = [text for text, reason in found if reason == "stop"]
+        assert ended
+        for text in ended:
+            check(kind, text)
+
+
+def test_text_asks_for_nothing(serve_app: Any) -> None:
+    served = serve_app()
+    assert served.chat(response_format={"type": "text"}).status_code == 200
+    assert served.engine.requests[-1].params.grammar is None
+
+
+def test_a_structural_tag_binds_what_follows_its_triggers(writer: Served) -> None:
+    tags = [{"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}]
+    response = writer.chat(
+        response_format={"type": "structural_tag", "structures": tags, "triggers": ["<f="]}, max_tokens=40
+    )
+    assert response.status_code == 200
+    assert "open0[lazy]" in (writer.engine.requests[-1].params.grammar or "")
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    (json_schema({"not": {}}), "response_format", "uses 'not'"),
+    (json_schema({"type": "array", "uniqueItems": True}), "response_format", "'uniqueItems'"),
+    (json_schema({"type": "wrong"}), "response_format", "wrong"),
+    (json_schema({"x-guidance": {"lenient": True}, "not": {}}), "response_format", "'x-guidance'"),
+    (json_schema({"$ref": "http://127.0.0.1/schema"}), "response_format", "127.0.0.1"),
+    (json_schema("x"), "response_format", "schema"),
+    (json_schema(None), "response_format", "schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format", "name"),
+    ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
+    ({"response_format": "json_object"}, "response_format", "object"),
+    ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format", "structures"),
+    (
+        {"response_format": {"type": "structural_tag", "structures": [{}], "triggers": ["a"]}},
+        "response_format",
+        "begin",
+    ),
+    (
+        {
+            "response_format": {
+                "type": "structural_tag",
+                "structures": [{"begin": "<a", "schema": {}, "end": ""}],
+                "triggers": ["<b"],
+            }
+        },
+        "response_format",
+        "trigger",
+    ),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs", "invalid regex"),
+    ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "regex"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs", "regular expression"),
+    ({"structured_outputs": {"choice": ["a", 5]}}, "structured_outputs", "strings"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs", "empty"),
+    ({"structured_outputs": {"grammar": "root ::= missing"}}, "structured_outputs", "missing"),
+    ({"structured_outputs": {"grammar": "start: /a/ x"}}, "structured_outputs", "x"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs", "JSON"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "together"),
+    ({"structured_outputs": {"whitespace_pattern": "x"}}, "structured_outputs", "not supported"),
+    ({"structured_outputs": {"unheard_of": 1}}, "structured_outputs", "unheard_of"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "together"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+        "together",
+    ),
+    ({"guided_grammar": "start: " + "(" * 30000}, "guided_grammar", "grammar"),
+    ({"guided_regex": "(a)\\1"}, "guided_regex", "cannot be used"),
+    ({"guided_regex": "a" * 300_000}, "guided_regex", "larger"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), BAD)
+def test_what_cannot_be_done_is_refused_by_name(writer: Served, fields: dict[str, Any], param: str, words: str) -> None:
+    for response in (writer.chat(**fields), writer.complete(**fields)):
+        error = response.json()["error"]
+        assert response.status_code == 400
+        assert error["param"] == param
+        assert words in error["message"]
+        assert len(error["message"]) < 700
+    assert writer.engine.num_live == 0
+
+
+def test_without_a_tokenizer_there_is_no_structured_output(serve_app: Any) -> None:
+    served = serve_app(tokenizer=None)
+    error = served.complete(prompt=[1, 2], guided_regex="a").json()["error"]
+    assert error["param"] == "guided_regex"
+
+
+def test_others_are_answered_while_a_grammar_is_tried_out(writer: Served) -> None:
+    assert writer.complete(guided_regex="warm").status_code == 200
+    compiler = writer.app.state.front.admission.grammars
+    os.kill(compiler.process_id, 19)
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(writer.complete(guided_regex="[xyz]+")))
+    thread.start()
+    slowest = 0.0
+    while thread.is_alive():
+        started = time.monotonic()
+        assert writer.client.get("/v1/models").status_code == 200
+        slowest = max(slowest, time.monotonic() - started)
+    thread.join()
+    assert slowest < 0.5
+    assert answers[0].status_code == 400
+    assert "more than 2 seconds" in answers[0].json()["error"]["message"]
+
+
+THINKING = TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>\n{% endif") + "{# </think> #}"
+
+
+def test_reasoning_comes_before_what_is_bound(serve_app: Any) -> None:
+    tokenizer = byte_tokenizer(THINKING)
+    served = serve_app(writing_engine(tokenizer), tokenizer=tokenizer)
+    response = served.chat(max_tokens=300, seed=1, guided_choice=["one", "two"])
+    assert response.status_code == 200
+    assert "until_end[lazy]" in served.engine.requests[-1].params.grammar
+
+
+def test_reasoning_is_told_from_content(serve_app: Any) -> None:
+    tokenizer = byte_tokenizer(THINKING)
+    text = "Let me think.</think>\n\nFour."
+    served = serve_app(InProcessEngine(lambda request: [*text.encode(), 258]), tokenizer=tokenizer)
+    body = served.chat(max_tokens=100).json()
+    message = body["choices"][0]["message"]
+    assert message["content"] == "Four."
+    assert message["reasoning_content"] == message["reasoning"] == "Let me think."
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == len("Let me think.")
+    plain = serve_app(
+        InProcessEngine(lambda request: [*text.encode(), 258]), tokenizer=tokenizer, reasoning_parser="none"
+    )
+    assert plain.chat(max_tokens=100).json()["choices"][0]["message"]["content"] == text

@@ -1,0 +1,273 @@
+"""Tools: what the model gets to see, what comes back whole and streamed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import pytest
+
+from octavo.text.message_format import TOOL_FORMATS
+from octavo.text.tool_calls.deepseek import ALL_BEGIN, ALL_END, BEGIN, END, SEPARATOR
+from tests.server.conftest import Served
+from tests.server.in_process import IM_END, InProcessEngine, byte_tokenizer
+from tests.server.writing_engine import writing_engine
+
+TEMPLATE = (
+    "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{{ c.function.arguments | tojson }}</call>{% endfor %}"
+    "{% if m.reasoning_content %}<why>{{ m.reasoning_content }}</why>{% endif %}"
+    "{% endfor %}<assistant>"
+)
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 4}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "f", "strict": True}},
+]
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Z\u00fcrich"}}\n</tool_call>'
+TEXT = f"I look.\n{CALL}\n" + '<tool_call>\n{"name": "f", "arguments": {"a": [1, 2]}}\n</tool_call>'
+
+
+def says(text: str) -> InProcessEngine:
+    return InProcessEngine(lambda request: [*text.encode(), IM_END])
+
+
+@pytest.fixture
+def serve_hermes(serve_app: Any) -> Callable[[str], Served]:
+    tokenizer = byte_tokenizer(TEMPLATE)
+
+    def start(text: str) -> Served:
+        served: Served = serve_app(says(text), tokenizer=tokenizer, tool_call_parser="hermes")
+        return served
+
+    return start
+
+
+def chunks_of(served: Served, **body: Any) -> list[dict[str, Any]]:
+    text = served.chat(stream=True, max_tokens=400, **body).text
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_calls_come_whole(serve_hermes: Callable[[str], Served]) -> None:
+    choice = serve_hermes(TEXT).chat(tools=TOOLS, max_tokens=400).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I look."
+    calls = choice["message"]["tool_calls"]
+    assert [call["function"] for call in calls] == [
+        {"name": "get_weather", "arguments": '{"city": "Z\u00fcrich"}'},
+        {"name": "f", "arguments": '{"a": [1, 2]}'},
+    ]
+    assert len({call["id"] for call in calls}) == 2
+    assert all(call["type"] == "function" and call["id"].startswith("call_") for call in calls)
+
+
+def test_content_is_null_beside_calls_alone(serve_hermes: Callable[[str], Served]) -> None:
+    message = serve_hermes(CALL).chat(tools=TOOLS, max_tokens=400).json()["choices"][0]["message"]
+    assert message["content"] is None
+
+
+def test_calls_are_streamed_name_first(serve_hermes: Callable[[str], Served]) -> None:
+    chunks = chunks_of(serve_hermes(TEXT), tools=TOOLS)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content") or "" for delta in deltas) == "I look."
+    parts = [part for delta in deltas for part in delta.get("tool_calls", [])]
+    assert [part["index"] for part in parts] == [0, 0, 1, 1]
+    for first, second in (parts[:2], parts[2:]):
+        assert first["id"].startswith("call_")
+        assert first["type"] == "function"
+        assert first["function"]["arguments"] == ""
+        assert set(second) == {"index", "function"}
+        assert set(second["function"]) == {"arguments"}
+    assert [part["function"]["name"] for part in parts[::2]] == ["get_weather", "f"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_details_of_tokens_are_all_there_in_a_stream_of_calls(serve_hermes: Callable[[str], Served]) -> None:
+    served = serve_hermes(TEXT)
+    chunks = chunks_of(served, tools=TOOLS, logprobs=True, return_token_ids=True)
+    tokens = [t for chunk in chunks for t in chunk["choices"][0].get("token_ids") or []]
+    assert bytes(tokens[:-1]) == TEXT.encode()
+    entries = [entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert len(entries) == len(tokens)
+
+
+def test_one_call_when_no_more_are_wanted(serve_hermes: Callable[[str], Served]) -> None:
+    served = serve_hermes(TEXT)
+    message = served.chat(tools=TOOLS, max_tokens=400, parallel_tool_calls=False).json()["choices"][0]["message"]
+    assert len(message["tool_calls"]) == 1
+    chunks = chunks_of(served, tools=TOOLS, parallel_tool_calls=False)
+    assert {p["index"] for c in chunks for p in c["choices"][0]["delta"].get("tool_calls", [])} == {0}
+
+
+def test_a_malformed_call_is_content(serve_hermes: Callable[[str], Served]) -> None:
+    text = '<tool_call>{"name": "get_weather", "arguments": {"city": </tool_call>'
+    choice = serve_hermes(text).chat(tools=TOOLS, max_tokens=400).json()["choices"][0]
+    assert choice["message"]["content"] == text
+    assert "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_a_call_cut_short_is_content_and_ends_with_length(serve_hermes: Callable[[str], Served]) -> None:
+    served = serve_hermes(CALL)
+    choice = served.chat(tools=TOOLS, max_tokens=30).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] == CALL[:30]
+
+
+def test_every_choice_has_calls_of_its_own(serve_hermes: Callable[[str], Served]) -> None:
+    served = serve_hermes(CALL)
+    choices = served.chat(tools=TOOLS, max_tokens=400, n=3).json()["choices"]
+    assert len({choice["message"]["tool_calls"][0]["id"] for choice in choices}) == 3
+    chunks = chunks_of(served, tools=TOOLS, n=2)
+    named = [c["choices"][0]["index"] for c in chunks if c["choices"][0]["delta"].get("tool_calls")]
+    assert sorted(named) == [0, 0, 1, 1]
+
+
+def test_none_hides_the_tools(serve_hermes: Callable[[str], Served]) -> None:
+    served = serve_hermes(CALL)
+    choice = served.chat(tools=TOOLS, tool_choice="none", max_tokens=400).json()["choices"][0]
+    assert choice["message"]["content"] == CALL
+    assert b"<tool>" not in bytes(served.engine.requests[-1].prompt_tokens)
+
+
+def test_the_template_sees_tools_calls_and_results(serve_hermes: Callable[[str], Served]) -> None:
+    served = serve_hermes("Fine.")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "Hm"},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sun"}]},
+    ]
+    assert served.chat(messages=messages, tools=TOOLS, max_tokens=20).status_code == 200
+    prompt = bytes(served.engine.requests[-1].prompt_tokens).decode()
+    assert prompt.startswith("<tool>get_weather</tool><tool>f</tool><user>Hi<assistant>")
+    assert '<call>f{"a": 1}</call><why>Hm</why><tool>sun<assistant>' in prompt
+
+
+SETTINGS = ["none", "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "openai", "pythonic"]
+
+
+@pytest.mark.parametrize("parser", SETTINGS)
+@pytest.mark.parametrize("has_marks", [False, True])
+def test_a_call_that_is_asked_for_is_made_with_valid_arguments(serve_app: Any, parser: str, has_marks: bool) -> None:
+    marks = next((format.marks for format in TOOL_FORMATS if format.name == parser), ())
+    tokenizer = byte_tokenizer(TEMPLATE, tuple(dict.fromkeys(marks)) if has_marks else ())
+    served = serve_app(writing_engine(tokenizer), tokenizer=tokenizer, tool_call_parser=parser)
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    schemas = {"get_weather": PARAMETERS, "f": {"type": "object"}}
+    num_ended = 0
+    for seed in range(4):
+        for choice, reason in (("required", "tool_calls"), (named, "stop")):
+            body = {"tools": TOOLS, "tool_choice": choice, "seed": seed, "max_tokens": 450}
+            answer = served.chat(**body).json()["choices"][0]
+            if answer["finish_reason"] == "length":
+                continue
+            num_ended += 1
+            assert answer["finish_reason"] == reason
+            calls = answer["message"]["tool_calls"]
+            assert 1 <= len(calls) <= (16 if choice == "required" else 1)
+            for call in calls:
+                jsonschema.validate(json.loads(call["function"]["arguments"]), schemas[call["function"]["name"]])
+            chunks = chunks_of(served, **{key: value for key, value in body.items() if key != "max_tokens"})
+            parts = [p for c in chunks for p in c["choices"][0]["delta"].get("tool_calls", [])]
+            streamed = {}
+            for part in parts:
+                own = streamed.setdefault(part["index"], {"name": "", "arguments": ""})
+                for key, value in part["function"].items():
+                    own[key] += value
+            if chunks[-1]["choices"][0]["finish_reason"] != "length":
+                assert list(streamed.values()) == [call["function"] for call in calls]
+    assert num_ended >= 4 or (parser == "openai" and not has_marks)
+
+
+def test_mistral_gets_ids_that_its_template_takes(serve_app: Any) -> None:
+    tokenizer = byte_tokenizer(TEMPLATE)
+    text = '[TOOL_CALLS][{"name": "f", "arguments": {}}]'
+    served = serve_app(says(text), tokenizer=tokenizer, tool_call_parser="mistral")
+    (call,) = served.chat(tools=TOOLS, max_tokens=400).json()["choices"][0]["message"]["tool_calls"]
+    assert re.fullmatch("[A-Za-z0-9]{9}", call["id"])
+
+
+SIGNS = {
+    '{"name": <function-name>, "arguments": <args>} in <tool_call></tool_call>': "hermes",
+    '<|python_tag|> {"name": function name, "parameters": dictionary}': "llama3_json",
+    "[TOOL_CALLS]": "mistral",
+    f"{ALL_BEGIN}{BEGIN}function{SEPARATOR}```json{END}{ALL_END}": "deepseek_v3",
+    f"{ALL_BEGIN}{BEGIN}{SEPARATOR}{END}{ALL_END}": "deepseek_v31",
+    "<|start|>assistant<|channel|>final<|message|>": "openai",
+    "<tool_call><function=f><parameter=a> arguments": None,
+    "nothing of the kind": None,
+}
+
+
+@pytest.mark.parametrize(("signs", "name"), SIGNS.items())
+def test_the_format_is_seen_in_the_template(serve_app: Any, signs: str, name: str | None) -> None:
+    served = serve_app(tokenizer=byte_tokenizer("{# " + signs.replace("{", "(").replace("}", ")") + " #}" + TEMPLATE))
+    found = served.app.state.front.message_format.tools
+    assert (found and found.name) == name
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools"),
+    ({"tools": [TOOLS[1], TOOLS[1]]}, "tools"),
+    ({"tools": ["f"]}, "tools"),
+    ({"tools": TOOLS * 200}, "tools"),
+    ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"tools": TOOLS, "parallel_tool_calls": "yes"}, "parallel_tool_calls"),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+            "tool_choice": "required",
+        },
+        "tools",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD)
+def test_what_cannot_be_done_is_refused_by_name(
+    serve_hermes: Callable[[str], Served], fields: dict[str, Any], param: str
+) -> None:
+    response = serve_hermes("x").chat(**fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_tools_need_a_known_format(serve_app: Any) -> None:
+    for settings in ({}, {"tool_call_parser": "hermes", "enable_auto_tool_choice": False}):
+        error = serve_app(**settings).chat(tools=TOOLS).json()["error"]
+        assert error["param"] == "tools"
+        assert "--tool-call-parser" in error["message"]
+
+
+def test_an_answer_may_be_bound_or_be_a_call(serve_app: Any) -> None:
+    tokenizer = byte_tokenizer(TEMPLATE)
+    served = serve_app(writing_engine(tokenizer), tokenizer=tokenizer, tool_call_parser="hermes")
+    kinds = set()
+    for seed in range(12):
+        choice = served.chat(tools=TOOLS, guided_choice=["yes", "no"], seed=seed, max_tokens=400).json()["choices"][0]
+        if choice["finish_reason"] == "stop":
+            assert choice["message"]["content"] in ("yes", "no")
+        kinds.add(choice["finish_reason"])
+    assert {"stop", "tool_calls"} <= kinds
