@@ -127,7 +127,6 @@ def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None)
         tenant=front.tenant(request, body.user),
         ttft_target=body.ttft_target or 0.0,
     )
-        timeout=body.timeout,
         grammar=grammar,
         grammar_field=field,
         shown_ids=front.message_format.shown_ids,

@@ -94,7 +94,6 @@ def _asked(body: CompletionBody, front: Front, request: Request) -> Asked:
         cache_salt=body.cache_salt,
         tenant=front.tenant(request, body.user),
         ttft_target=body.ttft_target or 0.0,
-        timeout=body.timeout,
         grammar=None if asked_for is None else lambda _: forms.whole(asked_for.form),
         grammar_field="" if asked_for is None else asked_for.field,
     )
