@@ -114,8 +114,12 @@ def test_no_thread_at_all_is_refused() -> None:
 PROGRAM = """
 import time, torch
 from octavo import ops
+from octavo.ops.block_linear import PackedBlocks
+from tests.ops.cpu_cases import random_blocks
 begin = time.perf_counter()
 ops.silu_and_mul(torch.zeros(1, 64))
+ops.linear(torch.zeros(1, 64), torch.zeros(32, 64), activation="silu")
+ops.block_linear(torch.zeros(1, 32), PackedBlocks.pack(random_blocks("Q4_1", 32, 32)))
 print(time.perf_counter() - begin)
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from octavo.ops.block_linear import PANEL, PackedBlocks, block_linear
 from octavo.ops.cpu.block_dot import TOKEN_COUNTS, block_dot, tokens_at_once
 from octavo.ops.cpu.calls import call
-from octavo.ops.cpu.compiled import compiled_driver, compiled_task, inlined
+from octavo.ops.cpu.compiled import compiled_driver, compiled_task
 from octavo.ops.cpu.epilogue import EPILOGUE, GATES, finish
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.ops.cpu.memory import fields, keep, read
@@ -75,12 +74,6 @@ def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) ->
     value_bytes = group * bits // 8 * PANEL
     scale_bytes = (1 + has_minima) * PANEL * (4 if scale_format == FLOAT32 else 2)
 
-    @inlined
-    def multiply_panel(a: Any, panel: int, t: int, n: int, out: int) -> None:
-        values, scales = a.values + panel * a.G * value_bytes, a.scales + panel * a.G * scale_bytes
-        q, q_scales, q_offsets = a.q + t * a.G * group, a.q_scales + 4 * t * a.G, a.q_offsets + 4 * t * a.G
-        block_dot(bits, group, has_minima, scale_format, values, scales, q, q_scales, q_offsets, out, a.G, n)
-
     def multiply(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
         tiles = np.empty((2, TOKEN_COUNTS[0], PANEL), np.float32)
@@ -91,9 +84,15 @@ def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) ->
                 t = first
                 while t < last:
                     n = tokens_at_once(last - t)
-                    multiply_panel(a, panel, t, n, sums)
-                    if a.gate:
-                        multiply_panel(a, panel + a.N // (2 * PANEL), t, n, ups)
+                    q, q_scales, q_offsets = a.q + t * a.G * group, a.q_scales + 4 * t * a.G, a.q_offsets + 4 * t * a.G
+                    for half in range(2 if a.gate else 1):
+                        at = (panel + half * (a.N // (2 * PANEL))) * a.G
+                        values, scales, out = a.values + at * value_bytes, a.scales + at * scale_bytes, sums
+                        if half:
+                            out = ups
+                        block_dot(
+                            bits, group, has_minima, scale_format, values, scales, q, q_scales, q_offsets, out, a.G, n
+                        )
                     finish(a, sums, ups, t, n, panel * PANEL)
                     t += n
         keep(tiles)
