@@ -22,8 +22,8 @@ from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import PAGE, openapi_document
 from octavo.server.serving import served_model_name
 from octavo.text.chat_template import load_chat_template
-from octavo.text.tokenizer import Tokenizer
 from octavo.text.message_format import find_format
+from octavo.text.tokenizer import Tokenizer
 
 PARTS = (completions, chat, models, tokenize, probes)
 
@@ -40,10 +40,10 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
     )
     # A redirect would be made from the Host header, which the client chooses.
     app.router.redirect_slashes = False
-    app.state.front = Front(
     chat_template = load_chat_template(config.model, tokenizer)
     special_ids = tokenizer.special_ids_by_text() if tokenizer is not None else {}
     settings = config.server
+    app.state.front = Front(
         config=config,
         engine=engine,
         tokenizer=tokenizer,

@@ -32,10 +32,10 @@ from octavo.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logp
 from octavo.server.openai.messages import Conversation, TemplateOptions
 from octavo.server.openai.rendering import ChunkFrame, Identity, encode, encode_line, json_response, usage
 from octavo.server.openai.schema import Endpoint
-from octavo.server.sse import EventStream, whole
 from octavo.server.openai.tools import ToolUse, tool_use
-
+from octavo.server.sse import EventStream, whole
 from octavo.text.message_format import Wanted
+
 REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = REFUSED | {
     "audio": (),
     "best_of": (1,),
@@ -70,11 +70,11 @@ class ChatBody(GenerationFields, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool = False
-
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
+
 
 reader = BodyReader(ChatBody, REFUSED_IN_CHAT, ACCEPTED)
 
@@ -115,8 +115,8 @@ def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None)
     check_generation_fields(body, front)
     if body.prompt_logprobs is not None and body.stream:
         raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
-    return Asked(
     field, grammar = _grammar(body, front, tools)
+    return Asked(
         prompts=[conversation(body.messages, body, front, tools, **_effort(body, front)).prompt],
         prompt_field="messages",
         params=sampling_params(body, _max_tokens(body), _logprobs(body), body.prompt_logprobs),
@@ -126,13 +126,12 @@ def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None)
         cache_salt=body.cache_salt,
         tenant=front.tenant(request, body.user),
         ttft_target=body.ttft_target or 0.0,
-    )
         grammar=grammar,
         grammar_field=field,
         shown_ids=front.message_format.shown_ids,
+    )
 
 
-def _max_tokens(body: ChatBody) -> int | None:
 def _grammar(body: ChatBody, front: Front, tools: ToolUse | None) -> tuple[str, Callable[[str], str] | None]:
     """The field that binds the message, and the grammar that it makes for one after a prompt."""
     format, asked_for = front.message_format, constraint(body)
@@ -166,6 +165,7 @@ def _takes_effort(front: Front) -> bool:
     return "reasoning_effort" in (front.chat_template.source or "")
 
 
+def _max_tokens(body: ChatBody) -> int | None:
     """The newer name of the limit wins."""
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(body, name)
@@ -188,9 +188,9 @@ class ChatAnswer:
 
     def __init__(self, front: Front, body: ChatBody, choices: list[Choice], tools: ToolUse | None) -> None:
         self.body = body
-        kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._front = front
         self._messages = [chat_message(front.message_format, tools, choice.prompt.text or "") for choice in choices]
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self.identity = Identity("chatcmpl", kind, front.model_name)
         self._names = TokenNames(front.tokenizer, body.return_tokens_as_token_ids)
         self._has_details = body.logprobs or body.return_token_ids
@@ -205,8 +205,8 @@ class ChatAnswer:
             **self.identity.as_dict(),
             "choices": [self._whole_choice(choice) for choice in choices],
         }
-        if self.body.prompt_logprobs is not None:
         result["usage"] = usage(choices)
+        if self.body.prompt_logprobs is not None:
             entries = choices[0].prompt_logprobs
             result["prompt_logprobs"] = prompt_logprobs(entries, self._names, self.body.prompt_logprobs)
         if self.body.return_token_ids:
@@ -229,13 +229,13 @@ class ChatAnswer:
             "stop_reason": choice.stop_reason,
         }
 
-    def _details(self, news: News) -> dict[str, Any]:
     def _count_reasoning(self, choice: Choice, message: ChatMessage) -> None:
         """Reasoning is counted as the text that it is: its marks belong to neither side."""
         if message.reasoning and self._front.tokenizer is not None:
             tokens = self._front.tokenizer.encode(message.reasoning, add_special_tokens=False)
             choice.num_reasoning_tokens = min(len(tokens), choice.num_tokens)
 
+    def _details(self, news: News) -> dict[str, Any]:
         details: dict[str, Any] = {"logprobs": None}
         if self.body.logprobs:
             details["logprobs"] = chat_logprobs(news.logprobs, self._names, self.body.top_logprobs or 0)
@@ -265,7 +265,6 @@ class ChatAnswer:
             data += self._frame.start + end + self._frame.end()
         return data
 
-    def _prompt_ids(self, choice: Choice) -> bytes:
     def _message_frames(self, choice: Choice, message: ChatMessage, news: News) -> bytes:
         """What is not content alone. Details of tokens come with the first chunk of those that they made certain."""
         is_end = choice.finish_reason is not None
@@ -282,6 +281,7 @@ class ChatAnswer:
         chunk = {"index": choice.index, "delta": delta, **details, "finish_reason": None}
         return self._frame.start + encode_line(chunk)[1:-1] + self._frame.end()
 
+    def _prompt_ids(self, choice: Choice) -> bytes:
         return b',"prompt_token_ids":' + encode(choice.prompt.tokens) if self.body.return_token_ids else b""
 
     def last_frames(self) -> bytes:

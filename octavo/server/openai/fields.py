@@ -90,6 +90,13 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     ttft_target: float | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @property
     def includes_usage(self) -> bool:
@@ -99,13 +106,6 @@ class GenerationFields(msgspec.Struct, kw_only=True):
 
     @property
     def has_continuous_usage(self) -> bool:
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_json_object: bool | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
