@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from octavo import ops
+from octavo.build_encoder import build_encoder
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
 from octavo.config import EngineConfig, ModelSettings
@@ -17,20 +18,23 @@ from octavo.errors import ConfigError
 from octavo.grammar.masks import MatcherMasks
 from octavo.grammar.matchers import GrammarError
 from octavo.grammar.vocabulary import Vocabulary
+from octavo.models.bert import EncoderConfig
 from octavo.models.keys import token_ids
+from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, load_model, read_config
 from octavo.ops import dispatch
 from octavo.quant.scheme import WeightFormat, best_scheme
 from octavo.runtime import memory
 from octavo.runtime.cpu_threads import num_physical_cores
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.model_runner import Forward, ModelRunner
+from octavo.runtime.model_runner import LAST_TOKEN, Forward, ModelRunner
 from octavo.runtime.step_program import StepLimits
 from octavo.runtime.stream_runner import StreamRunner
 from octavo.telemetry.phases import Phases
 from octavo.text.tokenizer import load_tokenizer
 from octavo.types import EngineInfo
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
+from octavo.weights.generation_config import chosen_config, sampling_defaults
 from octavo.weights.hub import resolve_model
 
 DEPTH = {"cpu": 1, "cuda": 2}
@@ -46,9 +50,14 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         _share_cores(num_physical_cores())
     path = resolve_model(config.model)
     checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed, str(device))
+    generation = chosen_config(config.model.generation_config, checkpoint.generation_config)
+    defaults = sampling_defaults(config.model.generation_config, generation)
     model_config = read_config(checkpoint.config, config.model.max_model_len)
     form = weight_format(config.model, device, checkpoint)
     phases.done("device and checkpoint")
+    if isinstance(model_config, EncoderConfig):
+        return build_encoder(config, path, checkpoint, model_config, form)
+    pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     loaded = load_model(model_config, checkpoint, form)
     gc.collect()
     phases.done("weights")
@@ -58,7 +67,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         config, model_config, kv_dtype, form.dtype, device.type, weights=loaded.num_bytes, free=free
     )
     storage = KVStorage(model_config, limits.num_kv_blocks, limits.block_size, kv_dtype, device)
-    runner = make_runner(config.model, loaded.model, storage, model_config.vocab_size, limits)
+    runner = make_runner(config.model, loaded.model, storage, model_config.vocab_size, limits, pooling)
     phases.done("memory")
     runner.warm_up()
     phases.done("kernels and graphs")
@@ -79,7 +88,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     info = EngineInfo(
         max_model_len=limits.max_model_len,
         vocab_size=model_config.vocab_size,
-        eos_token_ids=token_ids(checkpoint.generation_config, "eos_token_id") or model_config.eos_token_ids,
+        eos_token_ids=token_ids(generation, "eos_token_id") or model_config.eos_token_ids,
         block_size=limits.block_size,
         num_kv_blocks=limits.num_kv_blocks,
         max_num_seqs=limits.max_num_seqs,
@@ -90,6 +99,9 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         device=str(device),
         memory=budget.as_dict(),
         kernels={choice.op: choice.kernel for choice in dispatch.choices(device.type, form.dtype) if choice.chosen},
+        tasks=("generate", "embed"),
+        embedding_size=model_config.hidden_size,
+        sampling_defaults=defaults,
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
     return Engine(scheduler, runner, grammars=grammars, depth=DEPTH[device.type]), info
@@ -104,14 +116,20 @@ def _vocabulary(settings: ModelSettings, path: Path, info: EngineInfo) -> Vocabu
 
 
 def make_runner(
-    settings: ModelSettings, model: CausalLM, storage: KVStorage, vocab_size: int, limits: memory.Limits
+    settings: ModelSettings,
+    model: CausalLM,
+    storage: KVStorage,
+    vocab_size: int,
+    limits: memory.Limits,
+    pooling: Pooling = LAST_TOKEN,
 ) -> ModelRunner | StreamRunner:
     """The runner for the storage's device. What a CPU computes never depends on the batch."""
     if storage.pool.device.type == "cpu":
-        return ModelRunner(model, storage, vocab_size, None if settings.enforce_eager else _recorded(model, storage))
+        forward = None if settings.enforce_eager else _recorded(model, storage)
+        return ModelRunner(model, storage, vocab_size, forward, pooling)
     max_blocks = -(-limits.max_model_len // limits.block_size)
     most = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks)
-    return StreamRunner(model, storage, vocab_size, most, settings.batch_invariant, settings.enforce_eager)
+    return StreamRunner(model, storage, vocab_size, most, settings.batch_invariant, settings.enforce_eager, pooling)
 
 
 def _recorded(model: CausalLM, storage: KVStorage) -> Forward | None:

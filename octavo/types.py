@@ -251,6 +251,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """The memory budget, in bytes, by purpose."""
     kernels: dict[str, str]
     """Operation to the kernel chosen for it."""
+    sampling_defaults: dict[str, int | float] = {}
+    """Values of ``SamplingParams`` for requests that leave them open, as the checkpoint's configuration says."""
 
 
 Masks = Mapping[int, Any]

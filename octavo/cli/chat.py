@@ -9,6 +9,8 @@ import sys
 from collections.abc import Generator
 from typing import Any, Protocol
 
+import msgspec
+
 from octavo.cli.sampling import add_sampling, sampling_values
 from octavo.cli.settings import add_settings, flag_name, from_flags, load_config
 from octavo.cli.terminal import note, write
@@ -52,8 +54,11 @@ class LocalChat:
     def __init__(self, config: EngineConfig, values: dict[str, Any]) -> None:
         from octavo.llm import LLM
 
-        self._params = SamplingParams(**{"max_tokens": None, **values})
+        SamplingParams(**values)  # before the model is loaded
         self._llm = LLM(**to_flat(config))
+        self._params = msgspec.structs.replace(
+            self._llm.get_default_sampling_params(), **{"max_tokens": None, **values}
+        )
         self.name = config.model.model
 
     def reply(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:

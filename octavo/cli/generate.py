@@ -6,6 +6,8 @@ import argparse
 import sys
 import time
 
+import msgspec
+
 from octavo.cli.sampling import add_sampling, sampling_values
 from octavo.cli.settings import add_settings, load_config
 from octavo.cli.terminal import note, write
@@ -30,11 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the continuation alone to standard output, and a line about it to standard error."""
     config = load_config(EngineConfig, args)
-    params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **sampling_values(args)})
+    values = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling_values(args)}
+    SamplingParams(**values)  # before the model is loaded
     prompt = _prompt(args.prompt)
     from octavo.llm import LLM
 
     with LLM(**to_flat(config)) as llm:
+        params = msgspec.structs.replace(llm.get_default_sampling_params(), **values)
         start, count, reason = time.perf_counter(), 0, None
         for piece in llm.stream(prompt, params):
             write(piece.text)

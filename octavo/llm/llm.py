@@ -60,12 +60,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue every prompt; results are in the order of the prompts.
 
-        ``sampling_params`` is one for all prompts or one for each. Every prompt is checked before the first one
+        ``sampling_params`` is one for all prompts or one for each; ``None`` is as the model recommends, see
+        ``get_default_sampling_params``. Every prompt is checked before the first one
         starts, and a bad one raises a ``RequestError`` naming it. What goes wrong later with one continuation
         ends that one alone, with the ``finish_reason`` ``"error"``. Ctrl-C ends all of them, between two steps.
         Requests without a seed get one that depends on the setting ``seed`` and on how many came before.
         """
-        jobs = self._jobs(check_all(prompts, sampling_params, self._tokenizer, self.info))
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        jobs = self._jobs(check_all(prompts, params, self._tokenizer, self.info))
         unfinished = {continuation.request.id for job in jobs for continuation in job.continuations}
         with self._submitted(jobs), _progress_bar(len(unfinished), use_progress) as advance:
             while unfinished:
@@ -82,7 +84,8 @@ class LLM:
         Texts and token ids of the items concatenate to what ``generate`` gives; the last item of a continuation
         has its ``finish_reason``. Closing the generator early aborts what still runs.
         """
-        (job,) = self._jobs(check_all([prompt], sampling_params, self._tokenizer, self.info))
+        params = sampling_params or self.get_default_sampling_params()
+        (job,) = self._jobs(check_all([prompt], params, self._tokenizer, self.info))
         return self._pieces(job)
 
     def chat(
@@ -110,6 +113,10 @@ class LLM:
         tokenizer = self.get_tokenizer()
         text = self._chat_template.render(messages, template_kwargs=chat_template_kwargs)
         return tokenizer.encode(text, add_special_tokens=False)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """How the model's generation config wants it to be sampled; neutral with ``generation_config="vllm"``."""
+        return SamplingParams(**self.info.sampling_defaults)  # type: ignore[arg-type]
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; raises ``Unavailable`` for a model that has none and takes token ids only."""

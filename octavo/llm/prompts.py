@@ -13,7 +13,7 @@ from octavo.types import EngineInfo
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
 Params = SamplingParams | Sequence[SamplingParams] | None
-"""The same for all prompts, or one for each."""
+"""The same for all prompts, or one for each; ``None`` is the model's own."""
 
 
 class Checked(NamedTuple):
@@ -48,8 +48,6 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _params_for_each(params: Any, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
     each = [params] * count if isinstance(params, SamplingParams) else list(params)
     if len(each) != count:
         raise InvalidParameter("sampling_params", f"There are {len(each)} sampling_params for {count} prompts.")

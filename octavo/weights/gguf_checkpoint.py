@@ -16,6 +16,13 @@ from octavo.weights.gguf_families import Place, translate
 
 DENSE_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
+SAMPLING_KEYS = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 """Ids that end a text, a turn, and a message to a tool."""
 
@@ -29,8 +36,9 @@ class GGUFCheckpoint:
         self.path = path
         self._file = GGUFFile.open(path)
         self._family, self.config, self._places = translate(self._file)
-        self.generation_config = _special_tokens(self._file)
-        self.config.update(self.generation_config)
+        special_tokens = _special_tokens(self._file)
+        self.config.update(special_tokens)
+        self.generation_config = special_tokens | _sampling(self._file)
         self.has_blocks = any(tensor.kind not in DENSE_KINDS for tensor in self._file.tensors.values())
 
     def names(self) -> set[str]:
@@ -127,6 +135,11 @@ def _special_tokens(file: GGUFFile) -> dict[str, Any]:
         if key in file.metadata:
             result[f"{name}_token_id"] = _token_id(file, key)
     return result
+
+
+def _sampling(file: GGUFFile) -> dict[str, Any]:
+    """What the file recommends, by the keys of ``generation_config.json``."""
+    return {name: file.metadata[key] for name, key in SAMPLING_KEYS.items() if key in file.metadata}
 
 
 def _token_id(file: GGUFFile, key: str) -> int:

@@ -65,6 +65,14 @@ def test_all_ways_a_text_ends(opened: Opener) -> None:
     assert opened({"tokenizer.ggml.eos_token_id": None}).generation_config == {"bos_token_id": 1}
 
 
+def test_recommended_sampling_goes_by_the_names_of_hugging_face(opened: Opener) -> None:
+    keys = {"temp": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.25, "penalty_repeat": 1.5, "mirostat": 0}
+    checkpoint = opened({f"general.sampling.{key}": value for key, value in keys.items()})
+    found = {key: value for key, value in checkpoint.generation_config.items() if not key.endswith("_id")}
+    assert found == {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5}
+    assert not set(found) & set(checkpoint.config)
+
+
 def test_names_are_mapped_and_a_tied_head_has_none(opened: Opener) -> None:
     names = opened().names()
     assert len(names) == 20

@@ -26,6 +26,7 @@ from octavo.server.openai.fields import (
     REFUSED,
     GenerationFields,
     check_generation_fields,
+    default_max_tokens,
     sampling_params,
 )
 from octavo.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
@@ -119,8 +120,8 @@ def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None)
     return Asked(
         prompts=[conversation(body.messages, body, front, tools, **_effort(body, front)).prompt],
         prompt_field="messages",
-        params=sampling_params(body, _max_tokens(body), _logprobs(body), body.prompt_logprobs),
-        default_max_tokens=None,
+        params=sampling_params(body, front, _max_tokens(body), _logprobs(body), body.prompt_logprobs),
+        default_max_tokens=default_max_tokens(front),
         add_special_tokens=body.add_special_tokens,
         priority=body.priority,
         cache_salt=body.cache_salt,

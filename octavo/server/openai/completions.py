@@ -87,7 +87,7 @@ def _asked(body: CompletionBody, front: Front, request: Request) -> Asked:
     return Asked(
         prompts=_prompts(body.prompt),
         prompt_field="prompt",
-        params=sampling_params(body, body.max_tokens, body.logprobs, scored),
+        params=sampling_params(body, front, body.max_tokens, body.logprobs, scored),
         default_max_tokens=DEFAULT_MAX_TOKENS,
         add_special_tokens=body.add_special_tokens,
         priority=body.priority,

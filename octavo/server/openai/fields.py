@@ -52,6 +52,10 @@ ACCEPTED = frozenset({"metadata", "prompt_cache_key", "prompt_cache_retention", 
 """Labels and hints for the operator of a service; no answer depends on them."""
 
 
+OPEN_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields that a model's generation config fills in where a request leaves them open."""
+
+
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a stream tells besides text."""
 
@@ -61,13 +65,16 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
-    """What completions and chat completions have in common. Ranges are those of ``SamplingParams``."""
+    """What completions and chat completions have in common. Ranges are those of ``SamplingParams``.
+
+    ``None`` in a field of ``OPEN_FIELDS`` is what the model recommends, or else OpenAI's default.
+    """
 
     model: str = ""
     max_tokens: int | None = None
     n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = {}
@@ -75,9 +82,9 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: list[int] = []
@@ -135,18 +142,17 @@ def check_generation_fields(body: GenerationFields, front: Front) -> None:
 
 
 def sampling_params(
-    body: GenerationFields, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    body: GenerationFields, front: Front, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
     """The body's own fields, and those that the two endpoints word differently. Raises ``InvalidParameter``."""
+    given = {name: value for name in OPEN_FIELDS if (value := getattr(body, name)) is not None}
+    recommended = front.engine.info.sampling_defaults
+    chosen: dict[str, Any] = {name: recommended[name] for name in OPEN_FIELDS if name in recommended} | given
     return SamplingParams(
         n=body.n,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
+        **chosen,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias=_logit_bias(body.logit_bias),
@@ -159,6 +165,12 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def default_max_tokens(front: Front) -> int | None:
+    """The most tokens of a message that the client does not limit, if the model recommends a limit."""
+    recommended = front.engine.info.sampling_defaults.get("max_tokens")
+    return None if recommended is None else int(recommended)
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:

@@ -36,4 +36,5 @@ def _model(front: Front) -> dict[str, Any]:
         "created": front.created,
         "owned_by": "octavo",
         "max_model_len": front.engine.info.max_model_len,
+        "sampling_defaults": front.engine.info.sampling_defaults,
     }
