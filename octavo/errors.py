@@ -11,6 +11,7 @@
       |   - RequestTooLarge         413
       |   - QueueFull               429, with Retry-After
       |   - Unavailable             503, with Retry-After
+      |   - DeadlineExceeded        504, the time that the client gave is over
       |   - RequestFailed           500, the engine could not finish this one request
       + RunnerError            a forward pass failed; the engine isolates who caused it
 
@@ -104,6 +105,17 @@ class Unavailable(RequestError):
     status = 503
     type = "service_unavailable_error"
     code = "engine_unavailable"
+
+
+class DeadlineExceeded(RequestError):
+    """The request was not finished in the time that the client gave it."""
+
+    status = 504
+    type = "timeout_error"
+    code = "deadline_exceeded"
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"The request was not finished within its 'timeout' of {seconds:g} s.", param="timeout")
 
 
 class RequestFailed(RequestError):

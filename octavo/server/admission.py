@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from octavo.errors import ContextLengthExceeded, InvalidParameter, QueueFull
+from octavo.errors import ContextLengthExceeded, DeadlineExceeded, InvalidParameter, QueueFull
 from octavo.grammar.compiler import GrammarCompiler, Refused
 from octavo.grammar.forms import FormError
 from octavo.grammar.vocabulary import Vocabulary
@@ -52,6 +52,8 @@ class Asked:
     cache_salt: str = ""
     tenant: str = ""
     ttft_target: float = 0.0
+    timeout: float | None = None
+    """Seconds after which it ends with an error, wherever it stands then."""
     grammar: Callable[[str], str] | None = None
     """The grammar of what follows a prompt of a text, not tried out yet; it may raise ``FormError``."""
     grammar_field: str = ""
@@ -83,11 +85,20 @@ class Admission:
         if count > room:
             message = f"The request asks for {count} texts at once; this server has room for {room}."
             raise InvalidParameter(asked.prompt_field, message)
+        arrival = asyncio.get_running_loop().time()
+        deadline = None if asked.timeout is None else arrival + asked.timeout
         with self._reserved(count):
-            prompts = await self._encode_all(asked)
-            self._check_tokens(asked)
-            asked = await self._with_grammar(asked, prompts[0])
-            return self._start(asked, [(prompt, self._max_tokens(asked, prompt)) for prompt in prompts])
+            try:
+                async with asyncio.timeout_at(deadline):
+                    prompts = await self._encode_all(asked)
+                    self._check_tokens(asked)
+                    asked = await self._with_grammar(asked, prompts[0])
+            except TimeoutError:
+                raise DeadlineExceeded(asked.timeout or 0.0) from None
+            generation = self._start(asked, [(prompt, self._max_tokens(asked, prompt)) for prompt in prompts])
+        if deadline is not None:
+            generation.expire_at(deadline, DeadlineExceeded(asked.timeout or 0.0))
+        return generation
 
     async def _with_grammar(self, asked: Asked, prompt: Prompt) -> Asked:
         """``asked`` with its grammar, tried out, among the parameters. Other requests go on meanwhile."""

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import AuthenticationError, InvalidParameter, QueueFull, RequestError, RequestTooLarge, Unavailable
+from octavo.errors import (
+    AuthenticationError,
+    DeadlineExceeded,
+    InvalidParameter,
+    QueueFull,
+    RequestError,
+    RequestTooLarge,
+    Unavailable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +32,17 @@ _REJECTIONS: dict[type[RequestError], str] = {
     Unavailable: "unavailable",
     RequestTooLarge: "too_large",
     AuthenticationError: "unauthorized",
+}
+
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
 }
 
 RETRY_AFTER_SECONDS = 1
@@ -57,6 +77,13 @@ class MissingParameter(InvalidParameter):
         super().__init__(param, f"Missing required parameter: '{param}'.")
 
 
+class NotFound(RequestError):
+    """Something that was asked for by its id is not there, or belongs to somebody else."""
+
+    status = 404
+    code = "not_found"
+
+
 class UnexpectedError(RequestError):
     """Something went wrong that nobody foresaw; the log has the details, the client gets an apology."""
 
@@ -89,7 +116,14 @@ def error_object(error: RequestError) -> dict[str, dict[str, str | None]]:
     }
 
 
-def error_response(error: RequestError) -> Response:
+def anthropic_error(error: RequestError) -> dict[str, Any]:
+    """The body of an error answer of the Anthropic API, whose types say less than a status does."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def error_response(error: RequestError, path: str = "") -> Response:
+    """The answer to a request of ``path`` that is refused or has failed."""
     headers: dict[str, str] = {}
     retry_after = error.retry_after
     if isinstance(error, QueueFull | Unavailable):
@@ -101,7 +135,11 @@ def error_response(error: RequestError) -> Response:
     if isinstance(error, RequestTooLarge):
         # The rest of the body is not wanted, so the connection cannot be used again.
         headers["Connection"] = "close"
-    body = msgspec.json.encode(error_object(error))
+    if isinstance(error, DeadlineExceeded):
+        # Whoever set the time knows best whether to try again.
+        headers["x-should-retry"] = "false"
+    is_anthropic = path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
+    body = msgspec.json.encode(anthropic_error(error) if is_anthropic else error_object(error))
     return Response(body, status_code=error.status, headers=headers, media_type="application/json")
 
 
@@ -117,7 +155,7 @@ async def on_request_error(request: Request, error: Exception) -> Response:
     """The application's handler of ``RequestError``."""
     assert isinstance(error, RequestError)
     request.app.state.front.engine.metrics.observe_rejection(rejection_of(error))
-    return error_response(error)
+    return error_response(error, request.scope["path"])
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -128,6 +166,6 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         refusal = HTTPRefusal(405, f"Invalid method for URL ({where}).", "method_not_allowed")
     else:
         refusal = HTTPRefusal(error.status_code, f"Invalid URL ({where}).", "unknown_url")
-    response = error_response(refusal)
+    response = error_response(refusal, request.scope["path"])
     response.headers.update(error.headers or {})
     return response

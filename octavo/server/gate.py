@@ -72,11 +72,11 @@ class Gate:
             status = status or CLIENT_CLOSED_REQUEST
         except RequestError as error:
             self._metrics.observe_rejection(rejection_of(error))
-            await error_response(error)(scope, receive, send_named)
+            await error_response(error, scope["path"])(scope, receive, send_named)
         except Exception:
             logger.exception("%s: unexpected error", request_id)
             if not status:
-                await error_response(UnexpectedError())(scope, receive, send_named)
+                await error_response(UnexpectedError(), scope["path"])(scope, receive, send_named)
         del scope[DIRECT_SEND]  # it holds the scope
         # The route's pattern, not the path: labels must not grow with what clients send.
         handler = getattr(scope.get("route"), "path", "other")

@@ -35,7 +35,7 @@ class EventWriter(Protocol):
         ...
 
     def last_frames(self) -> bytes:
-        """What follows the end of all choices, but for ``[DONE]``."""
+        """What follows the end of all choices, but for the stream's own end."""
         ...
 
 
@@ -66,8 +66,10 @@ class EventStream(Response):
     """Streams a generation.
 
     The status goes out with the first event, so that whatever goes wrong before it has a status of its own. An
-    error after that is an event, followed by ``[DONE]``.
+    error after that is an event. ``END`` closes the stream, also after an error.
     """
+
+    END = DONE
 
     def __init__(self, generation: Generation, writer: EventWriter, headers: Mapping[str, str]) -> None:
         super().__init__(headers={**HEADERS, **headers})
@@ -106,8 +108,16 @@ class EventStream(Response):
                 data = b"".join(map(frames, choices)) if choices else KEEP_ALIVE
             data += self.writer.last_frames()
         except RequestError as error:
-            data = b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n"
-        await send({"type": "http.response.body", "body": data + DONE, "more_body": False})
+            data = self.error_frames(error)
+        await self.before_end()
+        await send({"type": "http.response.body", "body": data + self.END, "more_body": False})
+
+    async def before_end(self) -> None:
+        """Called before the last bytes are sent."""
+
+    def error_frames(self, error: RequestError) -> bytes:
+        """The events that tell of an error."""
+        return b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n"
 
     def _watch_silence(self) -> None:
         """Nudge the stream when nothing was sent for a while, which makes it send a comment."""

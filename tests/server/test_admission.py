@@ -184,3 +184,42 @@ def test_every_generating_route_goes_through_the_same_door(serve_app: Any, monke
     served.chat(stream=True)
     assert calls == ["prompt", "messages"]
     assert len(served.engine.requests) == 2
+
+
+def test_a_request_that_takes_longer_than_it_may_is_a_504(serve_app: Any) -> None:
+    engine = InProcessEngine(runs=False)
+    served = serve_app(engine)
+    for answer in (served.complete(timeout=0.05), served.chat(timeout=0.05, stream=True)):
+        assert answer.status_code == 504
+        assert answer.headers["x-should-retry"] == "false"
+        assert answer.json()["error"] == {
+            "message": "The request was not finished within its 'timeout' of 0.05 s.",
+            "type": "timeout_error",
+            "param": "timeout",
+            "code": "deadline_exceeded",
+        }
+    assert engine.num_live == 0
+    engine.runs = True
+    assert served.complete(timeout=20).status_code == 200
+    for bad in (0, -1, 86401):
+        assert served.complete(timeout=bad).json()["error"]["param"] == "timeout"
+
+
+def test_a_stream_that_takes_longer_than_it_may_ends_with_an_error(serve_app: Any) -> None:
+    engine = InProcessEngine(runs=False)
+    served = serve_app(engine)
+
+    def first_step() -> None:
+        while not engine.num_live:
+            threading.Event().wait(0.005)
+        served.call(engine.step)
+
+    thread = threading.Thread(target=first_step)
+    thread.start()
+    answer = served.complete(timeout=0.3, stream=True)
+    thread.join()
+    assert answer.status_code == 200
+    *_, error, done = answer.text.strip().split("\n\n")
+    assert '"code":"deadline_exceeded"' in error
+    assert done == "data: [DONE]"
+    assert engine.num_live == 0

@@ -87,6 +87,7 @@ async def create_chat_completion(request: Request) -> Response:
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     generation = await front.admission.admit(asked(body, front, request, tools))
     answer = ChatAnswer(front, body, generation.choices, tools)
+    front.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
     if body.stream:
         return EventStream(generation, answer, headers)
     choices = await whole(generation, request)
@@ -127,6 +128,7 @@ def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None)
         cache_salt=body.cache_salt,
         tenant=front.tenant(request, body.user),
         ttft_target=body.ttft_target or 0.0,
+        timeout=body.timeout,
         grammar=grammar,
         grammar_field=field,
         shown_ids=front.message_format.shown_ids,

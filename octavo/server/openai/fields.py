@@ -17,6 +17,7 @@ from octavo.server.front import Front
 MAX_CACHE_SALT = 256
 MAX_USER = 256
 MAX_TTFT_TARGET = 86400.0
+MAX_TIMEOUT = 86400.0
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
@@ -95,6 +96,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     cache_salt: str = ""
     user: str | None = None
     ttft_target: float | None = None
+    timeout: float | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     response_format: dict[str, Any] | None = None
@@ -137,6 +139,8 @@ def check_generation_fields(body: GenerationFields, front: Front) -> None:
             raise UnsupportedParameter("ttft_target", "'ttft_target' needs a server with --scheduling-policy deadline.")
         if not 0 < body.ttft_target <= MAX_TTFT_TARGET:
             raise InvalidParameter("ttft_target", f"'ttft_target' must be above 0 and at most {MAX_TTFT_TARGET:g}.")
+    if body.timeout is not None and not 0 < body.timeout <= MAX_TIMEOUT:
+        raise InvalidParameter("timeout", f"'timeout' must be above 0 and at most {MAX_TIMEOUT:g} seconds.")
     if body.stop and front.tokenizer is None:
         front.need_tokenizer("stop")
 
