@@ -13,6 +13,7 @@ from octavo.config import ServeConfig
 from octavo.errors import RequestError
 from octavo.server import probes
 from octavo.server.admission import Admission
+from octavo.server.anthropic import messages
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import on_http_exception, on_request_error
 from octavo.server.front import Front
@@ -25,7 +26,7 @@ from octavo.text.chat_template import load_chat_template
 from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Tokenizer
 
-PARTS = (completions, chat, models, tokenize, probes)
+PARTS = (completions, chat, messages, models, tokenize, probes)
 
 
 def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None) -> Starlette:

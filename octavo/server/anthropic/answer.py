@@ -1,0 +1,155 @@
+"""Messages as answers: whole, or as events.
+
+https://docs.anthropic.com/en/docs/build-with-claude/streaming
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from octavo.errors import RequestError
+from octavo.server.errors import anthropic_error
+from octavo.server.generation import Choice
+from octavo.server.openai.rendering import encode_line
+from octavo.server.reply import Reply
+from octavo.server.sse import EventStream
+from octavo.text.reader import Call, Piece
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+
+
+class MessageAnswer:
+    """Renders one reply, whole or as events. Reasoning is shown when ``shows_thinking``."""
+
+    def __init__(self, reply: Reply, model: str, shows_thinking: bool) -> None:
+        self._reply = reply
+        self._model = model
+        self._shows_thinking = shows_thinking
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._has_calls = False
+        self._kind = ""
+        """Type of the block that is open."""
+        self._index = -1
+
+    # --- not streamed ---
+
+    def whole(self) -> dict[str, Any]:
+        """The message, once its choice is finished."""
+        blocks: list[dict[str, Any]] = []
+        for piece in self._pieces():
+            block = _block(piece)
+            last = blocks[-1] if blocks else None
+            if not isinstance(piece, Call) and last is not None and last["type"] == block["type"]:
+                key = _text_key(block)
+                last[key] += piece.text
+            else:
+                if isinstance(piece, Call):
+                    block["input"] = msgspec.json.decode(piece.arguments)
+                else:
+                    block[_text_key(block)] = piece.text
+                blocks.append(block)
+        choice = self._reply.choice
+        return {**self._message(), "content": blocks, **self._end(choice), "usage": self._usage(choice)}
+
+    def _pieces(self) -> list[Piece]:
+        pieces = self._reply.pieces()
+        self._has_calls = self._has_calls or any(isinstance(piece, Call) for piece in pieces)
+        return pieces if self._shows_thinking else [p for p in pieces if isinstance(p, Call) or p.kind == "content"]
+
+    def _message(self) -> dict[str, Any]:
+        return {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+
+    def _end(self, choice: Choice) -> dict[str, str | None]:
+        """Why the message ended; nothing yet while it goes on."""
+        reason, sequence = choice.finish_reason, choice.stop_reason
+        if reason == "stop" and isinstance(sequence, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+        if reason == "stop" and self._has_calls:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        return {"stop_reason": STOP_REASONS.get(reason or ""), "stop_sequence": None}
+
+    @staticmethod
+    def _usage(choice: Choice) -> dict[str, int]:
+        """Tokens that were in the cache are counted apart from the others of the prompt."""
+        return {
+            "input_tokens": len(choice.prompt.tokens) - choice.num_cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": choice.num_cached_tokens,
+            "output_tokens": choice.num_tokens,
+        }
+
+    # --- streamed ---
+
+    def frames(self, choice: Choice) -> bytes:
+        """The events for what is new."""
+        data = b""
+        if self._index < 0:
+            self._index = 0
+            nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+            start = {**self._message(), **nothing, "usage": {**self._usage(choice), "output_tokens": 0}}
+            data = event("message_start", message=start)
+        for piece in self._pieces():
+            data += b"".join(self._piece_events(piece))
+        if choice.finish_reason is not None:
+            data += self._close()
+            data += event("message_delta", delta=self._end(choice), usage=self._usage(choice))
+            data += event("message_stop")
+        return data
+
+    def _piece_events(self, piece: Piece) -> Iterator[bytes]:
+        block = _block(piece)
+        if isinstance(piece, Call):
+            delta = {"type": "input_json_delta", "partial_json": piece.arguments}
+        elif block["type"] == "thinking":
+            delta = {"type": "thinking_delta", "thinking": piece.text}
+        else:
+            delta = {"type": "text_delta", "text": piece.text}
+        if isinstance(piece, Call) or self._kind != block["type"]:
+            yield self._close()
+            self._kind = block["type"]
+            yield event("content_block_start", index=self._index, content_block=block)
+        yield event("content_block_delta", index=self._index, delta=delta)
+
+    def _close(self) -> bytes:
+        """End the block that is open."""
+        if not self._kind:
+            return b""
+        data = event("content_block_stop", index=self._index)
+        self._kind = ""
+        self._index += 1
+        return data
+
+    def last_frames(self) -> bytes:
+        return b""
+
+
+class MessageStream(EventStream):
+    """Events with names, and no ``[DONE]`` after them."""
+
+    END = b""
+
+    def error_frames(self, error: RequestError) -> bytes:
+        return event("error", **anthropic_error(error))
+
+
+def event(kind: str, **members: Any) -> bytes:
+    """One event; its type is its name too."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_line({"type": kind, **members}))
+
+
+def _text_key(block: dict[str, Any]) -> str:
+    return "thinking" if block["type"] == "thinking" else "text"
+
+
+def _block(piece: Piece) -> dict[str, Any]:
+    """The block that a piece begins, still empty."""
+    if isinstance(piece, Call):
+        return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": piece.name, "input": {}}
+    if piece.kind == "reasoning":
+        # Clients send reasoning back with its signature; this server takes it without one.
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}

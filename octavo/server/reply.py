@@ -1,0 +1,39 @@
+"""One reply of the model to a conversation, for the APIs that word it otherwise than chat completions do.
+
+They turn their body into that of a chat completion, so that every field has one check and one meaning, and word the
+pieces of the reply themselves.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from octavo.server.front import Front
+from octavo.server.generation import Choice, Generation
+from octavo.server.openai.chat import ChatBody, asked
+from octavo.server.openai.chat_message import chat_message
+from octavo.server.openai.tools import tool_use
+from octavo.text.reader import Piece, Text
+
+
+class Reply:
+    """The one choice of a generation, read piece by piece: content, reasoning, and calls of functions."""
+
+    def __init__(self, front: Front, body: ChatBody, generation: Generation) -> None:
+        self.generation = generation
+        self.choice: Choice = generation.choices[0]
+        tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+        self._message = chat_message(front.message_format, tools, self.choice.prompt.text or "")
+
+    def pieces(self) -> list[Piece]:
+        """What is certain since the last call."""
+        text = self.choice.take().text
+        if self._message is not None:
+            return self._message.pieces(text, self.choice.finish_reason is not None)
+        return [Text("content", text)] if text else []
+
+
+async def begin_reply(front: Front, body: ChatBody, request: Request) -> Reply:
+    """Have a conversation answered. Raises ``RequestError``; then nothing was started."""
+    tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    return Reply(front, body, await front.admission.admit(asked(body, front, request, tools)))

@@ -1,0 +1,246 @@
+"""Messages: the unmodified anthropic client, events to the byte, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.server.conftest import Served
+from tests.server.in_process import ANSWER, IM_END, InProcessEngine, byte_tokenizer
+
+MESSAGES: Any = [{"role": "user", "content": "Hi"}]
+PROMPT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+TOOLS: Any = [{"name": "add", "description": "Add.", "input_schema": {"type": "object", "properties": {}}}]
+HERMES = (
+    "{% if tools %}<tool_call>arguments</tool_call> {{ tools | tojson }}{% endif %}<think></think>"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}\n{% endfor %}"
+    "{% if enable_thinking %}think{% endif %}"
+)
+CALLS = '<think>Two and two.</think>I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+
+
+def tokens_of(text: str) -> list[int]:
+    return [*text.encode(), IM_END]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    served = Served(InProcessEngine(), byte_tokenizer(), {})
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="module")
+def caller() -> Iterator[Served]:
+    """A server whose model thinks, then calls a function."""
+    served = Served(InProcessEngine(lambda request: tokens_of(CALLS)), byte_tokenizer(HERMES), {})
+    yield served
+    served.stop()
+
+
+def client(served: Served) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, _strict_response_validation=True)
+
+
+def post(served: Served, **body: Any) -> Any:
+    return served.client.post("/v1/messages", json={"messages": MESSAGES, "max_tokens": 4, **body})
+
+
+def prompt(served: Served) -> str:
+    return byte_tokenizer().decode(served.engine.requests[-1].prompt_tokens, False)
+
+
+def test_a_message(server: Served) -> None:
+    answer = client(server).messages.create(model="test", max_tokens=10, messages=MESSAGES)
+    assert answer.content[0].type == "text"
+    assert answer.content[0].text == ANSWER[:10]
+    assert (answer.stop_reason, answer.stop_sequence, answer.role) == ("max_tokens", None, "assistant")
+    assert answer.usage.output_tokens == 10
+    assert (answer.usage.input_tokens, answer.usage.cache_read_input_tokens) == (
+        len(server.engine.requests[-1].prompt_tokens) - 3,
+        3,
+    )
+    assert prompt(server) == PROMPT
+
+
+def test_a_stop_sequence_and_an_end(server: Served, serve_app: Any) -> None:
+    answer = client(server).messages.create(
+        model="test", max_tokens=30, messages=MESSAGES, stop_sequences=["4", "answer"], system="Be brief."
+    )
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "answer")
+    assert prompt(server).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    ended = client(serve_app(InProcessEngine(lambda request: tokens_of("Yes"))))
+    assert ended.messages.create(model="test", max_tokens=30, messages=MESSAGES).stop_reason == "end_turn"
+
+
+def test_the_helper_for_streams(server: Served) -> None:
+    with client(server).messages.stream(model="test", max_tokens=12, messages=MESSAGES) as stream:
+        assert "".join(stream.text_stream) == ANSWER[:12]
+        final = stream.get_final_message()
+    assert final.stop_reason == "max_tokens"
+    assert final.usage.output_tokens == 12
+
+
+def test_events_to_the_byte(server: Served) -> None:
+    with server.client.stream(
+        "POST", "/v1/messages?beta=true", json={"messages": MESSAGES, "max_tokens": 2, "stream": True}
+    ) as response:
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        text = response.read().decode()
+    events = [frame.split("\n") for frame in text.split("\n\n") if frame]
+    assert text.endswith("\n\n")
+    assert all(name.startswith("event: ") and data.startswith("data: ") for name, data in events)
+    bodies = [json.loads(data[6:]) for _, data in events]
+    assert [name[7:] for name, _ in events] == [body["type"] for body in bodies]
+    kinds = [body["type"] for body in bodies if body["type"] != "content_block_delta"]
+    assert kinds == [
+        "message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"
+    ]  # fmt: skip
+    start = bodies[0]["message"]
+    assert start.pop("id").startswith("msg_")
+    assert start.pop("usage")["output_tokens"] == 0
+    assert start == {
+        "type": "message",
+        "role": "assistant",
+        "model": "test",
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+    assert bodies[1] == {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+    assert bodies[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+
+
+def test_a_begun_reply_goes_on(server: Served) -> None:
+    assert post(server, messages=[*MESSAGES, {"role": "assistant", "content": "The"}]).status_code == 200
+    assert prompt(server) == PROMPT + "The"
+
+
+def test_tokens_are_counted(server: Served) -> None:
+    counted = client(server).messages.count_tokens(model="test", messages=MESSAGES, system="Be brief.")
+    post(server, system="Be brief.")
+    assert counted.input_tokens == len(server.engine.requests[-1].prompt_tokens)
+
+
+def test_calls_and_thinking(caller: Served) -> None:
+    answer = client(caller).messages.create(
+        model="test",
+        max_tokens=200,
+        messages=MESSAGES,
+        tools=TOOLS,
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    )
+    thinking, text, call = answer.content
+    assert thinking.type == "thinking"
+    assert thinking.thinking == "Two and two."
+    assert text.type == "text"
+    assert text.text.strip() == "I add."
+    assert call.type == "tool_use"
+    assert (call.name, call.input) == ("add", {"a": 2})
+    assert answer.stop_reason == "tool_use"
+    assert prompt(caller).endswith("think")
+    with client(caller).messages.stream(
+        model="test",
+        max_tokens=200,
+        messages=MESSAGES,
+        tools=TOOLS,
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    ) as stream:
+        final = stream.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
+    assert final.content[2].type == "tool_use"
+    assert final.content[2].input == {"a": 2}
+    assert final.content[0].type == "thinking"
+    assert final.content[0].thinking == "Two and two."
+
+
+def test_thinking_that_was_not_asked_for_is_not_shown(caller: Served) -> None:
+    answer = client(caller).messages.create(model="test", max_tokens=200, messages=MESSAGES, tools=TOOLS)
+    assert [block.type for block in answer.content] == ["text", "tool_use"]
+    assert not prompt(caller).endswith("think")
+
+
+def test_a_conversation_with_calls_reaches_the_template(caller: Served) -> None:
+    history: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "2+2?", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": ""},
+                {"type": "text", "text": "I add."},
+                {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 2}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "And?"},
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "4"}]},
+            ],
+        },
+    ]
+    client(caller).messages.create(model="test", max_tokens=2, messages=history, tools=TOOLS)
+    shown = prompt(caller)
+    assert "assistant:I add." in shown
+    assert '"name": "add"' in shown
+    assert "(Hm.)" in shown
+    assert "tool:4user:And?" in shown
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": []}, "'messages' must not be empty"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "'messages[0].role'"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "images are not supported"),
+        ({"messages": [{"role": "user", "content": 7}]}, "'messages[0].content'"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]}, "of type 'thinking'"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "'input'"),
+        ({"max_tokens": 0}, "'max_tokens'"),
+        ({"max_tokens": None}, "'max_tokens'"),
+        ({"max_tokens": 600}, "maximum context length"),
+        ({"temperature": -1}, "'temperature'"),
+        ({"stop_sequences": [""]}, "stop"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "'thinking'"),
+        ({"thinking": {"type": "much"}}, "'thinking.type'"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
+        ({"tools": [{"name": "add"}]}, "'input_schema'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "some"}}, "'tool_choice.type'"),
+        ({"tool_choice": {"type": "any"}}, "'tool_choice'"),
+        ({"mcp_servers": [{"url": "http://x"}]}, "'mcp_servers'"),
+        ({"metadata": {"user_id": 7}}, "'metadata.user_id'"),
+        ({"system": [IMAGE]}, "'system[0]'"),
+    ],
+)
+def test_what_is_refused(server: Served, body: dict[str, Any], words: str) -> None:
+    answer = post(server, **body)
+    assert answer.status_code == 400
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert words in answer.json()["error"]["message"]
+
+
+def test_error_classes(server: Served, serve_app: Any) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        client(server).messages.create(model="other", max_tokens=1, messages=MESSAGES)
+    late = client(serve_app(InProcessEngine(is_draining=True)))
+    with pytest.raises(anthropic.InternalServerError) as unavailable:
+        late.messages.create(model="test", max_tokens=1, messages=MESSAGES)
+    assert unavailable.value.body["error"]["type"] == "overloaded_error"  # type: ignore[index]
+
+
+def test_an_error_after_the_start_is_an_event(serve_app: Any) -> None:
+    from octavo.errors import RequestFailed
+
+    served = serve_app(InProcessEngine(errors={2: RequestFailed("The engine fails on this.")}))
+    with pytest.raises(anthropic.APIStatusError, match="fails on this"):
+        list(client(served).messages.create(model="test", max_tokens=9, messages=MESSAGES, stream=True))
