@@ -153,6 +153,10 @@ class ServerSettings:
         None,
         "header that names who is charged under the fair policy; default: the field 'user' of the body",
     )
+    state_dir: str | None = setting(
+        None, "folder of what is kept for clients: responses, files, batches; default: memory, until the server ends"
+    )
+    retention_hours: float = setting(720.0, "hours after which what is kept for clients is forgotten", low=0.001)
     shutdown_timeout: float = setting(30.0, "seconds that running requests get to finish on SIGTERM", low=0)
     engine_timeout: float = setting(
         120.0,

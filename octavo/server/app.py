@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -9,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from octavo.config import ServeConfig
+from octavo.config import ServeConfig, ServerSettings
 from octavo.errors import RequestError
 from octavo.server import probes
 from octavo.server.admission import Admission
@@ -18,15 +22,18 @@ from octavo.server.engine_client import EngineClient
 from octavo.server.errors import on_http_exception, on_request_error
 from octavo.server.front import Front
 from octavo.server.gate import Gate
+from octavo.server.jobs import Jobs
 from octavo.server.openai import chat, completions, models, tokenize
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import PAGE, openapi_document
+from octavo.server.responses import endpoints as responses
 from octavo.server.serving import served_model_name
+from octavo.server.store import Store
 from octavo.text.chat_template import load_chat_template
 from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Tokenizer
 
-PARTS = (completions, chat, messages, models, tokenize, probes)
+PARTS = (completions, chat, messages, responses, models, tokenize, probes)
 
 
 def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None) -> Starlette:
@@ -37,6 +44,7 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
     app = Starlette(
         routes=[*endpoints, *documents],
         middleware=[Middleware(Gate, api_key=config.server.api_key, metrics=engine.metrics)],
+        lifespan=_life,
         exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )
     # A redirect would be made from the Host header, which the client chooses.
@@ -53,9 +61,25 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
             settings.tool_call_parser, settings.reasoning_parser, chat_template.source, special_ids
         ),
         admission=Admission(engine, tokenizer, config.server.max_num_queued_reqs),
+        store=_store(settings),
+        jobs=Jobs(),
         model_name=served_model_name(config),
     )
     return app
+
+
+@contextlib.asynccontextmanager
+async def _life(app: Starlette) -> AsyncIterator[None]:
+    """What an earlier process left undone goes on as soon as this one serves."""
+    front: Front = app.state.front
+    await responses.resume_responses(app)
+    yield
+    await front.jobs.close()
+
+
+def _store(settings: ServerSettings) -> Store:
+    folder = None if settings.state_dir is None else Path(settings.state_dir).expanduser()
+    return Store(folder, settings.retention_hours * 3600)
 
 
 async def _document(request: Request) -> Response:

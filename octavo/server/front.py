@@ -16,6 +16,8 @@ from octavo.server.admission import Admission
 from octavo.server.body import BodyReader, read_body
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import UnknownParameter, printable
+from octavo.server.jobs import Jobs
+from octavo.server.store import Store
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.message_format import MessageFormat
@@ -39,6 +41,8 @@ class Front:
     chat_template: ChatTemplate
     message_format: MessageFormat
     admission: Admission
+    store: Store
+    jobs: Jobs
     model_name: str
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -56,9 +60,10 @@ class Front:
             logger.warning("there will be no chat completions: %s", error)
 
     def close(self) -> None:
-        """End the child processes."""
+        """End the child processes, and close the database."""
         self.chat_template.close()
         self.admission.grammars.close()
+        self.store.close()
 
     def check_model(self, name: str) -> None:
         """Raise ``ModelNotFound`` unless ``name`` is this server's model, or was not given."""

@@ -26,7 +26,7 @@ class HTTPServer(uvicorn.Server):
                 app,
                 http="httptools",
                 ws="none",
-                lifespan="off",
+                lifespan="on",
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -30,7 +30,7 @@ class Served:
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._server = uvicorn.Server(
-            uvicorn.Config(self.app, http="httptools", lifespan="off", log_config=None, access_log=False)
+            uvicorn.Config(self.app, http="httptools", lifespan="on", log_config=None, access_log=False)
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

@@ -1,0 +1,216 @@
+"""Responses as answers: whole, or as events with sequence numbers.
+
+https://platform.openai.com/docs/api-reference/responses-streaming
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+from octavo.errors import RequestError
+from octavo.server.generation import Choice
+from octavo.server.openai.rendering import encode_line
+from octavo.server.reply import Reply
+from octavo.server.responses.body import ResponseBody
+from octavo.server.responses.items import Item
+from octavo.server.sse import EventStream
+from octavo.text.reader import Call, Piece
+
+PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def begun(body: ResponseBody, model: str) -> dict[str, Any]:
+    """The response object before anything is computed; clients expect to find in it what they asked for."""
+    return {
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "queued" if body.background else "in_progress",
+        "background": body.background,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata,
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "store": body.store,
+        "temperature": body.temperature,
+        "text": {"format": body.text.format or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [{"parameters": None, "strict": None, **tool} for tool in body.tools],
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def failed(response: dict[str, Any], error: RequestError) -> None:
+    """Note in the response object that there will be no answer."""
+    response["status"] = "failed"
+    # The API has a closed list of codes, these two among them.
+    code = "server_error" if error.status >= 500 else "invalid_prompt"
+    response["error"] = {"code": code, "message": error.message}
+
+
+class ResponseAnswer:
+    """Puts one reply into its response object, and tells of it as events."""
+
+    def __init__(self, response: dict[str, Any], reply: Reply) -> None:
+        self.response = response
+        self._reply = reply
+        self._number = 0
+        self._is_open = False
+        """Whether the last item of the output may still grow."""
+
+    def finish(self) -> dict[str, Any]:
+        """The response object, once the choice is finished."""
+        for _ in self._events():
+            pass
+        return self.response
+
+    def frames(self, choice: Choice) -> bytes:
+        """The events for what is new."""
+        return b"".join(self._events())
+
+    def last_frames(self) -> bytes:
+        return b""
+
+    def failure(self, error: RequestError) -> bytes:
+        """The event that tells of an error."""
+        failed(self.response, error)
+        return self._event("response.failed", response=self.response)
+
+    def _events(self) -> Iterator[bytes]:
+        choice = self._reply.choice
+        if not self._number:
+            self.response["status"] = "in_progress"
+            yield self._event("response.created", response=self.response)
+            yield self._event("response.in_progress", response=self.response)
+        for piece in self._reply.pieces():
+            yield from self._piece(piece)
+        if choice.finish_reason is not None:
+            is_cut = choice.finish_reason == "length"
+            yield from self._close("incomplete" if is_cut else "completed")
+            self._end(choice, is_cut)
+            yield self._event("response.incomplete" if is_cut else "response.completed", response=self.response)
+
+    def _end(self, choice: Choice, is_cut: bool) -> None:
+        response, num_prompt = self.response, len(choice.prompt.tokens)
+        response["status"] = "incomplete" if is_cut else "completed"
+        if is_cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["usage"] = {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": choice.num_cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": choice.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": choice.num_reasoning_tokens},
+            "total_tokens": num_prompt + choice.num_tokens,
+        }
+
+    def _piece(self, piece: Piece) -> Iterator[bytes]:
+        if isinstance(piece, Call):
+            yield from self._close("completed")
+            yield from self._call(piece)
+            return
+        kind = "message" if piece.kind == "content" else "reasoning"
+        output = self.response["output"]
+        if not self._is_open or output[-1]["type"] != kind:
+            yield from self._close("completed")
+            yield from self._open(kind)
+        item = output[-1]
+        item["content"][0]["text"] += piece.text
+        extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        yield self._event(f"response.{PART_TYPES[kind]}.delta", **self._place(), delta=piece.text, **extra)
+
+    def _open(self, kind: str) -> Iterator[bytes]:
+        """Begin an item with one part of text."""
+        part: dict[str, Any] = {"type": PART_TYPES[kind], "text": ""}
+        if kind == "message":
+            part |= {"annotations": [], "logprobs": []}
+            item: Item = {"type": kind, "id": new_id("msg"), "role": "assistant", "status": "in_progress"}
+        else:
+            item = {"type": kind, "id": new_id("rs"), "summary": [], "status": "in_progress"}
+        self._is_open = True
+        yield self._added({**item, "content": []})
+        self.response["output"][-1]["content"] = [part]
+        yield self._event("response.content_part.added", **self._place(), part=part)
+
+    def _close(self, status: str) -> Iterator[bytes]:
+        """End the item that is open."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        item = self.response["output"][-1]
+        item["status"] = status
+        part = item["content"][0]
+        extra: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        yield self._event(f"response.{part['type']}.done", **self._place(), text=part["text"], **extra)
+        yield self._event("response.content_part.done", **self._place(), part=part)
+        yield self._done(item)
+
+    def _call(self, call: Call) -> Iterator[bytes]:
+        item: Item = {
+            "type": "function_call",
+            "id": new_id("fc"),
+            "call_id": new_id("call"),
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+        yield self._added({**item, "arguments": "", "status": "in_progress"})
+        self.response["output"][-1] = item
+        place = {"item_id": item["id"], "output_index": len(self.response["output"]) - 1}
+        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
+        done = {**place, "name": call.name, "arguments": call.arguments}
+        yield self._event("response.function_call_arguments.done", **done)
+        yield self._done(item)
+
+    def _added(self, item: Item) -> bytes:
+        output = self.response["output"]
+        output.append(item)
+        return self._event("response.output_item.added", output_index=len(output) - 1, item=item)
+
+    def _done(self, item: Item) -> bytes:
+        index = len(self.response["output"]) - 1
+        return self._event("response.output_item.done", output_index=index, item=item)
+
+    def _place(self) -> dict[str, Any]:
+        output = self.response["output"]
+        return {"item_id": output[-1]["id"], "output_index": len(output) - 1, "content_index": 0}
+
+    def _event(self, kind: str, **members: Any) -> bytes:
+        data = encode_line({"type": kind, "sequence_number": self._number, **members})
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+class ResponseStream(EventStream):
+    """Events with names, and no ``[DONE]`` after them."""
+
+    END = b""
+
+    def __init__(
+        self, reply: Reply, answer: ResponseAnswer, headers: Mapping[str, str], keep: Callable[[], Awaitable[None]]
+    ) -> None:
+        """``keep`` is called before the last event, which says that the response can be asked for."""
+        super().__init__(reply.generation, answer, headers)
+        self._answer = answer
+        self._keep = keep
+
+    def error_frames(self, error: RequestError) -> bytes:
+        return self._answer.failure(error)
+
+    async def before_end(self) -> None:
+        await self._keep()

@@ -1,0 +1,142 @@
+"""The body of a response request, and its way to the body of a chat completion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from octavo.errors import InvalidParameter
+from octavo.sampling_params import MAX_LOGPROBS, MAX_TOKEN_ID
+from octavo.server.body import BodyReader
+from octavo.server.errors import UnsupportedParameter, printable
+from octavo.server.openai.chat import ChatBody
+from octavo.server.responses.items import Item, chat_messages
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "context_management": (),
+    "conversation": (),
+    "max_tool_calls": (),
+    "prompt": (),
+    "service_tier": ("auto", "default"),
+    "truncation": ("disabled",),
+}
+ACCEPTED = frozenset({"prompt_cache_key", "prompt_cache_retention", "safety_identifier", "client_metadata"})
+INCLUDED = ("reasoning.encrypted_content",)
+"""What may be asked for beside the answer: reasoning is shown as it is here, so nothing of it is encrypted."""
+
+
+class Reasoning(msgspec.Struct, kw_only=True, frozen=True):
+    """How much the model should reason."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True, frozen=True):
+    """What the text must be."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream tells besides events."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponseBody(msgspec.Struct, kw_only=True):
+    """A request for a response."""
+
+    model: str = ""
+    input: str | list[Item] = []
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
+    reasoning: Reasoning = Reasoning()
+    include: list[str] = []
+    top_logprobs: int = 0
+    previous_response_id: str | None = None
+    store: bool = True
+    background: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    metadata: dict[str, str] = {}
+    user: str | None = None
+    timeout: float | None = None
+
+
+reader = BodyReader(ResponseBody, REFUSED, ACCEPTED)
+
+
+def check(body: ResponseBody) -> None:
+    """Checks that are not those of a chat completion. Raises ``RequestError``."""
+    limit = body.max_output_tokens
+    if limit is not None and not 1 <= limit <= MAX_TOKEN_ID:
+        raise InvalidParameter("max_output_tokens", f"'max_output_tokens' must be from 1 to {MAX_TOKEN_ID}.")
+    for name in body.include:
+        if name not in INCLUDED:
+            raise UnsupportedParameter("include", f"'include' of '{printable(name)}' is not supported.")
+    if not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+        raise InvalidParameter("top_logprobs", f"'top_logprobs' must be from 0 to {MAX_LOGPROBS}.")
+    if body.top_logprobs:
+        raise UnsupportedParameter("top_logprobs", "'top_logprobs' is not supported here; chat completions have it.")
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        raise UnsupportedParameter("stream_options", "'stream_options.include_obfuscation' is not supported.")
+    if (body.text.verbosity or "medium") != "medium":
+        raise UnsupportedParameter("text", "'text.verbosity' is not supported.")
+    if body.background and not body.store:
+        raise InvalidParameter("background", "'background' needs 'store': the answer is fetched by its id.")
+    if body.background and body.stream:
+        raise UnsupportedParameter("stream", "'stream' is not supported with 'background'.")
+    if len(body.metadata) > 16:
+        raise InvalidParameter("metadata", "'metadata' takes at most 16 pairs.")
+
+
+def chat_body(body: ResponseBody, history: list[Item]) -> ChatBody:
+    """The same request as a chat completion's, behind the items of ``history``. Raises ``InvalidParameter``."""
+    messages = chat_messages(history)
+    if body.instructions:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    return ChatBody(
+        model=body.model,
+        messages=messages,
+        max_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        tools=[_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools)],
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_format(body.text.format),
+        reasoning_effort=body.reasoning.effort,
+        stream=body.stream,
+        user=body.user,
+        timeout=body.timeout,
+    )
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        kind = printable(str(tool.get("type")))
+        raise UnsupportedParameter("tools", f"'{where}.type' is '{kind}'; only 'function' is supported.")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The format in the words of chat completions, where a schema has an object of its own."""
+    if given is not None and given.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+    return given

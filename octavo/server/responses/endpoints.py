@@ -1,0 +1,194 @@
+"""/v1/responses: replies that are kept, can be followed up, fetched, deleted, and computed in the background."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import InvalidParameter, RequestError
+from octavo.server.caller import Caller, caller_of
+from octavo.server.errors import NotFound, printable
+from octavo.server.front import Front, front_of
+from octavo.server.jobs import inner_request, patiently
+from octavo.server.openai.chat import ChatBody
+from octavo.server.openai.rendering import json_response
+from octavo.server.openai.schema import Endpoint
+from octavo.server.reply import begin_reply
+from octavo.server.responses.answer import ResponseAnswer, ResponseStream, begun, failed
+from octavo.server.responses.body import ResponseBody, chat_body, check, reader
+from octavo.server.responses.items import Item, input_items
+from octavo.server.sse import whole
+
+KIND = "response"
+PENDING = "pending_response"
+"""Kind of what is kept of a background response until it is done."""
+PATH = "/v1/responses"
+
+
+class PreviousResponseNotFound(InvalidParameter):
+    """There is no response to follow up."""
+
+    code = "previous_response_not_found"
+
+
+class Record(msgspec.Struct):
+    """A response as it is kept, with the items that it follows."""
+
+    response: dict[str, Any]
+    history: list[Item]
+
+
+class Pending(msgspec.Struct):
+    """A background response that is not done: with this, another process can go on with it."""
+
+    body: ResponseBody
+    record: Record
+
+
+async def create_response(request: Request) -> Response:
+    front, caller = front_of(request), caller_of(request)
+    front.admission.check_room()
+    body, headers = await front.read(request, reader)
+    check(body)
+    front.check_model(body.model)
+    history = await _previous(front, caller, body.previous_response_id) + input_items(body.input)
+    chat = chat_body(body, history)
+    record = Record(begun(body, front.model_name), history)
+    if body.background:
+        await _begin_in_background(request.app, caller, Pending(body, record), chat)
+        return json_response(record.response, headers)
+
+    async def keep() -> None:
+        if body.store:
+            await _keep(front, caller, record)
+
+    reply = await begin_reply(front, chat, request)
+    answer = ResponseAnswer(record.response, reply)
+    if body.stream:
+        return ResponseStream(reply, answer, headers, keep)
+    await whole(reply.generation, request)
+    answer.finish()
+    await keep()
+    return json_response(record.response, headers)
+
+
+async def retrieve_response(request: Request) -> Response:
+    for name in ("stream", "starting_after"):
+        if request.query_params.get(name, "false") != "false":
+            raise InvalidParameter(name, f"'{name}' is not supported: responses are retrieved whole.")
+    return json_response((await _record(request)).response, {})
+
+
+async def list_input_items(request: Request) -> Response:
+    items = (await _record(request)).history
+    items = [{"id": f"item_{place}", **item} for place, item in enumerate(items)]
+    ids = [item["id"] for item in items] or [None]
+    # Newest first, as the API has it unless told otherwise.
+    if request.query_params.get("order", "desc") == "desc":
+        items, ids = items[::-1], ids[::-1]
+    return json_response(
+        {"object": "list", "data": items, "first_id": ids[0], "last_id": ids[-1], "has_more": False}, {}
+    )
+
+
+async def delete_response(request: Request) -> Response:
+    front, name = front_of(request), (await _record(request)).response["id"]
+    await front.jobs.cancel(name)
+    owner = caller_of(request).name
+    await front.store.delete(PENDING, name, owner)
+    await front.store.delete(KIND, name, owner)
+    return json_response({"id": name, "object": "response", "deleted": True}, {})
+
+
+async def cancel_response(request: Request) -> Response:
+    front, caller = front_of(request), caller_of(request)
+    name = (await _record(request)).response["id"]
+    is_cancelled = await front.jobs.cancel(name)
+    record = await _record(request)
+    if not record.response["background"]:
+        raise InvalidParameter("response_id", "Only responses that were begun in the background can be cancelled.")
+    if is_cancelled and record.response["status"] in ("queued", "in_progress"):
+        record.response["status"] = "cancelled"
+        await _keep(front, caller, record)
+        await front.store.delete(PENDING, name, caller.name)
+    return json_response(record.response, {})
+
+
+ENDPOINTS = [
+    Endpoint("POST", PATH, create_response, "Answer a conversation, and keep the answer", ResponseBody),
+    Endpoint("GET", PATH + "/{response_id}", retrieve_response, "A response that was kept"),
+    Endpoint("DELETE", PATH + "/{response_id}", delete_response, "Forget a response"),
+    Endpoint("GET", PATH + "/{response_id}/input_items", list_input_items, "The items that a response follows"),
+    Endpoint("POST", PATH + "/{response_id}/cancel", cancel_response, "End a response in the background"),
+]
+
+
+async def resume_responses(app: Starlette) -> None:
+    """Go on with what an earlier process left undone in the background."""
+    front: Front = app.state.front
+    for name, owner, value in await front.store.list(PENDING):
+        pending = msgspec.json.decode(value, type=Pending)
+        chat = chat_body(pending.body, pending.record.history)
+        front.jobs.start(name, _in_background(app, Caller(owner), pending.record, chat))
+
+
+# --- the store ---
+
+
+async def _keep(front: Front, caller: Caller, record: Record) -> None:
+    await front.store.put(KIND, record.response["id"], caller.name, msgspec.json.encode(record))
+
+
+async def _record(request: Request) -> Record:
+    name = request.path_params["response_id"]
+    value = await front_of(request).store.get(KIND, name, caller_of(request).name)
+    if value is None:
+        raise NotFound(f"There is no response '{printable(name)}'.", param="response_id")
+    return msgspec.json.decode(value, type=Record)
+
+
+async def _previous(front: Front, caller: Caller, name: str | None) -> list[Item]:
+    """The conversation up to and with an earlier response."""
+    if name is None:
+        return []
+    value = await front.store.get(KIND, name, caller.name)
+    if value is None:
+        message = f"There is no response '{printable(name)}' to follow up."
+        raise PreviousResponseNotFound("previous_response_id", message)
+    record = msgspec.json.decode(value, type=Record)
+    return [*record.history, *record.response["output"]]
+
+
+# --- the background ---
+
+
+async def _begin_in_background(app: Starlette, caller: Caller, pending: Pending, chat: ChatBody) -> None:
+    front: Front = app.state.front
+    name = pending.record.response["id"]
+    await front.store.put(PENDING, name, caller.name, msgspec.json.encode(pending))
+    await _keep(front, caller, pending.record)
+    front.jobs.start(name, _in_background(app, caller, pending.record, chat))
+
+
+async def _in_background(app: Starlette, caller: Caller, record: Record, chat: ChatBody) -> None:
+    """Have the reply computed, however often the server is full or shuts down before."""
+    front: Front = app.state.front
+
+    async def attempt() -> dict[str, Any]:
+        request = inner_request(app, PATH, b"", caller)
+        reply = await begin_reply(front, chat, request)
+        record.response["status"] = "in_progress"
+        await _keep(front, caller, record)
+        await whole(reply.generation, request)
+        return ResponseAnswer(record.response, reply).finish()
+
+    try:
+        await patiently(attempt)
+    except RequestError as error:
+        failed(record.response, error)
+    await _keep(front, caller, record)
+    await front.store.delete(PENDING, record.response["id"], caller.name)

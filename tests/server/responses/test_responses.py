@@ -1,0 +1,244 @@
+"""Responses: the unmodified openai client, events and their numbers, the store, and the background."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from octavo.errors import RequestFailed
+from tests.server.conftest import Served
+from tests.server.in_process import ANSWER, IM_END, InProcessEngine, byte_tokenizer
+from tests.server.openai.test_client import options
+
+TOOLS: Any = [{"type": "function", "name": "add", "description": "Add.", "parameters": {"type": "object"}}]
+HERMES = (
+    "{% if tools %}<tool_call>arguments</tool_call> {{ tools | tojson }}{% endif %}<think></think>"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %};{% endfor %}"
+)
+CALLS = '<think>Two and two.</think>I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    served = Served(InProcessEngine(), byte_tokenizer(), {})
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="module")
+def caller() -> Iterator[Served]:
+    """A server whose model thinks, then calls a function."""
+    served = Served(InProcessEngine(lambda request: [*CALLS.encode(), IM_END]), byte_tokenizer(HERMES), {})
+    yield served
+    served.stop()
+
+
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(**options(served))
+
+
+def post(served: Served, **body: Any) -> Any:
+    return served.client.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 4, **body})
+
+
+def prompt(served: Served) -> str:
+    return byte_tokenizer().decode(served.engine.requests[-1].prompt_tokens, False)
+
+
+def until_done(served: Served, name: str, seconds: float = 10) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        answer = served.client.get(f"/v1/responses/{name}").json()
+        if answer["status"] not in ("queued", "in_progress"):
+            return answer
+        time.sleep(0.01)
+    raise AssertionError("it does not end")
+
+
+def test_a_response(server: Served) -> None:
+    answer = client(server).responses.create(
+        model="test", input="Hi", max_output_tokens=10, instructions="Be brief.", metadata={"a": "b"}
+    )
+    assert answer.output_text == ANSWER[:10]
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == 10
+    assert answer.metadata == {"a": "b"}
+    assert prompt(server).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi")
+
+
+def test_a_response_is_kept_followed_and_forgotten(server: Served) -> None:
+    api = client(server)
+    first = api.responses.create(model="test", input="Hi", max_output_tokens=3)
+    assert api.responses.retrieve(first.id) == first
+    assert [item.type for item in api.responses.input_items.list(first.id)] == ["message"]
+    api.responses.create(model="test", input="And?", previous_response_id=first.id, max_output_tokens=3)
+    assert "user\nHi<|im_end|>\n<|im_start|>assistant\nThe<|im_end|>\n<|im_start|>user\nAnd?" in prompt(server)
+    api.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        api.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError) as lost:
+        api.responses.create(model="test", input="And?", previous_response_id=first.id)
+    assert lost.value.code == "previous_response_not_found"
+
+
+def test_what_is_not_to_be_kept_is_not(server: Served) -> None:
+    answer = client(server).responses.create(model="test", input="Hi", max_output_tokens=3, store=False)
+    assert server.client.get(f"/v1/responses/{answer.id}").status_code == 404
+
+
+def test_the_helper_for_streams(serve_app: Any) -> None:
+    api = client(serve_app(InProcessEngine(lambda request: [*ANSWER[:12].encode(), IM_END])))
+    with api.responses.stream(model="test", input="Hi", max_output_tokens=20) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events if event.type != "response.output_text.delta"]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert final.output_text == ANSWER[:12]
+    assert api.responses.retrieve(final.id).output_text == ANSWER[:12]
+
+
+def test_every_event_is_of_the_type_that_its_name_says(caller: Served) -> None:
+    with caller.client.stream(
+        "POST", "/v1/responses", json={"input": "Hi", "stream": True, "tools": TOOLS, "max_output_tokens": 200}
+    ) as response:
+        text = response.read().decode()
+    frames = [frame.split("\n") for frame in text.split("\n\n") if frame]
+    bodies = [json.loads(data.removeprefix("data: ")) for _, data in frames]
+    assert [name.removeprefix("event: ") for name, _ in frames] == [body["type"] for body in bodies]
+    joined = "".join(body["delta"] for body in bodies if body["type"] == "response.reasoning_text.delta")
+    assert joined == "Two and two."
+    assert bodies[-1]["type"] == "response.completed"
+
+
+def test_calls_and_reasoning(caller: Served) -> None:
+    api = client(caller)
+    answer = api.responses.create(model="test", input="2+2?", tools=TOOLS, max_output_tokens=200)
+    thought, text, call = answer.output
+    assert thought.type == "reasoning"
+    assert thought.content is not None
+    assert thought.content[0].text == "Two and two."
+    assert text.type == "message"
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("add", {"a": 2})
+    assert answer.status == "completed"
+    history: Any = [
+        {"role": "user", "content": "2+2?"},
+        *[item.model_dump(exclude_none=True) for item in answer.output],
+        {"type": "function_call_output", "call_id": call.call_id, "output": "4"},
+    ]
+    api.responses.create(model="test", input=history, tools=TOOLS, max_output_tokens=2)
+    stateless = prompt(caller)
+    assert "user:2+2?;assistant:I add." in stateless
+    assert "(Two and two.)" in stateless
+    assert '"name": "add"' in stateless.split("assistant:")[1]
+    assert stateless.endswith("tool:4;")
+    output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "4"}]
+    api.responses.create(model="test", input=output, previous_response_id=answer.id, tools=TOOLS, max_output_tokens=2)
+    assert prompt(caller) == stateless
+    with api.responses.stream(model="test", input="2+2?", tools=TOOLS, max_output_tokens=200) as stream:
+        final = stream.get_final_response()
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+
+
+def test_the_background(server: Served, serve_app: Any) -> None:
+    begun = client(server).responses.create(model="test", input="Hi", max_output_tokens=5, background=True)
+    assert begun.status == "queued"
+    done = until_done(server, begun.id)
+    assert (done["status"], done["background"]) == ("incomplete", True)
+    assert done["output"][0]["content"][0]["text"] == ANSWER[:5]
+    failing = serve_app(InProcessEngine(errors={2: RequestFailed("The engine fails on this.")}))
+    ended = until_done(failing, post(failing, background=True).json()["id"])
+    assert ended["status"] == "failed"
+    assert ended["error"] == {"code": "server_error", "message": "The engine fails on this."}
+
+
+def test_cancelling(serve_app: Any) -> None:
+    engine = InProcessEngine(runs=False)
+    served = serve_app(engine)
+    api = client(served)
+    begun = api.responses.create(model="test", input="Hi", background=True)
+    while not engine.num_live:
+        time.sleep(0.005)
+    assert api.responses.cancel(begun.id).status == "cancelled"
+    assert engine.num_live == 0
+    assert api.responses.retrieve(begun.id).status == "cancelled"
+    engine.runs = True
+    plain = post(served).json()["id"]
+    assert served.client.post(f"/v1/responses/{plain}/cancel").status_code == 400
+    assert served.client.post("/v1/responses/other/cancel").status_code == 404
+
+
+def test_the_background_outlives_the_process(serve_app: Any, tmp_path: Path) -> None:
+    stuck = Served(InProcessEngine(runs=False), byte_tokenizer(), {"state_dir": str(tmp_path)})
+    begun = post(stuck, background=True).json()["id"]
+    kept = post(serve_app(state_dir=str(tmp_path / "other"))).json()["id"]
+    stuck.stop()
+    later = serve_app(state_dir=str(tmp_path))
+    assert until_done(later, begun)["output"][0]["content"][0]["text"] == ANSWER[:4]
+    assert later.client.get(f"/v1/responses/{kept}").status_code == 404
+
+
+def test_what_is_kept_expires(serve_app: Any) -> None:
+    served = serve_app(retention_hours=0.001)
+    name = post(served).json()["id"]
+    assert served.client.get(f"/v1/responses/{name}").status_code == 200
+    served.app.state.front.store._retention = 0.0
+    assert served.client.get(f"/v1/responses/{name}").status_code == 404
+
+
+def test_a_failure_after_the_start_is_an_event(serve_app: Any) -> None:
+    served = serve_app(InProcessEngine(errors={2: RequestFailed("The engine fails on this.")}))
+    events = list(client(served).responses.create(model="test", input="Hi", stream=True))
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error is not None
+    assert events[-1].response.error.message == "The engine fails on this."
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 7}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"background": True, "store": False}, "background"),
+        ({"background": True, "stream": True}, "stream"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"text": {"verbosity": "low"}}, "text"),
+        ({"temperature": 101}, "temperature"),
+        ({"previous_response_id": "resp_other"}, "previous_response_id"),
+        ({"metadata": {"a": 7}}, "metadata"),
+    ],
+)
+def test_what_is_refused(server: Served, body: dict[str, Any], param: str) -> None:
+    answer = post(server, **body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
