@@ -21,9 +21,11 @@ LEVELS: list[set[str]] = [
     {"engine", "layers"},
     {"models"},
     {"runtime"},
+    {"build_encoder"},
     {"build"},
     {"llm", "server"},
     {"bench"},
+    {"sim"},
     {"cli"},
     {"__main__", "__init__"},
 ]

@@ -18,7 +18,7 @@ from octavo import __version__
 from octavo.cli.settings import environment_warnings
 from octavo.errors import OctavoError
 
-COMMANDS = ("serve", "chat", "generate", "models", "debug", "doctor", "bench", "demo")
+COMMANDS = ("serve", "chat", "generate", "models", "debug", "doctor", "bench", "simulate", "demo", "explain")
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130

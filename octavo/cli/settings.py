@@ -60,10 +60,11 @@ def add_settings(parser: argparse.ArgumentParser, config_class: type[EngineConfi
     for item in settings(config_class):
         if item.group not in groups:
             groups[item.group] = parser.add_argument_group(f"{item.group} settings", owners[item.group].__doc__)
-        _add_flag(groups[item.group], item)
+        add_flag(groups[item.group], item)
 
 
-def _add_flag(group: Any, item: Setting) -> None:
+def add_flag(group: Any, item: Setting) -> None:
+    """Add the flag of one setting to a parser or a group of one."""
     if item.type is bool:
         help = f"{item.help} (default: {'on' if item.default else 'off'})"
         group.add_argument(flag_name(item.name), dest=item.name, action=argparse.BooleanOptionalAction, help=help)

@@ -1,0 +1,154 @@
+"""`octavo simulate`: what a fleet would do, decided by the real scheduler on a virtual clock."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from octavo.cli.settings import add_flag, flag_name
+from octavo.config import EngineConfig, settings
+from octavo.errors import ConfigError
+
+NAME = "simulate"
+HELP = "predict latency, throughput and cost of a fleet; find the cheapest that keeps to targets"
+GROUPS = ("cache", "scheduler")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is asked for, what serves it, and the engine's own settings."""
+    parser.add_argument("--model", default="llama-3.1-8b", help="a shape's name, or a folder with a config.json")
+    parser.add_argument("--device", default="h200", help="what each replica runs on")
+    parser.add_argument("--replicas", type=_positive, default=1)
+    parser.add_argument("--tensor-parallel-size", type=_positive, default=1, help="devices of a replica")
+    parser.add_argument("--router", default="least-loaded", help="round-robin, least-loaded or prefix-aware")
+    parser.add_argument("--weight-bits", type=float, default=16, help="bits of a weight")
+    parser.add_argument("--cost-log", type=Path, help="timed steps to learn the time of a step from; default: roofline")
+    parser.add_argument("--depth", type=_positive, default=2, help="steps in flight; a CPU has 1")
+    work = parser.add_argument_group("workload")
+    work.add_argument("--workload", default="chat", help="single, chat, agent, summary, W1 to W5, or a recorded trace")
+    work.add_argument("--num-prompts", type=_positive, default=1000, help="requests in all, later turns among them")
+    work.add_argument("--rate", type=_above_zero, help="requests a second, over all turns")
+    work.add_argument("--burstiness", type=_above_zero, default=1.0, help="1 is Poisson, below that come bursts")
+    work.add_argument("--concurrency", type=_positive, help="so many clients that ask one request after another")
+    work.add_argument("--input-len", type=_positive, help="mean prompt tokens, in place of the workload's")
+    work.add_argument("--output-len", type=_positive, help="mean output tokens, in place of the workload's")
+    work.add_argument("--seed", type=int, default=0)
+    goal = parser.add_argument_group("targets and results")
+    goal.add_argument("--slo-ttft", type=_above_zero, default=float("inf"), help="seconds to the first token")
+    goal.add_argument("--slo-itl", type=_above_zero, default=float("inf"), help="seconds for each token after it")
+    goal.add_argument("--slo-share", type=float, default=0.99, help="share of the requests that must keep to them")
+    goal.add_argument("--search", action="store_true", help="find the fewest devices that do")
+    goal.add_argument("--price", type=_above_zero, help="what a device costs an hour")
+    goal.add_argument("--output", type=Path, help="also write the JSON to this file")
+    goal.add_argument("--plot", type=Path, help="write a PNG to this file; needs matplotlib")
+    for name in GROUPS:
+        group = parser.add_argument_group(f"{name} settings", "as for `octavo serve`")
+        for item in settings(EngineConfig):
+            if item.group == name:
+                add_flag(group, item)
+    parser.add_argument("--policy", dest="scheduling_policy", help=f"short for {flag_name('scheduling_policy')}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate or search, and print the figures."""
+    from octavo.sim.devices import find_device
+    from octavo.sim.plots import plot
+    from octavo.sim.report import Targets
+    from octavo.sim.setup import Asked
+
+    known = {item.name: item for item in settings(EngineConfig) if item.group in GROUPS}
+    given = {name: getattr(args, name) for name in known if getattr(args, name) is not None}
+    engine = EngineConfig.from_flat({name: known[name].parse(value) for name, value in given.items()})
+    asked = Asked(
+        args.model,
+        args.device,
+        args.workload,
+        args.num_prompts,
+        args.rate,
+        args.burstiness,
+        args.concurrency,
+        args.input_len,
+        args.output_len,
+        args.replicas,
+        args.tensor_parallel_size,
+        args.router,
+        args.weight_bits,
+        args.cost_log,
+        args.depth,
+        args.seed,
+    )
+    targets = Targets(args.slo_ttft, args.slo_itl)
+    result = _search(args, asked, engine, targets) if args.search else _simulate(asked, engine, targets)
+    result["device_is_measured"] = find_device(args.device).is_measured
+    if args.price is not None:
+        hours = result["device_hours_per_million_output_tokens"]
+        result["cost_per_million_output_tokens"] = args.price * hours
+    if args.plot is not None:
+        plot(result, args.plot)
+    text = json.dumps(_finite(result), indent=1)
+    if args.output is not None:
+        args.output.write_text(text + "\n")
+    print(json.dumps(_finite({name: value for name, value in result.items() if name != "queue"}), indent=1))
+    return 0
+
+
+def _simulate(asked: Any, engine: EngineConfig, targets: Any) -> dict[str, Any]:
+    from octavo.sim.simulate import Simulation
+
+    started = time.perf_counter()
+    figures = Simulation(asked.fleet(engine), asked.clients(), targets).run()
+    print(f"octavo: simulated in {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    return {"asked": _plain(asked), **figures}
+
+
+def _search(args: argparse.Namespace, asked: Any, engine: EngineConfig, targets: Any) -> dict[str, Any]:
+    from octavo.sim.search import cheapest
+
+    if args.slo_ttft == float("inf") and args.slo_itl == float("inf"):
+        raise ConfigError("--search needs --slo-ttft, --slo-itl or both")
+    found = cheapest(asked, engine, targets, args.slo_share)
+    rows = [
+        {
+            "devices": one.num_devices,
+            "replicas": one.asked.replicas,
+            "tensor_parallel_size": one.asked.tensor_parallel,
+            "max_num_batched_tokens": one.max_num_batched_tokens,
+            "ttft_p99": one.figures["ttft"]["p99"],
+            "tpot_p99": one.figures["tpot"]["p99"],
+            "good_share": one.figures["good_share"],
+        }
+        for one in found
+    ]
+    return {"asked": _plain(found[0].asked), "found": rows, **found[0].figures}
+
+
+def _plain(asked: Any) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(asked).items()}
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with ``None`` where JSON has no number."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def _above_zero(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value

@@ -1,0 +1,98 @@
+"""How long a step takes: by the roofline of a model on a device, or fitted to steps that were timed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from octavo.bench.roofline import Shape
+from octavo.errors import ConfigError
+from octavo.sim.devices import LAYER_SECONDS, LINK_LATENCY, Device
+from octavo.types import Plan
+
+VALUE_BYTES = 2
+
+
+class StepWork(NamedTuple):
+    """What the time of a step depends on."""
+
+    tokens: int
+    rows: int
+    """Positions after which a token is sampled."""
+    context: int
+    """Cached positions read: the sum of the sequences' ends."""
+    pairs: int
+    """Pairs of a query and a key, over all sequences."""
+
+
+def work_of(plan: Plan) -> StepWork:
+    """What ``plan`` asks of a device."""
+    chunks = [item for item in plan if len(item.tokens) + len(item.drafts) > 1]
+    num_singles = len(plan) - len(chunks)
+    context = sum([item.start for item in plan]) + num_singles
+    pairs = context
+    tokens, rows = num_singles, len(plan)
+    for item in chunks:
+        count = len(item.tokens) + len(item.drafts)
+        tokens += count
+        rows += len(item.drafts) if item.samples else -1
+        context += count
+        pairs += (count - 1) * item.start + count * (count + 1) // 2
+    return StepWork(tokens, rows, context, pairs)
+
+
+class CostModel(Protocol):
+    """The time of a step."""
+
+    def seconds(self, work: StepWork) -> float:
+        """Seconds from the start of a step to its sampled tokens."""
+        ...
+
+
+class Roofline:
+    """Matrices, head and attention each take the longer of moving their bytes and doing their arithmetic.
+
+    ``tensor_parallel`` devices share all of it evenly and sum up twice a layer: 2 (p - 1) / p of the activations cross
+    each link (ring all-reduce).
+    """
+
+    def __init__(
+        self, shape: Shape, device: Device, tensor_parallel: int = 1, weight_bytes: float = VALUE_BYTES
+    ) -> None:
+        if shape.kv_heads % tensor_parallel or shape.heads % tensor_parallel:
+            raise ConfigError(f"tensor_parallel: {tensor_parallel} does not divide the {shape.kv_heads} kv heads")
+        head = shape.hidden * shape.vocab
+        body = shape.matrix_weights - head
+        bandwidth, arithmetic = device.bandwidth * tensor_parallel, device.arithmetic * tensor_parallel
+        self._body = (body * weight_bytes / bandwidth, 2 * body / arithmetic)
+        self._head = (head * weight_bytes / bandwidth, 2 * head / arithmetic)
+        pair_flops = 4 * shape.layers * shape.heads * shape.head_dim
+        self._attention = (shape.kv_values_per_token * VALUE_BYTES / bandwidth, pair_flops / arithmetic)
+        self._base = shape.layers * LAYER_SECONDS
+        self._per_token = 0.0
+        if tensor_parallel > 1:
+            self._base += 2 * shape.layers * LINK_LATENCY
+            crossing = 2 * (tensor_parallel - 1) / tensor_parallel * shape.hidden * VALUE_BYTES
+            self._per_token = 2 * shape.layers * crossing / device.link
+
+    def seconds(self, work: StepWork) -> float:
+        tokens, rows, context, pairs = work
+        body = max(self._body[0], self._body[1] * tokens)
+        head = max(self._head[0], self._head[1] * rows) if rows else 0.0
+        attention = max(self._attention[0] * context, self._attention[1] * pairs)
+        return self._base + self._per_token * tokens + body + head + attention
+
+
+def num_blocks_of(
+    shape: Shape, device: Device, tensor_parallel: int, block_size: int, utilization: float, weight_bytes: float
+) -> int:
+    """Blocks of the KV cache that fit beside the weights; raise ``ConfigError`` when it is none."""
+    embedding = shape.hidden * shape.vocab
+    weights = (shape.matrix_weights + embedding) * weight_bytes
+    room = device.memory * tensor_parallel * utilization - weights
+    count = int(room // (shape.kv_values_per_token * VALUE_BYTES * block_size))
+    if count < 1:
+        raise ConfigError(
+            f"device: the weights take {weights / 1e9:.0f} GB, and {tensor_parallel} {device.name} have "
+            f"{device.memory * tensor_parallel * utilization / 1e9:.0f} GB; raise tensor_parallel"
+        )
+    return count

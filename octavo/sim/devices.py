@@ -1,0 +1,61 @@
+"""What devices can do, for the roofline."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from octavo.errors import ConfigError
+
+BANDWIDTH_SHARE = 4.3 / 4.8
+"""Of the data sheet's bandwidth, what a copy reached on an H200."""
+ARITHMETIC_SHARE = 0.55
+"""Of the data sheet's arithmetic, what whole steps over prompts reached on an H200."""
+LAYER_SECONDS = 9.5e-6
+"""What a layer takes beyond its bytes: single-token steps on an H200 took so much more, with 16 as with 36 layers."""
+LINK_LATENCY = 8e-6
+"""Seconds of one sum over devices of a host, however small: an assumption."""
+
+
+class Device(NamedTuple):
+    """Attainable figures of one device."""
+
+    name: str
+    memory: float
+    """Bytes."""
+    bandwidth: float
+    """Bytes a second."""
+    arithmetic: float
+    """16-bit operations a second."""
+    link: float
+    """Bytes a second between devices of a host, one way."""
+    is_measured: bool
+    """Whether shares and overhead were measured on it; those of an H200 are assumed otherwise."""
+
+
+def _device(name: str, memory_gb: float, tb_s: float, tflop_s: float, link_gb_s: float) -> Device:
+    """A device by its data sheet."""
+    rates = (tb_s * 1e12 * BANDWIDTH_SHARE, tflop_s * 1e12 * ARITHMETIC_SHARE, link_gb_s * 1e9)
+    return Device(name, memory_gb * 1e9, *rates, is_measured=name == "h200")
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        _device("h200", 141, 4.8, 989, 450),
+        _device("h100", 80, 3.35, 989, 450),
+        _device("a100", 80, 2.039, 312, 300),
+        _device("b200", 180, 8.0, 2250, 900),
+        _device("l40s", 48, 0.864, 362, 32),
+        _device("l4", 24, 0.3, 121, 32),
+        _device("mi300x", 192, 5.3, 1307, 448),
+        _device("rtx4090", 24, 1.008, 165, 32),
+    )
+}
+"""Dense 16-bit arithmetic, memory and links as the makers' data sheets give them."""
+
+
+def find_device(name: str) -> Device:
+    """The device of that name; raise ``ConfigError`` when there is none."""
+    if name not in DEVICES:
+        raise ConfigError(f"device: {name!r} is not one of {', '.join(DEVICES)}")
+    return DEVICES[name]

@@ -1,0 +1,73 @@
+"""One engine of a simulated fleet: the real scheduler and cache over a device that takes its time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from octavo.cache.kv_cache import KVCache
+from octavo.config import CacheSettings, SchedulerSettings
+from octavo.engine.engine import Engine
+from octavo.engine.scheduler import Scheduler
+from octavo.errors import RequestError
+from octavo.sim.clock import Clock
+from octavo.sim.cost_model import CostModel
+from octavo.sim.jobs import Job
+from octavo.sim.report import Told
+from octavo.sim.runner import SimRunner
+from octavo.types import Output
+
+
+class Sizes(NamedTuple):
+    """What an engine settles when it is built."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    depth: int
+    """Steps in flight."""
+
+
+class Replica:
+    """An engine with its own clock, which is ahead of the others' by at most the step it is in."""
+
+    def __init__(
+        self, number: int, sizes: Sizes, cost: CostModel, cache: CacheSettings, scheduler: SchedulerSettings
+    ) -> None:
+        self.number = number
+        self.clock = Clock()
+        self.runner = SimRunner(cost, self.clock)
+        self.cache = KVCache(
+            sizes.num_blocks,
+            sizes.block_size,
+            cache.enable_prefix_caching,
+            eviction=cache.eviction_policy,
+            watermark=cache.kv_watermark,
+            clock=self.clock,
+        )
+        self.scheduler = Scheduler(
+            self.cache,
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            settings=scheduler,
+            clock=self.clock,
+        )
+        self.engine = Engine(self.scheduler, self.runner, depth=sizes.depth)
+        self.live: dict[int, Told] = {}
+        """Requests whose answers are not complete for their clients, by id."""
+        self.news: list[Output] = []
+        """What the step under way will have told when the clock gets there."""
+        self.previous = -1.0
+        """When outputs came last."""
+        self.is_awake = False
+
+    def add(self, request_id: int, job: Job, tokens: list[int], now: float) -> bool:
+        """Take a job that comes at ``now``; says no when it could never be served."""
+        if not self.is_awake:
+            self.clock.now = max(self.clock.now, now)
+        try:
+            self.engine.add(job.request(request_id, now, tokens))
+        except RequestError:
+            return False
+        self.live[request_id] = Told(job, now)
+        return True

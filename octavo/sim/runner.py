@@ -1,0 +1,45 @@
+"""A device that computes nothing and takes its time."""
+
+from __future__ import annotations
+
+from octavo.sim.clock import Clock
+from octavo.sim.cost_model import CostModel, work_of
+from octavo.types import Masks, Plan, Sampled
+
+NOTHING = Sampled([])
+"""What an item gives that samples nothing; the scheduler only reads it."""
+
+
+class SimRunner:
+    """Carries out steps one after another, each for as long as ``cost`` says, on ``clock``.
+
+    The token that a request samples is its seed: the workload chooses it, so that a later turn can repeat it.
+    """
+
+    def __init__(self, cost: CostModel, clock: Clock) -> None:
+        self.cost = cost
+        self.clock = clock
+        self.free_at = 0.0
+        """When the device has done all that was submitted."""
+        self.busy_seconds = 0.0
+
+    def submit(self, plan: Plan) -> SimStep:
+        seconds = self.cost.seconds(work_of(plan))
+        self.free_at = max(self.free_at, self.clock.now) + seconds
+        self.busy_seconds += seconds
+        return SimStep(plan, self.free_at, self.clock)
+
+
+class SimStep:
+    """A submitted step, done at ``done_at``."""
+
+    __slots__ = ("clock", "done_at", "plan")
+
+    def __init__(self, plan: Plan, done_at: float, clock: Clock) -> None:
+        self.plan = plan
+        self.done_at = done_at
+        self.clock = clock
+
+    def sample(self, masks: Masks) -> list[Sampled]:
+        self.clock.now = max(self.clock.now, self.done_at)
+        return [Sampled([item.seq.request.seed]) if item.samples else NOTHING for item in self.plan]

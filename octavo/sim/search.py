@@ -1,0 +1,89 @@
+"""The cheapest fleet that keeps a promise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octavo.config import EngineConfig, to_flat
+from octavo.errors import ConfigError
+from octavo.sim.report import Targets
+from octavo.sim.setup import Asked
+from octavo.sim.simulate import Simulation
+
+MAX_REPLICAS = 1024
+PARALLEL = (1, 2, 4, 8)
+STEP_TOKENS = (1024, 2048, 8192)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A configuration that keeps to the targets, and what a simulation of it gave."""
+
+    asked: Asked
+    max_num_batched_tokens: int
+    figures: dict[str, Any]
+
+    @property
+    def num_devices(self) -> int:
+        return self.asked.replicas * self.asked.tensor_parallel
+
+
+def cheapest(
+    asked: Asked,
+    engine: EngineConfig,
+    targets: Targets,
+    share: float = 0.99,
+    parallel: Sequence[int] = PARALLEL,
+    step_tokens: Sequence[int] = STEP_TOKENS,
+) -> list[Found]:
+    """What keeps to ``targets`` for at least ``share`` of the requests, with fewest devices first.
+
+    For each degree of tensor parallelism and each token budget, the least number of replicas is found by doubling and
+    halving: it is taken that more replicas never make it worse. Raises ``ConfigError`` when nothing does it.
+    """
+    found = []
+    for degree in parallel:
+        for tokens in step_tokens:
+            try:
+                best = _fewest(replace(asked, tensor_parallel=degree), _with(engine, tokens), tokens, targets, share)
+            except ConfigError as error:
+                if "tensor_parallel" not in str(error):
+                    raise
+                continue  # the model does not fit, or its heads cannot be divided so
+            if best is not None:
+                found.append(best)
+    if not found:
+        raise ConfigError(
+            f"search: no fleet of up to {MAX_REPLICAS} replicas answers {share:.0%} of the requests within the targets"
+        )
+    return sorted(found, key=lambda one: (one.num_devices, one.figures["ttft"]["p99"]))
+
+
+def _fewest(asked: Asked, engine: EngineConfig, tokens: int, targets: Targets, share: float) -> Found | None:
+    best: Found | None = None
+    low, high = 0, 1
+    while (
+        high <= MAX_REPLICAS and (best := _tried(replace(asked, replicas=high), engine, tokens, targets, share)) is None
+    ):
+        low, high = high, 2 * high
+    while best is not None and high - low > 1:
+        middle = (low + high) // 2
+        better = _tried(replace(asked, replicas=middle), engine, tokens, targets, share)
+        if better is None:
+            low = middle
+        else:
+            best, high = better, middle
+    return best
+
+
+def _tried(asked: Asked, engine: EngineConfig, tokens: int, targets: Targets, share: float) -> Found | None:
+    clients = asked.clients()
+    figures = Simulation(asked.fleet(engine), clients, targets).run()
+    return Found(asked, tokens, figures) if figures["good_share"] >= share else None
+
+
+def _with(engine: EngineConfig, tokens: int) -> EngineConfig:
+    seqs = engine.scheduler.max_num_seqs
+    return EngineConfig.from_flat({**to_flat(engine), "max_num_batched_tokens": max(tokens, seqs or 0)})

@@ -1,0 +1,177 @@
+"""Made-up workloads: who comes when, with how long a prompt, and comes back or not."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import NamedTuple
+
+from octavo.bench.workloads import WORKLOADS as CLOSED
+from octavo.errors import ConfigError
+from octavo.sim.jobs import Job, Lengths, Workload
+
+
+class Profile(NamedTuple):
+    """What conversations of one kind look like. One turn is a plain request."""
+
+    shared: int
+    """Tokens at the beginning of every prompt, the same for all sessions of an application."""
+    first: Lengths
+    """Prompt tokens of a first turn after the shared ones."""
+    later: Lengths
+    """What the user, or a tool, adds in a later turn."""
+    output: Lengths
+    turns: float = 1.0
+    """Mean number of turns; geometric."""
+    pause: float = 0.0
+    """Mean seconds from an answer to the next turn; exponential."""
+    applications: int = 1
+
+
+PROFILES = {
+    "single": Profile(0, Lengths(512, 0.8, 8192), Lengths(1), Lengths(192, 0.7, 2048)),
+    "chat": Profile(256, Lengths(128, 1.0, 4096), Lengths(64, 0.8, 2048), Lengths(192, 0.7, 2048), 4.0, 20.0, 4),
+    "agent": Profile(2048, Lengths(512, 0.8, 8192), Lengths(768, 1.0, 8192), Lengths(96, 0.6, 1024), 12.0, 2.0, 8),
+    "summary": Profile(64, Lengths(4096, 0.5, 16_384), Lengths(1), Lengths(160, 0.4, 1024)),
+}
+"""``single`` shares nothing. ``chat``: people in conversations. ``agent``: long instructions, many short turns that
+tools answer. ``summary``: long prompts. The figures are assumptions; flags or a recorded trace replace them."""
+
+
+class Sessions:
+    """Conversations whose first turns come by themselves, at ``rate`` requests a second over all turns.
+
+    Times between first turns are gamma distributed: ``burstiness`` 1 is Poisson, below it bursts, above it evener.
+    """
+
+    def __init__(
+        self, profile: Profile, rate: float, num_requests: int, burstiness: float = 1.0, seed: int = 0
+    ) -> None:
+        self.profile = profile
+        self.num_left = num_requests
+        self.mean_gap = profile.turns / rate
+        self.burstiness = burstiness
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.texts = itertools.count(1 + profile.applications)
+        """A token for each text."""
+        self.sessions = itertools.count(1)
+
+    def next_job(self) -> Job | None:
+        if self.num_left <= 0:
+            return None
+        self.num_left -= 1
+        rng, profile = self.rng, self.profile
+        self.now += rng.gammavariate(self.burstiness, self.mean_gap / self.burstiness)
+        application = rng.randrange(profile.applications)
+        shared = ((1 + application, profile.shared),) if profile.shared else ()
+        prompt = (*shared, (next(self.texts), profile.first.draw(rng)))
+        output = profile.output.draw(rng)
+        return Job(self.now, prompt, output, next(self.texts), next(self.sessions), self._turns(), f"app{application}")
+
+    def _turns(self) -> int:
+        """How many turns follow the first."""
+        more = 0
+        while self.rng.random() > 1 / self.profile.turns:
+            more += 1
+        return more
+
+    def after(self, job: Job, now: float) -> Job | None:
+        if not job.turns_left or self.num_left <= 0:
+            return None
+        self.num_left -= 1
+        rng, profile = self.rng, self.profile
+        prompt = (*job.prompt, (job.output_token, job.output_len), (next(self.texts), profile.later.draw(rng)))
+        pause = rng.expovariate(1 / profile.pause) if profile.pause else 0.0
+        output = profile.output.draw(rng)
+        return Job(now + pause, prompt, output, next(self.texts), job.session, job.turns_left - 1, job.tenant)
+
+
+class ClosedLoop:
+    """``concurrency`` clients, each asking again as soon as it is answered; lengths vary evenly by ``spread``."""
+
+    def __init__(
+        self, num_requests: int, input_len: int, output_len: int, spread: float, concurrency: int, seed: int = 0
+    ) -> None:
+        self.num_left = num_requests
+        self.lengths = (input_len, output_len)
+        self.spread = spread
+        self.num_to_start = concurrency
+        self.rng = random.Random(seed)
+        self.texts = itertools.count(1)
+
+    def next_job(self) -> Job | None:
+        if not self.num_to_start:
+            return None
+        self.num_to_start -= 1
+        return self._make(0.0)
+
+    def after(self, job: Job, now: float) -> Job | None:
+        return self._make(now)
+
+    def _make(self, now: float) -> Job | None:
+        if self.num_left <= 0:
+            return None
+        self.num_left -= 1
+        shares = [1 + self.spread * self.rng.uniform(-1, 1) for _ in self.lengths]
+        sizes = [max(1, round(length * share)) for length, share in zip(self.lengths, shares, strict=True)]
+        return Job(now, ((next(self.texts), sizes[0]),), sizes[1], next(self.texts))
+
+
+class WithinContext:
+    """Another workload, whose prompts and outputs fit into ``max_model_len``: a conversation that outgrows it ends."""
+
+    def __init__(self, workload: Workload, max_model_len: int) -> None:
+        self.workload = workload
+        self.max_model_len = max_model_len
+        self.num_refused = 0
+
+    def _fits(self, job: Job) -> bool:
+        fits = sum(count for _, count in job.prompt) + job.output_len <= self.max_model_len
+        self.num_refused += not fits
+        return fits
+
+    def next_job(self) -> Job | None:
+        while (job := self.workload.next_job()) is not None:
+            if self._fits(job):
+                return job
+        return None
+
+    def after(self, job: Job, now: float) -> Job | None:
+        following = self.workload.after(job, now)
+        return following if following is not None and self._fits(following) else None
+
+
+def make_workload(
+    name: str,
+    num_requests: int,
+    *,
+    rate: float | None,
+    burstiness: float = 1.0,
+    concurrency: int | None = None,
+    input_len: int | None = None,
+    output_len: int | None = None,
+    seed: int = 0,
+) -> Workload:
+    """The workload ``name``; lengths that are given take the place of its own.
+
+    A profile comes at ``rate``, or of one turn each in a closed loop of ``concurrency``; those of ``octavo bench`` are
+    closed loops. Raises ``ConfigError``.
+    """
+    if name in CLOSED:
+        load = CLOSED[name]
+        sizes = (input_len or load.input_len, output_len or load.output_len)
+        return ClosedLoop(num_requests, *sizes, load.spread, concurrency or load.concurrency, seed)
+    if name not in PROFILES:
+        raise ConfigError(f"workload: {name!r} is not one of {', '.join([*PROFILES, *CLOSED])}, and no file")
+    profile = PROFILES[name]
+    if concurrency is not None:
+        sizes = (input_len or round(profile.first.mean), output_len or round(profile.output.mean))
+        return ClosedLoop(num_requests, *sizes, 0.5, concurrency, seed)
+    if rate is None:
+        raise ConfigError(f"rate: workload {name} needs requests a second, or a concurrency")
+    if input_len:
+        profile = profile._replace(first=profile.first._replace(mean=float(input_len)))
+    if output_len:
+        profile = profile._replace(output=profile.output._replace(mean=float(output_len)))
+    return Sessions(profile, rate, num_requests, burstiness, seed)

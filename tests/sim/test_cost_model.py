@@ -1,0 +1,126 @@
+"""What a step costs: counted against a plain loop, by hand at both ends of the roofline, and learned from times."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octavo.bench.dummy_models import SHAPES
+from octavo.bench.roofline import decode_work, prefill_work, shape_of
+from octavo.errors import ConfigError
+from octavo.sim.cost_model import Roofline, StepWork, num_blocks_of, work_of
+from octavo.sim.devices import LAYER_SECONDS, find_device
+from octavo.sim.fitted import fit, read_log, write_log
+from octavo.sim.jobs import Job
+from octavo.sim.sketch import Sketch
+from octavo.types import Scheduled, Sequence
+
+SHAPE = shape_of(SHAPES["llama-3.1-8b"])
+H200 = find_device("h200")
+
+
+def item(start: int, count: int, samples: bool, drafts: int = 0) -> Scheduled:
+    seq = Sequence(Job(0.0, ((1, start + count + 8),), 4, 2).request(1, 1.0, [1] * (start + count + 8)))
+    return Scheduled(seq, start, (1,) * count, (1,) * drafts, samples, 0)
+
+
+def test_work_is_what_a_plain_loop_counts() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        plan = []
+        for _ in range(rng.randrange(1, 9)):
+            count, samples = rng.choice([(1, True), (1, False), (rng.randrange(1, 40), rng.random() < 0.5)])
+            plan.append(item(rng.randrange(60), count, samples, rng.randrange(4) if samples else 0))
+        sizes = [(one.start, len(one.tokens) + len(one.drafts)) for one in plan]
+        want = StepWork(
+            sum(size for _, size in sizes),
+            sum(1 + len(one.drafts) for one in plan if one.samples or len(one.tokens) + len(one.drafts) == 1),
+            sum(start + size for start, size in sizes),
+            sum(start + i + 1 for start, size in sizes for i in range(size)),
+        )
+        assert work_of(plan) == want
+
+
+def test_roofline_is_that_of_the_bench_with_the_devices_figures() -> None:
+    cost = Roofline(SHAPE, H200)
+    overhead = SHAPE.layers * LAYER_SECONDS
+    least = decode_work(SHAPE, 1, 1000).bytes / H200.bandwidth
+    assert cost.seconds(StepWork(1, 1, 1000, 1000)) == pytest.approx(least + overhead, rel=1e-3)
+    prompt = prefill_work(SHAPE, 8192).flops / H200.arithmetic
+    pairs = 8192 * 8193 // 2
+    assert cost.seconds(StepWork(8192, 1, 8192, pairs)) == pytest.approx(prompt + overhead, rel=0.01)
+
+
+def test_more_devices_are_faster_but_not_in_proportion() -> None:
+    one, two = Roofline(SHAPE, H200), Roofline(SHAPE, H200, 2)
+    work = StepWork(64, 64, 64_000, 64_000)
+    assert one.seconds(work) / 2 < two.seconds(work) < one.seconds(work)
+    with pytest.raises(ConfigError, match="tensor_parallel"):
+        Roofline(SHAPE, H200, 3)
+
+
+def test_blocks_fill_what_the_weights_leave() -> None:
+    count = num_blocks_of(SHAPE, H200, 1, 64, 0.9, 2)
+    used = count * 64 * 131_072 + 8.03e9 * 2
+    assert 0.99 < used / (141e9 * 0.9) <= 1.0
+    with pytest.raises(ConfigError, match="device"):
+        num_blocks_of(shape_of(SHAPES["llama-3.1-8b"]), find_device("l4"), 1, 64, 0.5, 2)
+
+
+def random_steps(count: int, seed: int) -> tuple[list[StepWork], list[float]]:
+    rng = np.random.default_rng(seed)
+    works, seconds = [], []
+    for _ in range(count):
+        tokens = int(rng.choice([1, 2, 4, 8, 30, 64, 200, 256]))
+        rows = min(tokens, int(rng.integers(0, 33)))
+        context = tokens + int(rng.integers(0, 4000))
+        work = StepWork(tokens, rows, context, context * max(1, tokens // 4))
+        works.append(work)
+        true = 2e-3 + 1e-4 * min(tokens, 16) + 4e-5 * max(0, tokens - 16) + 3e-5 * rows + 2e-7 * context
+        seconds.append(true * float(rng.lognormal(0, 0.02)) * (20.0 if rng.random() < 0.01 else 1.0))
+    return works, seconds
+
+
+def test_a_fit_learns_bends_and_is_not_led_astray_by_pauses() -> None:
+    fitted = fit(*random_steps(2000, 1))
+    works, _ = random_steps(500, 2)
+    for work in works:
+        true = 2e-3 + 1e-4 * min(work.tokens, 16) + 4e-5 * max(0, work.tokens - 16) + 3e-5 * work.rows
+        assert fitted.expected(work) == pytest.approx(true + 2e-7 * work.context, rel=0.06)
+    assert fitted.error < 0.03
+    drawn = [fitted.seconds(works[0]) for _ in range(2000)]
+    assert np.median(drawn) == pytest.approx(fitted.expected(works[0]), rel=0.02)
+    assert max(drawn) > 5 * fitted.expected(works[0]), "what was seen of pauses is lost"
+
+
+def test_logs_round_trip_and_bad_ones_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    works, seconds = random_steps(60, 3)
+    write_log(path, works, seconds)
+    got_works, got_seconds = read_log(path)
+    assert got_works == works
+    assert got_seconds == pytest.approx(seconds)
+    path.write_text('{"tokens": 1}\n')
+    with pytest.raises(ConfigError, match="line 1"):
+        read_log(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_log(tmp_path / "none")
+    with pytest.raises(ConfigError, match="too few"):
+        fit(works[:10], seconds[:10])
+
+
+def test_percentiles_are_within_a_percent() -> None:
+    rng = np.random.default_rng(5)
+    values = rng.lognormal(-3, 2, 20_000)
+    sketch = Sketch()
+    for value in values:
+        sketch.add(float(value))
+    sketch.add(0.0, 3)
+    for percent in (1, 50, 90, 99, 99.9):
+        exact = np.percentile([0, 0, 0, *values], percent, method="lower")
+        assert sketch.percentile(percent) == pytest.approx(exact, rel=0.0051)
+    assert sketch.count == 20_003
+    assert sketch.summary()["max"] == values.max()
