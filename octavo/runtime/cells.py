@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from octavo.types import Sequence, Status
+
+MAX_BANS = 2 * MAX_STOP_TOKEN_IDS
+"""Most ids that the device keeps from ending a text too early."""
 
 
 class Cells:
@@ -28,6 +31,19 @@ class Cells:
         self.min_p = np.zeros(count, dtype=np.float32)
         self.top_p = np.ones(count, dtype=np.float32)
         self.seeds = np.zeros(count, dtype=np.int64)
+        self.repetition = np.ones(count, dtype=np.float32)
+        self.frequency = np.zeros(count, dtype=np.float32)
+        self.presence = np.zeros(count, dtype=np.float32)
+        self.has_penalties = np.zeros(count, dtype=np.bool_)
+        self.has_biases = np.zeros(count, dtype=np.bool_)
+        self.wants_logprobs = np.zeros(count, dtype=np.bool_)
+        self.num_prompt_tokens = np.zeros(count, dtype=np.int32)
+        self.free_to_stop_at = np.zeros(count, dtype=np.int64)
+        """A token in front of this position may not end the text."""
+        self.has_extras = [False] * count
+        """Whether the sequence wants any of these."""
+        self.num_told = [-1] * count
+        """Tokens of the sequence that the device knows, in cells with extras; -1: it does not even know the lists."""
         self.by_host = [False] * count
         """Whether choosing the sequence's tokens takes more than the device does by itself."""
         self._free = list(range(count))
@@ -59,8 +75,28 @@ class Cells:
         self.min_p[cell] = params.min_p
         self.top_p[cell] = params.top_p
         self.seeds[cell] = seed - 2**64 if seed >= 2**63 else seed
+        self._give_extras(cell, seq)
         self.by_host[cell] = _is_sampled_by_host(seq)
         return cell
+
+    def _give_extras(self, cell: int, seq: Sequence) -> None:
+        params = seq.request.params
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self.repetition[cell], self.frequency[cell], self.presence[cell] = penalties
+        self.has_penalties[cell] = penalties != (1, 0, 0)
+        self.has_biases[cell] = bool(params.logit_bias)
+        self.wants_logprobs[cell] = params.logprobs is not None
+        self.num_prompt_tokens[cell] = seq.num_prompt_tokens
+        has_bans = params.min_tokens > 0 and bool(seq.stop_token_ids)
+        self.free_to_stop_at[cell] = seq.num_prompt_tokens + params.min_tokens if has_bans else 0
+        self.has_extras[cell] = (
+            has_bans or bool(params.logit_bias) or penalties != (1, 0, 0) or params.logprobs is not None
+        )
+        self.num_told[cell] = -1
+
+    def forget_from(self, cell: int, position: int) -> None:
+        """The device does not have the right tokens from this position on."""
+        self.num_told[cell] = min(self.num_told[cell], position)
 
 
 def _needs_cell(seq: Sequence) -> bool:
@@ -70,12 +106,8 @@ def _needs_cell(seq: Sequence) -> bool:
 def _is_sampled_by_host(seq: Sequence) -> bool:
     params: SamplingParams = seq.request.params
     return (
-        params.grammar is not None
-        or bool(params.logit_bias)
-        or params.repetition_penalty != 1
-        or params.frequency_penalty != 0
-        or params.presence_penalty != 0
-        or (params.min_tokens > 0 and bool(seq.stop_token_ids))
-        or params.logprobs is not None
+        seq.request.task != "generate"
+        or params.grammar is not None
         or params.prompt_logprobs is not None
+        or (params.min_tokens > 0 and len(seq.stop_token_ids) > MAX_BANS)
     )

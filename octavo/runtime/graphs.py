@@ -28,6 +28,9 @@ MIXED_ROWS = (
 MIXED_SEQS = (8, 32)
 """Sequences of such a step of at most FEW_ROWS; above them, as many as a step may have."""
 FEW_ROWS = 512
+EXTRA_BATCH_SIZES = (1, 4, 16, 32, 64, 128, 192, 256)
+EXTRA_MIXED_ROWS = (64, 256, 512, 1024, MIXED_ROWS[-1])
+"""The same for steps with extras, which are rarer."""
 SECONDS_BETWEEN_CAPTURES = 1.0
 
 
@@ -36,27 +39,36 @@ def padded(size: int, sizes: tuple[int, ...], step: int) -> int:
     return next((known for known in sizes if known >= size), -(-size // step) * step)
 
 
-def padded_shape(num_rows: int, num_seqs: int, max_query_len: int, max_num_seqs: int) -> tuple[StepShape, bool]:
+def padded_shape(
+    num_rows: int, num_seqs: int, max_query_len: int, max_num_seqs: int, has_extras: bool = False
+) -> tuple[StepShape, bool]:
     """The shape that a step is brought to, and whether it is one that has a graph."""
+    most_seqs = max(max_num_seqs, num_seqs)
     if max_query_len == 1:
-        size = min(padded(num_seqs, BATCH_SIZES, 32), max(max_num_seqs, num_seqs))
-        return StepShape(size, size, 1), True
-    seqs = padded(num_seqs, MIXED_SEQS if num_rows <= FEW_ROWS else (), max_num_seqs)
+        size = min(padded(num_seqs, EXTRA_BATCH_SIZES if has_extras else BATCH_SIZES, 32), most_seqs)
+        return StepShape(size, size, 1, has_extras), True
+    seqs = min(padded(num_seqs, MIXED_SEQS if num_rows <= FEW_ROWS else (), max_num_seqs), most_seqs)
     if num_rows <= MIXED_ROWS[-1]:
-        rows = padded(num_rows, MIXED_ROWS, 1)
-        return StepShape(rows, seqs, rows), True
+        rows = padded(num_rows, EXTRA_MIXED_ROWS if has_extras else MIXED_ROWS, 1)
+        return StepShape(rows, seqs, rows, has_extras), True
     rows = -(-num_rows // 128) * 128
-    return StepShape(rows, seqs, rows), False
+    return StepShape(rows, seqs, rows, has_extras), False
 
 
 def graph_shapes(max_num_seqs: int, max_num_rows: int) -> list[StepShape]:
-    """Every shape that has a graph, the largest first, so that the smaller ones fit into its memory."""
-    shapes = {padded_shape(size, size, 1, max_num_seqs)[0] for size in (*BATCH_SIZES, *range(1, max_num_seqs + 1))}
-    for rows in MIXED_ROWS:
-        if rows <= max_num_rows:
-            for seqs in (*(MIXED_SEQS if rows <= FEW_ROWS else ()), max_num_seqs):
-                shapes.add(padded_shape(rows, min(seqs, rows - 1, max_num_seqs), rows, max_num_seqs)[0])
-    return sorted((shape for shape in shapes if shape.num_seqs <= max(max_num_seqs, MIXED_SEQS[0])), reverse=True)
+    """Every shape that has a graph, the largest first, so that the smaller ones fit into its memory.
+
+    Those with extras come last.
+    """
+    shapes = set()
+    for has_extras in (False, True):
+        for size in range(1, max_num_seqs + 1):
+            shapes.add(padded_shape(size, size, 1, max_num_seqs, has_extras)[0])
+        for rows in MIXED_ROWS:
+            for seqs in (*(MIXED_SEQS if rows <= FEW_ROWS else ()), max_num_seqs) if rows <= max_num_rows else ():
+                few = min(seqs, rows - 1, max_num_seqs)
+                shapes.add(padded_shape(rows, few, rows, max_num_seqs, has_extras)[0])
+    return sorted(shapes, key=lambda shape: (not shape.has_extras, shape), reverse=True)
 
 
 def first_shapes(max_num_seqs: int, max_num_rows: int) -> list[StepShape]:
@@ -66,6 +78,9 @@ def first_shapes(max_num_seqs: int, max_num_rows: int) -> list[StepShape]:
     for rows in (64, 256, 512, max_num_rows):
         if 1 < rows <= min(max_num_rows, MIXED_ROWS[-1]):
             shapes.add(padded_shape(rows, min(rows - 1, max_num_seqs), rows, max_num_seqs)[0])
+    widest = max((shape for shape in shapes if shape.max_query_len > 1), default=max(shapes))
+    for shape in (max(shape for shape in shapes if shape.max_query_len == 1), widest):
+        shapes.add(padded_shape(*shape[:3], max_num_seqs, has_extras=True)[0])
     return sorted(shapes, reverse=True)
 
 

@@ -96,11 +96,13 @@ def settle(
     defaults = DEFAULTS[device]
     block_size = settings.cache.block_size or defaults.block_size
     max_num_seqs, max_num_batched_tokens = _batch_limits(settings.scheduler, defaults)
+    max_model_len = _longest_asked(settings, model)
     activations = _activation_bytes(model, max_num_batched_tokens, dtype)
+    if device == "cuda":
+        activations += 4 * (max_num_seqs + 1) * max_model_len  # histories for penalties, see ``step_extras``
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     per_block = kv_bytes_per_token(model, kv_dtype) * block_size
     room = free - activations - logits
-    max_model_len = _longest_asked(settings, model)
     given = _given_blocks(settings.cache, per_block)
     if given is None:
         needed = -(-max_model_len // block_size)

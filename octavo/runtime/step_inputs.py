@@ -1,8 +1,8 @@
 """What a step is told, in one piece: packed by the host, sent to the device in one copy, read there in place.
 
-The device keeps nothing of the requests but the token that each sampled last, so that the next step can start before
-the host knows it. All else is told with every step. That costs little: an entry of a block table is four bytes for a
-whole block of keys and values, which the step reads too.
+The device keeps nothing of plain requests but the token that each sampled last, so that the next step can start
+before the host knows it. All else is told with every step. That costs little: an entry of a block table is four bytes
+for a whole block of keys and values, which the step reads too. What it keeps of others: see ``step_extras``.
 
 Shapes: T rows, S sequences, B entries of the widest block table.
 """
@@ -30,10 +30,13 @@ class StepShape(NamedTuple):
     num_rows: int
     num_seqs: int
     max_query_len: int
+    has_extras: bool = False
+    """Whether any request wants more than a plain token, see ``step_extras``."""
 
     def holds(self, other: StepShape) -> bool:
         """Whether a step of shape ``other`` may be brought to this one by padding."""
         are_alike = (self.max_query_len == 1) == (other.max_query_len == 1)
+        are_alike = are_alike and self.has_extras == other.has_extras
         return are_alike and self.num_rows >= other.num_rows and self.num_seqs >= other.num_seqs
 
 
@@ -69,6 +72,18 @@ def layout(shape: StepShape) -> tuple[dict[str, Field], int]:
         "top_p": ("float32", S),
         "width": ("int32", 1),
     }
+    if shape.has_extras:
+        wanted |= {
+            "row_cells": ("int64", T),
+            "bias_cells": ("int64", S),
+            "ban_cells": ("int64", S),
+            "history": ("int32", S),
+            "num_prompt_tokens": ("int32", S),
+            "repetition": ("float32", S),
+            "frequency": ("float32", S),
+            "presence": ("float32", S),
+            "wants_logprobs": ("int32", S),
+        }
     fields, end = {}, 0
     for name, (dtype, size) in wanted.items():
         fields[name] = Field(dtype, size, end)
@@ -107,6 +122,23 @@ class HostStep:
         self.arrays["num_words"][0] = -(-end // 8)
 
 
+class ExtraInputs(NamedTuple):
+    """What a step is told of wishes beside tokens, as tensors; a negative cell is that of nobody."""
+
+    row_cells_T: Tensor
+    """Whose history gets the row's token."""
+    bias_cells_S: Tensor
+    ban_cells_S: Tensor
+    history_S: Tensor
+    """The cell of the history that penalties look at."""
+    num_prompt_tokens_S: Tensor
+    repetition_S: Tensor
+    frequency_S: Tensor
+    presence_S: Tensor
+    wants_logprobs_S: Tensor
+    """1 or 0."""
+
+
 class DeviceStep(NamedTuple):
     """A step's tensors: views of a buffer of the device."""
 
@@ -117,6 +149,7 @@ class DeviceStep(NamedTuple):
     packed_tables: Tensor
     rows: PagedRows
     params: SampleParams
+    extras: ExtraInputs | None
 
 
 def view_step(buffer: Tensor, shape: StepShape, block_tables_SB: Tensor) -> DeviceStep:
@@ -145,4 +178,5 @@ def view_step(buffer: Tensor, shape: StepShape, block_tables_SB: Tensor) -> Devi
             seed=at["seeds"],
             position=at["sample_positions"],
         ),
+        extras=None if not shape.has_extras else ExtraInputs(*(at[name[:-2]] for name in ExtraInputs._fields)),
     )

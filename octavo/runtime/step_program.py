@@ -1,6 +1,6 @@
 """Everything that a device does in a step, from the packed inputs to the tokens; nothing in it waits for the host.
 
-Shapes: T rows, S sequences, C cells, Q steps whose results are kept, D model, V vocabulary.
+Shapes: T rows, S sequences, C cells, Q steps whose results are kept, W numbers of a report, D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from octavo import ops
 from octavo.models.registry import CausalLM
 from octavo.runtime.graphs import padded_shape
 from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.step_extras import ExtraTables
 from octavo.runtime.step_inputs import DeviceStep, StepShape, num_bytes, view_step
 
 STEPS_IN_FLIGHT = 4
@@ -31,13 +34,14 @@ class StepLimits(NamedTuple):
 
     def largest(self) -> StepShape:
         """A shape that no step exceeds."""
-        return padded_shape(max(self.max_num_batched_tokens, 2), self.max_num_seqs, 2, self.max_num_seqs)[0]
+        most_rows = max(self.max_num_batched_tokens, self.max_num_seqs, 2)
+        return padded_shape(most_rows, self.max_num_seqs, 2, self.max_num_seqs, has_extras=True)[0]
 
 
 class StepProgram:
     """The computation of a step over buffers of its own, which are never moved: graphs hold their addresses."""
 
-    def __init__(self, model: CausalLM, storage: KVStorage, limits: StepLimits) -> None:
+    def __init__(self, model: CausalLM, storage: KVStorage, vocab_size: int, limits: StepLimits) -> None:
         device, largest = storage.pool.device, limits.largest()
         self._model = model
         self._layers = storage.layers
@@ -54,12 +58,21 @@ class StepProgram:
         """On the host: row ``num_steps % Q`` is that of the next step, which the device reads by itself."""
         self.results_QS = torch.zeros(STEPS_IN_FLIGHT, largest.num_seqs, dtype=torch.int32, pin_memory=pinned)
         """On the host: the device writes the tokens of a step to the row that its inputs had."""
+        max_len = limits.max_blocks * storage.block_size
+        self.extras = ExtraTables(limits.max_num_seqs, max_len, largest.num_seqs, vocab_size, device)
+        shape = (STEPS_IN_FLIGHT, *self.extras.reports_SW.shape)
+        self._reports_QSW = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
 
     def start_again(self) -> None:
-        """Count from the beginning, after a step that failed to start."""
-        torch.cuda.synchronize()
-        self._counter.zero_()
-        self.num_steps = 0
+        """Let the device count as the host does, after a step that failed to start."""
+        self._counter.fill_(self.num_steps)
+
+    def send_reports(self, index: int, count: int) -> npt.NDArray[np.int32]:
+        """Send the last step's first ``count`` reports down; they are there when the step is done."""
+        reports_SW = self._reports_QSW[index, :count]
+        reports_SW.copy_(self.extras.reports_SW[:count], non_blocking=True)
+        found: npt.NDArray[np.int32] = reports_SW.numpy()
+        return found
 
     def __call__(self, shape: StepShape) -> None:
         """Compute the step of this shape whose inputs have been packed."""
@@ -77,9 +90,16 @@ class StepProgram:
             step.width,
             rows.block_tables_SB,
         )
+        if step.extras is not None:
+            self.extras.remember(step, step.extras)
         x_TD = self._model.forward(step.token_ids_T, step.positions_T, self._layers, rows)
         x_SD = x_TD if shape.max_query_len == 1 else x_TD[(rows.cu_seqlens_q[1:] - 1).clamp(min=0)]
-        tokens_S = ops.sample(self._model.logits(x_SD), step.params)
+        logits_SV = self._model.logits(x_SD)
+        if step.extras is None:
+            tokens_S = ops.sample(logits_SV, step.params)
+        else:
+            tokens_S = ops.sample(self.extras.adjust(logits_SV, step, step.extras), step.params)
+            self.extras.report(logits_SV, tokens_S, step.extras)
         ops.publish_tokens(tokens_S, step.cells_S, self.last_tokens_C, self.results_QS, self._counter)
 
 

@@ -18,6 +18,8 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +33,7 @@ from octavo.runtime.cells import Cells
 from octavo.runtime.graphs import Graphs, first_shapes, graph_shapes, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import ModelRunner
+from octavo.runtime.step_extras import pack_extras, read_report
 from octavo.runtime.step_inputs import HostStep, StepShape
 from octavo.runtime.step_program import (
     STEPS_IN_FLIGHT,
@@ -40,7 +43,7 @@ from octavo.runtime.step_program import (
     compiled_only,
     launched_early,
 )
-from octavo.types import Masks, Plan, Sampled
+from octavo.types import Masks, Plan, Sampled, Scheduled
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +65,8 @@ class PendingStep:
     """For each item, whether it was started: those that were stale then were left out."""
     tokens_S: npt.NDArray[np.int32] | None = None
     """Where the tokens arrive."""
+    reports_SW: npt.NDArray[np.int32] | None = None
+    """Where reports of log-probabilities arrive, when any are wanted."""
     done: torch.cuda.Event | None = None
     error: RunnerError | None = None
 
@@ -83,11 +88,12 @@ class StreamRunner:
         enforce_eager: bool = False,
     ) -> None:
         device = storage.pool.device
-        self._model, self._storage, self._limits = model, storage, limits
+        self._make_program = partial(StepProgram, model, storage, vocab_size, limits)
+        self._storage, self._limits = storage, limits
         self._batch_invariant = batch_invariant
         self._by_host = ModelRunner(model, storage, vocab_size)
         self._cells = Cells(limits.max_num_seqs, limits.max_blocks)
-        self._program = StepProgram(model, storage, limits)
+        self._program = self._make_program()
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._graphs = Graphs(self._program, launched_early) if self._is_cuda and not enforce_eager else None
@@ -125,7 +131,7 @@ class StreamRunner:
         shapes = graph_shapes(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
         started = time.perf_counter()
         with torch.cuda.stream(torch.cuda.Stream()), self._around():  # type: ignore[no-untyped-call]
-            self._compile(StepProgram(self._model, self._storage, self._limits), shapes)
+            self._compile(self._make_program(), shapes)
         compiled = time.perf_counter()
         if self._graphs is not None:
             self._graphs.allow_captures()
@@ -183,8 +189,9 @@ class StreamRunner:
             pending.done.synchronize()  # raises when the device is lost; nothing can go on then
         assert pending.tokens_S is not None
         tokens = iter(pending.tokens_S[: sum(pending.is_computed)].tolist())
+        reports: Iterator[Any] = itertools.repeat(None) if pending.reports_SW is None else iter(pending.reports_SW)
         return [
-            _result(item.samples, next(tokens)) if is_computed else Sampled([])
+            _result(item, next(tokens), next(reports)) if is_computed else Sampled([])
             for item, is_computed in zip(pending.plan, pending.is_computed, strict=True)
         ]
 
@@ -200,6 +207,8 @@ class StreamRunner:
                         for part in (cells.keys(), cells.values())
                     )
                     self._program.last_tokens_C[at] = tokens.int()
+                for item in pending.plan:
+                    self._cells.forget_from(item.seq.cell, item.start)
             return results
         finally:
             while self._waiting and not self._waiting[0].by_host:
@@ -211,18 +220,23 @@ class StreamRunner:
         pending.is_started = True
         pending.is_computed = [not item.is_stale for item in pending.plan]
         plan = list(itertools.compress(pending.plan, pending.is_computed))
-        pending.tokens_S = self._program.results_QS[self._program.num_steps % STEPS_IN_FLIGHT].numpy()
+        index = self._program.num_steps % STEPS_IN_FLIGHT
+        pending.tokens_S = self._program.results_QS[index].numpy()
         if not plan:
             return
         try:
             with self._on_stream():
                 counts = [len(item.tokens) for item in plan]
-                longest = max(counts)
-                shape, has_graph = padded_shape(sum(counts), len(plan), longest, self._limits.max_num_seqs)
+                cells = [item.seq.cell for item in plan]
+                sizes = sum(counts), len(plan), max(counts), self._limits.max_num_seqs
+                has_extras = any(self._cells.has_extras[cell] for cell in cells)
+                shape, has_graph = padded_shape(*sizes, has_extras)
                 if has_graph and self._graphs is not None:
                     shape = self._graphs.fit(shape)
                 self._pack(plan, counts, shape)
                 self._compute(shape, has_graph)
+                if has_extras and self._cells.wants_logprobs[cells].any():
+                    pending.reports_SW = self._program.send_reports(index, len(plan))
                 if self._is_cuda:
                     pending.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     pending.done.record()
@@ -268,6 +282,9 @@ class StreamRunner:
         host.fill("min_p", cells.min_p[of_seq], 0)
         host.fill("top_p", cells.top_p[of_seq], 1)
         host.fill_tables(cells.tables_CB[of_seq, :width])
+        if shape.has_extras:
+            self._program.extras.tell(plan, cells, of_seq.tolist())
+            pack_extras(host, plan, cells, of_seq)
 
     def _compute(self, shape: StepShape, has_graph: bool) -> None:
         self._program.num_steps += 1
@@ -287,7 +304,12 @@ class StreamRunner:
             yield
 
 
-def _result(samples: bool, token: int) -> Sampled:
-    if not samples:
+def _result(item: Scheduled, token: int, report_W: npt.NDArray[np.int32] | None) -> Sampled:
+    if not item.samples:
         return Sampled([])
-    return Sampled([token]) if token >= 0 else Sampled([], error=ERRORS[token])
+    if token < 0:
+        return Sampled([], error=ERRORS[token])
+    count = None if report_W is None else item.seq.request.params.logprobs
+    if report_W is None or count is None:
+        return Sampled([token])
+    return Sampled([token], [read_report(token, report_W, count)])

@@ -17,13 +17,13 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.runtime.graphs import graph_shapes, padded_shape
+from octavo.runtime.graphs import first_shapes, graph_shapes, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.sampler import NOT_NUMBERS
 from octavo.runtime.step_program import StepLimits
 from octavo.runtime.stream_runner import StreamRunner
 from octavo.sampling_params import SamplingParams
-from octavo.types import Request
+from octavo.types import Output, Request, Scheduled, Sequence, Status
 from tests.runtime.test_model_runner import CPU, MIXED, VOCAB, Loaded, requests, run, tokens_of
 
 
@@ -77,8 +77,9 @@ def test_greedy_tokens_are_those_of_transformers(loaded: Loaded, settings: dict[
 @pytest.mark.parametrize("settings", ENGINES, ids=str)
 def test_rows_of_the_device_and_of_the_host_together(loaded: Loaded, settings: dict[str, Any]) -> None:
     """Some requests ask for what only the host does: the steps behind wait for it, and nobody's tokens change."""
+    kinds = [*MIXED, {"temperature": 0, "prompt_logprobs": 1, "frequency_penalty": 0.5}]
     some = [
-        Request(r.id, r.prompt_tokens, SamplingParams(**MIXED[r.id % 5]), r.max_tokens, r.seed) for r in requests(15)
+        Request(r.id, r.prompt_tokens, SamplingParams(**kinds[r.id % 6]), r.max_tokens, r.seed) for r in requests(15)
     ]
     expected = [tokens_of(run(loaded.engine(), [request]))[request.id] for request in some]
     found = tokens_of(run(stream_engine(loaded, **settings), some))
@@ -147,16 +148,152 @@ def test_results_stay_with_their_items_when_some_are_stale_at_the_start_and_othe
         assert found[i] == expected[i][: len(found[i])]
 
 
-def test_drafts_are_verified(loaded: Loaded) -> None:
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0.8, "frequency_penalty": 1.5, "logprobs": 2}])
+def test_drafts_are_verified(loaded: Loaded, params: dict[str, Any]) -> None:
     class Guess:
         def propose(self, plan: Any) -> None:
             for item in plan:
                 if item.samples and not item.is_stale and None not in item.seq.tokens:
                     item.seq.draft_tokens = [item.seq.tokens[-1], 3]
 
-    some = requests(6, temperature=0)
+    some = requests(6, **params)
     found = tokens_of(run(stream_engine(loaded, proposer=Guess()), some))
-    assert found == {r.id: loaded.greedy(r.prompt_tokens, r.max_tokens) for r in some}
+    assert found == tokens_of(run(loaded.engine(), some))
+
+
+BIAS = {token: float(token % 7 - 3) for token in range(VOCAB + 5)}
+EXTRAS: list[dict[str, Any]] = [
+    {"temperature": 0.9, "repetition_penalty": 1.7},
+    {"temperature": 0, "frequency_penalty": 0.8},
+    {"temperature": 0, "presence_penalty": -1.5},
+    {"temperature": 0.7, "logit_bias": BIAS},
+    {"temperature": 2, "min_tokens": 6, "stop_token_ids": tuple(range(60))},
+    {"temperature": 1, "top_k": 9, "logprobs": 0},
+    {"temperature": 0, "logprobs": 20, "presence_penalty": 0.5, "logit_bias": {5: 100, 6: -100}, "min_tokens": 9},
+]
+
+
+def with_extras(count: int, **more: Any) -> list[Request]:
+    """Requests that want all that steps of the device have beside tokens, and plain ones between them."""
+    kinds = [*EXTRAS, {"temperature": 0}]
+    return [
+        Request(r.id, r.prompt_tokens, SamplingParams(**kinds[r.id % 8], **more), r.max_tokens, r.seed, (5, 200))
+        for r in requests(count)
+    ]
+
+
+def assert_same(found: dict[int, list[Output]], expected: dict[int, list[Output]]) -> None:
+    assert tokens_of(found) == tokens_of(expected)
+    for key, outputs in expected.items():
+        reports = [[report for output in some for report in output.logprobs or []] for some in (found[key], outputs)]
+        for own, wanted in zip(*reports, strict=True):
+            assert (own.token_id, own.rank, own.top_ids) == (wanted.token_id, wanted.rank, wanted.top_ids)
+            assert own.logprob == pytest.approx(wanted.logprob, abs=1e-5)
+            assert own.top_logprobs == pytest.approx(wanted.top_logprobs, abs=1e-5)
+
+
+def without_host(engine: Engine) -> Engine:
+    """An engine in which the host chooses no token."""
+
+    def fail(*args: Any) -> None:
+        raise AssertionError("the host was asked for tokens")
+
+    runner: Any = engine.runner
+    runner._by_host.compute = fail
+    return engine
+
+
+@pytest.mark.parametrize("settings", ENGINES, ids=str)
+def test_extras_are_those_of_the_plain_runner(loaded: Loaded, settings: dict[str, Any]) -> None:
+    some = with_extras(16)
+    engine = without_host(stream_engine(loaded, **settings))
+    assert_same(run(engine, some), run(loaded.engine(), some))
+    if settings.get("num_blocks") == 22:
+        assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("params", EXTRAS, ids=str)
+def test_each_extra_changes_what_it_is_about(loaded: Loaded, params: dict[str, Any]) -> None:
+    """Else the comparisons above would show nothing."""
+    plain = {key: value for key, value in params.items() if key in ("temperature", "top_k", "stop_token_ids")}
+    for chosen, differs in ((params, False), (plain, set(params) - set(plain) != {"logprobs"})):
+        some, others = requests(4, **params), requests(4, **chosen)
+        found, wanted = run(without_host(stream_engine(loaded)), some), run(loaded.engine(), others)
+        assert (tokens_of(found) != tokens_of(wanted)) == differs
+
+
+def test_tokens_whose_keys_were_cached_count_too(loaded: Loaded) -> None:
+    """The device never computes the cached positions, so it has to be told their tokens."""
+    params = SamplingParams(temperature=0, repetition_penalty=2)
+    rng = random.Random(4)
+    prompt = rng.choices(range(VOCAB), k=40)
+    some = [Request(i, [*prompt, i], params, 12) for i in range(4)]
+    engine = without_host(stream_engine(loaded))
+    found: dict[int, list[Output]] = {}
+    for request in some:
+        outputs = run(engine, [request])
+        assert outputs[request.id][0].num_cached_tokens == (40 if request.id else 0)
+        found |= outputs
+    assert_same(found, {request.id: run(loaded.engine(), [request])[request.id] for request in some})
+
+
+def test_a_replayed_request_goes_on_with_the_same_tokens(loaded: Loaded) -> None:
+    params = SamplingParams(temperature=1, frequency_penalty=0.5, min_tokens=10, stop_token_ids=tuple(range(50)))
+    request = Request(0, [5, 6, 7], params, 20, seed=3)
+    whole = tokens_of(run(loaded.engine(), [request]))[0]
+    rest = Request(0, [5, 6, 7], params, 20, seed=3, output_tokens=whole[:6])
+    assert whole[:6] + tokens_of(run(without_host(stream_engine(loaded)), [rest]))[0] == whole
+
+
+def test_tokens_that_were_replaced_behind_the_devices_back_are_told(loaded: Loaded) -> None:
+    """A step is taken back, and its position gets another token in a step that the host computes."""
+    runner: Any = stream_engine(loaded).runner
+    penalized, other = SamplingParams(temperature=0, repetition_penalty=2), SamplingParams(prompt_logprobs=0)
+    seq = Sequence(Request(0, [1, 2, 3], penalized, 9))
+    neighbour = Sequence(Request(1, [4, 5], other, 9))
+    seq.block_table, neighbour.block_table = [0, 1, 2], [3, 4]
+    seq.status = neighbour.status = Status.RUNNING
+
+    def step(*items: Scheduled) -> int:
+        return int(runner.submit(list(items)).sample({})[0].tokens[0])
+
+    first = step(Scheduled(seq, 0, (1, 2, 3), (), True, 0))
+    step(Scheduled(seq, 3, (first,), (), True, 0))
+    seq.tokens.append(first + 1)
+    beside = Scheduled(neighbour, 0, (4, 5), (), True, 0)
+    seq.tokens.append(step(Scheduled(seq, 3, (first + 1,), (), True, 0), beside))
+    step(Scheduled(seq, 4, (seq.tokens[4],), (), True, 0))
+    assert runner._program.extras._histories_CL[seq.cell, :5].tolist() == seq.tokens
+
+
+def test_a_step_that_finds_no_memory_is_taken_back(loaded: Loaded) -> None:
+    engine = stream_engine(loaded)
+    runner: Any = engine.runner
+    compute, calls = runner._compute, []
+
+    def fail_once(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 5:
+            runner._program.num_steps += 1
+            raise torch.OutOfMemoryError("no memory")
+        compute(*args)
+
+    runner._compute = fail_once
+    some = with_extras(8)
+    assert_same(run(engine, some), run(loaded.engine(), some))
+
+
+def test_more_bans_than_the_device_keeps_are_the_hosts(loaded: Loaded) -> None:
+    params = SamplingParams(temperature=1, min_tokens=5)
+    some = [Request(i, [i, 3], params, 9, seed=i, eos_token_ids=tuple(range(30, 400))) for i in range(3)]
+    assert_same(run(stream_engine(loaded), some), run(loaded.engine(), some))
+
+
+def test_few_sequences_and_many_tokens(loaded: Loaded) -> None:
+    """Shapes of few rows have no more sequences than those of many."""
+    some = with_extras(5)
+    found = run(stream_engine(loaded, max_num_seqs=3, max_num_batched_tokens=600), some)
+    assert_same(found, run(loaded.engine(), some))
 
 
 def test_logits_that_are_no_numbers_end_their_row_alone(loaded: Loaded) -> None:
@@ -174,15 +311,20 @@ def test_logits_that_are_no_numbers_end_their_row_alone(loaded: Loaded) -> None:
     assert all(output.error is None for i in (0, 2, 3) for output in outputs[i])
 
 
+@pytest.mark.parametrize("has_extras", [False, True])
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 9, 33, 250, 256])
-def test_padding(num_seqs: int) -> None:
-    shape, has_graph = padded_shape(num_seqs, num_seqs, 1, 256)
+def test_padding(num_seqs: int, has_extras: bool) -> None:
+    shape, has_graph = padded_shape(num_seqs, num_seqs, 1, 256, has_extras)
     assert has_graph
     assert num_seqs <= shape.num_seqs == shape.num_rows <= 256
+    assert shape in graph_shapes(256, 2048)
+    assert any(known.holds(shape) for known in first_shapes(256, 2048))
     for num_rows in (num_seqs + 1, 300, 513, 2048, 2049):
         if num_rows > num_seqs:
-            shape, has_graph = padded_shape(num_rows, num_seqs, 2, 256)
+            shape, has_graph = padded_shape(num_rows, num_seqs, 2, 256, has_extras)
+            assert shape.has_extras == has_extras
             assert has_graph == (num_rows <= 2048)
             assert not has_graph or shape in graph_shapes(256, 2048)
+            assert not has_graph or any(known.holds(shape) for known in first_shapes(256, 2048))
             assert shape.num_rows >= num_rows
             assert num_seqs <= shape.num_seqs <= 256
