@@ -216,6 +216,8 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_cached_blocks: int = 0
     """Idle blocks that the prefix cache keeps for reuse; given up as soon as they are needed."""
     num_steps: int = 0
+    num_shares: int = 0
+    """Sequences in all those steps, one added for each step that it was in."""
     num_prompt_tokens: int = 0
     """Prompt tokens computed."""
     num_output_tokens: int = 0

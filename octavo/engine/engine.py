@@ -6,8 +6,10 @@ from collections import Counter, deque
 from concurrent.futures import Future
 from typing import Any
 
+from octavo.cache.kv_events import KVEvent
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import InvalidParameter, RunnerError
+from octavo.telemetry.events import Event
 from octavo.types import EngineStats, Grammars, Masks, Output, Pending, Plan, Proposer, Request, Runner, Sequence
 
 
@@ -102,6 +104,15 @@ class Engine:
         self.proposer.propose(plan)  # drafts for the next step
         self.scheduler.note_step(plan, clock() - started)
         return refused + outputs
+
+    def take_events(self) -> list[Event]:
+        """What was decided about requests since this was last asked."""
+        return self.scheduler.events.take()
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """What was cached and given up since this was last asked; nothing where that is not enabled."""
+        events = self.scheduler.cache.tree.events
+        return [] if events is None else events.take()
 
     def stats(self) -> EngineStats:
         """Gauges and counters as of now; O(1)."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from octavo.cache.kv_cache import KVCache
 from octavo.engine import stopping
+from octavo.telemetry.events import EventLog
 from octavo.types import EngineStats, FinishReason, Output, Sampled, Scheduled, Sequence
 
 
-def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats) -> Output | None:
+def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats, events: EventLog) -> Output | None:
     """Put the sampled tokens in place of the pending one, and publish the blocks that are now full.
 
     Returns what there is to tell, if anything; with a ``finish_reason`` if the sequence is to end.
@@ -15,7 +16,9 @@ def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats
     seq = item.seq
     num_committed = item.start + len(item.tokens)
     if item.start < seq.num_prompt_tokens:
-        stats.num_prompt_tokens += min(num_committed, seq.num_prompt_tokens) - item.start
+        num_prompt_tokens = min(num_committed, seq.num_prompt_tokens) - item.start
+        stats.num_prompt_tokens += num_prompt_tokens
+        events.note(seq.id, "chunk", start=item.start, tokens=num_prompt_tokens)
     tokens: list[int] = []
     reason: FinishReason | None = None
     if item.samples:

@@ -19,9 +19,11 @@ from octavo.engine.outcomes import error_output, take_in
 from octavo.engine.pace import Pace
 from octavo.engine.policies import make_policy
 from octavo.engine.policies.policy import Surroundings
+from octavo.engine.shares import take, take_drafts
 from octavo.engine.suspects import Suspects
 from octavo.engine.victims import VICTIMS
 from octavo.errors import ConfigError, InvalidParameter, RunnerError
+from octavo.telemetry.events import EventLog
 from octavo.types import EngineStats, FinishReason, Output, Plan, Request, Sampled, Scheduled, Sequence, Status
 
 RUNNING = Status.RUNNING
@@ -80,12 +82,14 @@ class Scheduler:
         self.suspects = Suspects()
         self.stats = EngineStats(num_blocks=cache.num_blocks)
         """The counters; gauges are filled in by whoever asks."""
+        self.events = EventLog(self.stats, clock)
 
     # ---- requests come and go
 
     def add(self, request: Request) -> Sequence:
         """Let ``request`` wait for its turn; raises ``RequestError`` if it could never be served."""
         self.check_servable(seq := Sequence(request))
+        self.events.note(seq.id, "arrived", tokens=len(seq.tokens), others=len(self.waiting))
         self.waiting.arrive(seq)
         return seq
 
@@ -135,46 +139,24 @@ class Scheduler:
                     budget, num_aside = budget + num_aside, 0
                 num_tokens = min(num_tokens, budget - num_behind)
                 self.cut.append(seq)
-            drafts = self._drafts(seq, num_tokens, budget - num_behind) if seq.draft_tokens else ()
+            drafts = take_drafts(seq, num_tokens, budget - num_behind) if seq.draft_tokens else ()
             end = start + num_tokens + len(drafts)
             has_room = end <= len(seq.block_table) * block_size
             if not (has_room or self.cache.reserve(seq, end) or self._preempt_for(seq, end)):
                 # Everybody behind is younger and in flight. Left out now, they are idle when it asks again.
                 rest = budget + num_aside
                 break
-            plan.append(self._take(seq, num_tokens, drafts))
+            plan.append(take(seq, num_tokens, drafts))
             budget -= num_tokens + len(drafts)
         else:
             rest = self._admit(plan, budget + num_aside)
         self.cache.num_filled += whole - rest
         return plan
 
-    def _drafts(self, seq: Sequence, num_tokens: int, limit: int) -> tuple[int, ...]:
-        """The drafts to verify after ``num_tokens`` tokens; none before the last token is known."""
-        position = seq.num_computed_tokens + num_tokens
-        drafts, seq.draft_tokens = seq.draft_tokens, []
-        if seq.num_in_flight or position < len(seq.tokens):
-            return ()
-        return tuple(drafts[: max(0, min(limit - num_tokens, seq.max_computed_tokens - position))])
-
-    def _take(self, seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Scheduled:
-        """Put the next ``num_tokens`` tokens of ``seq``, then ``drafts``, in flight."""
-        start = seq.num_computed_tokens
-        end = start + num_tokens
-        tokens = seq.tokens
-        samples = end == len(tokens)
-        taken = (tokens[start],) if num_tokens == 1 else tuple(tokens[start:end])
-        item = Scheduled(seq, start, taken, drafts, samples, seq.epoch)
-        if samples:
-            tokens.append(None)
-        seq.num_computed_tokens = end + len(drafts)
-        seq.num_in_flight += 1
-        return item
-
     def _preempt_for(self, seq: Sequence, num_tokens: int) -> bool:
         """Preempt sequences younger than ``seq`` until it has blocks for ``num_tokens`` positions."""
         while victim := self.choose_victim(self._idle_behind(seq)):
-            self._preempt(victim)
+            self._preempt(victim, by=seq)
             if self.cache.reserve(seq, num_tokens):
                 return True
         return False
@@ -187,8 +169,9 @@ class Scheduler:
             if not other.num_in_flight:
                 yield other
 
-    def _preempt(self, seq: Sequence) -> None:
-        """Take the blocks of ``seq`` back, and let it wait; what it published may be found again."""
+    def _preempt(self, seq: Sequence, by: Sequence) -> None:
+        """Take the blocks of ``seq`` back for ``by``, and let it wait; what it published may be found again."""
+        self.events.note(seq.id, "preempted", tokens=seq.num_computed_tokens, by=by.id)
         self.cache.release(seq)
         del self.running[seq.id]
         seq.status = Status.WAITING
@@ -220,7 +203,7 @@ class Scheduler:
             if num_tokens > budget:
                 num_tokens = budget
                 self.cut.append(seq)
-            plan.append(self._take(seq, num_tokens))
+            plan.append(take(seq, num_tokens))
             budget -= num_tokens
             is_sorted = is_sorted and (newest is None or newest.order < seq.order)
             newest = seq
@@ -272,7 +255,7 @@ class Scheduler:
         if seq is None or seq.status is not Status.YIELDING:
             self.yielding = None
         elif not seq.num_in_flight:
-            self._preempt(seq)
+            self._preempt(seq, by=self.waiting.first() if self.waiting else seq)
             self.yielding = None
 
     def _room_for(self, seq: Sequence) -> Node | None:
@@ -289,6 +272,7 @@ class Scheduler:
             return False
         self.cache.adopt(seq, node)
         self.cache.reserve(seq, len(seq.tokens))
+        self.events.note(seq.id, "admitted", tokens=seq.num_computed_tokens, others=len(self.running))
         if not seq.first_scheduled:
             seq.first_scheduled = self.clock()
             seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
@@ -298,7 +282,7 @@ class Scheduler:
 
     def _schedule_trial(self) -> Plan:
         """Repeat a part of a failed plan. Its blocks are still held, so it needs no room."""
-        plan = [self._take(item.seq, len(item.tokens)) for item in self.suspects.next_group()]
+        plan = [take(item.seq, len(item.tokens)) for item in self.suspects.next_group()]
         if plan:
             self.cache.num_filled += sum(len(item.tokens) for item in plan)
             self.suspects.begin(plan)
@@ -308,6 +292,8 @@ class Scheduler:
 
     def commit(self, plan: Plan, sampled: list[Sampled]) -> list[Output]:
         """Write the results of ``plan`` back, publish what is now computed, retire what ended."""
+        self.stats.num_steps += 1
+        self.stats.num_shares += len(plan)
         self.suspects.acquit(plan)
         if self.waiting.charges:
             self.waiting.charge(plan, sampled)
@@ -319,7 +305,7 @@ class Scheduler:
                 self._let_go(seq)
             elif result.error is not None:
                 outputs.append(self._end_with_error(seq, result.error))
-            elif news := take_in(item, result, self.cache, self.stats):
+            elif news := take_in(item, result, self.cache, self.stats, self.events):
                 outputs.append(news)
                 if news.finish_reason is not None:
                     self._finish(seq, news.finish_reason)
@@ -343,6 +329,7 @@ class Scheduler:
         """Take back that ``item`` and everything planned after it was computed."""
         seq = item.seq
         seq.num_faults += 1
+        self.events.note(seq.id, "fault", start=item.start)
         self.cache.num_filled -= seq.num_computed_tokens - item.start
         seq.num_computed_tokens = item.start
         seq.draft_tokens = []
@@ -363,6 +350,7 @@ class Scheduler:
         seq.status = Status.FINISHED
         seq.finish_reason = reason
         self._disown_steps(seq)
+        self.events.note(seq.id, "ended", tokens=seq.num_output_tokens, reason=reason)
         if self.running.pop(seq.id, None) is not None:
             self.waiting.leave(seq)
         self.leaving.add(seq)
@@ -377,8 +365,7 @@ class Scheduler:
     # ---- how it goes
 
     def note_step(self, plan: Plan, seconds: float) -> None:
-        """Count a step that went well and took ``seconds``."""
-        self.stats.num_steps += 1
+        """Take note that a step that went well took ``seconds``."""
         self.stats.step_tokens = sum([len(item.tokens) + len(item.drafts) for item in plan])
         self.stats.step_seconds = seconds
         if self.pace is not None:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from octavo.config import ServeConfig, ServerSettings
 from octavo.errors import RequestError
-from octavo.server import probes
+from octavo.server import explanations, probes
 from octavo.server.admission import Admission
 from octavo.server.anthropic import messages
 from octavo.server.engine_client import EngineClient
@@ -33,7 +33,7 @@ from octavo.text.chat_template import load_chat_template
 from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Tokenizer
 
-PARTS = (completions, chat, messages, responses, models, tokenize, probes)
+PARTS = (completions, chat, messages, responses, models, tokenize, probes, explanations)
 
 
 def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None) -> Starlette:

@@ -21,6 +21,7 @@ from octavo.server import wire
 from octavo.server.engine_client import OutputListener
 from octavo.server.live import LiveRequest
 from octavo.server.supervisor import Supervisor
+from octavo.server.timelines import KVEventRing, Timelines
 from octavo.server.trials import Trials
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.metrics import Metrics
@@ -34,7 +35,7 @@ STOP_GRACE = 5.0
 DRAIN_POLL_SECONDS = 0.02
 
 COUNTER_FIELDS = (
-    *("num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions"),
+    *("num_steps", "num_shares", "num_prompt_tokens", "num_output_tokens", "num_preemptions"),
     *("prefix_queries", "prefix_hits", "num_faults"),
 )
 """Fields of ``EngineStats`` that start from 0 in each engine process."""
@@ -51,6 +52,8 @@ class AsyncEngine:
     def __init__(self, config: ServeConfig, argv: list[str] | None = None) -> None:
         self.metrics = Metrics(config.server.served_model_name or config.model.model)
         self.metrics.condition = self._condition
+        self.timelines = Timelines()
+        self.kv_events = KVEventRing()
         self.failure: str | None = None
         """Why there will never again be an engine, once the supervisor has given up."""
         engine_config = EngineConfig(model=config.model, cache=config.cache, scheduler=config.scheduler)
@@ -220,6 +223,7 @@ class AsyncEngine:
     def on_down(self) -> None:
         """The engine process is gone: who is guilty ends, the others wait for the next."""
         self.metrics.hangs = self._supervisor.num_hangs
+        self.kv_events.clear()
         self._earlier = self._settled(self.stats)
         self.metrics.stats = self._earlier
         for live in self._trials.on_death(self._live.values()):
@@ -237,6 +241,10 @@ class AsyncEngine:
         """One step's news, in one pass."""
         now = time.monotonic()
         self.metrics.observe_step(self._total(step.stats))
+        if step.events:
+            self.timelines.hear(step.events)
+        if step.kv_events:
+            self.kv_events.hear(step.kv_events)
         live_requests = self._live
         for output in step.outputs:
             live = live_requests.get(output.request_id)

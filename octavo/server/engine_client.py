@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from octavo.errors import RequestError
+from octavo.server.timelines import KVEventRing, Timelines
 from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Output, Request
 
@@ -20,6 +21,8 @@ class EngineClient(Protocol):
     """An engine that takes requests and tells listeners what comes of them."""
 
     metrics: Metrics
+    timelines: Timelines
+    kv_events: KVEventRing
     failure: str | None
     """Why there will never again be an engine; ``None`` as long as there may be."""
 

@@ -19,9 +19,11 @@ import traceback
 from collections.abc import Callable
 from typing import Protocol
 
+from octavo.cache.kv_events import KVEvent
 from octavo.config import EngineConfig
 from octavo.errors import OctavoError, RequestError
 from octavo.server import wire
+from octavo.telemetry.events import Event
 from octavo.telemetry.phases import Phases, log_to_stderr
 from octavo.types import EngineInfo, EngineStats, Output, Request
 
@@ -40,6 +42,8 @@ class EngineLike(Protocol):
     def abort(self, request_id: int) -> None: ...
     def step(self) -> list[Output]: ...
     def stats(self) -> EngineStats: ...
+    def take_events(self) -> list[Event]: ...
+    def take_kv_events(self) -> list[KVEvent]: ...
 
 
 Build = Callable[[EngineConfig], tuple[EngineLike, EngineInfo]]
@@ -133,7 +137,8 @@ class EngineLoop:
 
     def _report(self, outputs: list[Output], stats: EngineStats) -> None:
         refusals, self._refusals = self._refusals, []
-        self.channel.send(wire.StepDone(self.generation, outputs, stats, refusals))
+        events, kv_events = self.engine.take_events(), self.engine.take_kv_events()
+        self.channel.send(wire.StepDone(self.generation, outputs, stats, refusals, events, kv_events))
 
 
 def main(build: Build | None = None, argv: list[str] | None = None) -> int:

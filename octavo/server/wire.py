@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.cache.kv_events import KVEvent
 from octavo.errors import (
     CheckpointError,
     ConfigError,
@@ -25,6 +26,7 @@ from octavo.errors import (
     RequestTooLarge,
     Unavailable,
 )
+from octavo.telemetry.events import Event
 from octavo.types import EngineInfo, EngineStats, Output, Request
 
 MAX_FRAME_BYTES = 64 << 20
@@ -117,6 +119,8 @@ class StepDone(msgspec.Struct, tag="step", array_like=True, gc=False):
     outputs: list[Output]
     stats: EngineStats
     refusals: list[Refusal] = []
+    events: list[Event] = []
+    kv_events: list[KVEvent] = []
 
 
 FromEngine = Ready | Failed | StepDone

@@ -16,8 +16,10 @@ import time
 import msgspec
 
 from octavo import errors
+from octavo.cache.kv_events import KVEvent
 from octavo.config import EngineConfig
 from octavo.server import engine_process
+from octavo.telemetry.events import Event
 from octavo.types import EngineInfo, EngineStats, Output, Request
 
 VOCAB = 50_000
@@ -121,6 +123,12 @@ class FakeEngine:
         if done:
             del self.requests[request.id]
         return Output(request.id, [token], "length" if done else None, first_scheduled=time.monotonic())
+
+    def take_events(self) -> list[Event]:
+        return []
+
+    def take_kv_events(self) -> list[KVEvent]:
+        return []
 
     def stats(self) -> EngineStats:
         return EngineStats(

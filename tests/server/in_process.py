@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from octavo.errors import QueueFull, RequestError, Unavailable
 from octavo.server.engine_client import OutputListener
+from octavo.server.timelines import KVEventRing, Timelines
 from octavo.telemetry.metrics import Metrics
 from octavo.text.token_bytes import byte_level_alphabet
 from octavo.text.tokenizer import Tokenizer
@@ -76,6 +77,8 @@ class InProcessEngine:
     errors: dict[int, RequestError] = field(default_factory=dict)
     """Number of tokens after which every request fails with this."""
     metrics: Metrics = field(default_factory=lambda: Metrics("test"))
+    timelines: Timelines = field(default_factory=Timelines)
+    kv_events: KVEventRing = field(default_factory=KVEventRing)
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from octavo.cache.kv_events import KVEvent
 from octavo.config import EngineConfig, ModelSettings, to_flat
 from octavo.sampling_params import SamplingParams
 from octavo.server import engine_process, wire
+from octavo.telemetry.events import Event
 from octavo.types import EngineStats, Output, Request
 from tests.server import fake_engine
 
@@ -177,6 +179,12 @@ class IdleEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats()
+
+    def take_events(self) -> list[Event]:
+        return []
+
+    def take_kv_events(self) -> list[KVEvent]:
+        return []
 
 
 def test_steps_that_do_nothing_are_not_reported_and_do_not_spin() -> None:

@@ -1,0 +1,105 @@
+"""Timelines and events of the cache over HTTP, and `octavo explain`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.cache.kv_events import Removed, Stored
+from octavo.cli import main
+from octavo.server.timelines import MAX_KV_EVENTS_AT_ONCE, MAX_REQUESTS, KVEventRing, Timelines
+from octavo.telemetry.events import Event
+
+
+def life(number: int, start: float = 1.0) -> list[Event]:
+    """The events of a request from its arrival to its end."""
+    return [
+        Event(number, "arrived", start, 0, 0, tokens=5),
+        Event(number, "admitted", start + 1, 3, 3),
+        Event(number, "chunk", start + 2, 3, 3, tokens=5),
+        Event(number, "ended", start + 4, 7, 9, tokens=4, reason="length"),
+    ]
+
+
+def test_a_timeline_by_the_id_of_the_answer(serve_app: Any) -> None:
+    served = serve_app()
+    answer = served.complete(n=2).json()
+    for request in served.engine.requests:
+        served.engine.timelines.hear(life(request.id))
+    body = served.client.get(f"/v1/requests/{answer['id']}/timeline").json()
+    assert body["id"] == answer["id"]
+    assert [choice["request"] for choice in body["choices"]] == [request.id for request in served.engine.requests]
+    assert body["choices"][0]["seconds"] == {"waiting": 1.0, "prefill": 1.0, "decode": 2.0}
+    assert body["choices"][0]["mean_sequences_per_step"] == 1.5
+    chat = served.chat().json()
+    served.engine.timelines.hear(life(served.engine.requests[-1].id))
+    assert served.client.get(f"/v1/requests/{chat['id']}/timeline").status_code == 200
+
+
+@pytest.mark.parametrize("name", ["cmpl-unknown", "99999", "%00", "ٱ"])
+def test_a_timeline_of_nobody(serve_app: Any, name: str) -> None:
+    response = serve_app().client.get(f"/v1/requests/{name}/timeline")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "not_found"
+
+
+def test_the_command(serve_app: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    served = serve_app(api_key="secret")
+    served.client.headers["Authorization"] = "Bearer secret"
+    answer = served.complete().json()
+    served.engine.timelines.hear(life(served.engine.requests[0].id))
+    url = f"http://127.0.0.1:{served.port}/"
+    assert main(["explain", answer["id"], "--url", url, "--api-key", "secret"]) == 0
+    assert "waiting 1.000 s behind 0 others, prefill 1.000 s, decode 2.000 s" in capsys.readouterr().out
+    assert main(["explain", answer["id"], "--url", url, "--api-key", "secret", "--json"]) == 0
+    assert '"choices"' in capsys.readouterr().out
+    assert main(["explain", "nobody", "--url", url, "--api-key", "secret"]) == 2
+    assert "Nothing is known" in capsys.readouterr().err
+    assert main(["explain", "x", "--url", "http://127.0.0.1:9/"]) == 2
+    assert "--url" in capsys.readouterr().err
+
+
+def test_timelines_are_bounded() -> None:
+    timelines = Timelines()
+    for number in range(MAX_REQUESTS + 50):
+        timelines.hear(life(number))
+        timelines.name(f"a{number}", [number])
+    assert timelines.report("a0") is None
+    assert timelines.report("0") is None
+    newest = timelines.report(f"a{MAX_REQUESTS + 49}")
+    assert newest is not None
+    assert newest[0]["status"] == "length"
+    timelines.hear([Event(1, "ended", 9.0, 0, 0)])
+    assert timelines.report("1") is None, "the end of a request that was forgotten is no request"
+
+
+def test_events_of_the_cache(serve_app: Any) -> None:
+    served = serve_app(enable_kv_events=True)
+    served.engine.kv_events.hear([Stored(1, 11, 0, [1, 2], "salt"), Removed(2, 11)])
+    served.engine.kv_events.clear()
+    body = served.client.get("/v1/kv_events").json()
+    assert body["events"] == [
+        {"type": "stored", "number": 1, "hash": 11, "parent": 0, "tokens": [1, 2], "salt": "salt"},
+        {"type": "removed", "number": 2, "hash": 11},
+        {"type": "cleared", "number": 3},
+    ]
+    assert (body["last"], body["is_complete"]) == (3, True)
+    assert [event["number"] for event in served.client.get("/v1/kv_events?after=2").json()["events"]] == [3]
+    assert served.client.get("/v1/kv_events?after=x").json()["error"]["param"] == "after"
+    assert serve_app().client.get("/v1/kv_events").status_code == 400
+
+
+def test_a_router_sees_what_it_missed() -> None:
+    ring = KVEventRing()
+    ring._events = type(ring._events)(maxlen=5)
+    ring.hear([Removed(0, number) for number in range(8)])
+    late = ring.after(0)
+    assert [event["number"] for event in late["events"]] == [4, 5, 6, 7, 8]
+    assert late["is_complete"] is False
+    assert ring.after(3)["is_complete"] is True
+    assert ring.after(8)["events"] == []
+    many = KVEventRing()
+    many.hear([Removed(0, number) for number in range(MAX_KV_EVENTS_AT_ONCE + 7)])
+    assert len(many.after(0)["events"]) == MAX_KV_EVENTS_AT_ONCE
+    assert len(many.after(MAX_KV_EVENTS_AT_ONCE)["events"]) == 7
