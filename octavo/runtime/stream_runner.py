@@ -242,7 +242,8 @@ class StreamRunner:
                     pending.done.record()
         except torch.OutOfMemoryError as error:
             logger.exception("a forward pass of %d sequences found no memory", len(plan))
-            self._program.start_again()
+            with self._on_stream():
+                self._program.start_again()
             pending.error = RunnerError(f"the forward pass failed: {error}")
 
     def _pack(self, plan: Plan, counts: list[int], shape: StepShape) -> None:
