@@ -87,6 +87,7 @@ async def create_chat_completion(request: Request) -> Response:
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     generation = await front.admission.admit(asked(body, front, request, tools))
     answer = ChatAnswer(front, body, generation.choices, tools)
+    front.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
     if body.stream:
         return EventStream(generation, answer, headers)
     choices = await whole(generation, request)

@@ -58,6 +58,7 @@ async def create_completion(request: Request) -> Response:
     asked = _asked(body, front, request)
     generation = await front.admission.admit(asked)
     answer = CompletionAnswer(front, body, generation.choices)
+    front.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
     if body.stream:
         return EventStream(generation, answer, headers)
     choices = await whole(generation, request)
