@@ -71,20 +71,6 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     phases.done("memory")
     runner.warm_up()
     phases.done("kernels and graphs")
-    cache = KVCache(
-        limits.num_kv_blocks,
-        limits.block_size,
-        config.cache.enable_prefix_caching,
-        eviction=config.cache.eviction_policy,
-        watermark=config.cache.kv_watermark,
-        events=KVEvents() if config.cache.enable_kv_events else None,
-    )
-    scheduler = Scheduler(
-        cache,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        settings=config.scheduler,
-    )
     info = EngineInfo(
         max_model_len=limits.max_model_len,
         vocab_size=model_config.vocab_size,
@@ -104,7 +90,24 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         sampling_defaults=defaults,
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
-    return Engine(scheduler, runner, grammars=grammars, depth=DEPTH[device.type]), info
+    return Engine(_scheduler(config, limits), runner, grammars=grammars, depth=DEPTH[device.type]), info
+
+
+def _scheduler(config: EngineConfig, limits: memory.Limits) -> Scheduler:
+    cache = KVCache(
+        limits.num_kv_blocks,
+        limits.block_size,
+        config.cache.enable_prefix_caching,
+        eviction=config.cache.eviction_policy,
+        watermark=config.cache.kv_watermark,
+        events=KVEvents() if config.cache.enable_kv_events else None,
+    )
+    return Scheduler(
+        cache,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        settings=config.scheduler,
+    )
 
 
 def _vocabulary(settings: ModelSettings, path: Path, info: EngineInfo) -> Vocabulary:

@@ -58,6 +58,12 @@ class ModelSettings:
         ("auto", "float32", "bfloat16", "float16"),
     )
     device: str = setting("auto", "where to run", ("auto", "cpu", "cuda"))
+    pooling_type: str = setting(
+        "auto",
+        "how tokens' vectors become a text's; auto: as the checkpoint says, else the last of a decoder, the mean of an "
+        "encoder",
+        ("auto", "mean", "last", "cls"),
+    )
     batch_invariant: bool = setting(
         False, "on a GPU, let no token depend on what else is in its batch, to the bit; slower (a CPU always does)"
     )

@@ -25,6 +25,9 @@ from octavo.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+Task = Literal["generate", "embed", "score"]
+"""What is wanted of a prompt: what follows it, its vector, or how well its two texts go together."""
+
 Order = tuple[float, ...]
 """A place among others: smaller goes first."""
 
@@ -60,6 +63,10 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who is charged for this request, under the fair policy."""
     ttft_target: float = 0.0
     """Seconds from arrival in which the first token should come, under the deadline policy; 0: the server's own."""
+    task: Task = "generate"
+    """Anything else comes with the last token of the prompt, as ``values``, and ``max_tokens`` is 0."""
+    second_start: int | None = None
+    """Where the second of two texts begins in the prompt of an encoder."""
 
 
 class Status(enum.Enum):
@@ -184,6 +191,8 @@ class Sampled(msgspec.Struct, gc=False):
     """For prompt positions ``start + 1 ..`` that this chunk predicts; the first is ``start + 1``'s."""
     error: str | None = None
     """Set when this row alone went wrong, say by logits that are not numbers; its sequence ends."""
+    values: bytes | None = None
+    """The answer to a request whose task is not to generate: a vector or one score, in float32."""
 
 
 class Output(msgspec.Struct, array_like=True, gc=False):
@@ -201,6 +210,8 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs_start: int = 0
     """Prompt position that ``prompt_logprobs[0]`` is about."""
     error: str | None = None
+    values: bytes | None = None
+    """See ``Sampled.values``."""
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):
@@ -253,6 +264,10 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """The memory budget, in bytes, by purpose."""
     kernels: dict[str, str]
     """Operation to the kernel chosen for it."""
+    tasks: tuple[Task, ...] = ("generate",)
+    """What requests may ask for."""
+    embedding_size: int = 0
+    """Numbers in a vector, if there are any."""
     sampling_defaults: dict[str, int | float] = {}
     """Values of ``SamplingParams`` for requests that leave them open, as the checkpoint's configuration says."""
 

@@ -46,6 +46,7 @@ def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats
         result.logprobs and result.logprobs[: len(tokens)],
         result.prompt_logprobs,
         item.start + 1 if result.prompt_logprobs else 0,
+        values=result.values,
     )
 
 

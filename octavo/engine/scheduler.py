@@ -57,8 +57,10 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         settings: SchedulerSettings = DEFAULTS,
+        keeps_whole: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """With ``keeps_whole`` no prompt is computed in chunks; then none may be longer than the token budget."""
         if max_num_batched_tokens < max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs ({max_num_seqs})"
@@ -66,6 +68,7 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.keeps_whole = keeps_whole
         self.clock = clock
         self.waiting = make_policy(Surroundings(cache, max_num_seqs, settings, clock))
         """The policy, which is the queue of those who wait."""
@@ -194,7 +197,7 @@ class Scheduler:
         is_sorted = True
         while budget and waiting and self._has_place:
             seq = waiting.first()
-            if not self._give_blocks(seq):
+            if (self.keeps_whole and len(seq.tokens) > budget) or not self._give_blocks(seq):
                 break
             waiting.admit(seq)
             self.running[seq.id] = seq
@@ -260,9 +263,10 @@ class Scheduler:
 
     def _room_for(self, seq: Sequence) -> Node | None:
         """What is cached of a waiting sequence, if there are blocks for the rest."""
-        params = seq.request.params
-        # The logits of a cached position are gone, so whoever wants them for the prompt computes all of it.
-        node = self.cache.match(seq) if params.prompt_logprobs is None else self.cache.tree.root
+        request = seq.request
+        # What was computed at a cached position is gone, so whoever wants it for the prompt computes all of it.
+        may_share = request.params.prompt_logprobs is None and request.task == "generate"
+        node = self.cache.match(seq) if may_share else self.cache.tree.root
         return node if self.cache.fits(node, len(seq.tokens), num_spare=len(self.running)) else None
 
     def _give_blocks(self, seq: Sequence) -> bool:

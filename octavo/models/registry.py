@@ -9,6 +9,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig, architecture
+from octavo.models.encoders import ENCODERS
 from octavo.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from octavo.models.gemma2 import Gemma2ForCausalLM, GemmaForCausalLM
 from octavo.models.gemma3 import Gemma3ForCausalLM
@@ -38,6 +39,8 @@ class CausalLM(Protocol):
     ) -> Tensor: ...
 
     def logits(self, x_RD: Tensor) -> Tensor: ...
+
+    def norm(self, x_TD: Tensor, /) -> Tensor: ...
 
 
 class Family(Protocol):
@@ -87,7 +90,9 @@ def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelC
     is computed is honoured or refused: raises ``CheckpointError`` naming it.
     """
     keys = ConfigKeys(text_config(values, architecture(ConfigKeys(values))))
-    config: ModelConfig = _family(architecture(keys)).read_config(keys, max_len)
+    name = architecture(keys)
+    family = ENCODERS[name] if name in ENCODERS else _family(name)
+    config: ModelConfig = family.read_config(keys, max_len)
     keys.finish()
     return config
 
@@ -102,6 +107,6 @@ def load_model(config: ModelConfig, source: Source, form: WeightFormat) -> Loade
 
 def _family(name: str) -> Family:
     if name not in ARCHITECTURES:
-        known = ", ".join([*ARCHITECTURES, *TEXT_PARTS])
+        known = ", ".join([*ARCHITECTURES, *TEXT_PARTS, *ENCODERS])
         raise CheckpointError(f"config: architecture {name} is not supported; supported are {known}")
     return ARCHITECTURES[name]

@@ -6,6 +6,7 @@ from octavo.ops.attention import attention
 from octavo.ops.block_embedding import block_embedding
 from octavo.ops.block_linear import block_linear
 from octavo.ops.embedding import embedding
+from octavo.ops.encoder_attention import encoder_attention
 from octavo.ops.gelu import gelu
 from octavo.ops.gelu_and_mul import gelu_and_mul
 from octavo.ops.layer_norm import layer_norm
@@ -29,6 +30,7 @@ __all__ = [
     "block_embedding",
     "block_linear",
     "embedding",
+    "encoder_attention",
     "gelu",
     "gelu_and_mul",
     "layer_norm",

@@ -5,17 +5,21 @@ Shapes: T tokens of the step, R rows whose logits are wanted, D model, V vocabul
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from octavo.errors import RunnerError
+from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
 from octavo.runtime.forward_batch import BatchBuilder, ForwardBatch
 from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.sampler import NOT_NUMBERS, Choice, Row, Sampler, are_finite, token_logprobs
 from octavo.sampling_params import SamplingParams
 from octavo.types import Masks, Plan, Request, Sampled, Scheduled, Sequence
@@ -25,17 +29,26 @@ logger = logging.getLogger(__name__)
 Forward = Callable[[ForwardBatch], Tensor]
 """The last layer's output [T, D] of a batch, good until the next call."""
 
+LAST_TOKEN = Pooling("last")
 LOGPROB_ROWS = 128
 """Prompt positions whose logits are in memory at once."""
 WARM_UP_TOKENS = 16
 """More rows than any kernel takes for a single token, few enough to cost nothing."""
 
 
+class Computer(Protocol):
+    """A runner that does all of a step at once."""
+
+    def compute(self, plan: Plan, masks: Masks) -> list[Sampled]:
+        """The results of a plan of which no item is stale."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PendingStep:
     """A plan that is computed when its result is asked for: a CPU has nothing to overlap it with."""
 
-    runner: ModelRunner
+    runner: Computer
     plan: Plan
 
     def sample(self, masks: Masks) -> list[Sampled]:
@@ -53,7 +66,14 @@ class PendingStep:
 class ModelRunner:
     """Runs a model over the paged cache. Steps must be asked for in the order they were submitted."""
 
-    def __init__(self, model: CausalLM, storage: KVStorage, vocab_size: int, forward: Forward | None = None) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        storage: KVStorage,
+        vocab_size: int,
+        forward: Forward | None = None,
+        pooling: Pooling = LAST_TOKEN,
+    ) -> None:
         """``forward`` may be a faster way to do what ``model.forward`` does over the storage's layers."""
         device = storage.pool.device
         self._model = model
@@ -61,6 +81,7 @@ class ModelRunner:
         self._forward = self._plain_forward if forward is None else forward
         self._builder = BatchBuilder(storage.block_size, device)
         self._sampler = Sampler(vocab_size, device)
+        self._pooler = ChunkPooler(model, pooling)
 
     def warm_up(self) -> None:
         """Compute a chunk and a single token that nobody asked for, so that no request waits for a compiler.
@@ -84,12 +105,15 @@ class ModelRunner:
         chosen: list[int] = []
         rows: list[Row] = []
         for item, end in zip(plan, batch.first_rows[1:], strict=True):
-            if item.samples:
+            if item.samples and item.seq.request.task == "generate":
                 chosen.extend(range(end - 1 - len(item.drafts), end))
                 rows.extend(_rows(item, masks))
         choices = iter(self._sampler.sample(self._model.logits(x_TD[chosen]).float(), rows) if rows else [])
         results = []
-        for item, first in zip(plan, batch.first_rows, strict=False):
+        for item, (first, end) in zip(plan, itertools.pairwise(batch.first_rows), strict=True):
+            if item.seq.request.task != "generate":
+                results.append(self._pooler.take(item, x_TD[first:end]))
+                continue
             sampled = _accept(item, choices) if item.samples else Sampled([])
             if item.seq.request.params.prompt_logprobs is not None:
                 self._add_prompt_logprobs(sampled, item, x_TD[first:])

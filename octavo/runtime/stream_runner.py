@@ -26,13 +26,14 @@ import numpy.typing as npt
 import torch
 
 from octavo.errors import RunnerError
+from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
 from octavo.ops.sample import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE
 from octavo.runtime import sampler
 from octavo.runtime.cells import Cells
 from octavo.runtime.graphs import Graphs, first_shapes, graph_shapes, padded_shape
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.model_runner import ModelRunner
+from octavo.runtime.model_runner import LAST_TOKEN, ModelRunner
 from octavo.runtime.step_extras import pack_extras, read_report
 from octavo.runtime.step_inputs import HostStep, StepShape
 from octavo.runtime.step_program import (
@@ -86,12 +87,13 @@ class StreamRunner:
         limits: StepLimits,
         batch_invariant: bool = False,
         enforce_eager: bool = False,
+        pooling: Pooling = LAST_TOKEN,
     ) -> None:
         device = storage.pool.device
         self._make_program = partial(StepProgram, model, storage, vocab_size, limits)
         self._storage, self._limits = storage, limits
         self._batch_invariant = batch_invariant
-        self._by_host = ModelRunner(model, storage, vocab_size)
+        self._by_host = ModelRunner(model, storage, vocab_size, pooling=pooling)
         self._cells = Cells(limits.max_num_seqs, limits.max_blocks)
         self._program = self._make_program()
         self._is_cuda = device.type == "cuda"

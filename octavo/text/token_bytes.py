@@ -4,6 +4,9 @@ Two families cover the models served here. *Byte-level* vocabularies (GPT-2 and 
 byte as one printable character. *SentencePiece-like* ones spell a space as U+2581 and a byte that has no
 piece of its own as ``<0xNN>``. Text is then only ever the UTF-8 decoding of joined bytes, which is what
 makes it possible to decode a stream piece by piece.
+
+Encoders, which generate nothing, come with *WordPiece* vocabularies, in which ``##`` marks a piece that goes on with a
+word. Every other piece is spelled with a space before it.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def token_bytes_table(backend: tokenizers.Tokenizer, origin: object) -> list[byt
     """Bytes of each token, by id; ids that the vocabulary leaves out have none.
 
     Raises ``CheckpointError``, naming ``origin`` and the decoder, when the decoder is of another kind
-    (WordPiece, CTC, ...): its text is not the concatenation of its tokens.
+    (CTC, ...): its text is not the concatenation of its tokens.
     """
     spell = _speller(backend, origin)
     vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -54,9 +57,11 @@ def _speller(backend: tokenizers.Tokenizer, origin: object) -> Callable[[str], b
     marks_space = any(_marks_space(step) for step in steps)
     if marks_space and _SENTENCEPIECE_STEPS.issuperset(kinds):
         return _sentencepiece_speller(has_byte_pieces="ByteFallback" in kinds)
+    if kinds == ["WordPiece"]:
+        return _wordpiece_speller(steps[0]["prefix"])
     raise CheckpointError(
         f"{origin}: the tokenizer's decoder is {' + '.join(kinds) or 'missing'}; "
-        "only byte-level and SentencePiece-like decoders can be handled"
+        "only byte-level, SentencePiece-like and WordPiece decoders can be handled"
     )
 
 
@@ -82,6 +87,14 @@ def _byte_level_speller() -> Callable[[str], bytes]:
             return bytes([alphabet[character] for character in token])
         except KeyError:  # an added token, kept as the text that it matches
             return token.encode("utf-8", "replace")
+
+    return spell
+
+
+def _wordpiece_speller(mark: str) -> Callable[[str], bytes]:
+    def spell(token: str) -> bytes:
+        text = token.removeprefix(mark) if token.startswith(mark) else " " + token
+        return text.encode("utf-8", "replace")
 
     return spell
 

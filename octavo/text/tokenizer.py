@@ -53,13 +53,19 @@ class Tokenizer:
         ``add_special_tokens`` puts beginning- and end-of-text tokens around it, as the checkpoint says.
         Raises ``InvalidParameter`` for a string that is not Unicode text (it has an unpaired surrogate).
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidParameter("prompt", f"Character {error.start} of the text is an unpaired surrogate.") from None
+        _check_unicode(text)
         # The call for one text would hold the interpreter lock all the while; the one for many lets go of it.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Token ids of two texts in one, with what the checkpoint puts around and between them, and where the tokens
+        of the second kind begin (behind the end where there is one kind). Raises ``InvalidParameter`` as ``encode``."""
+        for text in (first, second):
+            _check_unicode(text)
+        (encoding,) = self._backend.encode_batch_fast([(first, second)])
+        types = list(encoding.type_ids)
+        return list(encoding.ids), types.index(1) if 1 in types else len(types)
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of ``tokens``; an id that the vocabulary does not have is no text."""
@@ -108,6 +114,13 @@ class Tokenizer:
 
     def _id_of(self, text: str | None) -> int | None:
         return None if text is None else self._backend.token_to_id(text)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidParameter("prompt", f"Character {error.start} of the text is an unpaired surrogate.") from None
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:

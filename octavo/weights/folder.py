@@ -30,7 +30,8 @@ def find_file(folder: Path, name: str) -> Path | None:
         path, home = (folder / name).resolve(), folder.resolve()
         if not (folder / name).is_symlink() and not path.exists():
             return None
-        allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+        revision = home if home.parent.name == "snapshots" else home.parent  # modules have folders in there
+        allowed = [home, revision.parents[1] / "blobs"] if revision.parent.name == "snapshots" else [home]
         if path.parent not in allowed:
             raise CheckpointError(f"{folder / name}: is a link to {path}, which is outside {allowed[0]}")
         if not path.is_file():
@@ -50,22 +51,39 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
     return parse_json(text, f"{folder / name}")
 
 
+def read_list(folder: Path, name: str) -> list[Any] | None:
+    """The same for a JSON list."""
+    path = find_file(folder, name)
+    if path is None:
+        return None
+    with path.open("rb") as file:
+        text = file.read(MAX_JSON_BYTES + 1)
+    result = _parse(text, f"{folder / name}")
+    if not isinstance(result, list):
+        raise CheckpointError(f"{folder / name}: expected a JSON list, found {type(result).__name__}")
+    return result
+
+
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
     """A JSON object with no key twice and no NaN; raise ``CheckpointError`` starting with ``where``."""
+    result = _parse(text, where)
+    if not isinstance(result, dict):
+        raise CheckpointError(f"{where}: expected a JSON object, found {type(result).__name__}")
+    return result
+
+
+def _parse(text: bytes, where: str) -> Any:
     if len(text) > MAX_JSON_BYTES:
         raise CheckpointError(f"{where}: JSON is larger than the {MAX_JSON_BYTES} bytes allowed")
     # Every value but the first follows one of these, so counting them bounds the number of values.
     if sum(map(text.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
         raise CheckpointError(f"{where}: JSON has more than the {MAX_JSON_VALUES} values allowed")
     try:
-        result = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except RecursionError:
         raise CheckpointError(f"{where}: JSON is nested too deeply") from None
     except ValueError as error:
         raise CheckpointError(f"{where}: not valid JSON: {str(error)[:200]}") from None
-    if not isinstance(result, dict):
-        raise CheckpointError(f"{where}: expected a JSON object, found {type(result).__name__}")
-    return result
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

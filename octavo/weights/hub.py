@@ -10,8 +10,8 @@ from octavo.config import DEFAULT_MODEL, ModelSettings
 from octavo.errors import ConfigError
 
 WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
-UNWANTED_FILES = ["*/*", "consolidated*"]
-"""Second copies of the weights in other layouts."""
+UNWANTED_FILES = ["*/*.safetensors", "*/*.model", "consolidated*"]
+"""Second copies of the weights in other layouts. Folders within may say how a text's vector is made."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 

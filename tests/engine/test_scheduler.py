@@ -7,12 +7,13 @@ import time
 import pytest
 
 from octavo.cache.kv_cache import KVCache
+from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError, ContextLengthExceeded, InvalidParameter
 from octavo.sampling_params import SamplingParams
 from tests.engine.making import make_engine, make_request, planned, run_to_end, tokens_of
 from tests.operations import count_lines
-from tests.oracle import Trouble, expected_output
+from tests.oracle import OracleRunner, Trouble, expected_output
 
 
 def test_a_long_prompt_is_computed_in_chunks() -> None:
@@ -285,3 +286,17 @@ def test_stats() -> None:
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks, stats.num_cached_blocks) == (0, 0, 0, 2)
     assert (stats.num_steps, stats.num_prompt_tokens, stats.num_output_tokens) == (4, 12, 4)
+
+
+def test_prompts_may_be_kept_whole() -> None:
+    runner = OracleRunner(100)
+    scheduler = Scheduler(KVCache(32, 100, False), max_num_seqs=8, max_num_batched_tokens=100, keeps_whole=True)
+    engine = Engine(scheduler, runner)
+    for i, length in enumerate((60, 50, 40, 100, 1)):
+        engine.add(make_request(i, length, 1))
+    shares = []
+    while engine.has_work:
+        plan = scheduler.schedule()
+        shares.append([len(item.tokens) for item in plan])
+        scheduler.commit(plan, runner.submit(plan).sample({}))
+    assert shares == [[60], [50, 40], [100], [1]]

@@ -54,7 +54,6 @@ def test_ids_that_are_left_out_have_no_bytes() -> None:
 @pytest.mark.parametrize(
     ("decoder", "named"),
     [
-        (decoders.WordPiece(), "WordPiece"),
         (decoders.CTC(), "CTC"),
         (decoders.BPEDecoder(), "BPEDecoder"),
         (decoders.Sequence([decoders.ByteLevel(), decoders.WordPiece()]), r"ByteLevel \+ WordPiece"),

@@ -1,0 +1,94 @@
+"""Puts an engine around an encoder: the scheduler's batches of whole texts, and no cache.
+
+A text is one sequence of one block, which exists in the scheduler's books only: nothing is kept of it between steps.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import torch
+
+from octavo.cache.kv_cache import KVCache
+from octavo.config import EngineConfig
+from octavo.engine.engine import Engine
+from octavo.engine.scheduler import Scheduler
+from octavo.errors import ConfigError
+from octavo.models.bert import EncoderConfig
+from octavo.models.encoders import load_encoder
+from octavo.models.pooling import longest_text, read_pooling
+from octavo.ops import dispatch
+from octavo.quant.scheme import WeightFormat
+from octavo.runtime.encoder_runner import EncoderRunner
+from octavo.types import EngineInfo
+from octavo.weights.checkpoint import Checkpoint
+
+MAX_NUM_SEQS = 256
+MAX_NUM_BATCHED_TOKENS = 4096
+
+
+def build_encoder(
+    config: EngineConfig, path: Path, checkpoint: Checkpoint, model: EncoderConfig, form: WeightFormat
+) -> tuple[Engine, EngineInfo]:
+    """Load the encoder and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
+    if config.scheduler.max_itl is not None:
+        raise ConfigError("max_itl: an encoder generates no tokens, between which there could be a pause")
+    max_model_len = _longest(config.model.max_model_len, model, path)
+    asked = config.scheduler
+    max_num_batched_tokens = asked.max_num_batched_tokens or max(
+        MAX_NUM_BATCHED_TOKENS, max_model_len, asked.max_num_seqs or 0
+    )
+    max_num_seqs = asked.max_num_seqs or min(MAX_NUM_SEQS, max_num_batched_tokens)
+    if max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens: an encoder computes texts as a whole, so it must be at least max_model_len, "
+            f"{max_model_len}; it is {max_num_batched_tokens}"
+        )
+    pooling = read_pooling(path, config.model.pooling_type, is_encoder=True)
+    loaded = load_encoder(model, checkpoint, form)
+    gc.collect()
+    runner = EncoderRunner(loaded.model, pooling, form.device)
+    runner.warm_up()
+    num_blocks = 2 * max_num_seqs  # the scheduler admits nobody without a block to spare for each that runs
+    scheduler = Scheduler(
+        KVCache(num_blocks, max_model_len, enable_prefix_caching=False),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        settings=asked,
+        keeps_whole=True,
+    )
+    activations = _activation_bytes(model, max_num_batched_tokens, form.dtype)
+    choices = dispatch.choices(form.device.type, form.dtype)
+    info = EngineInfo(
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=(),
+        block_size=max_model_len,
+        num_kv_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        architecture=model.architecture,
+        num_parameters=loaded.num_parameters,
+        dtype=str(form.dtype).removeprefix("torch."),
+        device=str(form.device),
+        memory={"weights": loaded.num_bytes, "activations": activations},
+        kernels={choice.op: choice.kernel for choice in choices if choice.chosen},
+        tasks=("score",) if model.is_judge else ("embed",),
+        embedding_size=0 if model.is_judge else model.hidden_size,
+    )
+    return Engine(scheduler, runner), info
+
+
+def _longest(asked: int | None, model: EncoderConfig, path: Path) -> int:
+    """The setting, or what the makers allow; there is no position behind the last row of the table."""
+    most = model.max_position_embeddings
+    if asked is not None and asked > most:
+        raise ConfigError(f"max_model_len: {asked} is more than the model was made for, {most}")
+    return asked or min(most, longest_text(path) or most)
+
+
+def _activation_bytes(model: EncoderConfig, num_tokens: int, dtype: torch.dtype) -> int:
+    """The residual stream beside the widest of queries, keys and values, and the feed-forward layer before its GELU
+    and after it."""
+    return num_tokens * (model.hidden_size + max(4 * model.hidden_size, 2 * model.ffn_size)) * dtype.itemsize

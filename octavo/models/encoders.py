@@ -1,0 +1,38 @@
+"""Encoders by the name that a checkpoint gives, and how one is loaded."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from octavo.models.bert import BertModel, EncoderConfig
+from octavo.models.loader import Source, WeightLoader
+from octavo.models.roberta import RobertaModel
+from octavo.quant.scheme import WeightFormat
+
+ENCODERS: dict[str, type[BertModel]] = {
+    "BertForMaskedLM": BertModel,
+    "BertForSequenceClassification": BertModel,
+    "BertModel": BertModel,
+    "RobertaForMaskedLM": RobertaModel,
+    "RobertaForSequenceClassification": RobertaModel,
+    "RobertaModel": RobertaModel,
+    "XLMRobertaForSequenceClassification": RobertaModel,
+    "XLMRobertaModel": RobertaModel,
+}
+
+
+class LoadedEncoder(NamedTuple):
+    """An encoder with its weights."""
+
+    model: BertModel
+    num_parameters: int
+    num_bytes: int
+    """Memory that the weights take."""
+
+
+def load_encoder(config: EncoderConfig, source: Source, form: WeightFormat) -> LoadedEncoder:
+    """Build the model and load it; raise ``CheckpointError`` for weights that do not fit the configuration."""
+    weights = WeightLoader(source, form)
+    model = ENCODERS[config.architecture](config, weights)
+    weights.finish()
+    return LoadedEncoder(model, weights.num_parameters, weights.num_bytes)

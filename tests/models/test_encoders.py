@@ -1,0 +1,170 @@
+"""Every encoder against transformers, through the real engine: many texts of all lengths in few batches."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from octavo.build import build_engine
+from octavo.config import EngineConfig
+from octavo.engine.engine import Engine
+from octavo.errors import CheckpointError, ConfigError
+from octavo.models.encoders import ENCODERS
+from octavo.models.registry import read_config
+from octavo.sampling_params import SamplingParams
+from octavo.types import EngineInfo, Request, Task
+from tests.models.encoder_families import MAX_LEN, ROWS, VOCAB_SIZE, make_encoder, write_pooling
+
+LENGTHS = (MAX_LEN, 1, 2, 17, 64, MAX_LEN - 1, 3, 40)
+TEXTS = [random.Random(i).choices(range(6, VOCAB_SIZE), k=length) for i, length in enumerate(LENGTHS)]
+JUDGES = [row for row, (name, _) in ROWS.items() if name.endswith("ForSequenceClassification")]
+OTHERS = [row for row in ROWS if row not in JUDGES]
+
+
+def build(folder: Path, **settings: Any) -> tuple[Engine, EngineInfo]:
+    values = {"model": str(folder), "device": "cpu", "dtype": "float32", "max_num_batched_tokens": 130, **settings}
+    return build_engine(EngineConfig.from_flat(values))
+
+
+def answers(engine: Engine, task: Task, second_start: int | None = None) -> list[np.ndarray]:
+    for i, text in enumerate(TEXTS):
+        start = None if second_start is None else min(second_start, len(text))
+        engine.add(Request(i, text, SamplingParams(max_tokens=0), 0, task=task, second_start=start))
+    found: dict[int, np.ndarray] = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.values is not None, output
+            found[output.request_id] = np.frombuffer(output.values, dtype="<f4")
+        engine.check()
+    return [found[i] for i in range(len(TEXTS))]
+
+
+@torch.inference_mode()
+def token_vectors(model: PreTrainedModel, text: list[int]) -> torch.Tensor:
+    return model.base_model(torch.tensor([text]), attention_mask=torch.ones(1, len(text))).last_hidden_state[0]
+
+
+@pytest.mark.parametrize("row", OTHERS)
+def test_vectors_are_the_mean_of_those_of_transformers(row: str, tmp_path: Path) -> None:
+    model = make_encoder(tmp_path, row)
+    engine, info = build(tmp_path)
+    assert info.tasks == ("embed",)
+    for text, found in zip(TEXTS, answers(engine, "embed"), strict=True):
+        mean = token_vectors(model, text).mean(dim=0)
+        np.testing.assert_allclose(found, mean / mean.norm(), atol=1e-5)
+    assert engine.stats().num_steps < len(TEXTS), "texts were not put together"
+
+
+@pytest.mark.parametrize(("mode", "row"), [("cls_token", 0), ("lasttoken", -1)])
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_vectors_are_made_as_the_checkpoint_says(tmp_path: Path, mode: str, row: int, normalizes: bool) -> None:
+    model = make_encoder(tmp_path, "bert/plain")
+    write_pooling(tmp_path, f"pooling_mode_{mode}", normalizes)
+    for text, found in zip(TEXTS, answers(build(tmp_path)[0], "embed"), strict=True):
+        wanted = token_vectors(model, text)[row]
+        np.testing.assert_allclose(found, wanted / wanted.norm() if normalizes else wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("row", JUDGES)
+def test_scores_are_those_of_transformers(row: str, tmp_path: Path) -> None:
+    model = make_encoder(tmp_path, row)
+    engine, info = build(tmp_path)
+    assert info.tasks == ("score",)
+    has_types = model.config.type_vocab_size > 1
+    for text, found in zip(TEXTS, answers(engine, "score", second_start=9), strict=True):
+        types = torch.tensor([[0] * min(9, len(text)) + [1] * max(0, len(text) - 9)]) * has_types
+        with torch.inference_mode():
+            logits = model(torch.tensor([text]), torch.ones(1, len(text)), token_type_ids=types).logits[0]
+        wanted = logits if row.endswith("logits") else logits.sigmoid()
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_an_answer_has_the_same_bits_alone(tmp_path: Path) -> None:
+    make_encoder(tmp_path, "bert/plain")
+    together = answers(build(tmp_path, max_num_batched_tokens=1000)[0], "embed")
+    alone = answers(build(tmp_path, max_num_seqs=1)[0], "embed")
+    assert all(np.array_equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
+def test_every_architecture_has_a_row() -> None:
+    assert {name for name, _ in ROWS.values()} == set(ENCODERS)
+    assert all(hasattr(transformers, name) for name in ENCODERS)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_key_that_transformers_writes_is_known(
+    row: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_encoder(tmp_path, row)
+    read_config(json.loads((tmp_path / "config.json").read_text()))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ({"is_decoder": True}, "is_decoder"),
+        ({"hidden_act": "relu"}, "hidden_act"),
+        ({"hidden_size": 30}, "hidden_size"),
+        ({"architectures": ["BertForSequenceClassification"]}, "num_labels"),
+    ],
+)
+def test_other_arithmetic_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    make_encoder(tmp_path, "bert/plain")
+    values = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=named):
+        read_config({**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"max_model_len": MAX_LEN + 1}, "max_model_len"),
+        ({"max_num_batched_tokens": MAX_LEN - 1}, "max_num_batched_tokens"),
+        ({"max_itl": 1.0}, "max_itl"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
+    make_encoder(tmp_path, "bert/plain")
+    with pytest.raises(ConfigError, match=named):
+        build(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("modules", "named"),
+    [
+        ([{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}], "Dense"),
+        ([{"type": "sentence_transformers.models.Pooling", "path": "../elsewhere"}], "path"),
+        ([{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}], "config.json"),
+        ({}, "list"),
+    ],
+)
+def test_modules_of_other_arithmetic_are_refused_by_name(tmp_path: Path, modules: object, named: str) -> None:
+    make_encoder(tmp_path, "bert/plain")
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(CheckpointError, match=named):
+        build(tmp_path)
+
+
+def test_modes_of_pooling_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    make_encoder(tmp_path, "bert/plain")
+    write_pooling(tmp_path, "pooling_mode_max_tokens", True)
+    with pytest.raises(CheckpointError, match="pooling_mode_max_tokens"):
+        build(tmp_path)
+
+
+def test_the_longest_text_is_that_which_the_makers_allow(tmp_path: Path) -> None:
+    make_encoder(tmp_path, "bert/plain")
+    assert build(tmp_path)[1].max_model_len == MAX_LEN
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 50, "do_lower_case": false}')
+    assert build(tmp_path)[1].max_model_len == 50
+    assert build(tmp_path, max_model_len=60)[1].max_model_len == 60

@@ -1,0 +1,78 @@
+"""Vectors of texts that a decoder makes, against transformers: in chunks, beside requests that generate."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.build import build_engine
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.sampling_params import SamplingParams
+from octavo.types import Output, Request
+from tests.models.families import VOCAB_SIZE, make_checkpoint
+
+LENGTHS = (300, 1, 17, 130)
+TEXTS = [random.Random(i).choices(range(VOCAB_SIZE), k=length) for i, length in enumerate(LENGTHS)]
+
+
+def serve(folder: Path, **settings: Any) -> dict[int, Output]:
+    """Embed every text twice, and continue the same texts meanwhile; the last news of each request."""
+    values = {"model": str(folder), "device": "cpu", "dtype": "float32", "max_num_batched_tokens": 48, "block_size": 16}
+    engine, info = build_engine(EngineConfig.from_flat({**values, "kv_cache_memory": 0.05, **settings}))
+    assert info.tasks == ("generate", "embed")
+    last: dict[int, Output] = {}
+    for again in (0, 1):
+        for i, text in enumerate(TEXTS):
+            engine.add(Request(20 * again + i, text, SamplingParams(max_tokens=0), 0, task="embed"))
+            engine.add(Request(20 * again + 10 + i, text, SamplingParams(temperature=0), 8))
+        while engine.has_work:
+            for output in engine.step():
+                last[output.request_id] = output
+            engine.check()
+    return last
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("row", ["llama/gqa", "gpt2/small", "gemma2/capped"])
+def test_vectors_are_those_of_transformers(row: str, pooling: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, row)
+    found = serve(tmp_path, pooling_type=pooling)
+    for i, text in enumerate(TEXTS):
+        with torch.inference_mode():
+            rows = model.base_model(torch.tensor([text]), use_cache=False).last_hidden_state[0]
+        wanted = rows[-1] if pooling == "last" else rows.mean(dim=0)
+        for again in (0, 20):
+            output = found[i + again]
+            assert output.values is not None
+            assert output.finish_reason == "length"
+            vector = np.frombuffer(output.values, dtype="<f4")
+            np.testing.assert_allclose(vector, wanted / wanted.norm(), atol=1e-5)
+            assert not output.num_cached_tokens, "rows that are cached have no vectors any more"
+    assert found[10].finish_reason is not None
+    assert found[30].num_cached_tokens, "prompts that are continued share blocks as ever"
+
+
+def test_the_first_token_of_a_decoder_is_no_vector_of_the_text(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama/gqa")
+    with pytest.raises(ConfigError, match="pooling_type"):
+        serve(tmp_path, pooling_type="cls")
+
+
+def test_a_vector_that_is_no_number_ends_its_request_alone(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "llama/gqa")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[TEXTS[1][0]] = torch.nan
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())
+    found = serve(tmp_path)
+    assert found[1].error is not None
+    assert found[1].values is None
+    spoilt = [i for i, text in enumerate(TEXTS) if TEXTS[1][0] in text]
+    assert all(found[i].values is not None for i in range(len(TEXTS)) if i not in spoilt)
