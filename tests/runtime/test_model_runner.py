@@ -22,6 +22,7 @@ from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.sampler import NOT_NUMBERS
 from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Plan, Request, Scheduled, Sequence
+from tests.models import families
 from tests.models.checkpoints import FolderSource, make_checkpoint
 
 CPU = torch.device("cpu")
@@ -31,8 +32,9 @@ VOCAB = 97
 class Loaded:
     """One small model, and engines around it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.reference: Any = make_checkpoint(folder, "gqa")
+    def __init__(self, folder: Path, family: str | None = None) -> None:
+        """Llama, or a row of ``families``."""
+        self.reference: Any = families.make_checkpoint(folder, family) if family else make_checkpoint(folder, "gqa")
         source = FolderSource(folder)
         self.config = read_config(source.config)
         self.model = load_model(self.config, source, WeightFormat(torch.float32, CPU)).model

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +160,17 @@ def test_drafts_are_verified(loaded: Loaded, params: dict[str, Any]) -> None:
     some = requests(6, **params)
     found = tokens_of(run(stream_engine(loaded, proposer=Guess()), some))
     assert found == tokens_of(run(loaded.engine(), some))
+
+
+@pytest.mark.parametrize(
+    "row", ["gpt2/small", "mixtral/window", "gpt_oss/sinks", "deepseek_v3/groups", "gemma2/capped"]
+)
+def test_other_families(row: str, tmp_path: Path) -> None:
+    """Learned positions, experts, sinks, latent keys, capped scores: padding touches none of it."""
+    loaded = Loaded(tmp_path, row)
+    some = requests(5, temperature=0)
+    engine = without_host(stream_engine(loaded, num_blocks=60))
+    assert tokens_of(run(engine, some)) == {r.id: loaded.greedy(r.prompt_tokens, r.max_tokens) for r in some}
 
 
 BIAS = {token: float(token % 7 - 3) for token in range(VOCAB + 5)}
