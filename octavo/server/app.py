@@ -18,6 +18,7 @@ from octavo.errors import RequestError
 from octavo.server import explanations, probes
 from octavo.server.admission import Admission
 from octavo.server.anthropic import messages
+from octavo.server.batches import batches, files
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import on_http_exception, on_request_error
 from octavo.server.front import Front
@@ -33,7 +34,7 @@ from octavo.text.chat_template import load_chat_template
 from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Tokenizer
 
-PARTS = (completions, chat, messages, responses, models, tokenize, probes, explanations)
+PARTS = (completions, chat, messages, responses, files, batches, models, tokenize, probes, explanations)
 
 
 def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None) -> Starlette:
@@ -72,7 +73,9 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
 async def _life(app: Starlette) -> AsyncIterator[None]:
     """What an earlier process left undone goes on as soon as this one serves."""
     front: Front = app.state.front
+    app.state.batches = batches.Batches(app, [endpoint for part in PARTS for endpoint in part.ENDPOINTS])
     await responses.resume_responses(app)
+    await app.state.batches.resume()
     yield
     await front.jobs.close()
 

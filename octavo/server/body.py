@@ -36,14 +36,18 @@ class MalformedJSON(RequestError):
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, counted while it arrives.
+    """The whole body, of at most ``limit`` bytes, which must be said to be JSON.
 
-    Raises ``RequestTooLarge`` as soon as it passes ``limit`` bytes, and refuses other media types than JSON: a
-    web page can make a browser post a form or plain text to this server, but not JSON.
+    Other media types are refused: a web page can make a browser post a form or plain text to this server, but not JSON.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise HTTPRefusal(400, "The body must be sent with 'Content-Type: application/json'.", "unsupported_media_type")
+    return await read_bytes(request, limit)
+
+
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """The whole body, counted while it arrives. Raises ``RequestTooLarge`` as soon as it passes ``limit`` bytes."""
     too_large = RequestTooLarge(f"The body is larger than {limit} bytes, the most that this server accepts.")
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > limit:

@@ -1,0 +1,156 @@
+"""/v1/files: what batches read and write.
+
+https://platform.openai.com/docs/api-reference/files
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import msgspec
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import Field, File, create_form_parser
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import InvalidParameter
+from octavo.server.body import read_bytes
+from octavo.server.caller import caller_of
+from octavo.server.errors import HTTPRefusal, MissingParameter, NotFound, printable
+from octavo.server.front import Front, front_of
+from octavo.server.openai.rendering import json_response
+from octavo.server.openai.schema import Endpoint
+
+KIND = "file"
+CONTENT = "file_content"
+MAX_NAME = 255
+
+
+class FileObject(msgspec.Struct, kw_only=True):
+    """What the API says of a file. ``bytes`` is its size, ``created_at`` seconds since 1970."""
+
+    id: str
+    object: str = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: str = "processed"
+    expires_at: int | None = None
+
+
+async def create_file(request: Request) -> Response:
+    front = front_of(request)
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        message = "A file must be sent with 'Content-Type: multipart/form-data'."
+        raise HTTPRefusal(400, message, "unsupported_media_type")
+    body = await read_bytes(request, front.config.server.max_request_bytes)
+    fields, files = _form(request.headers["content-type"], body)
+    if "file" not in files:
+        raise MissingParameter("file")
+    if fields.get("purpose") != "batch":
+        raise InvalidParameter("purpose", "'purpose' must be 'batch'.")
+    name, content = files["file"]
+    file = await keep_file(front, caller_of(request).name, name, content, "batch")
+    return json_response(msgspec.to_builtins(file), {})
+
+
+async def keep_file(front: Front, owner: str, name: str, content: bytes, purpose: str) -> FileObject:
+    """Keep a file of this owner."""
+    file = FileObject(
+        id=f"file-{uuid.uuid4().hex}",
+        bytes=len(content),
+        created_at=int(time.time()),
+        filename=name[:MAX_NAME],
+        purpose=purpose,
+    )
+    await front.store.put(CONTENT, file.id, owner, content)
+    await front.store.put(KIND, file.id, owner, msgspec.json.encode(file))
+    return file
+
+
+async def list_files(request: Request) -> Response:
+    kept = await front_of(request).store.list(KIND, caller_of(request).name)
+    purpose = request.query_params.get("purpose")
+    files = [msgspec.json.decode(value) for _, _, value in kept]
+    return json_response(page(request, [file for file in files if purpose in (None, file["purpose"])]), {})
+
+
+async def retrieve_file(request: Request) -> Response:
+    return json_response(msgspec.json.decode(await _value(request, KIND)), {})
+
+
+async def file_content(request: Request) -> Response:
+    return Response(await _value(request, CONTENT), media_type="application/octet-stream")
+
+
+async def delete_file(request: Request) -> Response:
+    await _value(request, KIND)
+    front, owner, name = front_of(request), caller_of(request).name, request.path_params["file_id"]
+    await front.store.delete(KIND, name, owner)
+    await front.store.delete(CONTENT, name, owner)
+    return json_response({"id": name, "object": "file", "deleted": True}, {})
+
+
+ENDPOINTS = [
+    Endpoint("POST", "/v1/files", create_file, "Keep a file for a batch"),
+    Endpoint("GET", "/v1/files", list_files, "List the files"),
+    Endpoint("GET", "/v1/files/{file_id}", retrieve_file, "Describe a file"),
+    Endpoint("GET", "/v1/files/{file_id}/content", file_content, "The bytes of a file"),
+    Endpoint("DELETE", "/v1/files/{file_id}", delete_file, "Forget a file"),
+]
+
+
+def page(request: Request, items: list[dict[str, Any]]) -> dict[str, Any]:
+    """A list of what has ids, by the query's ``limit`` and ``after``. Raises ``InvalidParameter``."""
+    after, limit = request.query_params.get("after"), request.query_params.get("limit", "100")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:6]) <= 10_000):
+        raise InvalidParameter("limit", "'limit' must be a whole number from 1 to 10000.")
+    start = 0
+    if after:
+        start = 1 + next((i for i, item in enumerate(items) if item["id"] == after), len(items))
+    found = items[start : start + int(limit)]
+    return {
+        "object": "list",
+        "data": found,
+        "first_id": found[0]["id"] if found else None,
+        "last_id": found[-1]["id"] if found else None,
+        "has_more": start + len(found) < len(items),
+    }
+
+
+async def _value(request: Request, kind: str) -> bytes:
+    name = request.path_params["file_id"]
+    value = await front_of(request).store.get(kind, name, caller_of(request).name)
+    if value is None:
+        raise NotFound(f"There is no file '{printable(name)}'.", param="file_id")
+    return value
+
+
+def _form(content_type: str, body: bytes) -> tuple[dict[str, str], dict[str, tuple[str, bytes]]]:
+    """Fields, and files with their names, of a form. Raises ``HTTPRefusal``."""
+    fields: dict[str, str] = {}
+    files: dict[str, tuple[str, bytes]] = {}
+
+    def on_field(field: Field) -> None:
+        fields[_text(field.field_name)] = _text(field.value)
+
+    def on_file(file: File) -> None:
+        file.file_object.seek(0)
+        files[_text(file.field_name)] = (_text(file.file_name), file.file_object.read())
+
+    # Everything is in memory already, so nothing of it goes to the disk.
+    limits = {"MAX_MEMORY_FILE_SIZE": len(body) + 1}
+    try:
+        parser = create_form_parser({"Content-Type": content_type.encode()}, on_field, on_file, config=limits)
+        parser.write(body)
+        parser.finalize()
+    except (FormParserError, ValueError):
+        raise HTTPRefusal(400, "The form in the body is not valid.", "invalid_form") from None
+    return fields, files
+
+
+def _text(value: bytes | None) -> str:
+    return (value or b"").decode("utf-8", "replace")

@@ -1,0 +1,106 @@
+"""Works off the lines of a batch, each through the same function that answers a client's request."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.responses import Response
+
+from octavo.errors import QueueFull, RequestError, Unavailable
+from octavo.server.caller import Caller
+from octavo.server.errors import UnexpectedError, error_object
+from octavo.server.front import Front
+from octavo.server.jobs import inner_request, patiently
+from octavo.server.openai.schema import Endpoint
+
+MAX_LINES = 50_000
+
+
+class Line(msgspec.Struct, kw_only=True):
+    """One request of a batch."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """What became of a line, as the file of results has it."""
+
+    id: str
+    custom_id: str
+    response: dict[str, Any]
+    """``status_code``, ``request_id`` and ``body``, which is an error object unless the status is 200."""
+    error: None = None
+
+
+class BadLine(ValueError):
+    """A line that is no request; the message says why."""
+
+
+def read_lines(content: bytes, url: str) -> list[Line]:
+    """The requests in a file. Raises ``BadLine`` naming the line by its number."""
+    lines: list[Line] = []
+    seen: set[str] = set()
+    for number, text in enumerate(content.splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            line = msgspec.json.decode(text, type=Line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise BadLine(f"Line {number} must be an object with 'custom_id', 'method', 'url' and 'body'.") from None
+        if (line.method, line.url) != ("POST", url):
+            raise BadLine(f"Line {number} must have the method POST and the url {url}, the endpoint of the batch.")
+        if line.custom_id in seen:
+            raise BadLine(f"Line {number} has a 'custom_id' that an earlier line has.")
+        if _is_streamed(line):
+            raise BadLine(f"Line {number} asks for a stream, which a batch cannot have.")
+        seen.add(line.custom_id)
+        lines.append(line)
+    if not 1 <= len(lines) <= MAX_LINES:
+        raise BadLine(f"A batch must have 1 to {MAX_LINES} lines; this one has {len(lines)}.")
+    return lines
+
+
+def _is_streamed(line: Line) -> bool:
+    body = msgspec.json.decode(line.body)
+    return isinstance(body, dict) and bool(body.get("stream"))
+
+
+class LineRunner:
+    """Answers lines, at most half as many at once as the engine computes: the other half is always left to clients."""
+
+    def __init__(self, app: Starlette, endpoints: Mapping[str, Endpoint]) -> None:
+        front: Front = app.state.front
+        self._app = app
+        self._endpoints = endpoints
+        self.num_places = max(1, front.engine.info.max_num_seqs // 2)
+        self._places = asyncio.Semaphore(self.num_places)
+
+    async def run(self, line: Line, owner: str) -> Outcome:
+        """What became of ``line``; a server that is full, or shuts down, makes it wait."""
+        caller = Caller(owner, is_batch=True)
+        async with self._places:
+            response = await patiently(lambda: self._answer(line, caller))
+        return Outcome(id=f"batch_req_{uuid.uuid4().hex}", custom_id=line.custom_id, response=response)
+
+    async def _answer(self, line: Line, caller: Caller) -> dict[str, Any]:
+        status, body = 200, b""
+        request_id = uuid.uuid4().hex
+        try:
+            request = inner_request(self._app, line.url, bytes(line.body), caller)
+            response: Response = await self._endpoints[line.url].endpoint(request)
+            body = bytes(response.body)
+        except (QueueFull, Unavailable):
+            raise
+        except RequestError as error:
+            status, body = error.status, msgspec.json.encode(error_object(error))
+        except Exception:
+            status, body = 500, msgspec.json.encode(error_object(UnexpectedError()))
+        return {"status_code": status, "request_id": request_id, "body": msgspec.json.decode(body)}

@@ -1,0 +1,221 @@
+"""Files and batches: the unmodified openai client, what is refused, cancelling, and other processes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.conftest import Served
+from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
+from tests.server.openai.test_client import options
+
+URL = "/v1/completions"
+
+
+def lines(count: int, url: str = URL, **body: Any) -> bytes:
+    rows = [
+        {"custom_id": f"row {i}", "method": "POST", "url": url, "body": {"prompt": f"{i}", "max_tokens": 3, **body}}
+        for i in range(count)
+    ]
+    return b"\n".join(json.dumps(row).encode() for row in rows)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    served = Served(InProcessEngine(), byte_tokenizer(), {})
+    yield served
+    served.stop()
+
+
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(**options(served))
+
+
+def begin(served: Served, content: bytes, url: Any = URL) -> Any:
+    api = client(served)
+    file = api.files.create(file=("in.jsonl", content), purpose="batch")
+    return api.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h", metadata={"a": "b"})
+
+
+def until_done(served: Served, name: str) -> Any:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        batch = client(served).batches.retrieve(name)
+        if batch.status not in ("validating", "in_progress", "finalizing", "cancelling"):
+            return batch
+        time.sleep(0.01)
+    raise AssertionError("it does not end")
+
+
+def results(served: Served, name: str | None) -> dict[str, Any]:
+    assert name is not None
+    rows = [json.loads(line) for line in client(served).files.content(name).text.splitlines()]
+    return {row["custom_id"]: row["response"] for row in rows}
+
+
+def test_files(server: Served) -> None:
+    api = client(server)
+    content = bytes(range(256)) * 100
+    file = api.files.create(file=("bytes.bin", content), purpose="batch")
+    assert (file.bytes, file.filename, file.purpose) == (len(content), "bytes.bin", "batch")
+    assert api.files.retrieve(file.id) == file
+    assert api.files.content(file.id).content == content
+    assert file.id in [each.id for each in api.files.list()]
+    assert api.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        api.files.retrieve(file.id)
+    with pytest.raises(openai.NotFoundError):
+        api.files.content(file.id)
+
+
+def test_a_batch(server: Served) -> None:
+    batch = begin(server, lines(40) + b"\n\n")
+    done = until_done(server, batch.id)
+    assert done.status == "completed"
+    assert done.request_counts is not None
+    assert (done.request_counts.total, done.request_counts.completed, done.request_counts.failed) == (40, 40, 0)
+    assert done.metadata == {"a": "b"}
+    answers = results(server, done.output_file_id)
+    assert sorted(answers) == sorted(f"row {i}" for i in range(40))
+    assert all(answer["status_code"] == 200 for answer in answers.values())
+    assert all(answer["body"]["choices"][0]["text"] == ANSWER[:3] for answer in answers.values())
+    assert done.error_file_id is None
+    assert done.id in [each.id for each in client(server).batches.list(limit=2)]
+    # The other half of the places is left to clients.
+    assert server.engine.max_live <= server.engine.max_num_seqs // 2
+
+
+def test_lines_that_are_refused_are_in_a_file_of_their_own(server: Served) -> None:
+    content = (
+        lines(2)
+        + b"\n"
+        + json.dumps(
+            {"custom_id": "bad", "method": "POST", "url": URL, "body": {"prompt": "x", "temperature": 101}}
+        ).encode()
+    )
+    done = until_done(server, begin(server, content).id)
+    assert len(results(server, done.output_file_id)) == 2
+    refused = results(server, done.error_file_id)["bad"]
+    assert refused["status_code"] == 400
+    assert refused["body"]["error"]["param"] == "temperature"
+    assert done.request_counts.failed == 1
+
+
+@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/responses"])
+def test_other_endpoints(server: Served, url: str) -> None:
+    body: dict[str, Any] = {"input": "Hi", "max_output_tokens": 3}
+    if "chat" in url:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+    row = json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body}).encode()
+    done = until_done(server, begin(server, row, url).id)
+    assert ANSWER[:3] in json.dumps(results(server, done.output_file_id)["a"]["body"])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "1 to 50000 lines"),
+        (b"{", "Line 1 must be an object"),
+        (lines(1) + b"\n" + lines(1), "Line 2 has a 'custom_id'"),
+        (lines(1, "/v1/chat/completions"), "must have the method POST and the url /v1/completions"),
+        (lines(1, stream=True), "asks for a stream"),
+        (b"[" * 100_000, "Line 1 must be an object"),
+        (b"\xff\xfe", "Line 1 must be an object"),
+    ],
+)
+def test_a_file_that_is_no_batch(server: Served, content: bytes, words: str) -> None:
+    done = until_done(server, begin(server, content).id)
+    assert done.status == "failed"
+    assert words in done.errors.data[0].message
+
+
+def test_what_is_refused(server: Served) -> None:
+    api = client(server)
+    file = api.files.create(file=("in.jsonl", lines(1)), purpose="batch")
+    good = {"input_file_id": file.id, "endpoint": URL, "completion_window": "24h"}
+    for field, value in (("input_file_id", "file-other"), ("endpoint", "/v1/other"), ("completion_window", "1h")):
+        answer = server.client.post("/v1/batches", json={**good, field: value})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == field
+    with pytest.raises(openai.BadRequestError, match="'purpose'"):
+        api.files.create(file=("x", b"x"), purpose="fine-tune")
+    assert server.client.post("/v1/files", json={}).json()["error"]["code"] == "unsupported_media_type"
+    assert server.client.post("/v1/files", files={"other": b"x"}).status_code == 400
+    torn = {"content-type": "multipart/form-data; boundary=x"}
+    for body in (b"--y\r\n", b"--x\r\nContent-Disposition: form-data; name", b""):
+        assert server.client.post("/v1/files", content=body, headers=torn).status_code == 400
+    assert (
+        server.client.post("/v1/files", content=b"", headers={"content-type": "multipart/form-data"}).status_code == 400
+    )
+    assert server.client.get("/v1/files?limit=0").status_code == 400
+    assert server.client.get("/v1/batches/other").status_code == 404
+
+
+def test_a_file_that_is_too_large(serve_app: Any) -> None:
+    served = serve_app(max_request_bytes=10_000)
+    assert served.client.post("/v1/files", files={"file": b"x" * 20_000}).status_code == 413
+
+
+def test_cancelling_keeps_what_is_done(serve_app: Any) -> None:
+    engine = InProcessEngine(max_num_seqs=4, runs=False)
+    served = serve_app(engine)
+    batch = begin(served, lines(10))
+    while engine.num_live < 2:
+        time.sleep(0.005)
+    for _ in range(3):
+        served.call(engine.step)
+    while client(served).batches.retrieve(batch.id).request_counts.completed < 2:  # type: ignore[union-attr]
+        time.sleep(0.005)
+    ended = client(served).batches.cancel(batch.id)
+    assert ended.status == "cancelled"
+    assert len(results(served, ended.output_file_id)) == 2
+    assert engine.num_live == 0
+
+
+def test_a_batch_outlives_the_process(tmp_path: Path) -> None:
+    engine = InProcessEngine(max_num_seqs=4, runs=False)
+    settings = {"state_dir": str(tmp_path)}
+    first = Served(engine, byte_tokenizer(), settings)
+    batch = begin(first, lines(10))
+    while engine.num_live < 2:
+        time.sleep(0.005)
+    for _ in range(3):
+        first.call(engine.step)
+    while client(first).batches.retrieve(batch.id).request_counts.completed < 2:  # type: ignore[union-attr]
+        time.sleep(0.005)
+    first.stop()
+    second = Served(InProcessEngine(), byte_tokenizer(), settings)
+    try:
+        done = until_done(second, batch.id)
+        assert done.status == "completed"
+        assert len(results(second, done.output_file_id)) == 10
+        # Those that were done are not computed again.
+        assert len(second.engine.requests) == 8
+    finally:
+        second.stop()
+
+
+def test_a_full_server_makes_a_batch_wait(serve_app: Any) -> None:
+    engine = InProcessEngine(max_num_seqs=1, runs=False)
+    served = serve_app(engine, max_num_queued_reqs=1)
+    with httpx.Client(base_url=served.url, timeout=20) as other:
+        waiting = [threading.Thread(target=lambda: other.post(URL, json={"prompt": "x"})) for _ in range(2)]
+        for thread in waiting:
+            thread.start()
+        while engine.num_live < 2:
+            time.sleep(0.005)
+        batch = begin(served, lines(1))
+        time.sleep(0.1)
+        engine.runs = True
+        served.call(engine._schedule)
+        for thread in waiting:
+            thread.join()
+    assert until_done(served, batch.id).request_counts.completed == 1
