@@ -1,0 +1,42 @@
+"""What a mask costs at the size of a real vocabulary."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo.grammar import forms
+from octavo.grammar.matchers import compile_matcher, fill_mask, make_tokenizer, new_mask, normalised
+from octavo.text.tokenizer import load_tokenizer
+from tests.grammar.schemas import SCHEMAS
+from tests.grammar.walks import allowed
+
+MAX_SECONDS = 100e-6
+
+
+@pytest.mark.model
+def test_a_mask_costs_less_than_a_tenth_of_a_millisecond(default_model_path: Path) -> None:
+    tokenizer = load_tokenizer(default_model_path)
+    assert tokenizer is not None
+    matchers = make_tokenizer(tokenizer.vocabulary(()))
+    rng = random.Random(0)
+    mask = new_mask(matchers)
+    seconds, count = 0.0, 0
+    for schema in SCHEMAS[::8]:
+        matcher = compile_matcher(normalised(forms.whole(forms.json_schema(schema))), matchers)
+        for _ in range(60):
+            started = time.thread_time()
+            fill_mask(matcher, mask)
+            seconds += time.thread_time() - started
+            count += 1
+            token = rng.choice(allowed(mask))
+            if token in tokenizer.eos_token_ids:
+                break
+            started = time.thread_time()
+            matcher.consume_token(token)
+            seconds += time.thread_time() - started
+    assert count > 500
+    assert seconds / count < MAX_SECONDS, f"{seconds / count * 1e6:.0f} microseconds"
