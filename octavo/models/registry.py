@@ -9,8 +9,8 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig, architecture
-from octavo.models.encoders import ENCODERS
 from octavo.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+from octavo.models.encoders import ENCODERS
 from octavo.models.gemma2 import Gemma2ForCausalLM, GemmaForCausalLM
 from octavo.models.gemma3 import Gemma3ForCausalLM
 from octavo.models.glm4 import Glm4ForCausalLM, GlmForCausalLM

@@ -27,13 +27,13 @@ from octavo.server.errors import RETRY_AFTER_SECONDS
 from octavo.server.generation import Choice, Generation, Prompt
 from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import Request
+from octavo.types import Request, Task
 
 THREAD_BYTES = 16 << 10
 """Longer texts are tokenised in a thread, so that the event loop goes on."""
 
-PromptSource = str | list[int] | Callable[[], str]
-"""Text, token ids, or a function that makes the text and may take its time: it is called in a thread."""
+PromptSource = str | list[int] | tuple[str, str] | Callable[[], str]
+"""Text, token ids, two texts for a model that judges them, or a function that makes the text and may take its time: it is called in a thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,7 @@ class Asked:
     """The grammar of what follows a prompt of a text, not tried out yet; it may raise ``FormError``."""
     grammar_field: str = ""
     """The field that the grammar came in."""
+    task: Task = "generate"
     shown_ids: frozenset[int] = frozenset()
     """Special tokens that the answer's reader must see, although they are no text."""
 
@@ -80,6 +81,8 @@ class Admission:
 
     async def admit(self, asked: Asked) -> Generation:
         """Check ``asked`` and give it to the engine. Raises ``RequestError``; then nothing was started."""
+        if asked.task not in (tasks := self.engine.info.tasks):
+            raise InvalidParameter("model", f"This model can {' and '.join(tasks)}; it cannot {asked.task}.")
         count = len(asked.prompts) * asked.params.n
         room = self.engine.info.max_num_seqs + self.max_num_queued_reqs
         if count > room:
@@ -145,6 +148,8 @@ class Admission:
                     cache_salt=asked.cache_salt,
                     tenant=asked.tenant,
                     ttft_target=asked.ttft_target,
+                    task=asked.task,
+                    second_start=prompt.second_start,
                 )
                 text_stream = TextStream(self.tokenizer, asked.params, asked.shown_ids)
                 generation.add(Choice(generation, len(generation.choices), prompt, request, text_stream))
@@ -179,6 +184,11 @@ class Admission:
         if self.tokenizer is None:
             message = f"This model has no tokenizer: '{field}' must be given as token ids, to /v1/completions."
             raise InvalidParameter(field, message)
+        if isinstance(source, tuple):
+            for text in source:
+                self._check_bytes(text, field)
+            tokens, second_start = self.tokenizer.encode_pair(*source)
+            return Prompt(tokens, None, second_start)
         text = source() if callable(source) else source
         self._check_bytes(text, field)
         tokens = self.tokenizer.encode(text, add_special_tokens=adds_special)
@@ -228,4 +238,6 @@ class Admission:
 
 def _size(source: PromptSource) -> int:
     """About how many bytes there are to tokenise."""
+    if isinstance(source, tuple):
+        return sum(map(len, source))
     return len(source) if isinstance(source, str) else 0

@@ -24,7 +24,7 @@ from octavo.server.errors import on_http_exception, on_request_error
 from octavo.server.front import Front
 from octavo.server.gate import Gate
 from octavo.server.jobs import Jobs
-from octavo.server.openai import chat, completions, models, tokenize
+from octavo.server.openai import chat, completions, embeddings, models, scoring, tokenize
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import PAGE, openapi_document
 from octavo.server.responses import endpoints as responses
@@ -34,7 +34,7 @@ from octavo.text.chat_template import load_chat_template
 from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Tokenizer
 
-PARTS = (completions, chat, messages, responses, files, batches, models, tokenize, probes, explanations)
+PARTS = (completions, chat, messages, responses, files, batches, embeddings, scoring, models, tokenize, probes, explanations)
 
 
 def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None) -> Starlette:

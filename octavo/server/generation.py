@@ -25,6 +25,8 @@ class Prompt(NamedTuple):
 
     tokens: list[int]
     text: str | None
+    second_start: int | None = None
+    """Where the second of two texts begins."""
 
 
 class News(NamedTuple):
@@ -56,6 +58,8 @@ class Choice:
         self.num_reasoning_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         """One entry for each prompt token once complete; the first has none. Empty when not asked for."""
+        self.values = b""
+        """The answer to a request whose task is not to generate."""
         self.is_noted = False
         self._generation = generation
         self._text_stream = text_stream
@@ -78,6 +82,8 @@ class Choice:
     def _take_in(self, output: Output) -> None:
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
+        if output.values is not None:
+            self.values = output.values
         if output.prompt_logprobs:
             start = output.prompt_logprobs_start
             self.prompt_logprobs[start : start + len(output.prompt_logprobs)] = output.prompt_logprobs

@@ -86,7 +86,7 @@ def _asked(body: CompletionBody, front: Front, request: Request) -> Asked:
     # vLLM's own field and the echo ask the engine for the same thing; it gets the larger number.
     scored = max((k for k in (echoed, body.prompt_logprobs) if k is not None), default=None)
     return Asked(
-        prompts=_prompts(body.prompt),
+        prompts=prompts_of(body.prompt, "prompt"),
         prompt_field="prompt",
         params=sampling_params(body, front, body.max_tokens, body.logprobs, scored),
         default_max_tokens=DEFAULT_MAX_TOKENS,
@@ -101,10 +101,10 @@ def _asked(body: CompletionBody, front: Front, request: Request) -> Asked:
     )
 
 
-def _prompts(prompt: str | list[int | str | list[int]]) -> list[str | list[int]]:
-    """One prompt, or a list of them all of one kind. Raises ``InvalidParameter``."""
+def prompts_of(prompt: str | list[int | str | list[int]], field: str) -> list[str | list[int]]:
+    """One prompt, or a list of them all of one kind. Raises ``InvalidParameter`` about ``field``."""
     if not prompt:
-        raise InvalidParameter("prompt", "'prompt' must not be empty.")
+        raise InvalidParameter(field, f"'{field}' must not be empty.")
     if isinstance(prompt, str):
         return [prompt]
     ids = [item for item in prompt if isinstance(item, int)]
@@ -113,9 +113,9 @@ def _prompts(prompt: str | list[int | str | list[int]]) -> list[str | list[int]]
     texts: list[str | list[int]] = [item for item in prompt if isinstance(item, str)]
     lists: list[str | list[int]] = [item for item in prompt if isinstance(item, list)]
     if len(prompt) not in (len(texts), len(lists)):
-        raise InvalidParameter("prompt", "'prompt' must hold only strings, only token ids or only lists of token ids.")
+        raise InvalidParameter(field, f"'{field}' must hold only strings, only token ids or only lists of token ids.")
     if not all(prompt):
-        raise InvalidParameter("prompt", "No prompt may be empty.")
+        raise InvalidParameter(field, f"Nothing in '{field}' may be empty.")
     return texts or lists
 
 

@@ -118,22 +118,27 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
+def check_labels(front: Front, model: str, priority: int, user: str | None) -> None:
+    """Check what every request may say about itself. Raises ``RequestError``."""
+    front.check_model(model)
+    if abs(priority) > MAX_TOKEN_ID:
+        raise InvalidParameter("priority", f"'priority' must be from -{MAX_TOKEN_ID} to {MAX_TOKEN_ID}.")
+    if priority and front.config.scheduler.scheduling_policy != "priority":
+        raise UnsupportedParameter("priority", "'priority' needs a server with --scheduling-policy priority.")
+    if len(user or "") > MAX_USER:
+        raise InvalidParameter("user", f"'user' must have at most {MAX_USER} characters.")
+
+
 def check_generation_fields(body: GenerationFields, front: Front) -> None:
     """Checks that ``SamplingParams`` does not make. Raises ``RequestError``."""
-    front.check_model(body.model)
+    check_labels(front, body.model, body.priority, body.user)
     if body.stream_options is not None:
         if not body.stream:
             raise InvalidParameter("stream_options", "'stream_options' is only allowed when 'stream' is true.")
         if body.stream_options.include_obfuscation:
             raise UnsupportedParameter("stream_options", "'stream_options.include_obfuscation' is not supported.")
-    if abs(body.priority) > MAX_TOKEN_ID:
-        raise InvalidParameter("priority", f"'priority' must be from -{MAX_TOKEN_ID} to {MAX_TOKEN_ID}.")
-    if body.priority and front.config.scheduler.scheduling_policy != "priority":
-        raise UnsupportedParameter("priority", "'priority' needs a server with --scheduling-policy priority.")
     if len(body.cache_salt) > MAX_CACHE_SALT:
         raise InvalidParameter("cache_salt", f"'cache_salt' must have at most {MAX_CACHE_SALT} characters.")
-    if len(body.user or "") > MAX_USER:
-        raise InvalidParameter("user", f"'user' must have at most {MAX_USER} characters.")
     if body.ttft_target is not None:
         if front.config.scheduler.scheduling_policy != "deadline":
             raise UnsupportedParameter("ttft_target", "'ttft_target' needs a server with --scheduling-policy deadline.")

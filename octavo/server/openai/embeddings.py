@@ -1,0 +1,93 @@
+"""POST /v1/embeddings: texts or token ids in, their vectors out.
+
+https://platform.openai.com/docs/api-reference/embeddings
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import InvalidParameter
+from octavo.server.body import BodyReader
+from octavo.server.front import front_of
+from octavo.server.generation import Choice
+from octavo.server.openai.completions import prompts_of
+from octavo.server.openai.fields import ACCEPTED, check_labels
+from octavo.server.openai.rendering import json_response
+from octavo.server.openai.schema import Endpoint
+from octavo.server.pooled import Floats, ask, num_tokens, numbers
+
+
+class EmbeddingBody(msgspec.Struct, kw_only=True):
+    """A request for the vectors of one text or of several."""
+
+    model: str = ""
+    input: str | list[int | str | list[int]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    add_special_tokens: bool = True
+    priority: int = 0
+    user: str | None = None
+
+
+reader = BodyReader(EmbeddingBody, {"truncate_prompt_tokens": (), "messages": ()}, ACCEPTED)
+
+
+async def create_embeddings(request: Request) -> Response:
+    front = front_of(request)
+    front.admission.check_room()
+    body, headers = await front.read(request, reader)
+    check_labels(front, body.model, body.priority, body.user)
+    size = front.engine.info.embedding_size
+    if body.dimensions is not None and size and not 1 <= body.dimensions <= size:
+        raise InvalidParameter("dimensions", f"'dimensions' must be from 1 to {size}, not {body.dimensions}.")
+    choices = await ask(
+        front,
+        request,
+        "embed",
+        prompts_of(body.input, "input"),
+        "input",
+        add_special_tokens=body.add_special_tokens,
+        priority=body.priority,
+        user=body.user,
+    )
+    count = num_tokens(choices)
+
+    def render() -> Response:
+        answer = {
+            "object": "list",
+            "data": [_entry(index, choice, body) for index, choice in enumerate(choices)],
+            "model": front.model_name,
+            "usage": {"prompt_tokens": count, "total_tokens": count},
+        }
+        return json_response(answer, headers)
+
+    return await asyncio.to_thread(render)  # vectors of many texts are megabytes of JSON
+
+
+ENDPOINTS = [
+    Endpoint("POST", "/v1/embeddings", create_embeddings, "Turn texts into vectors", EmbeddingBody),
+]
+
+
+def _entry(index: int, choice: Choice, body: EmbeddingBody) -> dict[str, Any]:
+    vector = _cut(numbers(choice), body.dimensions)
+    is_text = body.encoding_format == "base64"
+    shown = base64.b64encode(vector.tobytes()).decode() if is_text else vector.tolist()
+    return {"object": "embedding", "index": index, "embedding": shown}
+
+
+def _cut(vector: Floats, dimensions: int | None) -> Floats:
+    """The first numbers, brought to length 1 again."""
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    first = vector[:dimensions]
+    length = np.linalg.norm(first)
+    return first if length == 0 else (first / length).astype("<f4")

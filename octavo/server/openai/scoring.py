@@ -1,0 +1,134 @@
+"""POST /v1/score and /v1/rerank: how well texts go together, in the forms of vLLM and of Jina AI.
+
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html, https://api.jina.ai/redoc. A judge reads both
+texts at once; with a model that makes vectors, the score is the cosine of the angle between the two.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import InvalidParameter
+from octavo.server.admission import PromptSource
+from octavo.server.body import BodyReader
+from octavo.server.front import Front, front_of
+from octavo.server.openai.fields import ACCEPTED, check_labels
+from octavo.server.openai.rendering import Identity, json_response
+from octavo.server.openai.schema import Endpoint
+from octavo.server.pooled import Floats, ask, num_tokens, numbers
+
+
+class ScoreBody(msgspec.Struct, kw_only=True):
+    """A request for the scores of pairs: one text with each of several, or two lists of equal length."""
+
+    model: str = ""
+    text_1: str | list[str]
+    text_2: str | list[str]
+    priority: int = 0
+    user: str | None = None
+
+
+class Document(msgspec.Struct, kw_only=True):
+    """A text as an object."""
+
+    text: str
+
+
+class RerankBody(msgspec.Struct, kw_only=True):
+    """A request to put documents in the order in which they suit a query."""
+
+    model: str = ""
+    query: str
+    documents: list[str | Document]
+    top_n: int | None = None
+    return_documents: bool = True
+    priority: int = 0
+    user: str | None = None
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {"truncate_prompt_tokens": (), "max_tokens_per_doc": (), "rank_fields": ()}
+score_reader = BodyReader(ScoreBody, REFUSED, ACCEPTED)
+rerank_reader = BodyReader(RerankBody, REFUSED, ACCEPTED)
+
+
+async def score(request: Request) -> Response:
+    front = front_of(request)
+    front.admission.check_room()
+    body, headers = await front.read(request, score_reader)
+    check_labels(front, body.model, body.priority, body.user)
+    firsts = [body.text_1] if isinstance(body.text_1, str) else body.text_1
+    seconds = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    if not firsts or not seconds:
+        name = "text_2" if firsts else "text_1"
+        raise InvalidParameter(name, f"'{name}' must not be empty.")
+    if len(firsts) not in (1, len(seconds)):
+        message = f"'text_1' must be one text, or as many as 'text_2' has, {len(seconds)}; it has {len(firsts)}."
+        raise InvalidParameter("text_1", message)
+    pairs = list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
+    scores, count = await _scores(front, request, pairs, ("text_1", "text_2"), body)
+    answer = {
+        **Identity("score", "list", front.model_name).as_dict(),
+        "data": [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)],
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+    }
+    return json_response(answer, headers)
+
+
+async def rerank(request: Request) -> Response:
+    front = front_of(request)
+    front.admission.check_room()
+    body, headers = await front.read(request, rerank_reader)
+    check_labels(front, body.model, body.priority, body.user)
+    if not body.documents:
+        raise InvalidParameter("documents", "'documents' must not be empty.")
+    if body.top_n is not None and body.top_n < 1:
+        raise InvalidParameter("top_n", f"'top_n' must be at least 1, not {body.top_n}.")
+    texts = [document if isinstance(document, str) else document.text for document in body.documents]
+    pairs = [(body.query, text) for text in texts]
+    scores, count = await _scores(front, request, pairs, ("query", "documents"), body)
+    order = sorted(range(len(texts)), key=lambda i: (-scores[i], i))[: body.top_n]
+    results = [
+        {"index": i, "relevance_score": scores[i]} | ({"document": {"text": texts[i]}} if body.return_documents else {})
+        for i in order
+    ]
+    answer = {
+        "id": f"rerank-{uuid.uuid4().hex}",
+        "model": front.model_name,
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+        "results": results,
+    }
+    return json_response(answer, headers)
+
+
+ENDPOINTS = [
+    Endpoint("POST", "/v1/score", score, "Score how well texts go together", ScoreBody),
+    Endpoint("POST", "/v1/rerank", rerank, "Put documents in the order in which they suit a query", RerankBody),
+]
+
+
+async def _scores(
+    front: Front, request: Request, pairs: list[tuple[str, str]], fields: tuple[str, str], body: ScoreBody | RerankBody
+) -> tuple[list[float], int]:
+    """The score of each pair, and the tokens that were read for them."""
+    if "embed" not in front.engine.info.tasks:
+        choices = await ask(front, request, "score", pairs, fields[1], priority=body.priority, user=body.user)
+        return [float(numbers(choice)[0]) for choice in choices], num_tokens(choices)
+    vectors: dict[PromptSource, Floats] = {}
+    count = 0
+    for field, texts in zip(fields, zip(*pairs, strict=True), strict=True):
+        sources: list[PromptSource] = list(dict.fromkeys(texts))
+        choices = await ask(front, request, "embed", sources, field, priority=body.priority, user=body.user)
+        count += num_tokens(choices)
+        vectors |= dict(zip(sources, map(numbers, choices), strict=True))
+    return [_cosine(vectors[first], vectors[second]) for first, second in pairs], count
+
+
+def _cosine(a: Floats, b: Floats) -> float:
+    lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
+    return 0.0 if lengths == 0 else float(a @ b) / lengths

@@ -1,0 +1,63 @@
+"""Requests that ask for a vector or a score of texts, however many these are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from starlette.requests import Request
+
+from octavo.errors import InvalidParameter
+from octavo.sampling_params import SamplingParams
+from octavo.server.admission import Asked, PromptSource
+from octavo.server.front import Front
+from octavo.server.generation import Choice
+from octavo.server.sse import whole
+from octavo.types import Task
+
+MAX_TEXTS = 2048
+"""Most texts of one request, as in the OpenAI API."""
+
+Floats = npt.NDArray[np.float32]
+
+
+async def ask(
+    front: Front,
+    request: Request,
+    task: Task,
+    sources: Sequence[PromptSource],
+    field: str,
+    *,
+    add_special_tokens: bool = True,
+    priority: int = 0,
+    user: str | None = None,
+) -> list[Choice]:
+    """Have the task done on each text, as many at a time as run together. Raises ``RequestError``, about ``field``."""
+    if len(sources) > MAX_TEXTS:
+        raise InvalidParameter(field, f"'{field}' must have at most {MAX_TEXTS} texts, not {len(sources)}.")
+    choices: list[Choice] = []
+    size = front.engine.info.max_num_seqs
+    for first in range(0, len(sources), size):
+        asked = Asked(
+            prompts=sources[first : first + size],
+            prompt_field=field,
+            params=SamplingParams(max_tokens=0),
+            default_max_tokens=None,
+            add_special_tokens=add_special_tokens,
+            priority=priority,
+            tenant=front.tenant(request, user),
+            task=task,
+        )
+        choices += await whole(await front.admission.admit(asked), request)
+    return choices
+
+
+def numbers(choice: Choice) -> Floats:
+    """The vector or the score that was computed."""
+    return np.frombuffer(choice.values, dtype="<f4")
+
+
+def num_tokens(choices: Sequence[Choice]) -> int:
+    """Tokens of all texts."""
+    return sum(len(choice.prompt.tokens) for choice in choices)

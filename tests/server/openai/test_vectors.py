@@ -1,0 +1,171 @@
+"""Vectors and scores over HTTP, from tiny random models in real engine processes, read by the openai client too."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+
+from octavo.server.pooled import MAX_TEXTS
+from tests.conftest import Server, start_server
+from tests.models.encoder_families import make_encoder, word_tokenizer
+
+TEXTS = ["A bird sings", "in the old tree", "nobody hears it and the birds sing", "a"]
+SETTINGS = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "3")
+
+
+class Served:
+    """A server, and the model that it must agree with."""
+
+    def __init__(self, folder: Path, row: str) -> None:
+        self.model = make_encoder(folder, row)
+        self.tokenizer = word_tokenizer(has_types=True)
+        self.server: Server = start_server("--model", str(folder), "--served-model-name", "tiny", *SETTINGS)
+        self.client = openai.OpenAI(base_url=f"{self.server.url}/v1", api_key="none", max_retries=0)
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        response = self.server.post(path, body)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    def refusal(self, path: str, **body: Any) -> tuple[int, str]:
+        response = self.server.post(path, body)
+        return response.status_code, response.json()["error"]["param"]
+
+    @torch.inference_mode()
+    def vector(self, ids: list[int]) -> np.ndarray:
+        mean = self.model(torch.tensor([ids]), torch.ones(1, len(ids))).last_hidden_state[0].mean(dim=0)
+        return np.asarray(mean / mean.norm())
+
+    @torch.inference_mode()
+    def score(self, first: str, second: str) -> float:
+        pair = self.tokenizer.encode(first, second)
+        ids, types = torch.tensor([pair.ids]), torch.tensor([pair.type_ids])
+        return float(self.model(ids, torch.ones_like(ids), token_type_ids=types).logits.sigmoid())
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("encoder"), "bert/plain")
+    yield served
+    served.server.stop()
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("judge"), "bert/judge")
+    yield served
+    served.server.stop()
+
+
+def test_the_openai_client_reads_vectors(encoder: Served) -> None:
+    """The client asks for base64 by itself, and for floats when told to."""
+    for given in ({}, {"encoding_format": "float"}):
+        answer = encoder.client.embeddings.create(model="tiny", input=TEXTS, **given)  # type: ignore[arg-type]
+        assert [entry.index for entry in answer.data] == list(range(len(TEXTS)))
+        ids = [encoder.tokenizer.encode(text).ids for text in TEXTS]
+        for entry, tokens in zip(answer.data, ids, strict=True):
+            np.testing.assert_allclose(entry.embedding, encoder.vector(tokens), atol=1e-5)
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+        assert answer.model == "tiny"
+
+
+def test_base64_holds_little_endian_floats(encoder: Served) -> None:
+    plain = encoder.post("/v1/embeddings", input="a bird")["data"][0]["embedding"]
+    packed = encoder.post("/v1/embeddings", input="a bird", encoding_format="base64")["data"][0]["embedding"]
+    assert np.frombuffer(base64.b64decode(packed), dtype="<f4").tolist() == plain
+
+
+def test_vectors_of_fewer_dimensions_are_of_length_one_too(encoder: Served) -> None:
+    whole = np.array(encoder.post("/v1/embeddings", input="a bird")["data"][0]["embedding"])
+    cut = encoder.post("/v1/embeddings", input="a bird", dimensions=7)["data"][0]["embedding"]
+    np.testing.assert_allclose(cut, whole[:7] / np.linalg.norm(whole[:7]), atol=1e-6)
+
+
+def test_inputs_may_be_token_ids(encoder: Served) -> None:
+    ids = [encoder.tokenizer.encode(text).ids for text in TEXTS]
+    of_text = [entry["embedding"] for entry in encoder.post("/v1/embeddings", input=TEXTS)["data"]]
+    assert [entry["embedding"] for entry in encoder.post("/v1/embeddings", input=ids)["data"]] == of_text
+    assert encoder.post("/v1/embeddings", input=ids[0])["data"][0]["embedding"] == of_text[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["a", ""]}, "input"),
+        ({"input": ["a", 1]}, "input"),
+        ({"input": [97]}, "input"),
+        ({"input": "a " * 119}, "input"),
+        ({"input": ["a"] * (MAX_TEXTS + 1)}, "input"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": 33}, "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "priority": 1}, "priority"),
+    ],
+)
+def test_bad_fields_are_refused_by_name(encoder: Served, body: dict[str, Any], param: str) -> None:
+    assert encoder.refusal("/v1/embeddings", **body) == (400, param)
+
+
+def test_an_unknown_model_is_not_found(encoder: Served) -> None:
+    assert encoder.refusal("/v1/embeddings", model="other", input="a") == (404, "model")
+
+
+def test_an_encoder_generates_nothing(encoder: Served, judge: Served) -> None:
+    assert encoder.refusal("/v1/completions", prompt="a bird") == (400, "model")
+    assert judge.refusal("/v1/embeddings", input="a bird") == (400, "model")
+
+
+def test_without_a_judge_scores_are_cosines(encoder: Served) -> None:
+    vectors = [encoder.vector(encoder.tokenizer.encode(text).ids) for text in TEXTS]
+    answer = encoder.post("/v1/score", text_1=TEXTS[0], text_2=TEXTS)
+    wanted = [float(vectors[0] @ vector) for vector in vectors]
+    assert [entry["score"] for entry in answer["data"]] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_scores_are_those_of_transformers(judge: Served) -> None:
+    answer = judge.post("/v1/score", text_1=TEXTS[0], text_2=TEXTS)
+    assert [entry["score"] for entry in answer["data"]] == pytest.approx(
+        [judge.score(TEXTS[0], text) for text in TEXTS], abs=1e-5
+    )
+    pairs = judge.post("/v1/score", text_1=TEXTS, text_2=TEXTS[::-1])["data"]
+    assert [entry["score"] for entry in pairs] == pytest.approx(
+        [judge.score(*pair) for pair in zip(TEXTS, TEXTS[::-1], strict=True)], abs=1e-5
+    )
+    assert answer["usage"]["prompt_tokens"] == sum(len(judge.tokenizer.encode(TEXTS[0], text).ids) for text in TEXTS)
+
+
+def test_documents_are_ranked(judge: Served) -> None:
+    scores = [judge.score("old birds", text) for text in TEXTS]
+    order = sorted(range(len(TEXTS)), key=lambda i: -scores[i])
+    results = judge.post("/v1/rerank", query="old birds", documents=[{"text": TEXTS[0]}, *TEXTS[1:]])["results"]
+    assert [result["index"] for result in results] == order
+    assert [result["relevance_score"] for result in results] == pytest.approx([scores[i] for i in order], abs=1e-5)
+    assert [result["document"]["text"] for result in results] == [TEXTS[i] for i in order]
+    best = judge.post("/v1/rerank", query="old birds", documents=TEXTS, top_n=1, return_documents=False)["results"]
+    assert best == [{"index": order[0], "relevance_score": results[0]["relevance_score"]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/score", {"text_1": "a"}, "text_2"),
+        ("/v1/score", {"text_1": [], "text_2": "a"}, "text_1"),
+        ("/v1/score", {"text_1": ["a", "bird"], "text_2": ["a", "a", "a"]}, "text_1"),
+        ("/v1/score", {"text_1": "a " * 80, "text_2": "a " * 80}, "text_2"),
+        ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
+        ("/v1/rerank", {"query": "a", "documents": [{"image": "a"}]}, "documents"),
+    ],
+)
+def test_bad_pairs_are_refused_by_name(judge: Served, path: str, body: dict[str, Any], param: str) -> None:
+    assert judge.refusal(path, **body) == (400, param)
