@@ -41,13 +41,28 @@ FEATURES = {
 }
 
 
+NUM_WORKLOADS = 56
+"""Of each kind, so that there are 100,000 steps in all."""
+steps_of: dict[str, int] = {}
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_random_workloads(name: str) -> None:
-    for seed in range(40):
+    num_steps = 0
+    for seed in range(NUM_WORKLOADS):
+        run = Run(seed, FEATURES[name])
         try:
-            Run(seed, FEATURES[name]).serve()
+            run.serve()
         except AssertionError as error:
             raise AssertionError(f"workload {seed} with {name}: {error}") from error
+        num_steps += len(run.runner.plans)
+    steps_of[name] = num_steps
+
+
+def test_there_were_many_steps() -> None:
+    if steps_of.keys() != FEATURES.keys():
+        pytest.skip("only a part of the workloads ran")
+    assert sum(steps_of.values()) >= 100_000
 
 
 @given(
