@@ -17,17 +17,21 @@ from torch import Tensor
 
 from octavo.ops.moe import ClampedSwish, Experts, moe
 from octavo.ops.triton.gates import gate_and_mul
-from octavo.ops.triton.launch import after_predecessor, declines_floats, launch
+from octavo.ops.triton.launch import after_predecessor, declines_floats, is_invariant, launch
 
 BLOCK_N, BLOCK_K = 64, 64
 MAX_ROWS = 64
+PAIRS_AT_ONCE = 1024
+SUMS_AT_ONCE = 512
+WARP = 32
+"""Histograms have as many bins at least."""
 
 
 class Tiles(NamedTuple):
     """Runs of pairs of one expert, on the device; int32 [tiles], those beyond the last have no rows."""
 
     order_P: Tensor
-    """int64: pairs sorted by expert."""
+    """int32: pairs sorted by expert; those of one expert in any order."""
     expert: Tensor
     first: Tensor
     """Place of the first pair in the order."""
@@ -39,19 +43,48 @@ class Tiles(NamedTuple):
 def sort_into_tiles(ids_TS: Tensor, num_experts: int) -> Tiles:
     """Cut the pairs of each expert into tiles. What depends on the ids stays on the device."""
     device, P = ids_TS.device, ids_TS.numel()
-    block = min(MAX_ROWS, max(16, triton.next_power_of_2(P // num_experts)))
+    block = MAX_ROWS if is_invariant() else min(MAX_ROWS, max(16, triton.next_power_of_2(P // num_experts)))
     num_tiles = min(P, num_experts) + P // block
-    sorted_P, order_P = ids_TS.flatten().sort(stable=True)
-    starts = torch.searchsorted(sorted_P, torch.arange(num_experts + 1, device=device))
-    tiles_X = (starts.diff() + block - 1) // block
-    ends_X = tiles_X.cumsum(0)
-    tile = torch.arange(num_tiles, device=device)
-    expert = torch.searchsorted(ends_X, tile, right=True)
-    is_used = expert < num_experts
-    expert = expert.clamp(max=num_experts - 1)
-    first = starts[expert] + (tile - ends_X[expert] + tiles_X[expert]) * block
-    rows = torch.where(is_used, (starts[expert + 1] - first).clamp(max=block), 0)
-    return Tiles(order_P, expert.int(), first.int(), rows.int(), block)
+    sizes = (P, num_experts, num_tiles, num_tiles, num_tiles)
+    order_P, cursor_X, expert, first, rows = (torch.empty(size, dtype=torch.int32, device=device) for size in sizes)
+    experts = max(triton.next_power_of_2(num_experts), WARP)
+    launch(
+        sort_kernel, (1,), ids_TS.contiguous(), order_P, cursor_X, expert, first, rows, P, num_experts, num_tiles,
+        block, experts, PAIRS_AT_ONCE, num_warps=8,
+    )  # fmt: skip
+    return Tiles(order_P, expert, first, rows, block)
+
+
+@triton.jit
+def sort_kernel(
+    ids_ptr: tl.tensor, order_ptr: tl.tensor, cursor_ptr: tl.tensor,
+    expert_ptr: tl.tensor, first_ptr: tl.tensor, rows_ptr: tl.tensor,
+    P: tl.tensor, X: tl.tensor, num_tiles: tl.tensor,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """All pairs by one program: count, sum up, place. A row's result is the same at any place of its tile."""
+    after_predecessor(PDL)
+    e, i = tl.arange(0, EXPERTS), tl.arange(0, PAIRS)
+    count_X = tl.zeros([EXPERTS], tl.int32)
+    for start in range(0, P, PAIRS):
+        expert = tl.load(ids_ptr + start + i, mask=start + i < P, other=0).to(tl.int32)
+        count_X += tl.histogram(expert, EXPERTS, mask=start + i < P)
+    first_X = tl.cumsum(count_X, 0) - count_X
+    tl.atomic_xchg(cursor_ptr + e, first_X, mask=e < X)
+    tiles_X = (count_X + BLOCK - 1) // BLOCK
+    at_X = tl.cumsum(tiles_X, 0) - tiles_X
+    for n in range(tl.max(tiles_X, 0)):
+        is_tile = n < tiles_X
+        tl.store(expert_ptr + at_X + n, e, mask=is_tile)
+        tl.store(first_ptr + at_X + n, first_X + n * BLOCK, mask=is_tile)
+        tl.store(rows_ptr + at_X + n, tl.minimum(count_X - n * BLOCK, BLOCK), mask=is_tile)
+    for start in range(tl.sum(tiles_X, 0), num_tiles, PAIRS):
+        tl.store(rows_ptr + start + i, tl.zeros([PAIRS], tl.int32), mask=start + i < num_tiles)
+    tl.debug_barrier()  # all cursors are set
+    for start in range(0, P, PAIRS):
+        expert = tl.load(ids_ptr + start + i, mask=start + i < P, other=0)
+        place = tl.atomic_add(cursor_ptr + expert, 1, mask=start + i < P)
+        tl.store(order_ptr + place, start + i, mask=start + i < P)
 
 
 @triton.jit
@@ -68,7 +101,7 @@ def expert_linear_kernel(
     if num_rows > 0:
         expert = tl.load(expert_ptr + tile).to(tl.int64)
         m = tl.arange(0, BLOCK_M)
-        pair = tl.load(order_ptr + tl.load(first_ptr + tile) + m, mask=m < num_rows, other=0)
+        pair = tl.load(order_ptr + tl.load(first_ptr + tile) + m, mask=m < num_rows, other=0).to(tl.int64)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         x_row = x_ptr + (pair // pairs_a_row)[:, None] * K
         weight_row = weight_ptr + expert * N * K + n.to(tl.int64)[:, None] * K
@@ -100,6 +133,20 @@ def _expert_linear(
     return out_PN
 
 
+@triton.jit
+def sum_kernel(
+    parts_ptr: tl.tensor, out_ptr: tl.tensor, D: tl.tensor, pairs_a_row: tl.tensor, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Some columns of a token: the sum of what its experts gave, in the order in which they were chosen."""
+    t, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    after_predecessor(PDL)
+    total = tl.zeros([BLOCK], tl.float32)
+    for s in range(pairs_a_row):
+        total += tl.load(parts_ptr + (t * pairs_a_row + s) * D + d, mask=d < D, other=0.0)
+    tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
 @moe.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
 def moe_triton(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts) -> Tensor:
     """See ``ops.moe``; a row's sum is taken in the order in which its experts were chosen."""
@@ -113,6 +160,8 @@ def moe_triton(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts
         gated = experts.activation(gate_up)
     else:
         gated = gate_and_mul(gate_up, experts.activation)
-    out = torch.empty(P, D, dtype=torch.float32, device=x_TD.device)
-    _expert_linear(gated, experts.down, experts.down_bias, shares_TS.contiguous(), out, tiles)
-    return out.view(T, -1, D).sum(dim=1).to(x_TD.dtype)
+    parts = torch.empty(P, D, dtype=torch.float32, device=x_TD.device)
+    _expert_linear(gated, experts.down, experts.down_bias, shares_TS.contiguous(), parts, tiles)
+    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    launch(sum_kernel, (T, triton.cdiv(D, SUMS_AT_ONCE)), parts, out_TD, D, P // T, SUMS_AT_ONCE, num_warps=4)
+    return out_TD

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish, Experts, moe
+from octavo.ops.triton.launch import invariant
 from octavo.ops.triton.moe import moe_triton, sort_into_tiles
 from tests.ops.triton.poison import poison_new_tensors
 
@@ -45,7 +46,8 @@ def test_experts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, ids, shares, experts = make(T, activation, has_biases, dtype, device)
-    wide = Experts(*(part.double() if isinstance(part, Tensor) else part for part in experts))
+    biases = [bias.double() for bias in experts[3:] if isinstance(bias, Tensor)]
+    wide = Experts(experts.gate_up.double(), experts.down.double(), activation, *biases)
     expected = moe.reference(x.double(), ids, shares.double(), wide)
     poison_new_tensors(monkeypatch)
     found = moe_triton(x, ids, shares, experts)
@@ -54,7 +56,7 @@ def test_experts(
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("T", [1, 9, 200])
+@pytest.mark.parametrize("T", [1, 9, 200, 700])
 def test_every_pair_is_in_one_tile_of_its_expert(T: int, device: str) -> None:
     for ids in (torch.randint(0, X, (T, S)), torch.full((T, S), X - 1), torch.zeros(T, S, dtype=torch.int64)):
         tiles = sort_into_tiles(ids.to(device), X)
@@ -65,3 +67,11 @@ def test_every_pair_is_in_one_tile_of_its_expert(T: int, device: str) -> None:
             assert all(ids.flatten()[pair] == expert for pair in pairs)
             seen += pairs
         assert sorted(seen) == list(range(T * S))
+
+
+def test_tiles_are_of_one_size_where_rows_must_not_depend_on_others(device: str) -> None:
+    """Products of tiles of other sizes may add up in another order."""
+    with invariant():
+        assert (
+            len({sort_into_tiles(torch.zeros(T, S, dtype=torch.int64, device=device), X).block for T in (1, 200)}) == 1
+        )
