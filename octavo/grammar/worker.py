@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import os
+import time
 
 from octavo.child_worker import FAILED, REFUSED, RENDERED, Answer, ChildWorker, described, start
 from octavo.grammar.matchers import GrammarError, compile_matcher, make_tokenizer, normalised
@@ -14,6 +15,8 @@ from octavo.grammar.vocabulary import Vocabulary
 
 NICENESS = 10
 """Grammars are tried beside an engine that may need every core."""
+MAX_COMPILE_SECONDS = 0.25
+"""Of the processor: the engine's process will need as long, beside its steps."""
 
 
 class Tester:
@@ -26,7 +29,10 @@ class Tester:
         """The normalised grammar, or what is wrong with it."""
         try:
             grammar = normalised(text)
+            started = time.process_time()
             compile_matcher(grammar, self._tokenizer)
+            if time.process_time() - started > MAX_COMPILE_SECONDS:
+                return REFUSED, "cannot be used: compiling it takes too long"
         except GrammarError as error:
             return REFUSED, str(error)
         except MemoryError:

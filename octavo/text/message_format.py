@@ -21,15 +21,13 @@ from octavo.text.tool_calls.hermes import HERMES
 from octavo.text.tool_calls.llama3 import LLAMA3
 from octavo.text.tool_calls.mistral import MISTRAL
 from octavo.text.tool_calls.pythonic import PYTHONIC
-from octavo.text.tool_calls.tool_format import Marks, ToolFormat
+from octavo.text.tool_calls.tool_format import Marks, ToolFormat, talk_rule
 
 TOOL_FORMATS = (HERMES, LLAMA3, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, HARMONY, PYTHONIC)
 """Of two whose signs a template has, the first one is meant."""
 THINK_NAMES = ("deepseek_r1", "qwen3")
 HARMONY_NAME = "openai_gptoss"
 AUTO = "auto"
-
-ANY_OBJECT: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 class Tool(NamedTuple):
@@ -38,6 +36,8 @@ class Tool(NamedTuple):
     name: str
     parameters: Mapping[str, Any] | None
     """JSON schema of its arguments; ``None`` when it has none."""
+    is_strict: bool = False
+    """Whether the arguments must be valid even if the model is free to call or not."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Wanted:
     """Functions of which it must call one, or may call one instead of having content."""
     is_parallel: bool = False
     """Whether it may have several calls."""
+    may_talk: bool = False
+    """Whether it may be, or begin with, any content at all."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,13 @@ class MessageFormat:
         if wanted.tools:
             names = [tool.name for tool in wanted.tools]
             rules += (self.tools or LLAMA3).rules(names, self.marks, wanted.is_parallel)
-            bodies.append("calls")
-            parts = {f"t{i}": _arguments(tool) for i, tool in enumerate(wanted.tools)}
+            bodies = ["calls"]
+            parts = {f"t{i}": _arguments(tool, wanted.may_talk) for i, tool in enumerate(wanted.tools)}
+        if wanted.may_talk and self.is_harmony:
+            bodies.append(harmony.answer_rule(self.marks, forms.TEXT))
+        elif wanted.may_talk:
+            rules += talk_rule(self.tools or LLAMA3, self.marks)
+            bodies = ["talk"]
         if wanted.form is not None:
             rules += wanted.form.rules
             start = wanted.form.start
@@ -122,8 +129,11 @@ class MessageFormat:
         return "thinking?", f"thinking: {opens} thoughts\n{rules}"
 
 
-def _arguments(tool: Tool) -> forms.Part:
-    return forms.json_schema(ANY_OBJECT if tool.parameters is None else tool.parameters)
+def _arguments(tool: Tool, is_free: bool) -> forms.Part:
+    """What the arguments must be; where the model is free to call or not, only strict tools ask for more than JSON."""
+    if tool.parameters is None or (is_free and not tool.is_strict):
+        return forms.json_object()
+    return forms.json_schema(tool.parameters)
 
 
 def find_format(

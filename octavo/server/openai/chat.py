@@ -33,9 +33,8 @@ from octavo.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logp
 from octavo.server.openai.messages import Conversation, TemplateOptions
 from octavo.server.openai.rendering import ChunkFrame, Identity, encode, encode_line, json_response, usage
 from octavo.server.openai.schema import Endpoint
-from octavo.server.openai.tools import ToolUse, tool_use
+from octavo.server.openai.tools import ToolUse, tool_use, wanted_message
 from octavo.server.sse import EventStream, whole
-from octavo.text.message_format import Wanted
 
 REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = REFUSED | {
     "audio": (),
@@ -145,11 +144,10 @@ def _grammar(body: ChatBody, front: Front, tools: ToolUse | None) -> tuple[str, 
             "from the chat template: see --tool-call-parser and --enable-auto-tool-choice."
         )
         raise UnsupportedParameter("tools", message)
-    form = None if asked_for is None or (tools is not None and tools.must_call) else asked_for.form
-    if form is None and (tools is None or not tools.must_call):
+    wanted = wanted_message(None if asked_for is None else asked_for.form, tools)
+    if wanted is None:
         return "", None
-    wanted = Wanted(form, () if tools is None else tools.wanted, tools is not None and tools.is_parallel)
-    field = asked_for.field if asked_for is not None and form is not None else "tools"
+    field = "tools" if asked_for is None or wanted.form is None else asked_for.field
     return field, lambda prompt: format.grammar(wanted, prompt)
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from octavo.errors import InvalidParameter
+from octavo.grammar.forms import Form
 from octavo.server.errors import UnsupportedParameter
-from octavo.text.message_format import Tool
+from octavo.text.message_format import Tool, Wanted
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -37,6 +38,10 @@ class ToolUse:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(tool.name for tool in self.wanted)
+
+    @property
+    def is_strict(self) -> bool:
+        return any(tool.is_strict for tool in self.wanted)
 
     @property
     def must_call(self) -> bool:
@@ -68,6 +73,17 @@ def tool_use(tools: list[dict[str, Any]], choice: ToolChoice | None, is_parallel
     return ToolUse(tools, found, "named", wanted, False)
 
 
+def wanted_message(form: Form | None, tools: ToolUse | None) -> Wanted | None:
+    """What the message must be when its content must have ``form``; ``None`` when it may be anything."""
+    if tools is None:
+        return None if form is None else Wanted(form)
+    if tools.must_call:
+        return Wanted(None, tools.wanted, tools.is_parallel)
+    if form is not None or tools.is_strict:
+        return Wanted(form, tools.wanted, tools.is_parallel, may_talk=form is None)
+    return None
+
+
 def _tool(given: dict[str, Any], where: str) -> Tool:
     if given.get("type") != "function":
         kind = str(given.get("type"))[:40]
@@ -83,7 +99,9 @@ def _tool(given: dict[str, Any], where: str) -> Tool:
         raise InvalidParameter("tools", f"'{where}.function.description' must be a string.")
     if not isinstance(parameters, Mapping | None):
         raise InvalidParameter("tools", f"'{where}.function.parameters' must be a JSON schema: an object.")
-    return Tool(name, parameters)
+    if not isinstance(function.get("strict"), bool | None):
+        raise InvalidParameter("tools", f"'{where}.function.strict' must be true or false.")
+    return Tool(name, parameters, bool(function.get("strict")))
 
 
 def _named(choice: ToolChoice) -> str:

@@ -78,10 +78,14 @@ def _plain_rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
 
 
 def _rules(heads: Sequence[str], tail: str, marks: Marks, parallel: bool, separator: str) -> str:
-    calls = f"{marks.lark(ALL_BEGIN)} {repeated('call', separator, parallel)} {marks.lark(ALL_END)}"
-    return f"calls: {calls}\ncall: {one_of(heads, tail)}\n"
+    rest = f"{repeated('call', separator, parallel)} {marks.lark(ALL_END)}"
+    return f"calls: {marks.lark(ALL_BEGIN)} rest\nrest: {rest}\ncall: {one_of(heads, tail)}\n"
 
 
 _MARKS = (ALL_BEGIN, ALL_END, BEGIN, SEPARATOR, END)
-DEEPSEEK_V3 = ToolFormat(name="deepseek_v3", read=_read, rules=_fenced_rules, marks=_MARKS, signs=(ALL_BEGIN, FENCE))
-DEEPSEEK_V31 = ToolFormat(name="deepseek_v31", read=_read, rules=_plain_rules, marks=_MARKS, signs=(ALL_BEGIN,))
+DEEPSEEK_V3 = ToolFormat(
+    name="deepseek_v3", read=_read, rules=_fenced_rules, opens=ALL_BEGIN, marks=_MARKS, signs=(ALL_BEGIN, FENCE)
+)
+DEEPSEEK_V31 = ToolFormat(
+    name="deepseek_v31", read=_read, rules=_plain_rules, opens=ALL_BEGIN, marks=_MARKS, signs=(ALL_BEGIN,)
+)

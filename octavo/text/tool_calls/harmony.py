@@ -80,6 +80,7 @@ HARMONY = ToolFormat(
     name="openai",
     read=_read,
     rules=_rules,
+    opens=CHANNEL,
     marks=(START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS),
     signs=(CHANNEL, MESSAGE),
 )

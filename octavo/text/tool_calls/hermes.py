@@ -37,15 +37,17 @@ def _read_call(reader: Reader) -> Steps[list[Call] | None]:
 
 def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
     heads = [literal(f'{{"name": {json.dumps(name)}, "arguments": ') for name in names]
-    call = f'{marks.lark(OPENS)} "\\n" function "\\n" {marks.lark(CLOSES)}'
-    function = one_of(heads, '"}"')
-    return f"calls: {repeated('call', literal(chr(10)), parallel)}\ncall: {call}\nfunction: {function}\n"
+    opens = marks.lark(OPENS)
+    rest = repeated("call", f"{literal(chr(10))} {opens}", parallel)
+    call = f'"\\n" function "\\n" {marks.lark(CLOSES)}'
+    return f"calls: {opens} rest\nrest: {rest}\ncall: {call}\nfunction: {one_of(heads, literal('}'))}\n"
 
 
 HERMES = ToolFormat(
     name="hermes",
     read=_read,
     rules=_rules,
+    opens=OPENS,
     marks=(OPENS, CLOSES),
     signs=(OPENS, "arguments"),
     others=("<function=", "<arg_key>"),

@@ -57,6 +57,8 @@ LLAMA3 = ToolFormat(
     name="llama3_json",
     read=_read,
     rules=_rules,
+    opens="{",
+    has_mark=False,
     marks=(MARK,),
     signs=(MARK, "parameters"),
 )

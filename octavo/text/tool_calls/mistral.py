@@ -54,13 +54,14 @@ def _listed(text: str | None) -> list[Call] | None:
 
 def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
     if marks.has(ARGUMENTS):
-        heads = [f"{marks.lark(MARK)} {literal(name)} {marks.lark(ARGUMENTS)}" for name in names]
-        return f"calls: {repeated('call', '', parallel)}\ncall: {one_of(heads, '')}\n"
+        heads = [f"{literal(name)} {marks.lark(ARGUMENTS)}" for name in names]
+        rest = repeated("call", marks.lark(MARK), parallel)
+        return f"calls: {marks.lark(MARK)} rest\nrest: {rest}\ncall: {one_of(heads, '')}\n"
     heads = [literal(f'{{"name": {json.dumps(name)}, "arguments": ') for name in names]
-    calls = f"{marks.lark(MARK)} {literal('[')} {repeated('call', literal(', '), parallel)} {literal(']')}"
-    return f"calls: {calls}\ncall: {one_of(heads, literal('}'))}\n"
+    rest = f"{literal('[')} {repeated('call', literal(', '), parallel)} {literal(']')}"
+    return f"calls: {marks.lark(MARK)} rest\nrest: {rest}\ncall: {one_of(heads, literal('}'))}\n"
 
 
 MISTRAL = ToolFormat(
-    name="mistral", read=_read, rules=_rules, marks=(MARK, ARGUMENTS, ID), signs=(MARK,), new_id=short_id
+    name="mistral", read=_read, rules=_rules, opens=MARK, marks=(MARK, ARGUMENTS, ID), signs=(MARK,), new_id=short_id
 )

@@ -167,4 +167,4 @@ def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
     return f"calls: {calls}\ncall: {one_of(heads, literal(')'))}\n"
 
 
-PYTHONIC = ToolFormat(name="pythonic", read=_read, rules=_rules, marks=(MARK,))
+PYTHONIC = ToolFormat(name="pythonic", read=_read, rules=_rules, opens="[", has_mark=False, marks=(MARK,))

@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from octavo.grammar.forms import literal
+from octavo.grammar.forms import TEXT, literal
 from octavo.text.reader import Format
 
 MAX_PARALLEL_CALLS = 16
@@ -36,7 +36,7 @@ class Marks:
 
 Rules = Callable[[Sequence[str], Marks, bool], str]
 """Lark with a rule ``calls``: one call of the functions of these names, or, if the flag says so, several. The arguments
-of function number i are ``@t{i}``."""
+of function number i are ``@t{i}``. If the format has a mark, ``rest`` is what follows the first one."""
 
 
 def long_id() -> str:
@@ -58,6 +58,9 @@ class ToolFormat:
     read: Callable[[frozenset[str]], Format]
     """A reader of messages for tools of these names."""
     rules: Rules
+    opens: str
+    """What calls begin with: a mark, or, if there is none, the bracket with which no content may begin then."""
+    has_mark: bool = True
     marks: tuple[str, ...] = ()
     """Strings that may be special tokens, which are no text otherwise."""
     signs: tuple[str, ...] = ()
@@ -70,6 +73,15 @@ class ToolFormat:
 def repeated(rule: str, separator: str, parallel: bool) -> str:
     """``rule`` once or, with ``parallel``, up to as often as is allowed."""
     return f"{rule} ({separator} {rule}){{0,{MAX_PARALLEL_CALLS - 1}}}" if parallel else rule
+
+
+def talk_rule(format: ToolFormat, marks: Marks) -> str:
+    """Lark with a rule ``talk``: content, or calls, or calls behind content; but no calls that are not valid."""
+    if not format.has_mark:
+        return f"talk: calls | /([^\\{format.opens}\\s](.|\\n)*)?/\n"
+    if marks.has(format.opens):
+        return f"talk: {TEXT} calls?\n"
+    return f"talk: opened rest | free\nfree: TEXT\nTEXT: {TEXT}\nopened[lazy]: TEXT {literal(format.opens)}\n"
 
 
 def one_of(heads: Sequence[str], tail: str) -> str:

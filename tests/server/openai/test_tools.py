@@ -10,10 +10,11 @@ from typing import Any
 import jsonschema
 import pytest
 
+from octavo.grammar.matchers import compile_matcher, make_tokenizer
 from octavo.text.message_format import TOOL_FORMATS
 from octavo.text.tool_calls.deepseek import ALL_BEGIN, ALL_END, BEGIN, END, SEPARATOR
 from tests.server.conftest import Served
-from tests.server.in_process import IM_END, InProcessEngine, byte_tokenizer
+from tests.server.in_process import EOS, IM_END, InProcessEngine, byte_tokenizer
 from tests.server.writing_engine import writing_engine
 
 TEMPLATE = (
@@ -190,6 +191,44 @@ def test_a_call_that_is_asked_for_is_made_with_valid_arguments(serve_app: Any, p
             if chunks[-1]["choices"][0]["finish_reason"] != "length":
                 assert list(streamed.values()) == [call["function"] for call in calls]
     assert num_ended >= 4 or (parser == "openai" and not has_marks)
+
+
+@pytest.mark.parametrize("parser", [name for name in SETTINGS if name != "none"])
+@pytest.mark.parametrize("has_marks", [False, True])
+def test_a_call_of_a_strict_tool_is_valid_even_if_the_model_is_free(
+    serve_app: Any, parser: str, has_marks: bool
+) -> None:
+    format = next(format for format in TOOL_FORMATS if format.name == parser)
+    tokenizer = byte_tokenizer(TEMPLATE, tuple(dict.fromkeys(format.marks)) if has_marks else ())
+    served = serve_app(writing_engine(tokenizer), tokenizer=tokenizer, tool_call_parser=parser)
+    strict = {"type": "function", "function": {"name": "f", "strict": True, "parameters": PARAMETERS}}
+    loose = {"type": "function", "function": {"name": "g", "parameters": {"not": {}}}}
+    assert served.chat(tools=[strict, loose], max_tokens=60).status_code == 200
+    grammar = served.engine.requests[-1].params.grammar or ""
+    matchers = make_tokenizer(tokenizer.vocabulary((EOS,)))
+
+    def allows(text: str) -> bool:
+        matcher = compile_matcher(grammar, matchers)
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    calls = {
+        "hermes": '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>',
+        "llama3_json": '{"name": "f", "parameters": %s}',
+        "mistral": "[TOOL_CALLS]f[ARGS]%s" if has_marks else '[TOOL_CALLS][{"name": "f", "arguments": %s}]',
+        "deepseek_v3": f"{ALL_BEGIN}{BEGIN}function{SEPARATOR}f\n```json\n%s\n```{END}{ALL_END}",
+        "deepseek_v31": f"{ALL_BEGIN}{BEGIN}f{SEPARATOR}%s{END}{ALL_END}",
+        "pythonic": "[f(**%s)]",
+        "openai": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>%s",
+    }
+    good, bad = '{"city": "Rome", "days": 3}', '{"city": "Rome", "days": 10}'
+    assert allows(calls[parser] % good)
+    assert not allows(calls[parser] % bad)
+    talk = "<|channel|>final<|message|>Hello {there}" if parser == "openai" else "Hello {there}"
+    assert allows(talk)
+    if format.has_mark and parser != "openai":
+        assert allows(talk + calls[parser] % good)
+        assert not allows(talk + calls[parser] % bad)
 
 
 def test_mistral_gets_ids_that_its_template_takes(serve_app: Any) -> None:
