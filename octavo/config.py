@@ -137,6 +137,21 @@ class ServerSettings:
     port: int = setting(8000, "port to listen on; 0 picks a free one", low=0)
     served_model_name: str | None = setting(None, "model name in the API; default: from the model")
     api_key: str | None = setting(None, "key that clients must send as a Bearer token; default: none asked")
+    api_key_file: str | None = setting(
+        None, "file with a key in each line: a name, the key's SHA-256, and requests_per_minute= and tokens_per_minute="
+    )
+    admin_key: str | None = setting(None, "key of the paths under /admin; default: nobody may use them")
+    allowed_hosts: str | None = setting(
+        None,
+        "names of this server, with commas, that clients may connect to, or *; default: those of the machine itself "
+        "when only it can connect, else any",
+    )
+    allowed_origins: str | None = setting(
+        None, "origins, with commas, of web pages that may use this server (CORS), or *; default: none"
+    )
+    ssl_certfile: str | None = setting(None, "file with the certificate, to serve HTTPS")
+    ssl_keyfile: str | None = setting(None, "file with the certificate's key, when not in its own file")
+    ssl_ca_certs: str | None = setting(None, "file with authorities, one of which every client's certificate needs")
     max_num_queued_reqs: int = setting(256, "most requests waiting; one more gets 429", low=1)
     max_request_bytes: int = setting(32 << 20, "most bytes in a request's body", low=1024)
     tool_call_parser: str = setting(
@@ -306,6 +321,10 @@ def _check_combinations(config: EngineConfig) -> None:
         raise ConfigError("kv_watermark: must be below 1")
     if not cache.enable_prefix_caching and (cache.eviction_policy != "lru" or cache.enable_kv_events):
         raise ConfigError("eviction_policy and enable_kv_events need enable_prefix_caching: else nothing is cached")
+    if isinstance(config, ServeConfig) and config.server.ssl_certfile is None:
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(config.server, name) is not None:
+                raise ConfigError(f"{name} needs ssl_certfile: without a certificate, there is no HTTPS")
     _check_policy(scheduler, cache)
 
 

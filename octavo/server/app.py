@@ -9,13 +9,14 @@ from pathlib import Path
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from octavo.config import ServeConfig, ServerSettings
 from octavo.errors import RequestError
-from octavo.server import explanations, probes
+from octavo.server import admin, explanations, probes
 from octavo.server.admission import Admission
 from octavo.server.anthropic import messages
 from octavo.server.batches import batches, files
@@ -23,18 +24,35 @@ from octavo.server.engine_client import EngineClient
 from octavo.server.errors import on_http_exception, on_request_error
 from octavo.server.front import Front
 from octavo.server.gate import Gate
+from octavo.server.hosts import Hosts
 from octavo.server.jobs import Jobs
+from octavo.server.keys import Keys
 from octavo.server.openai import chat, completions, embeddings, models, scoring, tokenize
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import PAGE, openapi_document
 from octavo.server.responses import endpoints as responses
 from octavo.server.serving import served_model_name
 from octavo.server.store import Store
+from octavo.telemetry.metrics import Metrics
 from octavo.text.chat_template import load_chat_template
 from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Tokenizer
 
-PARTS = (completions, chat, messages, responses, files, batches, embeddings, scoring, models, tokenize, probes, explanations)
+PARTS = (
+    completions,
+    chat,
+    messages,
+    responses,
+    files,
+    batches,
+    embeddings,
+    scoring,
+    models,
+    tokenize,
+    probes,
+    explanations,
+    admin,
+)
 
 
 def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None) -> Starlette:
@@ -42,9 +60,10 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
     that cannot be read."""
     endpoints = [endpoint for part in PARTS for endpoint in part.ENDPOINTS]
     documents = [Route("/openapi.json", _document), Route("/docs", _page)]
+    keys = Keys(config.server)
     app = Starlette(
         routes=[*endpoints, *documents],
-        middleware=[Middleware(Gate, api_key=config.server.api_key, metrics=engine.metrics)],
+        middleware=_middleware(config.server, keys, engine.metrics),
         lifespan=_life,
         exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )
@@ -64,6 +83,7 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
         admission=Admission(engine, tokenizer, config.server.max_num_queued_reqs),
         store=_store(settings),
         jobs=Jobs(),
+        keys=keys,
         model_name=served_model_name(config),
     )
     return app
@@ -78,6 +98,19 @@ async def _life(app: Starlette) -> AsyncIterator[None]:
     await app.state.batches.resume()
     yield
     await front.jobs.close()
+
+
+def _middleware(settings: ServerSettings, keys: Keys, metrics: Metrics) -> list[Middleware]:
+    gate = Middleware(Gate, keys=keys, hosts=Hosts(settings), metrics=metrics)
+    if settings.allowed_origins is None:
+        return [gate]
+    origins = [origin.strip() for origin in settings.allowed_origins.split(",")]
+    # Around the gate, because browsers ask without a key what they may send with it.
+    shown = ["x-request-id", "retry-after"]
+    cors = Middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown
+    )
+    return [cors, gate]
 
 
 def _store(settings: ServerSettings) -> Store:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
+
+from octavo.server.quotas import Account
 
 CALLER = "octavo.caller"
 """Key of the ASGI scope; the gate sets it."""
@@ -15,10 +17,9 @@ class Caller:
     """An API key's owner; without keys there is one, whose name is empty."""
 
     name: str = ""
-    is_batch: bool = False
-    """Whether it is the server itself, at work on a batch."""
+    account: Account = field(default_factory=Account)
 
 
 def caller_of(request: Request) -> Caller:
-    caller: Caller = request.scope.get(CALLER, Caller())
+    caller: Caller = request.scope.get(CALLER) or Caller()
     return caller

@@ -17,6 +17,7 @@ from octavo.server.body import BodyReader, read_body
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import UnknownParameter, printable
 from octavo.server.jobs import Jobs
+from octavo.server.keys import Keys
 from octavo.server.store import Store
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.detokenizer import Detokenizer
@@ -43,6 +44,7 @@ class Front:
     admission: Admission
     store: Store
     jobs: Jobs
+    keys: Keys
     model_name: str
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -1,13 +1,12 @@
-"""The outermost layer, plain ASGI: request ids, the API key, header sizes, and the last net under everything.
+"""The outermost layer, plain ASGI: request ids, API keys, header sizes, and the last net under everything.
 
-Nothing but the paths in ``OPEN_PATHS`` is served without the key, when there is one: what is not known to be
-harmless is closed. The path is the one that the router will use, so there is no second reading of it.
+Nothing but the paths in ``OPEN_PATHS`` is served without a key, when keys are asked for, or under a name that is not
+allowed: what is not known to be harmless is closed. The path is the one that the router will use, so there is no
+second reading of it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import time
 import uuid
@@ -16,12 +15,15 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.errors import AuthenticationError, RequestError
+from octavo.errors import RequestError
+from octavo.server.caller import CALLER
 from octavo.server.errors import HTTPRefusal, UnexpectedError, error_response, rejection_of
 from octavo.server.generation import ClientGone
+from octavo.server.hosts import Hosts
+from octavo.server.keys import Keys
 from octavo.telemetry.metrics import Metrics
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health"})
 MAX_HEADER_BYTES = 32 << 10
 MAX_HEADERS = 100
 MAX_REQUEST_ID_BYTES = 128
@@ -37,10 +39,11 @@ logger = logging.getLogger(__name__)
 class Gate:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Keys, hosts: Hosts, metrics: Metrics) -> None:
         self.app = app
         self._metrics = metrics
-        self._key_digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
+        self._keys = keys
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -87,15 +90,18 @@ class Gate:
         if size > MAX_HEADER_BYTES or len(scope["headers"]) > MAX_HEADERS:
             message = f"The headers are too large: at most {MAX_HEADERS} with {MAX_HEADER_BYTES} bytes are accepted."
             raise HTTPRefusal(431, message, "headers_too_large")
-        if self._key_digest is None or scope["path"] in OPEN_PATHS:
-            return
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise AuthenticationError("You didn't provide an API key. Send it as 'Authorization: Bearer YOUR_KEY'.")
-        # Header values were decoded as Latin-1; encoding them so gives back the bytes that were sent.
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        if not hmac.compare_digest(digest, self._key_digest):
-            raise AuthenticationError("Incorrect API key provided.")
+        if scope["path"] not in OPEN_PATHS:
+            self._hosts.check(headers)
+            scope[CALLER] = self._keys.check(scope["path"], _secret(headers))
+
+
+def _secret(headers: Headers) -> bytes | None:
+    """The key that came with a request, as OpenAI's clients send it or as Anthropic's do."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        key = headers.get("x-api-key", "")
+    # Header values were decoded as Latin-1; encoding them so gives back the bytes that were sent.
+    return key.strip().encode("latin-1") or None
 
 
 def _request_id(headers: Headers) -> str:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from octavo.errors import RequestError, RequestFailed
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import UnexpectedError
+from octavo.server.quotas import Account
 from octavo.text.text_stream import TextStream
 from octavo.types import FinishReason, Output, Request, TokenLogprobs
 
@@ -127,8 +128,9 @@ class Choice:
 class Generation:
     """All choices of one HTTP request. ``close`` must be called, however it ends."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, account: Account | None = None) -> None:
         self.engine = engine
+        self.account = account
         self.choices: list[Choice] = []
         self.num_unfinished = 0
         self.error: Exception | None = None
@@ -205,4 +207,6 @@ class Generation:
                 choice.finish_reason = "abort"
                 self.engine.abort(choice.request.id)
         self.num_unfinished = 0
+        if self.account is not None:
+            self.account.charge(sum(choice.num_tokens for choice in self.choices))
         self.choices = []  # they hold this: without the cycle, nothing has to wait for a collection to be freed

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import SamplingParams
 from octavo.server.admission import Asked, PromptSource
+from octavo.server.caller import caller_of
 from octavo.server.front import Front
 from octavo.server.generation import Choice
 from octavo.server.sse import whole
@@ -47,6 +48,7 @@ async def ask(
             add_special_tokens=add_special_tokens,
             priority=priority,
             tenant=front.tenant(request, user),
+            account=caller_of(request).account,
             task=task,
         )
         choices += await whole(await front.admission.admit(asked), request)

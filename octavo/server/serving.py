@@ -120,7 +120,7 @@ class _Serving:
         self.front = front
         front.warm_up()
         phases.done("tokenizer and chat template")
-        return HTTPServer(app)
+        return HTTPServer(app, self.config.server)
 
     async def _serve(self, server: HTTPServer) -> None:
         announced = asyncio.create_task(self._announce(server))
@@ -131,7 +131,7 @@ class _Serving:
         while not server.started:
             await asyncio.sleep(0.01)
         assert self.front is not None
-        print(_greeting(self.front, _url(self.listener)), flush=True)
+        print(_greeting(self.front, _url(self.listener, self.config.server.ssl_certfile is not None)), flush=True)
 
     def _on_signal(self) -> None:
         if self.server is None:
@@ -178,9 +178,10 @@ def _listening_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, is_secure: bool) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if is_secure else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _greeting(front: Front, url: str) -> str:
@@ -192,7 +193,7 @@ def _greeting(front: Front, url: str) -> str:
         prompt = "Once upon a time" if tokenizer is not None else [1, 2, 3]
         path, asked = "/v1/completions", {"prompt": prompt}  # type: ignore[dict-item]
     body = json.dumps({"model": model, **asked, "max_tokens": 50})
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if front.config.server.api_key else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if front.keys.are_asked_for else ""
     curl = f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
     return f"Serving {model} on {url}\nTry:\n  {curl}"
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 import uvloop
 
 from octavo.config import ServeConfig
 from octavo.server.app import create_app
+from octavo.server.http import HTTPServer
 from octavo.text.tokenizer import Tokenizer
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 
@@ -29,9 +29,7 @@ class Served:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = uvicorn.Server(
-            uvicorn.Config(self.app, http="httptools", lifespan="on", log_config=None, access_log=False)
-        )
+        self._server = HTTPServer(self.app, config.server)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         while not self._server.started:

@@ -79,13 +79,14 @@ class LineRunner:
     def __init__(self, app: Starlette, endpoints: Mapping[str, Endpoint]) -> None:
         front: Front = app.state.front
         self._app = app
+        self._keys = front.keys
         self._endpoints = endpoints
         self.num_places = max(1, front.engine.info.max_num_seqs // 2)
         self._places = asyncio.Semaphore(self.num_places)
 
     async def run(self, line: Line, owner: str) -> Outcome:
         """What became of ``line``; a server that is full, or shuts down, makes it wait."""
-        caller = Caller(owner, is_batch=True)
+        caller = self._keys.caller(owner)
         async with self._places:
             response = await patiently(lambda: self._answer(line, caller))
         return Outcome(id=f"batch_req_{uuid.uuid4().hex}", custom_id=line.custom_id, response=response)

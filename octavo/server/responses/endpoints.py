@@ -133,7 +133,7 @@ async def resume_responses(app: Starlette) -> None:
     for name, owner, value in await front.store.list(PENDING):
         pending = msgspec.json.decode(value, type=Pending)
         chat = chat_body(pending.body, pending.record.history)
-        front.jobs.start(name, _in_background(app, Caller(owner), pending.record, chat))
+        front.jobs.start(name, _in_background(app, front.keys.caller(owner), pending.record, chat))
 
 
 # --- the store ---

@@ -1,0 +1,32 @@
+"""/admin: what only the operator may do, with a key of its own."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import ConfigError, InvalidParameter
+from octavo.server.front import front_of
+from octavo.server.openai.rendering import json_response
+from octavo.server.openai.schema import Endpoint
+
+
+async def list_keys(request: Request) -> Response:
+    return json_response({"object": "list", "data": front_of(request).keys.usage()}, {})
+
+
+async def reload_keys(request: Request) -> Response:
+    keys = front_of(request).keys
+    try:
+        await asyncio.to_thread(keys.load)
+    except ConfigError as error:
+        raise InvalidParameter("api_key_file", f"The keys stay as they were: {error}.") from None
+    return json_response({"object": "list", "data": keys.usage()}, {})
+
+
+ENDPOINTS = [
+    Endpoint("GET", "/admin/keys", list_keys, "What each API key used since the start"),
+    Endpoint("POST", "/admin/keys/reload", reload_keys, "Read the file of API keys again"),
+]

@@ -1,0 +1,130 @@
+"""API keys: one in the settings, or several in a file that holds only their digests.
+
+Each line of the file is a key: a name, the SHA-256 of the key in hexadecimal, and what it may use::
+
+    alice 5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8 requests_per_minute=60 tokens_per_minute=9000
+
+Keys are long random strings, so a plain digest does not give them away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.config import ServerSettings
+from octavo.errors import AuthenticationError, ConfigError
+from octavo.server.caller import Caller
+from octavo.server.errors import HTTPRefusal
+
+ADMIN_PREFIX = "/admin/"
+_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_LIMITS = ("requests_per_minute", "tokens_per_minute")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the file."""
+
+    name: str
+    digest: bytes
+    limits: dict[str, int]
+
+
+class Keys:
+    """All keys of a server. Without any, everybody is let in, but not to the admin's paths."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        """Raises ``ConfigError`` for a file that cannot be read or has a bad line."""
+        self._file = None if settings.api_key_file is None else Path(settings.api_key_file).expanduser()
+        self._admin = None if settings.admin_key is None else _digest(settings.admin_key.encode())
+        self._own = None if settings.api_key is None else _digest(settings.api_key.encode())
+        self._callers: dict[str, Caller] = {"": Caller()}
+        self._entries: list[tuple[bytes, Caller]] = []
+        self.load()
+
+    def load(self) -> None:
+        """Read the file, again perhaps: those who are still in it keep what they used. Raises ``ConfigError``."""
+        found = [] if self._file is None else _read(self._file)
+        entries = [] if self._own is None else [(self._own, self._callers[""])]
+        for entry in found:
+            caller = self._callers.setdefault(entry.name, Caller(entry.name))
+            caller.account.limit(entry.limits.get(_LIMITS[0]), entry.limits.get(_LIMITS[1]))
+            entries.append((entry.digest, caller))
+        self._entries = entries
+
+    @property
+    def are_asked_for(self) -> bool:
+        return self._own is not None or self._file is not None
+
+    def caller(self, name: str) -> Caller:
+        """Whoever has this name, for work that the server does for them later."""
+        return self._callers.get(name) or Caller(name)
+
+    def usage(self) -> list[dict[str, str | int]]:
+        """What everybody used since the start."""
+        return [
+            {"name": name, "num_requests": caller.account.num_requests, "num_tokens": caller.account.num_tokens}
+            for name, caller in sorted(self._callers.items())
+        ]
+
+    def check(self, path: str, secret: bytes | None) -> Caller:
+        """Who has the key ``secret``, which must open ``path``. Raises ``RequestError``."""
+        if path.startswith(ADMIN_PREFIX):
+            return self._check_admin(secret)
+        if not self.are_asked_for:
+            return self._callers[""]
+        if secret is None:
+            raise AuthenticationError("You didn't provide an API key. Send it as 'Authorization: Bearer YOUR_KEY'.")
+        digest = _digest(secret)
+        found = None
+        # Every key is compared, and digests at that, so the time says nothing about any of them.
+        for known, caller in self._entries:
+            if hmac.compare_digest(digest, known):
+                found = caller
+        if found is None:
+            raise AuthenticationError("Incorrect API key provided.")
+        return found
+
+    def _check_admin(self, secret: bytes | None) -> Caller:
+        if self._admin is None:
+            raise HTTPRefusal(403, "This server has no admin key, so nobody may do this.", "permission_denied")
+        if secret is None or not hmac.compare_digest(_digest(secret), self._admin):
+            raise AuthenticationError("This needs the admin key.")
+        return Caller()
+
+
+def _digest(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()
+
+
+def _read(path: Path) -> list[Entry]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file: {path} cannot be read: {error}") from None
+    entries = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if words:
+            entries.append(_entry(words, f"api_key_file: {path}, line {number}"))
+    if len({entry.name for entry in entries}) < len(entries):
+        raise ConfigError(f"api_key_file: {path} has a name twice")
+    return entries
+
+
+def _entry(words: list[str], where: str) -> Entry:
+    """A line's key; messages never repeat what might be a key."""
+    if len(words) < 2 or not _NAME.fullmatch(words[0]) or not _DIGEST.fullmatch(words[1]):
+        raise ConfigError(f"{where}: must be a name, a space, and the SHA-256 of the key as 64 hexadecimal digits")
+    limits = {}
+    for word in words[2:]:
+        name, _, value = word.partition("=")
+        if name not in _LIMITS or not value.isdigit() or not 1 <= int(value) <= 10**12:
+            raise ConfigError(f"{where}: after the digest there may be {' and '.join(_LIMITS)}, each =NUMBER from 1")
+        limits[name] = int(value)
+    return Entry(words[0], bytes.fromhex(words[1]), limits)
