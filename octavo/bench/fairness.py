@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ def share_of(told: dict[int, Told], tenant: str) -> dict[str, float]:
     own = [one for one in told.values() if one.request.tenant == tenant]
     ended = [one for one in own if len(one.token_times) == one.request.max_tokens]
     if not ended:
-        return {"requests": len(own), "finished": 0, "ttft": float("inf"), "tokens_per_second": 0.0}
+        return {"requests": len(own), "finished": 0, "ttft": math.inf, "tokens_per_second": 0.0}
     speeds = [len(one.token_times) / (one.token_times[-1] - one.request.arrival) for one in ended]
     return {
         "requests": len(own),
@@ -81,7 +82,7 @@ def _row(name: str, engine: VirtualEngine) -> dict[str, Any]:
     total = sum(len(one.token_times) for one in engine.told.values())
     return {
         "policy": name,
-        "quiet_ttft_ms": round(quiet["ttft"] * 1e3, 1),
+        "quiet_ttft_ms": round(quiet["ttft"] * 1e3, 1) if quiet["finished"] else None,
         "quiet_tokens_per_second": round(quiet["tokens_per_second"], 1),
         "quiet_finished": f"{quiet['finished']:.0f} of {quiet['requests']:.0f}",
         "all_tokens_per_second": round(total / SECONDS, 1),

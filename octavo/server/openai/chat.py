@@ -16,7 +16,6 @@ from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_LOGPROBS, MAX_TOKEN_ID
 from octavo.server.admission import Asked
 from octavo.server.body import BodyReader
-from octavo.server.caller import caller_of
 from octavo.server.errors import UnsupportedParameter
 from octavo.server.front import Front, front_of
 from octavo.server.generation import Choice, News
@@ -128,8 +127,9 @@ def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None)
         cache_salt=body.cache_salt,
         tenant=front.tenant(request, body.user),
         ttft_target=body.ttft_target or 0.0,
+        session=body.prompt_cache_key or "",
+        cache_ttl=body.cache_ttl,
         timeout=body.timeout,
-        account=caller_of(request).account,
         grammar=grammar,
         grammar_field=field,
         shown_ids=front.message_format.shown_ids,

@@ -16,6 +16,8 @@ from octavo.server.front import Front
 
 MAX_CACHE_SALT = 256
 MAX_USER = 256
+CACHE_RETENTIONS = {"in_memory": 0.0, "in-memory": 0.0, "24h": 86400.0}
+"""Values of ``prompt_cache_retention``, and for how many seconds cached blocks are then given up after all others."""
 MAX_TTFT_TARGET = 86400.0
 MAX_TIMEOUT = 86400.0
 
@@ -95,6 +97,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     user: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     ttft_target: float | None = None
     timeout: float | None = None
     return_token_ids: bool = False
@@ -106,6 +110,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+
+    @property
+    def cache_ttl(self) -> float:
+        """Seconds for which the cached prompt is to be kept, if that can be."""
+        return CACHE_RETENTIONS[self.prompt_cache_retention or "in_memory"]
 
     @property
     def includes_usage(self) -> bool:
@@ -139,6 +148,10 @@ def check_generation_fields(body: GenerationFields, front: Front) -> None:
             raise UnsupportedParameter("stream_options", "'stream_options.include_obfuscation' is not supported.")
     if len(body.cache_salt) > MAX_CACHE_SALT:
         raise InvalidParameter("cache_salt", f"'cache_salt' must have at most {MAX_CACHE_SALT} characters.")
+    if len(body.prompt_cache_key or "") > MAX_USER:
+        raise InvalidParameter("prompt_cache_key", f"'prompt_cache_key' must have at most {MAX_USER} characters.")
+    if body.prompt_cache_retention not in (None, *CACHE_RETENTIONS):
+        raise InvalidParameter("prompt_cache_retention", "'prompt_cache_retention' must be 'in_memory' or '24h'.")
     if body.ttft_target is not None:
         if front.config.scheduler.scheduling_policy != "deadline":
             raise UnsupportedParameter("ttft_target", "'ttft_target' needs a server with --scheduling-policy deadline.")

@@ -304,6 +304,17 @@ def test_who_is_charged(serve_app: Any) -> None:
     assert gated.engine.requests[0].tenant == "carol", "the gateway knows better than the body"
 
 
+def test_hints_for_the_prefix_cache(serve_app: Any) -> None:
+    served = serve_app()
+    assert served.complete(prompt_cache_key="talk 1", prompt_cache_retention="24h").status_code == 200
+    assert served.chat(prompt_cache_retention="in_memory").status_code == 200
+    first, second = served.engine.requests
+    assert (first.session, first.cache_ttl) == ("talk 1", 86400)
+    assert (second.session, second.cache_ttl) == ("", 0)
+    assert served.complete(prompt_cache_retention="1h").json()["error"]["param"] == "prompt_cache_retention"
+    assert served.complete(prompt_cache_key="x" * 257).json()["error"]["param"] == "prompt_cache_key"
+
+
 def test_targets_for_the_first_token(serve_app: Any) -> None:
     served = serve_app(scheduling_policy="deadline")
     assert served.complete(ttft_target=0.5).status_code == 200

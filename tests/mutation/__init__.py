@@ -1,0 +1,1 @@
+"""Breakages of one line each, to see whether the tests notice."""

@@ -1,0 +1,106 @@
+"""The breakages: in which file, what stands there, and what stands there instead."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """``old`` must be in ``file`` exactly once."""
+
+    file: str
+    old: str
+    new: str
+
+
+SCHEDULER = "engine/scheduler.py"
+POLICIES = "engine/policies/"
+
+MUTANTS = [
+    # Who gets what of a step.
+    Mutant(SCHEDULER, "num_tokens = min(num_tokens, budget - num_behind)", "num_tokens = min(num_tokens, budget)"),
+    Mutant(SCHEDULER, "budget -= num_tokens + len(drafts)", "budget -= num_tokens"),
+    Mutant(SCHEDULER, "end = start + num_tokens + len(drafts)", "end = start + num_tokens"),
+    Mutant(
+        SCHEDULER, "if num_running + len(self.leaving) >= self.max_num_seqs:", "if num_running >= self.max_num_seqs:"
+    ),
+    Mutant(SCHEDULER, "num_spare=len(self.running)", "num_spare=0"),
+    Mutant(SCHEDULER, "is_sorted = is_sorted and (newest is None or newest.order < seq.order)", "is_sorted = True"),
+    Mutant(SCHEDULER, "budget, num_aside = budget + num_aside, 0", "budget = budget + num_aside"),
+    Mutant(SCHEDULER, "self.cache.num_filled += whole - rest", "self.cache.num_filled += whole"),
+    Mutant("engine/shares.py", "samples = end == len(tokens)", "samples = end >= len(tokens) - 1"),
+    Mutant("engine/shares.py", "if seq.num_in_flight or position < len(seq.tokens):", "if position < len(seq.tokens):"),
+    # Who is preempted, and who leaves.
+    Mutant(SCHEDULER, "if not other.num_in_flight:", "if True:"),
+    Mutant(SCHEDULER, "if other is seq:\n                break", "if other is seq:\n                continue"),
+    Mutant(
+        SCHEDULER, "        self.waiting.leave(seq)\n        self.waiting.push(seq)", "        self.waiting.push(seq)"
+    ),
+    Mutant(
+        SCHEDULER, "if seq.status is Status.FINISHED and not seq.num_in_flight:", "if seq.status is Status.FINISHED:"
+    ),
+    Mutant(SCHEDULER, "elif not seq.num_in_flight:\n            self._preempt", "else:\n            self._preempt"),
+    Mutant(SCHEDULER, "seq.num_computed_tokens = item.start", "seq.num_computed_tokens = item.start + 1"),
+    Mutant(SCHEDULER, "while seq.tokens[-1] is None:", "if seq.tokens[-1] is None:"),
+    # What a result means.
+    Mutant("engine/outcomes.py", "num_committed += len(tokens) - 1", "num_committed += len(tokens)"),
+    Mutant("engine/outcomes.py", "num_rejected = 1 + len(item.drafts) - len(result.tokens)", "num_rejected = 0"),
+    Mutant("engine/outcomes.py", "cache.num_filled -= num_rejected", "cache.num_filled -= 0"),
+    Mutant("engine/stopping.py", "if count == room:", "if count == room + 1:"),
+    Mutant("engine/suspects.py", "for items in (members[half:], members[:half]):", "for items in (members[:half],):"),
+    Mutant("engine/suspects.py", "if is_trial and self._tried.failed_alone:", "if is_trial:"),
+    # Queues and policies.
+    Mutant(
+        "engine/waiting.py", "return self._entry_of.get(entry[2].id) is entry", "return entry[2].id in self._entry_of"
+    ),
+    Mutant("engine/waiting.py", "if len(self._heap) > 2 * len(self._entry_of):", "if False:"),
+    Mutant(POLICIES + "priority.py", "seq.request.priority * self.ageing", "seq.request.priority * 1e9"),
+    Mutant(POLICIES + "shortest_first.py", "len(seq.tokens) / 1000", "-len(seq.tokens) / 1000"),
+    Mutant(POLICIES + "longest_prefix.py", "arrival - num_cached / 1000", "arrival + num_cached / 1000"),
+    Mutant(POLICIES + "longest_prefix.py", "self.move(seq, self._place_now(seq))", "pass"),
+    Mutant(POLICIES + "deadline.py", "self._num_admitted % LATE_SHARE == LATE_SHARE - 1", "False"),
+    Mutant(POLICIES + "deadline.py", "and not seq.first_scheduled", ""),
+    Mutant(POLICIES + "fair.py", "tenant.counter = max(tenant.counter, self.floor)", "pass"),
+    Mutant(POLICIES + "fair.py", "seq.account.counter += cost / seq.account.weight", "seq.account.counter += cost"),
+    Mutant(POLICIES + "fair.py", "(own.num_running + 1) / own.weight >", "own.num_running / own.weight >="),
+    Mutant(POLICIES + "fair.py", "elif tenant.rank != rank:", "elif False:"),
+    Mutant(POLICIES + "fair.py", "key=lambda seq: (seq.account.counter, -seq.order[0])", "key=lambda seq: seq.order"),
+    Mutant(POLICIES + "round_robin.py", "if self._had_its_turn(seq):", "if False:"),
+    Mutant("engine/victims.py", "return min(candidates, key", "return max(candidates, key"),
+    Mutant("engine/pace.py", "room = self.limit - self.predict(0, num_running)", "room = self.limit"),
+    Mutant("engine/pace.py", "num_running + max(LEAST_CHUNK, num_chunk_tokens)", "num_running + num_chunk_tokens"),
+    # Blocks.
+    Mutant(
+        "cache/kv_cache.py",
+        "num_blocks = (len(seq.tokens) - 1) // self.block_size",
+        "num_blocks = len(seq.tokens) // self.block_size",
+    ),
+    Mutant("cache/kv_cache.py", "while node.parent is not None and refs[node.block] == 0:", "while False:"),
+    Mutant("cache/kv_cache.py", "for block in reversed(seq.block_table):", "for block in seq.block_table:"),
+    Mutant("cache/kv_cache.py", "elif child.block != own:", "elif False:"),
+    Mutant(
+        "cache/kv_cache.py",
+        "num_missing > self.num_free + self.num_cached",
+        "num_missing > self.num_free + self.num_cached + 1",
+    ),
+    Mutant(
+        "cache/kv_cache.py",
+        "max(num_spare, self.num_reserved) if num_spare else 0",
+        "max(num_spare, self.num_reserved)",
+    ),
+    Mutant("cache/radix_tree.py", "return edge if index else (salt, *edge)", "return edge"),
+    Mutant("cache/radix_tree.py", "self.node_of.get(node.block) is not node:", "self.node_of.get(node.block) is None:"),
+    Mutant("cache/radix_tree.py", "if parent.is_idle and not parent.children:", "if False:"),
+    Mutant("cache/radix_tree.py", "if on_path or not all(", "if not all("),
+    Mutant("cache/eviction.py", "return (node.uses, node.rested)", "return (-node.uses, node.rested)"),
+    Mutant("cache/eviction.py", "if len(protected) > self._max_protected:", "if False:"),
+    Mutant("cache/eviction.py", "if self._still_holds(note):\n                self.place(note[2])", "pass"),
+    Mutant(
+        "cache/kv_events.py",
+        "chain_hash(parent.hash, tokens, salt)\n        self",
+        "chain_hash(parent.hash, tokens)\n        self",
+    ),
+    # What is told of it.
+    Mutant("telemetry/explain.py", 'if before.kind in ("arrived", "preempted"):', 'if before.kind == "arrived":'),
+    Mutant("telemetry/explain.py", "min(a.last, b.last) - max(a.first, b.first)", "min(a.last, b.last) - a.first"),
+]
