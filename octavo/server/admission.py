@@ -25,6 +25,7 @@ from octavo.sampling_params import SamplingParams, choice_key, resolve_max_token
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import RETRY_AFTER_SECONDS
 from octavo.server.generation import Choice, Generation, Prompt
+from octavo.server.quotas import Account
 from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Request, Task
@@ -54,6 +55,8 @@ class Asked:
     ttft_target: float = 0.0
     session: str = ""
     cache_ttl: float = 0.0
+    account: Account | None = None
+    """Whose quota it counts for."""
     timeout: float | None = None
     """Seconds after which it ends with an error, wherever it stands then."""
     grammar: Callable[[str], str] | None = None
@@ -93,6 +96,8 @@ class Admission:
         arrival = asyncio.get_running_loop().time()
         deadline = None if asked.timeout is None else arrival + asked.timeout
         with self._reserved(count):
+            if asked.account is not None:
+                asked.account.admit()
             try:
                 async with asyncio.timeout_at(deadline):
                     prompts = await self._encode_all(asked)
@@ -131,7 +136,7 @@ class Admission:
             self._num_reserved -= count
 
     def _start(self, asked: Asked, prompts: list[tuple[Prompt, int]]) -> Generation:
-        generation = Generation(self.engine)
+        generation = Generation(self.engine, asked.account)
         arrival = time.monotonic()
         for prompt, max_tokens in prompts:
             seed = asked.params.seed
@@ -163,6 +168,8 @@ class Admission:
         except BaseException:
             generation.close()
             raise
+        if asked.account is not None:
+            asked.account.charge(sum(len(prompt.tokens) for prompt, _ in prompts))
         return generation
 
     def _eos_token_ids(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_LOGPROBS, MAX_TOKEN_ID
 from octavo.server.admission import Asked
 from octavo.server.body import BodyReader
+from octavo.server.caller import caller_of
 from octavo.server.errors import UnsupportedParameter
 from octavo.server.front import Front, front_of
 from octavo.server.generation import Choice, News
@@ -130,6 +131,7 @@ def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None)
         session=body.prompt_cache_key or "",
         cache_ttl=body.cache_ttl,
         timeout=body.timeout,
+        account=caller_of(request).account,
         grammar=grammar,
         grammar_field=field,
         shown_ids=front.message_format.shown_ids,

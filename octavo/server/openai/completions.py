@@ -16,6 +16,7 @@ from octavo.errors import InvalidParameter
 from octavo.grammar import forms
 from octavo.server.admission import Asked
 from octavo.server.body import BodyReader
+from octavo.server.caller import caller_of
 from octavo.server.errors import UnsupportedParameter
 from octavo.server.front import Front, front_of
 from octavo.server.generation import Choice, News
@@ -97,7 +98,10 @@ def _asked(body: CompletionBody, front: Front, request: Request) -> Asked:
         ttft_target=body.ttft_target or 0.0,
         session=body.prompt_cache_key or "",
         cache_ttl=body.cache_ttl,
+        session=body.prompt_cache_key or "",
+        cache_ttl=body.cache_ttl,
         timeout=body.timeout,
+        account=caller_of(request).account,
         grammar=None if asked_for is None else lambda _: forms.whole(asked_for.form),
         grammar_field="" if asked_for is None else asked_for.field,
     )
