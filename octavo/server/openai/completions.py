@@ -98,8 +98,6 @@ def _asked(body: CompletionBody, front: Front, request: Request) -> Asked:
         ttft_target=body.ttft_target or 0.0,
         session=body.prompt_cache_key or "",
         cache_ttl=body.cache_ttl,
-        session=body.prompt_cache_key or "",
-        cache_ttl=body.cache_ttl,
         timeout=body.timeout,
         account=caller_of(request).account,
         grammar=None if asked_for is None else lambda _: forms.whole(asked_for.form),
