@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from tests.models.families import VOCAB_SIZE, make_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -101,3 +102,53 @@ def test_an_8_bit_cache_runs_and_stays_close(checkpoint: Path) -> None:
     expected = generate(checkpoint, some, params, dtype="bfloat16", num_kv_blocks=200)
     found = generate(checkpoint, some, params, dtype="bfloat16", num_kv_blocks=200, kv_cache_dtype="fp8")
     assert sum(a == b for a, b in zip(found, expected, strict=True)) >= 16
+
+
+EXTRAS: list[dict[str, Any]] = [
+    {"temperature": 0.9, "repetition_penalty": 1.7},
+    {"temperature": 0, "frequency_penalty": 0.8, "presence_penalty": -0.5},
+    {"temperature": 0.7, "logit_bias": {token: float(token % 7 - 3) for token in range(300)}},
+    {"temperature": 2, "min_tokens": 25, "stop_token_ids": tuple(range(100))},
+    {"temperature": 0, "logprobs": 20, "presence_penalty": 0.5, "min_tokens": 9, "stop_token_ids": (3,)},
+    {"temperature": 1, "top_k": 9, "logprobs": 0},
+    {"temperature": 0},
+]
+
+
+@pytest.mark.parametrize("settings", [{}, {"enforce_eager": True}, {"num_kv_blocks": 12, "block_size": 16}], ids=str)
+def test_penalties_biases_bans_and_logprobs_are_those_of_the_cpu(checkpoint: Path, settings: dict[str, Any]) -> None:
+    """Twice the same prompts: the second time the device does not compute the positions whose tokens it looks at."""
+    some = prompts(14, 100, seed=3) * 2
+    params = [
+        SamplingParams(seed=i, max_tokens=40, ignore_eos=True, **EXTRAS[i % len(EXTRAS)]) for i in range(len(some))
+    ]
+    own: dict[str, Any] = {"num_kv_blocks": 200, "max_num_seqs": 8, **settings}
+    with LLM(str(checkpoint), device="cuda", dtype="float32", **own) as llm:
+        found = [result.outputs[0] for result in llm.generate(some, params)]
+    with LLM(str(checkpoint), device="cpu", dtype="float32", num_kv_blocks=200) as llm:
+        expected = [result.outputs[0] for result in llm.generate(some, params)]
+    for a, b in zip(found, expected, strict=True):
+        assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+        for x, y in zip(a.logprobs or [], b.logprobs or [], strict=True):
+            logprobs = ([entry.logprob for entry in entries.values()] for entries in (x, y))
+            assert next(logprobs) == pytest.approx(next(logprobs), abs=1e-3)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2/small": {"n_embd": 256, "n_head": 4},
+    "qwen3_moe/normalised": {"hidden_size": 256, "head_dim": 64},
+    "gpt_oss/sinks": {"hidden_size": 256, "head_dim": 64},
+    "mixtral/two_of_five": {"hidden_size": 256},
+}
+
+
+@pytest.mark.parametrize("row", FAMILIES)
+def test_greedy_tokens_of_other_families_are_those_of_the_cpu(row: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, row, **FAMILIES[row])
+    some = [[token % VOCAB_SIZE for token in prompt] for prompt in prompts(9, 200)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    settings: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 100, "max_num_batched_tokens": 300}
+    found = generate(tmp_path, some, params, **settings)
+    assert found == generate(tmp_path, some, params, enforce_eager=True, **settings)
+    with LLM(str(tmp_path), device="cpu", **settings) as llm:
+        assert found == [list(result.outputs[0].token_ids) for result in llm.generate(some, params)]
