@@ -1,7 +1,7 @@
-"""Read the tokenizer of a Hugging Face folder: tokenizer.json and the small files beside it.
+"""Read the tokenizer of a Hugging Face folder: tokenizer.json or tokenizer.model, and the small files beside it.
 
 What is put around a text is tokenizer.json's to say, as in transformers 5; ``add_bos_token`` and the like in
-tokenizer_config.json are about tokenizers that have no such file.
+tokenizer_config.json are about folders that have a SentencePiece model instead.
 """
 
 from __future__ import annotations
@@ -13,32 +13,60 @@ from typing import Any
 import tokenizers
 
 from octavo.errors import CheckpointError
-from octavo.text.tokenizer_parts import TokenizerParts
+from octavo.text.added_tokens import add_tokens, declared_tokens, further_special_tokens
+from octavo.text.sentencepiece_model import SentencePieceModel
+from octavo.text.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
 
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_CONFIG_BYTES = 16 << 20
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
-_OTHER_FORMS = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
+MODEL_NAME = "tokenizer.model"
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OTHER_FORMS = ("vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 
 
 def read_parts(folder: Path) -> TokenizerParts | None:
     """The tokenizer of ``folder``, or ``None`` if it has none; raise ``CheckpointError`` for a bad one."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        for name in _OTHER_FORMS:
-            if (folder / name).is_file():
-                raise CheckpointError(f"{folder}: has {name} but no tokenizer.json, the only form that is read")
-        return None
-    backend = _read_backend(file)
     config = _read_object(folder / "tokenizer_config.json")
-    special_tokens = _special_tokens(config, _read_object(folder / "special_tokens_map.json"))
+    named = _special_tokens(config, _read_object(folder / "special_tokens_map.json"))
+    declared = declared_tokens(config, _read_object(folder / "added_tokens.json"), folder)
+    if (folder / "tokenizer.json").is_file():
+        backend = _read_backend(folder / "tokenizer.json")
+    elif (folder / MODEL_NAME).is_file():
+        model = SentencePieceModel(folder / MODEL_NAME)
+        backend, named = model.backend(config, declared), model.special_tokens() | named
+    else:
+        _refuse_other_forms(folder)
+        return None
+    add_tokens(backend, declared, further_special_tokens(config, named), folder)
+    if not (folder / "tokenizer.json").is_file():
+        _wrap(backend, config, named, folder)
     return TokenizerParts(
         origin=folder,
         backend=backend,
-        special_tokens=special_tokens,
-        eos_token_ids=_eos_token_ids(folder, backend, special_tokens),
+        special_tokens=named,
+        eos_token_ids=_eos_token_ids(folder, backend, named),
         chat_template=_chat_template(folder, config),
     )
+
+
+def _refuse_other_forms(folder: Path) -> None:
+    for name in _OTHER_FORMS:
+        if (folder / name).is_file():
+            raise CheckpointError(f"{folder}: has {name}; only tokenizer.json and {MODEL_NAME} can be read")
+
+
+def _wrap(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str], folder: Path) -> None:
+    """Put the special tokens around texts that ``add_bos_token`` and ``add_eos_token`` ask for.
+
+    Without the first, texts begin with the token that the model has for that; all decoders were trained so.
+    """
+    flags = {}
+    for name, default in (("add_bos_token", "bos_token" in special_tokens), ("add_eos_token", False)):
+        value = config.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise CheckpointError(f"{folder / 'tokenizer_config.json'}: {name}: must be true or false")
+        flags[name] = default if value is None else value
+    wrap_with_special_tokens(backend, special_tokens, flags["add_bos_token"], flags["add_eos_token"], folder)
 
 
 def _read_backend(file: Path) -> tokenizers.Tokenizer:
@@ -76,8 +104,8 @@ def _read_object(file: Path) -> dict[str, Any]:
 def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
     """Texts of the named special tokens; each is spelled as text or as an object with ``content``."""
     found: dict[str, str] = {}
-    for source in sources:
-        for name in _SPECIAL_NAMES:
+    for name in _SPECIAL_NAMES:
+        for source in sources:
             value = source.get(name)
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import decoders, models, normalizers
 
 from octavo.errors import CheckpointError
+from octavo.text.pieces import NORMAL, Pieces, space_marks, text_decoder
 from octavo.text.pre_tokenizers import word_rule
-from octavo.text.token_bytes import SPACE_MARK
 from octavo.text.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
 from octavo.weights.gguf import GGUFFile
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Values of ``tokenizer.ggml.token_type``."""
 _SPECIAL_KEYS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-MAX_PIECE_CHARACTERS = 256
-"""Of a piece put together by merges; many times what any real vocabulary has, and building merges is quadratic."""
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -45,7 +41,7 @@ def parts_from_metadata(metadata: dict[str, Any], origin: Path) -> TokenizerPart
         backend, adds_bos = _sentencepiece(reader), True
     else:
         raise CheckpointError(f"{origin}: tokenizer.ggml.model is {kind!r}; only 'gpt2' and 'llama' can be handled")
-    _add_tokens(backend, reader)
+    reader.pieces(None).add_to(backend, _takes_blanks(reader, kind))
     special_tokens = reader.special_tokens()
     add_bos = reader.flag("add_bos_token", adds_bos and "bos_token" in special_tokens)
     wrap_with_special_tokens(backend, special_tokens, add_bos, reader.flag("add_eos_token", False), origin)
@@ -65,6 +61,7 @@ class _Metadata:
     def __init__(self, metadata: dict[str, Any], origin: Path) -> None:
         self._metadata = metadata
         self.origin = origin
+        self.architecture = metadata.get("general.architecture")
         self.tokens: list[str] = self.strings("tokens")
         self.types: list[int] = [int(t) for t in self.numbers("token_type", len(self.tokens), default=NORMAL)]
 
@@ -87,6 +84,12 @@ class _Metadata:
         if value is None or isinstance(value, (str, int, float)) or len(value) != length:
             raise self.fail(key, f"a list of {length} numbers is needed")
         return [float(item) for item in value]
+
+    def pieces(self, unknown: str | None) -> Pieces:
+        """The vocabulary; scores matter to SentencePiece's models alone, which have to have them."""
+        default = 0.0 if self.get("model") == "gpt2" else None
+        scores = [float(score) for score in self.numbers("scores", len(self.tokens), default)]
+        return Pieces(self.tokens, scores, self.types, unknown, self.fail)
 
     def flag(self, key: str, default: bool) -> bool:
         return bool(self.get(key, default))
@@ -132,50 +135,20 @@ def _bpe(reader: _Metadata, vocabulary: dict[str, int], merges: list[tuple[str, 
 
 
 def _sentencepiece(reader: _Metadata) -> tokenizers.Tokenizer:
-    """SentencePiece's BPE: the best-scored piece is merged first; characters without one become bytes."""
-    vocabulary = {token: index for index, token in enumerate(reader.tokens)}
-    scores = reader.numbers("scores", len(reader.tokens))
-    pieces = {token for token, kind in zip(reader.tokens, reader.types, strict=True) if kind == NORMAL}
-    if any(len(piece) > MAX_PIECE_CHARACTERS for piece in pieces):
-        raise reader.fail("tokens", f"a piece has more than {MAX_PIECE_CHARACTERS} characters")
-    merges = merges_from_scores({token: scores[vocabulary[token]] for token in pieces})
+    """SentencePiece's BPE, with bytes for characters that have no piece."""
     unknown = reader.token_id("unknown_token_id")
-    model = _bpe(
-        reader,
-        vocabulary,
-        merges,
-        unk_token=None if unknown is None else reader.tokens[unknown],
-        fuse_unk=True,
-        byte_fallback=all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)),
-    )
-    backend = tokenizers.Tokenizer(model)
-    mark_spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE_MARK)]
-    if reader.flag("add_space_prefix", True):
-        mark_spaces.insert(0, normalizers.Prepend(SPACE_MARK))
-    backend.normalizer = normalizers.Sequence(mark_spaces)
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    pieces = reader.pieces(None if unknown is None else reader.tokens[unknown])
+    has_bytes = {f"<0x{byte:02X}>" for byte in range(256)}.issubset(pieces.tokens)
+    backend = tokenizers.Tokenizer(pieces.bpe(has_bytes))
+    # As in llama.cpp, what follows a special token begins with a space too.
+    has_prefix = reader.flag("add_space_prefix", True)
+    backend.normalizer = normalizers.Sequence(space_marks(has_prefix))
+    backend.decoder = text_decoder(has_prefix)
     return backend
 
 
-def merges_from_scores(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """The merges that make SentencePiece's choice: every way to put a piece together, best piece first."""
-    ranked = [
-        (-score, piece[:cut], piece[cut:])
-        for piece, score in scores.items()
-        for cut in range(1, len(piece))
-        if piece[:cut] in scores and piece[cut:] in scores
-    ]
-    return [(left, right) for _, left, right in sorted(ranked)]
-
-
-def _add_tokens(backend: tokenizers.Tokenizer, reader: _Metadata) -> None:
-    """Make tokens of the kinds that are matched in raw text known as such: control, unknown, user-defined."""
-    kinds = list(zip(reader.tokens, reader.types, strict=True))
-    backend.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token, kind in kinds if kind in (CONTROL, UNKNOWN)]
-    )
-    backend.add_tokens(
-        [AddedToken(token, normalized=False, special=False) for token, kind in kinds if kind == USER_DEFINED]
-    )
+def _takes_blanks(reader: _Metadata, kind: str) -> Callable[[str], bool]:
+    """Phi-3's marks of turns take the blanks behind them, which no key of the file says."""
+    if kind != "llama" or reader.architecture != "phi3":
+        return lambda token: False
+    return lambda token: token not in ("<unk>", "<s>", "<|endoftext|>")

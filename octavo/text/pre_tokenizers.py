@@ -31,6 +31,23 @@ _GPT4O = "|".join(
 )
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
+_HAN = r"[一-龥ࠀ-一가-퟿]+"
+_CASED = (
+    r"A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝ"
+    "\u1f5f-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹ"
+    r"ℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+"""The letters with cases that DeepSeek's first tokenizer lists; escaped are those that editors may take for others."""
+_DEEPSEEK_LLM = (r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _HAN, r"\p{N}")
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")
+_DEEPSEEK_V3_WORDS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+",
+    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+    r" ?[\p{P}\p{S}]+[\r\n]*",
+    _SPACES,
+)
+_DEEPSEEK_V3 = (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", "|".join(_DEEPSEEK_V3_WORDS))
+
 
 @dataclass(frozen=True)
 class WordRule:
@@ -76,6 +93,11 @@ WORD_RULES = {
     "llama-v3": _LLAMA3_RULE,
     "smaug-bpe": WordRule((_LLAMA3,)),
     "dbrx": WordRule((_LLAMA3,)),
+    "glm4": WordRule((_LLAMA3,)),
+    "chatglm-bpe": WordRule((_LLAMA3,)),
+    "deepseek-llm": WordRule(_DEEPSEEK_LLM),
+    "deepseek-coder": WordRule(_DEEPSEEK_CODER),
+    "deepseek-v3": WordRule(_DEEPSEEK_V3),
     "qwen2": _QWEN2_RULE,
     "deepseek-r1-qwen": _QWEN2_RULE,
     "tekken": WordRule((_TEKKEN,), whole_words=True, add_bos=True),

@@ -77,6 +77,43 @@ def test_encoding_equals_the_reference(tmp_path: Path, config: dict[str, Any]) -
             assert load(folder).encode(text, add_special_tokens) == expected["input_ids"]
 
 
+def declared(content: str, **flags: bool) -> dict[str, Any]:
+    return {"__type": "AddedToken", **ADDED, "content": content, "special": True, **flags}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"262": declared("<new>")}},
+        {"added_tokens_decoder": {"263": declared("<newer>"), "262": declared("<new>", special=False)}},
+        {"added_tokens_decoder": {"261": declared("<|im_end|>", rstrip=True)}},
+        {"added_tokens_decoder": {"261": declared("<|im_end|>", special=False, single_word=True)}},
+        {"added_tokens_decoder": {"256": declared("th", special=False)}},
+        {"additional_special_tokens": ["<x>", "<s>"]},
+        {"extra_special_tokens": {"image_token": "<im>"}},
+        {"pad_token": "<pad>", "mask_token": "<x>", "unk_token": None},
+        {"pad_token": declared("<pad>", rstrip=True)},
+        {"eos_token": "the"},
+    ],
+)
+def test_added_tokens_equal_the_reference(tmp_path: Path, config: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_folder(tmp_path, config)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"padding": None, "truncation": None}))
+    reference, tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path), load(tmp_path)
+    text = "a<new> b<newer>c<|im_end|> x<|im_end|>d<x> the<s> th<pad>  <im> x"
+    assert tokenizer.encode(text) == reference(text)["input_ids"]
+    added = {index: (t.content, t.special) for index, t in reference.added_tokens_decoder.items()}
+    assert tokenizer.special_token_ids == {index for index, (_, special) in added.items() if special}
+
+
+def test_a_declared_token_with_another_id_is_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"added_tokens_decoder": {"400": declared("<new>")}})
+    with pytest.raises(CheckpointError, match="the added token '<new>' should have id 400, found 262"):
+        load(tmp_path)
+
+
 def test_every_configured_end_is_known(tmp_path: Path) -> None:
     write_folder(tmp_path, generation_config={"eos_token_id": [7, 8]}, config={"eos_token": None})
     (tmp_path / "config.json").write_text('{"eos_token_id": 9}')
@@ -98,8 +135,8 @@ def test_chat_templates_in_their_places(tmp_path: Path) -> None:
 
 def test_no_tokenizer_is_none_but_another_form_is_refused(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path) is None
-    (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"has tokenizer\.model but no tokenizer\.json"):
+    (tmp_path / "vocab.json").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=r"has vocab\.json; only tokenizer\.json and tokenizer\.model can"):
         load_tokenizer(tmp_path)
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import json
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import CheckpointError
-from octavo.text.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, parts_from_metadata
+from octavo.text.gguf_tokenizer import parts_from_metadata
+from octavo.text.pieces import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
 from .conftest import build, byte_level_metadata
 
@@ -139,3 +144,89 @@ def test_a_file_without_a_tokenizer(model: str | None) -> None:
 def test_bad_metadata_is_refused_by_file_and_key(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=rf"a\.gguf: .*{message}"):
         parts_from_metadata(byte_level_metadata(**changes), Path("a.gguf"))
+
+
+SENTENCE = "The cat's 1234 HATS, don't they?\n\n Été e\u0301 日本語 naïve \u212b 3.14 x=y+z  \t😀 'LL it'll"
+WORDS = tuple(SENTENCE.split(" "))
+
+
+def byte_level_reference(name: str) -> Any:
+    """A tokenizer of transformers' own making for this family."""
+    transformers = pytest.importorskip("transformers")
+    if name == "gpt-2":
+        return transformers.GPT2Tokenizer(vocab={}, merges=[]).backend_tokenizer
+    if name == "qwen2":
+        return transformers.Qwen2Tokenizer(vocab={"<|endoftext|>": 0}, merges=[]).backend_tokenizer
+    convert = pytest.importorskip("transformers.convert_slow_tokenizer")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    pattern = convert.TikTokenConverter().pattern
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return backend
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "qwen2", "glm4", "llama-bpe"])
+def test_byte_level_tokens_equal_the_reference(name: str) -> None:
+    reference, chance = byte_level_reference(name), random.Random(3)
+    sentences = [" ".join(chance.choices(WORDS, k=8)) for _ in range(300)]
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    reference.train_from_iterator(sentences, trainer)
+    model = json.loads(reference.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    metadata = byte_level_metadata(
+        pre=name,
+        tokens=tokens,
+        merges=[" ".join(merge) for merge in model["merges"]],
+        token_type=None,
+        add_bos_token=False,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "unknown_token_id")),
+    )
+    tokenizer = build(metadata)
+    for _ in range(500):
+        text = "".join(chance.choices((*WORDS, " ", "  ", "\n", "\r", "/"), k=chance.randint(1, 12)))
+        assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False).ids, text
+
+
+def test_sentencepiece_tokens_are_its_own() -> None:
+    """A model as SentencePiece trains it, in the keys into which llama.cpp's converter puts it."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    chance, model = random.Random(5), io.BytesIO()
+    sentences = [" ".join(chance.choices(WORDS, k=8)) for _ in range(300)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=420,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        num_threads=1,
+        minloglevel=2,
+    )
+    reference = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    ids = range(reference.get_piece_size())
+    kinds = {0: UNKNOWN, 1: CONTROL, 2: CONTROL} | {i: BYTE for i in ids if reference.is_byte(i)}
+    tokenizer = build(
+        sentencepiece_metadata(
+            tokens=[reference.id_to_piece(i) for i in ids],
+            token_type=[kinds.get(i, NORMAL) for i in ids],
+            scores=[reference.get_score(i) for i in ids],
+        )
+    )
+    for _ in range(500):
+        text = "".join(chance.choices((*WORDS, " ", "  ", "\n"), k=chance.randint(1, 12)))
+        assert tokenizer.encode(text, add_special_tokens=False) == reference.encode(text), text
+
+
+def test_phi_3s_special_tokens_take_the_blanks_behind_them() -> None:
+    metadata = sentencepiece_metadata(add_bos_token=False)
+    others = build(metadata)
+    phi3 = build(metadata | {"general.architecture": "phi3"})
+    assert phi3.encode("</s> \na") == others.encode("</s>a") != others.encode("</s> \na")
+    assert phi3.encode("<s> a") == others.encode("<s> a")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
+
 import pytest
 
 from octavo.errors import CheckpointError
-from octavo.text.pre_tokenizers import WORD_RULES, word_rule
+from octavo.text.pre_tokenizers import _CASED, WORD_RULES, word_rule
 
 TEXT = "I'll  PAY 1234 for\n\n 5 ABCdef, don't!"
 
@@ -23,6 +26,10 @@ def cut(name: str, text: str) -> list[str]:
         ("qwen2", "I 'll Ġ ĠPAY Ġ 1 2 3 4 Ġfor ĊĊ Ġ 5 ĠABCdef , Ġdon 't !"),
         ("tekken", "I 'll Ġ ĠPAY Ġ 1 2 3 4 Ġfor ĊĊ Ġ 5 ĠABCdef , Ġdon 't !"),
         ("gpt-4o", "I'll Ġ ĠPAY Ġ 123 4 Ġfor ĊĊ Ġ 5 ĠABCdef , Ġdon't !"),
+        ("glm4", "I 'll Ġ ĠPAY Ġ 123 4 Ġfor ĊĊ Ġ 5 ĠABCdef , Ġdon 't !"),
+        ("deepseek-llm", "I ' ll Ġ ĠPAY Ġ 1 2 3 4 Ġfor Ċ Ċ Ġ 5 ĠABCdef , Ġdon ' t !"),
+        ("deepseek-coder", "I ' ll Ġ ĠPAY Ġ 1 2 3 4 Ġfor Ċ Ċ Ġ 5 ĠABCdef , Ġdon ' t !"),
+        ("deepseek-v3", "I 'll Ġ ĠPAY Ġ 123 4 Ġfor ĊĊ Ġ 5 ĠABCdef , Ġdon 't !"),
         ("default", "I ' ll Ġ ĠPAY Ġ 123 4 Ġfor ĊĊ Ġ 5 ĠABCdef , Ġdon ' t !"),
     ],
 )
@@ -39,3 +46,10 @@ def test_every_rule_keeps_every_byte() -> None:
 def test_unknown_names_are_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match=r"a\.gguf: tokenizer\.ggml\.pre is 'nobody'; known are .*llama-bpe"):
         word_rule("nobody", "a.gguf")
+
+
+def test_the_listed_letters_have_cases() -> None:
+    """Editors normalise some of them away, after which the ranges are other ones."""
+    letters = [chr(code) for code in range(0x110000) if re.fullmatch(f"[{_CASED}]", chr(code))]
+    assert {unicodedata.category(letter) for letter in letters} == {"Lu", "Ll", "Lt"}
+    assert {"\u212a", "\u2126", "\u1fbe", "\u1f7d"} < set(letters)

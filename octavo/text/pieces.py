@@ -1,0 +1,100 @@
+"""Vocabularies of SentencePiece (Kudo and Richardson 2018, arXiv 1808.06226), for the ``tokenizers`` library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers
+
+from octavo.errors import CheckpointError
+from octavo.text.token_bytes import SPACE_MARK
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Kinds of pieces, as SentencePiece and GGUF number them."""
+MAX_PIECE_CHARACTERS = 256
+"""Of a piece put together by merges; many times what any real vocabulary has, and building merges is quadratic."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A vocabulary: text, score and kind of each token. ``fail`` makes the error about one of these lists."""
+
+    tokens: list[str]
+    scores: list[float]
+    kinds: list[int]
+    unknown: str | None
+    fail: Callable[[str, str], CheckpointError]
+
+    def bpe(self, has_byte_fallback: bool) -> models.BPE:
+        """Merges the best-scored piece first; characters without one become bytes or the unknown token."""
+        vocabulary = {token: index for index, token in enumerate(self.tokens)}
+        normal = {token for token, kind in zip(self.tokens, self.kinds, strict=True) if kind == NORMAL}
+        if any(len(piece) > MAX_PIECE_CHARACTERS for piece in normal):
+            raise self.fail("tokens", f"a piece has more than {MAX_PIECE_CHARACTERS} characters")
+        merges = merges_from_scores({token: self.scores[vocabulary[token]] for token in normal})
+        try:
+            return models.BPE(
+                vocab=vocabulary,
+                merges=merges,
+                unk_token=self.unknown,
+                fuse_unk=True,
+                byte_fallback=has_byte_fallback,
+            )
+        except Exception as error:  # the library raises the bare class
+            raise self.fail("tokens", str(error)) from None
+
+    def unigram(self, has_byte_fallback: bool) -> models.Unigram:
+        """Takes the pieces whose scores, logarithms of probabilities, have the largest sum."""
+        unknown = None if self.unknown is None else self.tokens.index(self.unknown)
+        scored = list(zip(self.tokens, self.scores, strict=True))
+        try:
+            return models.Unigram(vocab=scored, unk_id=unknown, byte_fallback=has_byte_fallback)
+        except Exception as error:  # the library raises the bare class
+            raise self.fail("tokens", str(error)) from None
+
+    def add_to(self, backend: tokenizers.Tokenizer, takes_blanks: Callable[[str], bool] = lambda token: False) -> None:
+        """Make tokens of the kinds that are matched in raw text known as such: control, unknown, user-defined.
+
+        ``takes_blanks`` says of which special tokens the blanks that follow are a part.
+        """
+        kinds = list(zip(self.tokens, self.kinds, strict=True))
+        backend.add_special_tokens(
+            [
+                AddedToken(token, normalized=False, special=True, rstrip=takes_blanks(token))
+                for token, kind in kinds
+                if kind in (CONTROL, UNKNOWN)
+            ]
+        )
+        backend.add_tokens(
+            [AddedToken(token, normalized=False, special=False) for token, kind in kinds if kind == USER_DEFINED]
+        )
+
+
+def merges_from_scores(scores: dict[str, float]) -> list[tuple[str, str]]:
+    """The merges that make SentencePiece's choice: every way to put a piece together, best piece first."""
+    ranked = [
+        (-score, piece[:cut], piece[cut:])
+        for piece, score in scores.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
+    return [(left, right) for _, left, right in sorted(ranked)]
+
+
+def space_marks(has_prefix: bool) -> list[normalizers.Normalizer]:
+    """Spaces become U+2581; with ``has_prefix``, a text gets one in front, whatever it begins with."""
+    mark = normalizers.Replace(" ", SPACE_MARK)
+    return [normalizers.Prepend(SPACE_MARK), mark] if has_prefix else [mark]
+
+
+def text_decoder(has_prefix: bool, has_byte_fallback: bool = True) -> decoders.Decoder:
+    """Back from pieces to text."""
+    steps: list[decoders.Decoder] = [decoders.Replace(SPACE_MARK, " ")]
+    if has_byte_fallback:
+        steps.append(decoders.ByteFallback())
+    steps.append(decoders.Fuse())
+    if has_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    return decoders.Sequence(steps)
