@@ -26,7 +26,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ``arrived``: with ``tokens`` of prompt and earlier output, while ``others`` wait. ``admitted``: ``tokens`` were
     found in the cache, ``others`` run. ``chunk``: ``tokens`` of the prompt from ``start`` on were computed.
     ``preempted``: it lost its blocks, with ``tokens`` computed, to request ``by``. ``fault``: a forward pass with it
-    failed, and what it has from ``start`` on is computed again. ``ended``: as ``reason`` says, with ``tokens`` of output.
+    failed, and what it has from ``start`` on is computed again. ``ended``: for a ``reason``, with ``tokens`` of output.
     """
 
     request_id: int

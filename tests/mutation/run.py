@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = [
     *("tests/cache", "tests/engine/test_waiting.py", "tests/engine/test_suspects.py", "tests/engine/test_stopping.py"),
     *("tests/engine/test_scheduler.py", "tests/engine/test_policies.py", "tests/engine/test_pace.py"),
-    *("tests/engine/test_engine.py", "tests/engine/test_fairness.py", "tests/telemetry/test_explain.py"),
+    *("tests/telemetry/test_explain.py", "tests/engine/test_engine.py", "tests/engine/test_fairness.py"),
     "tests/engine/test_workloads.py",
 ]
 LIMIT = 240
@@ -58,10 +58,10 @@ def main(numbers: list[int]) -> int:
             caught += result
             mutant = MUTANTS[number]
             verdict = "caught  " if result else "SURVIVES"
-            print(
-                f"{verdict} {number:3} {time.monotonic() - started:5.0f} s  {mutant.file}: {mutant.new.strip()}",
-                flush=True,
-            )
+            line = f"{mutant.file}: {' '.join(mutant.new.split())}"
+            print(f"{verdict} {number:3} {time.monotonic() - started:5.0f} s  {line}", flush=True)
+            if mutant.equal_because and not result:
+                print(f"{'':19}as expected: {mutant.equal_because}", flush=True)
     print(f"{caught} of {len(numbers)} caught: {caught / len(numbers):.0%}")
     return 0
 
