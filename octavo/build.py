@@ -28,6 +28,7 @@ from octavo.runtime import memory
 from octavo.runtime.cpu_threads import num_physical_cores
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import LAST_TOKEN, Forward, ModelRunner
+from octavo.runtime.offloading import make_offload
 from octavo.runtime.step_program import StepLimits
 from octavo.runtime.stream_runner import StreamRunner
 from octavo.telemetry.phases import Phases
@@ -90,7 +91,12 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         sampling_defaults=defaults,
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
-    return Engine(_scheduler(config, limits), runner, grammars=grammars, depth=DEPTH[device.type]), info
+    scheduler = _scheduler(config, limits)
+    forms = f"{form.dtype} {form.scheme} {info.kernels}"
+    stream = runner.stream if isinstance(runner, StreamRunner) else None
+    if (offload := make_offload(config.cache, storage, stream, path, forms)) is not None:
+        scheduler.cache.use_offload(offload)
+    return Engine(scheduler, runner, grammars=grammars, depth=DEPTH[device.type]), info
 
 
 def _scheduler(config: EngineConfig, limits: memory.Limits) -> Scheduler:

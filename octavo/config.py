@@ -93,6 +93,11 @@ class CacheSettings:
     )
     kv_watermark: float = setting(0.0, "share of the blocks that admission leaves to those who run", low=0)
     enable_kv_events: bool = setting(False, "tell routers at /v1/kv_events which blocks are cached")
+    kv_offload_memory: float | None = setting(
+        None, "GiB of host memory for blocks that the KV cache gives up; they come back when asked for", low=0.001
+    )
+    kv_offload_dir: str | None = setting(None, "folder for blocks that this memory gives up; found after a restart")
+    kv_offload_disk: float | None = setting(None, "most GiB in this folder; default: 32", low=0.001)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,11 +326,21 @@ def _check_combinations(config: EngineConfig) -> None:
         raise ConfigError("kv_watermark: must be below 1")
     if not cache.enable_prefix_caching and (cache.eviction_policy != "lru" or cache.enable_kv_events):
         raise ConfigError("eviction_policy and enable_kv_events need enable_prefix_caching: else nothing is cached")
+    _check_offload(cache)
     if isinstance(config, ServeConfig) and config.server.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(config.server, name) is not None:
                 raise ConfigError(f"{name} needs ssl_certfile: without a certificate, there is no HTTPS")
     _check_policy(scheduler, cache)
+
+
+def _check_offload(cache: CacheSettings) -> None:
+    if cache.kv_offload_memory is not None and not cache.enable_prefix_caching:
+        raise ConfigError("kv_offload_memory needs enable_prefix_caching: it keeps what the prefix cache gives up")
+    if cache.kv_offload_dir is not None and cache.kv_offload_memory is None:
+        raise ConfigError("kv_offload_dir needs kv_offload_memory: blocks go to and from the disk by way of memory")
+    if cache.kv_offload_disk is not None and cache.kv_offload_dir is None:
+        raise ConfigError("kv_offload_disk needs kv_offload_dir")
 
 
 OWNERS = {

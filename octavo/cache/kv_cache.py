@@ -20,12 +20,14 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from octavo.cache.block_pool import BlockPool
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.node import Node
+from octavo.cache.offload import Offload
 from octavo.cache.radix_tree import RadixTree
-from octavo.types import Sequence
+from octavo.types import Request, Sequence
 
 
 class KVCache:
@@ -52,6 +54,8 @@ class KVCache:
         self.clock = clock
         self.pool = BlockPool(num_blocks)
         self.tree = RadixTree(block_size, eviction, num_blocks, clock, events)
+        self.offload: Offload | None = None
+        """Where the contents of evicted blocks go, and come back from."""
         self.num_slots = 0
         """Token positions in all block tables; a shared block counts in each."""
         self.num_filled = 0
@@ -118,6 +122,37 @@ class KVCache:
         self.num_filled += seq.num_computed_tokens
         seq.published = node
         seq.matched = None
+
+    def use_offload(self, offload: Offload) -> None:
+        """Keep the contents of evicted blocks in ``offload``."""
+        self.offload = offload
+        self.tree.on_evict = offload.save
+
+    def prefetch(self, request: Request) -> Future[None] | None:
+        """Start to bring what slower tiers have of ``request`` near; ``None`` when there is nothing to wait for."""
+        if self.offload is None:
+            return None
+        tokens: list[int | None] = [*request.prompt_tokens, *request.output_tokens]
+        node = self.tree.find(tokens, (len(tokens) - 1) // self.block_size, request.cache_salt)
+        return self.offload.prefetch(request, node.depth)
+
+    def recall(self, seq: Sequence) -> list[bytes]:
+        """What host memory has of the blocks that follow those that ``seq`` has just adopted.
+
+        To be asked before blocks are reserved: what is evicted for them may push it out.
+        """
+        return [] if self.offload is None else self.offload.recall(seq, len(seq.block_table))
+
+    def restore(self, seq: Sequence, contents: list[bytes]) -> None:
+        """Fill the first blocks that ``seq`` has reserved with ``contents``, as ``recall`` gave them."""
+        if self.offload is None or not contents:
+            return
+        first = seq.num_computed_tokens // self.block_size
+        self.offload.restore(seq.block_table[first : first + len(contents)], contents)
+        num_tokens = len(contents) * self.block_size
+        seq.num_computed_tokens += num_tokens
+        self.num_filled += num_tokens
+        self.publish(seq, seq.num_computed_tokens)
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """Grow the block table of ``seq`` to cover ``num_tokens`` positions, or change nothing and say no."""

@@ -11,7 +11,7 @@ class Node:
     """A cached block, as the end of the path that leads to it. The root holds no block."""
 
     __slots__ = (
-        *("block", "children", "depth", "edge", "parent"),
+        *("block", "children", "depth", "edge", "key", "parent"),
         *("born", "entry", "hash", "is_idle", "is_protected", "is_superseded", "kept_until", "rested", "uses"),
     )
 
@@ -24,6 +24,9 @@ class Node:
         self.children: dict[Edge, Node] = {}
         self.hash = 0
         """What the world outside knows the prefix by; only where somebody listens to events."""
+
+        self.key = b""
+        """What slower tiers know the prefix by; only where there are some."""
 
         # What the choice of what to give up is made from.
         self.born = born

@@ -47,6 +47,8 @@ class RadixTree:
         self.idle = IdleBlocks(eviction, num_blocks, clock)
         self.num_born = 0
         self.events = events
+        self.on_evict: Callable[[Node], None] | None = None
+        """Hears of each node whose block is given up, while the block still has its content."""
 
     def edge(self, tokens: list[int | None], index: int, salt: str) -> Edge:
         """The edge that stands for the tokens of block number ``index``."""
@@ -99,6 +101,8 @@ class RadixTree:
         del self.node_of[node.block]
         if parent.is_idle and not parent.children:
             self.idle.place(parent)
+        if self.on_evict is not None:
+            self.on_evict(node)
         if self.events is not None:
             self.events.removed(node)
         return node.block

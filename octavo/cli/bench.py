@@ -63,6 +63,15 @@ def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     quality.set_defaults(measure=_quality)
     yield quality
 
+    fidelity = kinds.add_parser(
+        "fidelity", help="what `octavo simulate` predicts beside what the engine does, on a CPU"
+    )
+    add_settings(fidelity, EngineConfig)
+    fidelity.add_argument("--num-prompts", type=int, default=120, help="requests of each workload")
+    fidelity.add_argument("--cost-log", type=Path, help="keep the timed steps, for `octavo simulate --cost-log`")
+    fidelity.set_defaults(measure=_fidelity)
+    yield fidelity
+
 
 def _add_kernels(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     """Measurements of a device and of single kernels."""
@@ -235,3 +244,16 @@ def _quality(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.bench.quality import measure
 
     return measure(load_config(EngineConfig, args), args.text, args.positions)
+
+
+def _fidelity(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo.build import build_engine
+    from octavo.sim.fidelity import compare
+    from octavo.sim.fitted import write_log
+
+    config = engine_config(args)
+    engine, info = build_engine(config)
+    result, steps = compare(engine, info, config, args.num_prompts)
+    if args.cost_log is not None:
+        write_log(args.cost_log, *steps)
+    return {**_engine(config, info), **result}

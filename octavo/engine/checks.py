@@ -30,6 +30,14 @@ def check_servable(seq: Sequence, cache: KVCache) -> None:
         )
 
 
+def may_share(seq: Sequence) -> bool:
+    """Whether ``seq`` can start from cached blocks.
+
+    What was computed at a cached position is gone, so whoever wants it for the prompt computes all of it.
+    """
+    return seq.request.params.prompt_logprobs is None and seq.request.task == "generate"
+
+
 def check_scheduler(scheduler: Scheduler) -> None:
     """Assert it. Costs O(pool)."""
     scheduler.cache.check([*scheduler.running.values(), *scheduler.leaving])

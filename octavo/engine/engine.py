@@ -53,15 +53,19 @@ class Engine:
         self.depth = depth
         self.in_flight: deque[tuple[Plan, Pending]] = deque()
         self.preparing: dict[int, tuple[Request, Future[Any]]] = {}
-        """Requests whose grammar is not ready yet; the scheduler does not know of them."""
+        """Requests whose grammar is not ready yet, or whose cached prefix is on its way from a disk; the scheduler does
+        not know of them."""
 
     def add(self, request: Request) -> None:
         """Accept ``request``; raises ``RequestError`` if it could never be served."""
-        if request.params.grammar is None:
+        ready: Future[Any] | None = self.scheduler.cache.prefetch(request)
+        if request.params.grammar is None and ready is None:
             self.scheduler.add(request)
             return
         self.scheduler.check_servable(Sequence(request))
-        self.preparing[request.id] = request, self.grammars.prepare(request)
+        if ready is None or request.params.grammar is not None:
+            ready = self.grammars.prepare(request)
+        self.preparing[request.id] = request, ready
 
     def abort(self, request_id: int) -> None:
         """Forget a request; it gives no more output. Nothing happens when there is none with this id."""

@@ -14,7 +14,7 @@ import msgspec
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.node import Node
 from octavo.config import SchedulerSettings
-from octavo.engine.checks import check_scheduler, check_servable
+from octavo.engine.checks import check_scheduler, check_servable, may_share
 from octavo.engine.outcomes import error_output, take_in
 from octavo.engine.pace import Pace
 from octavo.engine.policies import make_policy
@@ -263,10 +263,7 @@ class Scheduler:
 
     def _room_for(self, seq: Sequence) -> Node | None:
         """What is cached of a waiting sequence, if there are blocks for the rest."""
-        request = seq.request
-        # What was computed at a cached position is gone, so whoever wants it for the prompt computes all of it.
-        may_share = request.params.prompt_logprobs is None and request.task == "generate"
-        node = self.cache.match(seq) if may_share else self.cache.tree.root
+        node = self.cache.match(seq) if may_share(seq) else self.cache.tree.root
         return node if self.cache.fits(node, len(seq.tokens), num_spare=len(self.running)) else None
 
     def _give_blocks(self, seq: Sequence) -> bool:
@@ -275,7 +272,9 @@ class Scheduler:
         if node is None:
             return False
         self.cache.adopt(seq, node)
+        recalled = self.cache.recall(seq) if may_share(seq) else []
         self.cache.reserve(seq, len(seq.tokens))
+        self.cache.restore(seq, recalled)
         self.events.note(seq.id, "admitted", tokens=seq.num_computed_tokens, others=len(self.running))
         if not seq.first_scheduled:
             seq.first_scheduled = self.clock()

@@ -106,6 +106,11 @@ class StreamRunner:
         """Held by whoever uses the buffers and the stream: who starts a step, or who captures a graph."""
         self._waiting: deque[PendingStep] = deque()
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream of the steps; ``None`` on a CPU."""
+        return self._stream
+
     # ---- steps come and go
 
     def warm_up(self) -> None:

@@ -106,6 +106,7 @@ class Simulation:
             replica.is_awake = False
             return
         replica.news = replica.engine.step()
+        replica.engine.take_events()  # nobody asks for them here, and they would pile up
         heapq.heappush(self._awake, (replica.clock.now, replica.number))
 
     def _follow(self, job: Job, now: float) -> None:

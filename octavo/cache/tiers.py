@@ -1,0 +1,180 @@
+"""Where the contents of given-up blocks go: host memory first, then a disk.
+
+A tier is a store by key that forgets what was used longest ago when it is full. What it forgets, it hands back, so that
+the tier below can take it. A key names a prefix and all that its keys and values depend on, so a content never changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sqlite3
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Protocol
+
+from octavo.errors import ConfigError
+
+Stored = tuple[bytes, bytes]
+"""A key and its content."""
+
+CHECKSUM_BYTES = 16
+INDEX = "index.sqlite"
+
+
+class Tier(Protocol):
+    """One level of storage. Safe to use from several threads."""
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether ``get`` will most likely find it; never waits for a device."""
+        ...
+
+    def get(self, key: bytes) -> bytes | None:
+        """The content as it was put, or ``None``: gone, unreadable and damaged are all the same."""
+        ...
+
+    def put(self, key: bytes, content: bytes) -> list[Stored]:
+        """Keep ``content`` if that can be done; returns what had to make place for it."""
+        ...
+
+
+class HostTier:
+    """In memory, at most ``capacity`` bytes."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_bytes = 0
+        self._contents: OrderedDict[bytes, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._contents
+
+    def get(self, key: bytes) -> bytes | None:
+        with self._lock:
+            content = self._contents.get(key)
+            if content is not None:
+                self._contents.move_to_end(key)
+            return content
+
+    def put(self, key: bytes, content: bytes) -> list[Stored]:
+        with self._lock:
+            if key in self._contents:
+                self._contents.move_to_end(key)
+                return []
+            self._contents[key] = content
+            self.num_bytes += len(content)
+            displaced = []
+            while self.num_bytes > self.capacity:
+                oldest = self._contents.popitem(last=False)
+                self.num_bytes -= len(oldest[1])
+                displaced.append(oldest)
+            return displaced
+
+
+class DiskTier:
+    """In files, at most ``capacity`` bytes, found again after a restart.
+
+    Each content is a file of its own, with a checksum over key and content before it. The index of keys is an SQLite
+    table. Index and files need not agree: a file without an entry is never read, and an entry without a good file is a
+    miss. So nothing has to be synced, and whatever goes wrong costs time only. Raises ``ConfigError`` when ``folder``
+    cannot be used at all.
+    """
+
+    def __init__(self, folder: Path, capacity: int) -> None:
+        self.folder = folder
+        self.capacity = capacity
+        self.num_bad = 0
+        """Files that were missing, damaged or could not be written or read."""
+        self._lock = threading.Lock()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._index = _open_index(folder / INDEX)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"kv_offload_dir: {folder} cannot be used: {error}") from None
+        self._sizes: OrderedDict[bytes, int] = OrderedDict(
+            self._index.execute("SELECT key, size FROM blocks ORDER BY rowid")
+        )
+        self.num_bytes = sum(self._sizes.values())
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._sizes
+
+    def get(self, key: bytes) -> bytes | None:
+        with self._lock:
+            if key not in self._sizes:
+                return None
+            try:
+                stored = self._path(key).read_bytes()
+            except OSError:
+                stored = b""
+            content = stored[CHECKSUM_BYTES:]
+            if stored[:CHECKSUM_BYTES] != checksum(key, content):
+                self.num_bad += 1
+                self._forget(key)
+                return None
+            self._sizes.move_to_end(key)
+            return content
+
+    def put(self, key: bytes, content: bytes) -> list[Stored]:
+        with self._lock:
+            if key in self._sizes:
+                self._sizes.move_to_end(key)
+                return []
+            path = self._path(key)
+            unfinished = path.with_suffix(".part")
+            try:
+                path.parent.mkdir(exist_ok=True)
+                unfinished.write_bytes(checksum(key, content) + content)
+                unfinished.replace(path)
+                self._index.execute("INSERT OR REPLACE INTO blocks VALUES (?, ?)", (key, len(content)))
+            except (OSError, sqlite3.Error):
+                self.num_bad += 1
+                with contextlib.suppress(OSError):
+                    unfinished.unlink(missing_ok=True)
+                return []
+            self._sizes[key] = len(content)
+            self.num_bytes += len(content)
+            while self.num_bytes > self.capacity:
+                self._forget(next(iter(self._sizes)))
+            return []
+
+    def close(self) -> None:
+        """Let go of the index; the tier must not be used any more."""
+        with self._lock:
+            self._index.close()
+
+    def _path(self, key: bytes) -> Path:
+        name = key.hex()
+        return self.folder / name[:2] / name
+
+    def _forget(self, key: bytes) -> None:
+        self.num_bytes -= self._sizes.pop(key)
+        try:
+            self._path(key).unlink(missing_ok=True)
+            self._index.execute("DELETE FROM blocks WHERE key = ?", (key,))
+        except (OSError, sqlite3.Error):
+            self.num_bad += 1
+
+
+def checksum(key: bytes, content: bytes) -> bytes:
+    """What stands before a content in its file; bound to the key, so that files cannot be taken for one another."""
+    return hashlib.blake2b(content, digest_size=CHECKSUM_BYTES, key=key).digest()
+
+
+def _open_index(path: Path) -> sqlite3.Connection:
+    """The index of a folder; one that is damaged is begun anew, and its files are never read again."""
+    for _ in range(2):
+        connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = OFF")
+            connection.execute("CREATE TABLE IF NOT EXISTS blocks (key BLOB PRIMARY KEY, size INTEGER NOT NULL)")
+            connection.execute("SELECT count(size) FROM blocks").fetchone()
+            return connection
+        except sqlite3.DatabaseError:
+            connection.close()
+            for suffix in ("", "-wal", "-shm"):
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+    raise sqlite3.DatabaseError("the index cannot be made")

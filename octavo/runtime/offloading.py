@@ -1,0 +1,43 @@
+"""Puts the tiers behind the prefix cache together, as the settings ask."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from octavo.cache.offload import BlockStore, Offload
+from octavo.cache.tiers import DiskTier, HostTier
+from octavo.config import CacheSettings
+from octavo.runtime.block_copies import DeviceBlockCopies, HostBlockCopies
+from octavo.runtime.kv_storage import KVStorage
+
+GIB = 1 << 30
+DEFAULT_DISK_GIB = 32.0
+
+
+def make_offload(
+    settings: CacheSettings, storage: KVStorage, stream: torch.cuda.Stream | None, model: Path, forms: str
+) -> Offload | None:
+    """The tiers for ``storage``, whose steps run on ``stream``; ``None`` when the settings ask for none.
+
+    ``forms`` says in what precision and by which kernels ``model`` computes: what another model, or the same in another
+    form, left on the disk is never found. Raises ``ConfigError`` when the folder cannot be used.
+    """
+    if settings.kv_offload_memory is None:
+        return None
+    store: BlockStore = HostBlockCopies(storage) if stream is None else DeviceBlockCopies(storage, stream)
+    disk = None
+    if settings.kv_offload_dir is not None:
+        capacity = settings.kv_offload_disk or DEFAULT_DISK_GIB
+        disk = DiskTier(Path(settings.kv_offload_dir).expanduser(), int(capacity * GIB))
+    host = HostTier(int(settings.kv_offload_memory * GIB))
+    identity = f"{fingerprint(model)}\n{forms}\n{storage.pool.dtype}\n{storage.pool.device.type}"
+    return Offload(store, storage.block_size, identity, host, disk)
+
+
+def fingerprint(model: Path) -> str:
+    """Names a checkpoint: a file or a folder as it is now."""
+    files = sorted(path for path in model.iterdir() if path.is_file()) if model.is_dir() else [model]
+    stats = [(path.name, path.stat()) for path in files]
+    return f"{model.resolve()}\n{[(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]}"

@@ -1,0 +1,122 @@
+"""Tiers keep what they are given, or nothing: never something else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from octavo.cache.tiers import INDEX, DiskTier, HostTier
+from octavo.errors import ConfigError
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def content(number: int) -> bytes:
+    return random.Random(number).randbytes(100)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(INDEX))
+
+
+def test_host_memory_hands_back_what_was_used_longest_ago() -> None:
+    tier = HostTier(300)
+    assert [tier.put(key(i), content(i)) for i in range(3)] == [[], [], []]
+    assert tier.get(key(0)) == content(0)
+    assert tier.put(key(3), content(3)) == [(key(1), content(1))]
+    assert key(1) not in tier
+    assert tier.get(key(1)) is None
+    assert tier.put(key(0), content(0)) == []
+    assert tier.num_bytes == 300
+    assert tier.put(key(9), bytes(1000)) == [
+        (key(2), content(2)),
+        (key(3), content(3)),
+        (key(0), content(0)),
+        (key(9), bytes(1000)),
+    ]
+    assert tier.num_bytes == 0
+
+
+def test_a_disk_forgets_files_when_it_is_full_and_finds_the_others_after_a_restart(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "kv", 300)
+    for number in range(4):
+        tier.put(key(number), content(number))
+    assert len(files(tmp_path)) == 3
+    tier.close()
+    again = DiskTier(tmp_path / "kv", 300)
+    assert [again.get(key(number)) for number in range(4)] == [None, *map(content, range(1, 4))]
+    assert again.num_bytes == 300
+    again.put(key(4), content(4))
+    assert key(1) not in again
+    again.close()
+
+
+def flip(path: Path) -> None:
+    stored = bytearray(path.read_bytes())
+    stored[random.randrange(len(stored))] ^= 1 << random.randrange(8)
+    path.write_bytes(stored)
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "gone": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "flipped": flip,
+    "a folder": make_folder,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_a_miss_and_can_be_stored_again(tmp_path: Path, damage: str) -> None:
+    tier = DiskTier(tmp_path, 1000)
+    tier.put(key(1), content(1))
+    DAMAGES[damage](files(tmp_path)[0])
+    assert key(1) in tier
+    assert tier.get(key(1)) is None
+    assert key(1) not in tier
+    assert tier.num_bytes == 0
+    assert tier.num_bad >= 1
+    if damage != "a folder":
+        tier.put(key(1), content(1))
+        assert tier.get(key(1)) == content(1)
+
+
+def test_files_cannot_be_taken_for_one_another(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 1000)
+    tier.put(key(1), content(1))
+    (first,) = files(tmp_path)
+    tier.put(key(2), content(2))
+    (second,) = set(files(tmp_path)) - {first}
+    second.write_bytes(first.read_bytes())
+    assert tier.get(key(2)) is None
+
+
+def test_a_damaged_index_is_begun_anew(tmp_path: Path) -> None:
+    DiskTier(tmp_path, 1000).close()
+    (tmp_path / INDEX).write_bytes(b"nonsense" * 1000)
+    tier = DiskTier(tmp_path, 1000)
+    tier.put(key(1), content(1))
+    assert tier.get(key(1)) == content(1)
+
+
+def test_a_disk_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "kv", 1000)
+    first_letters = tmp_path / "kv" / key(1).hex()[:2]
+    first_letters.write_bytes(b"in the way")
+    assert tier.put(key(1), content(1)) == []
+    assert tier.get(key(1)) is None
+    assert tier.num_bad == 1
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match="kv_offload_dir"):
+        DiskTier(tmp_path / "file", 1000)

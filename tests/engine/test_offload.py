@@ -1,0 +1,232 @@
+"""Blocks that come back from slower memory, read by an oracle that knows what each must hold."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from octavo.cache.kv_cache import KVCache
+from octavo.cache.offload import Offload
+from octavo.cache.tiers import INDEX, DiskTier, HostTier
+from octavo.engine.engine import Engine
+from octavo.engine.scheduler import Scheduler
+from octavo.sampling_params import SamplingParams
+from octavo.types import Output, Request
+from tests.engine.workload import Features, Run
+from tests.oracle import VOCAB_SIZE, OracleRunner, expected_output
+
+SLOT = 8
+
+
+class OracleStore:
+    """Copies the oracle's digests out of and into its slots."""
+
+    def __init__(self, runner: OracleRunner) -> None:
+        self.runner = runner
+        self.num_bytes = runner.block_size * SLOT
+
+    def _slots(self, block: int) -> range:
+        return range(block * self.runner.block_size, (block + 1) * self.runner.block_size)
+
+    def read(self, block: int) -> Callable[[], bytes]:
+        content = struct.pack(f"<{self.runner.block_size}q", *[self.runner.slots[slot] for slot in self._slots(block)])
+        return lambda: content
+
+    def write(self, block: int, content: bytes) -> None:
+        values = struct.unpack(f"<{self.runner.block_size}q", content)
+        self.runner.slots.update(zip(self._slots(block), values, strict=True))
+
+
+def damage_some(folder: Path, rng: random.Random) -> None:
+    """Let a file be gone, cut, or wrong in one bit."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(INDEX)]
+    for path in files:
+        chance = rng.random()
+        try:
+            if chance < 0.04:
+                path.unlink()
+            elif chance < 0.1:
+                stored = bytearray(path.read_bytes() or b"?")
+                stored[rng.randrange(len(stored))] ^= 1 << rng.randrange(8)
+                path.write_bytes(stored)
+            elif chance < 0.12:
+                path.write_bytes(path.read_bytes()[: rng.randrange(40)])
+        except FileNotFoundError:
+            pass  # the tier gave it up meanwhile
+
+
+VARIANTS = {
+    "plain": Features(tight=True, depth=2),
+    "aborts": Features(tight=True, aborts=True),
+    "faults": Features(tight=True, fault_rate=0.1, poison=True, bad_rows=True, aborts=True),
+    "drafts": Features(tight=True, drafts=True, grammar=True, depth=2),
+    "fair": Features(tight=True, policy="fair", depth=2),
+    "longest prefix": Features(tight=True, policy="longest-prefix"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_random_workloads_with_tiers_and_damaged_files(variant: str, tmp_path: Path) -> None:
+    num_restored = num_prefetched = 0
+    for seed in range(25):
+        rng = random.Random(seed)
+        for _ in range(3):  # later on, the files of the first time are there
+            run = Run(seed, VARIANTS[variant])
+            offload = attach(run, rng, tmp_path / str(seed))
+            run.serve()
+            offload.close()
+            num_restored += offload.stats.num_restored
+            num_prefetched += offload.stats.num_prefetched
+    assert num_restored > 20
+    assert num_prefetched > 0
+
+
+def attach(run: Run, rng: random.Random, folder: Path) -> Offload:
+    """Give the workload's cache slower tiers of some size, whose files are damaged now and then."""
+    store = OracleStore(run.runner)
+    host = HostTier(rng.choice([1, 2, 4, 1000]) * store.num_bytes)
+    disk = DiskTier(folder, rng.choice([8, 1000, 1000]) * store.num_bytes)
+    offload = Offload(store, run.workload.block_size, "oracle", host, disk)
+    run.cache.must_find = False
+    run.cache.use_offload(offload)
+    engine_step = run.engine.step
+
+    def step() -> list[Output]:
+        if rng.random() < 0.04:
+            damage_some(folder, rng)
+        return engine_step()
+
+    run.engine.step = step  # type: ignore[method-assign]
+    return offload
+
+
+class Conversations:
+    """Many conversations in turns, over a cache that holds a quarter of them."""
+
+    block_size = 4
+
+    def __init__(self, num_blocks: int, host_blocks: int | None, folder: Path | None = None) -> None:
+        self.runner = OracleRunner(self.block_size)
+        self.cache = KVCache(num_blocks, self.block_size)
+        self.engine = Engine(Scheduler(self.cache, max_num_seqs=2, max_num_batched_tokens=64), self.runner)
+        self.offload: Offload | None = None
+        store = OracleStore(self.runner)
+        if host_blocks is not None:
+            disk = None if folder is None else DiskTier(folder, 1 << 30)
+            host = HostTier(host_blocks * store.num_bytes)
+            self.offload = Offload(store, self.block_size, "oracle", host, disk)
+            self.cache.use_offload(self.offload)
+        self.ids = iter(range(1, 1_000_000))
+
+    def answer(self, prompt: list[int]) -> list[int]:
+        request = Request(next(self.ids), prompt, SamplingParams(max_tokens=6, ignore_eos=True), 6)
+        self.engine.add(request)
+        tokens: list[int] = []
+        while self.engine.has_work:
+            for output in self.engine.step():
+                tokens += output.tokens
+            self.engine.check()
+        assert tokens == expected_output(request)[0]
+        return tokens
+
+    def talk(self, num_conversations: int, num_turns: int, seed: int = 0) -> float:
+        """Share of the prompt tokens that were found."""
+        rng = random.Random(seed)
+        texts = [[rng.randrange(VOCAB_SIZE) for _ in range(24)] for _ in range(num_conversations)]
+        for _ in range(num_turns):
+            for text in texts:
+                text += self.answer(text)
+                text += [rng.randrange(VOCAB_SIZE) for _ in range(5)]
+                if self.offload is not None:
+                    wait_until(lambda: not self.offload or not self.offload._pending)
+        stats = self.engine.stats()
+        return stats.prefix_hits / stats.prefix_queries
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+def test_tiers_keep_the_hit_rate_of_a_cache_four_times_as_large(tmp_path: Path) -> None:
+    """20 conversations of up to 79 tokens are 400 blocks; the pool has 100."""
+    roomy = Conversations(1000, None).talk(20, 5)
+    poor = Conversations(100, None).talk(20, 5)
+    with_host = Conversations(100, 1000).talk(20, 5)
+    with_disk = Conversations(100, 20, tmp_path).talk(20, 5)
+    assert roomy > 0.6
+    assert poor < roomy / 4
+    assert with_host == with_disk == roomy
+
+
+def test_files_that_are_damaged_or_gone_cost_time_and_nothing_else(tmp_path: Path) -> None:
+    talks = Conversations(100, 20, tmp_path)
+    assert talks.offload is not None
+    disk = talks.offload.disk
+    assert disk is not None
+    rng = random.Random(1)
+    texts = [[rng.randrange(VOCAB_SIZE) for _ in range(24)] for _ in range(20)]
+    for _ in range(5):
+        for text in texts:
+            text += talks.answer(text)  # compares every token with what a plain loop gives
+        damage_some(tmp_path, rng)
+    assert disk.num_bad > 10
+    assert talks.offload.stats.num_restored > 100
+
+
+def test_a_disk_is_found_again_by_the_next_engine_and_by_no_other_model(tmp_path: Path) -> None:
+    first = Conversations(100, 0, tmp_path)
+    first.talk(20, 3)
+    assert first.offload is not None
+    first.offload.close()
+    second = Conversations(100, 8, tmp_path)
+    assert second.talk(10, 1) > 0.5
+    assert second.offload is not None
+    second.offload.close()
+    other = Conversations(100, 8, tmp_path)
+    other.offload = Offload(OracleStore(other.runner), 4, "another", HostTier(1000), DiskTier(tmp_path, 1 << 30))
+    other.cache.use_offload(other.offload)
+    assert other.talk(10, 1) == 0
+
+
+def test_salts_are_apart_in_all_tiers() -> None:
+    talks = Conversations(12, 1000)
+    prompt = list(range(20))
+
+    def cached(salt: str) -> int:
+        request = Request(next(talks.ids), prompt, SamplingParams(max_tokens=1), 1, cache_salt=salt)
+        talks.engine.add(request)
+        return [output.num_cached_tokens for output in outputs_of(talks.engine)][-1]
+
+    assert cached("a") == 0
+    for filler in range(6):
+        talks.answer([filler + 1] * 30)
+    assert cached("b") == 0
+    for filler in range(6):
+        talks.answer([filler + 1] * 31)
+    assert cached("a") == 16
+
+
+def outputs_of(engine: Engine) -> Iterator[Output]:
+    while engine.has_work:
+        yield from engine.step()
+
+
+def test_whoever_wants_probabilities_of_the_prompt_computes_all_of_it() -> None:
+    talks = Conversations(12, 1000)
+    prompt = list(range(20))
+    talks.answer(prompt)
+    for filler in range(6):
+        talks.answer([filler + 1] * 30)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    talks.engine.add(Request(next(talks.ids), prompt, params, 1))
+    before = talks.runner.num_computed
+    list(outputs_of(talks.engine))
+    assert talks.runner.num_computed == before + 20

@@ -1,0 +1,87 @@
+"""Blocks of real tensors out to bytes and back, and a model whose cached prefixes come back from a disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.bench.dummy_models import SHAPES
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.models.config import ModelConfig
+from octavo.models.registry import read_config
+from octavo.runtime.block_copies import HostBlockCopies
+from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.offloading import fingerprint
+from tests.llm.tiny import write_checkpoint
+
+
+def shape_config() -> ModelConfig:
+    config = read_config(SHAPES["tiny"])
+    assert isinstance(config, ModelConfig)
+    return config
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_blocks_come_back_bit_for_bit(dtype: torch.dtype) -> None:
+    storage = KVStorage(shape_config(), 5, 4, dtype, torch.device("cpu"))
+    bits = storage.pool.view(torch.uint8)
+    bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8))
+    before = bits.clone()
+    copies = HostBlockCopies(storage)
+    contents = [copies.read(block)() for block in range(5)]
+    assert {len(content) for content in contents} == {copies.num_bytes}
+    bits.fill_(255)
+    for block, content in enumerate(contents):
+        copies.write((block + 2) % 5, content)
+    assert torch.equal(bits, before.roll(2, dims=2))
+
+
+def test_a_changed_checkpoint_has_another_name(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"12345678")
+    before = fingerprint(tmp_path)
+    assert fingerprint(tmp_path) == before
+    (tmp_path / "model.safetensors").write_bytes(b"123456789")
+    assert fingerprint(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"kv_offload_dir": "x"}, "kv_offload_memory"),
+        ({"kv_offload_memory": 1, "kv_offload_disk": 1}, "kv_offload_dir"),
+        ({"kv_offload_memory": 1, "enable_prefix_caching": False}, "enable_prefix_caching"),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(values: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        EngineConfig.from_flat(values)
+
+
+def test_a_model_says_the_same_from_restored_blocks(tmp_path: Path) -> None:
+    """The pool holds two of eight prompts and memory one, so nearly every block comes back from the disk."""
+    (tmp_path / "model").mkdir()
+    checkpoint = write_checkpoint(tmp_path / "model")
+    settings: dict[str, Any] = {"load_format": "dummy", "block_size": 4, "num_kv_blocks": 16, "max_model_len": 32}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    prompts = [[(seed * 31 + i * 7) % 90 + 1 for i in range(24)] for seed in range(8)]
+
+    def said(llm: LLM) -> list[list[int]]:
+        return [list(llm.generate([prompt], params)[0].outputs[0].token_ids) for prompt in prompts]
+
+    with LLM(checkpoint, **settings) as llm:
+        want = said(llm)
+    with LLM(checkpoint, **settings, kv_offload_memory=0.001, kv_offload_dir=str(tmp_path / "kv")) as llm:
+        engine = llm._engine
+        assert engine is not None
+        offload = engine.scheduler.cache.offload
+        assert offload is not None
+        offload.host.capacity = 6 * offload.store.num_bytes
+        for _ in range(3):
+            assert said(llm) == want
+        assert offload.stats.num_prefetched > 20
+        assert offload.stats.num_restored > 20
