@@ -27,6 +27,7 @@ from octavo.server.gate import Gate
 from octavo.server.hosts import Hosts
 from octavo.server.jobs import Jobs
 from octavo.server.keys import Keys
+from octavo.server.native import generate, infer
 from octavo.server.openai import chat, completions, embeddings, models, scoring, tokenize
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import PAGE, openapi_document
@@ -52,6 +53,8 @@ PARTS = (
     probes,
     explanations,
     admin,
+    generate,
+    infer,
 )
 
 

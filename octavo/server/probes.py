@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from importlib import metadata
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.config import to_flat
 from octavo.errors import Unavailable
-from octavo.server.front import front_of
+from octavo.server.front import Front, front_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.telemetry.metrics import CONTENT_TYPE
+
+SECRETS = frozenset({"api_key", "admin_key"})
+"""Settings that are never shown."""
 
 
 def version() -> str:
@@ -44,6 +49,7 @@ async def stats(request: Request) -> Response:
     engine = front_of(request).engine
     return json_response(
         {
+            **_short_stats(front_of(request)),
             **msgspec.structs.asdict(engine.stats),
             "num_live": engine.num_live,
             "num_restarts": engine.num_restarts,
@@ -53,6 +59,35 @@ async def stats(request: Request) -> Response:
         },
         {},
     )
+
+
+def _short_stats(front: Front) -> dict[str, Any]:
+    """The names that small clients know; with nothing to do, ``used_pages`` is 0."""
+    engine, stats, info = front.engine, front.engine.stats, front.engine.info
+    used = stats.num_used_blocks
+    return {
+        "running": engine.is_ready,
+        "model": front.model_name,
+        "waiting_requests": stats.num_waiting,
+        "active_requests": stats.num_running,
+        "completed_requests": sum(engine.metrics.finished[reason] for reason in ("stop", "length")),
+        "decode_steps": stats.num_steps,
+        "average_batch_size": round(stats.num_shares / max(1, stats.num_steps), 3),
+        "max_batch_observed": engine.metrics.max_running,
+        "last_error": engine.failure,
+        "cache": {
+            "page_size": info.block_size,
+            "max_pages": stats.num_blocks,
+            "used_pages": used,
+            "free_pages": stats.num_blocks - used,
+            "active_sequences": stats.num_running,
+            "pressure_events": stats.num_preemptions,
+            "evictions": stats.num_preemptions,
+            "utilization": round(used / max(1, stats.num_blocks), 4),
+            "policy": front.config.cache.eviction_policy,
+        },
+        "config": {name: value for name, value in to_flat(front.config).items() if name not in SECRETS},
+    }
 
 
 async def get_version(request: Request) -> Response:

@@ -47,6 +47,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.stats = EngineStats()
+        self.max_running = 0
         self.info: EngineInfo | None = None
         self.condition: Callable[[], Condition] = Condition
 
@@ -82,6 +83,7 @@ class Counts:
         if stats.num_steps != self.stats.num_steps:
             self.step_tokens.observe(stats.step_tokens)
             self.step_seconds += stats.step_seconds
+            self.max_running = max(self.max_running, stats.num_running)
         self.stats = stats
 
     def observe_tokens(self, timing: Timing, count: int, now: float) -> None:

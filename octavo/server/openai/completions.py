@@ -56,7 +56,7 @@ async def create_completion(request: Request) -> Response:
     front = front_of(request)
     front.admission.check_room()
     body, headers = await front.read(request, reader)
-    asked = _asked(body, front, request)
+    asked = asked_of(body, front, request)
     generation = await front.admission.admit(asked)
     answer = CompletionAnswer(front, body, generation.choices)
     front.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
@@ -74,7 +74,8 @@ ENDPOINTS = [
 ]
 
 
-def _asked(body: CompletionBody, front: Front, request: Request) -> Asked:
+def asked_of(body: CompletionBody, front: Front, request: Request) -> Asked:
+    """What a body asks for. Raises ``RequestError``."""
     check_generation_fields(body, front)
     if body.best_of is not None and body.best_of != body.n:
         raise UnsupportedParameter("best_of", f"'best_of' other than 'n' ({body.n}) is not supported by this server.")

@@ -1,0 +1,112 @@
+"""POST /v1/generate and POST /generate: a text in, its continuation out, in the fewest words."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import ContextLengthExceeded, InvalidParameter, QueueFull
+from octavo.server.body import BodyReader, MalformedJSON
+from octavo.server.front import Front, front_of
+from octavo.server.generation import Choice
+from octavo.server.native.dialect import with_statuses
+from octavo.server.openai.completions import CompletionBody, asked_of
+from octavo.server.openai.rendering import json_response
+from octavo.server.openai.schema import Endpoint
+from octavo.server.sse import whole
+
+MAX_PROMPT_CHARACTERS = 8000
+MAX_NEW_TOKENS = 512
+STOPPED = "Sequences generated EOS token."
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """A request for exactly so many tokens: an end of the text does not end it."""
+
+    prompt: str
+    max_new_tokens: int = 64
+
+
+class PlainBody(msgspec.Struct, kw_only=True):
+    """A request for a continuation of at most so many tokens."""
+
+    prompt: str
+    max_tokens: int
+
+
+generate_reader = BodyReader(GenerateBody, {}, frozenset())
+plain_reader = BodyReader(PlainBody, {}, frozenset())
+
+
+async def generate(request: Request) -> Response:
+    front, start = front_of(request), time.monotonic()
+    front.admission.check_room()
+    body, headers = await front.read(request, generate_reader)
+    if not 1 <= len(body.prompt) <= MAX_PROMPT_CHARACTERS:
+        raise InvalidParameter("prompt", f"'prompt' must have 1 to {MAX_PROMPT_CHARACTERS} characters.")
+    if not 1 <= body.max_new_tokens <= MAX_NEW_TOKENS:
+        raise InvalidParameter("max_new_tokens", f"'max_new_tokens' must be from 1 to {MAX_NEW_TOKENS}.")
+    asked = CompletionBody(prompt=body.prompt, max_tokens=body.max_new_tokens, ignore_eos=True)
+    choice = await _finished(front, asked, request)
+    result = {
+        "request_id": str(uuid.uuid4()),
+        "text": choice.take().text,
+        "generated_tokens": choice.num_tokens,
+        "latency_ms": round((time.monotonic() - start) * 1000, 3),
+        "finish_reason": choice.finish_reason,
+        "model": front.model_name,
+    }
+    return json_response(result, headers)
+
+
+async def generate_plainly(request: Request) -> Response:
+    front = front_of(request)
+    front.admission.check_room()
+    body, headers = await front.read(request, plain_reader)
+    for field, is_bad in (("prompt", not body.prompt.strip()), ("max_tokens", body.max_tokens < 1)):
+        if is_bad:
+            raise BadValue(field, f"'{field}' must not be empty." if field == "prompt" else f"'{field}' is below 1.")
+    choice = await _finished(front, CompletionBody(prompt=body.prompt, max_tokens=body.max_tokens), request)
+    is_cut = choice.finish_reason == "length"
+    result = {
+        "request_id": str(uuid.uuid4()),
+        "prompt": body.prompt,
+        "generated_text": body.prompt + choice.take().text,
+        "token_count": choice.num_tokens,
+        "stop_reason": f"Reached max_tokens limit of {body.max_tokens}." if is_cut else STOPPED,
+    }
+    return json_response(result, headers)
+
+
+class BadValue(InvalidParameter):
+    """A value of the right type that is not allowed."""
+
+
+async def _finished(front: Front, body: CompletionBody, request: Request) -> Choice:
+    choices = await whole(await front.admission.admit(asked_of(body, front, request)), request)
+    return choices[0]
+
+
+_STATUSES: dict[Any, int] = {BadValue: 400, ContextLengthExceeded: 400, InvalidParameter: 422, MalformedJSON: 422}
+
+ENDPOINTS = [
+    Endpoint(
+        "POST",
+        "/v1/generate",
+        with_statuses(generate, _STATUSES),
+        "Continue a text by exactly so many tokens",
+        GenerateBody,
+    ),
+    Endpoint(
+        "POST",
+        "/generate",
+        with_statuses(generate_plainly, {**_STATUSES, QueueFull: 503}),
+        "Continue a text",
+        PlainBody,
+    ),
+]

@@ -1,0 +1,145 @@
+"""POST /infer/v1/completions: always a stream, with an event for each token and one for the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound, QueueFull, RequestError
+from octavo.server.body import BodyReader, MalformedJSON, read_body
+from octavo.server.errors import UnknownParameter
+from octavo.server.front import front_of
+from octavo.server.generation import Choice
+from octavo.server.native.dialect import with_statuses
+from octavo.server.openai.completions import CompletionBody, asked_of
+from octavo.server.openai.rendering import encode_line, usage
+from octavo.server.openai.schema import Endpoint
+from octavo.server.sse import EventStream
+
+
+class InferBody(msgspec.Struct, kw_only=True):
+    """A request for a continuation of text or token ids."""
+
+    model: str
+    prompt: str | list[int]
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    repetition_penalty: float = 1.0
+    stream: bool = True
+    """Without an effect: there always is a stream."""
+    stop: str | list[str] = []
+    seed: int | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class EmptyPrompt(InvalidParameter):
+    """There is nothing to continue."""
+
+
+reader = BodyReader(InferBody, {}, frozenset())
+
+
+async def infer(request: Request) -> Response:
+    front = front_of(request)
+    front.admission.check_room()
+    body, unknown = reader.read(await read_body(request, front.config.server.max_request_bytes))
+    if unknown:
+        raise UnknownParameter(unknown)
+    if not body.prompt:
+        raise EmptyPrompt("prompt", "'prompt' must not be empty.")
+    if body.max_tokens < 1:
+        raise InvalidParameter("max_tokens", "'max_tokens' must be at least 1.")
+    if body.top_k is not None and body.top_k < 1:
+        raise InvalidParameter("top_k", "'top_k' must be at least 1.")
+    asked = CompletionBody(
+        model=body.model,
+        prompt=body.prompt if isinstance(body.prompt, str) else list(body.prompt),
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=0 if body.top_k is None else body.top_k,
+        repetition_penalty=body.repetition_penalty,
+        stop=body.stop,
+        seed=body.seed,
+        **_constraint(body.response_format),
+    )
+    generation = await front.admission.admit(asked_of(asked, front, request))
+    return InferStream(generation, InferEvents(), {})
+
+
+ENDPOINTS = [
+    Endpoint(
+        "POST",
+        "/infer/v1/completions",
+        with_statuses(
+            infer,
+            {
+                EmptyPrompt: 400,
+                InvalidParameter: 422,
+                ContextLengthExceeded: 422,
+                ModelNotFound: 422,
+                MalformedJSON: 422,
+                QueueFull: 503,
+            },
+        ),
+        "Continue text or token ids, an event for each token",
+        InferBody,
+    )
+]
+
+
+def _constraint(given: dict[str, Any] | None) -> dict[str, Any]:
+    """``response_format`` in the fields of completions. Raises ``InvalidParameter``."""
+    if given is None:
+        return {}
+    if given.get("type") == "json_schema" and isinstance(given.get("schema"), dict):
+        return {"structured_outputs": {"json": given["schema"]}}
+    if given.get("type") == "json_schema" and isinstance(given.get("json_schema"), dict):
+        return {"response_format": given}
+    if given.get("type") == "regex" and isinstance(given.get("pattern"), str):
+        return {"structured_outputs": {"regex": given["pattern"]}}
+    message = "'response_format' must be of type 'json_schema' with a 'schema', or 'regex' with a 'pattern'."
+    raise InvalidParameter("response_format", message)
+
+
+class InferEvents:
+    """Writes the events of one choice."""
+
+    def frames(self, choice: Choice) -> bytes:
+        """An event for each token; text that several of them make comes with the last one."""
+        news = choice.take()
+        texts = [*[""] * (len(news.tokens) - 1), news.text]
+        data = b"".join(
+            _event("token", {"token": text, "token_id": token}) for text, token in zip(texts, news.tokens, strict=False)
+        )
+        if choice.finish_reason is not None:
+            is_end = choice.finish_reason == "stop" and choice.stop_reason is None
+            counts = usage([choice])
+            names = ("prompt_tokens", "completion_tokens", "total_tokens")
+            end = {
+                "finish_reason": "eos" if is_end else choice.finish_reason,
+                "usage": {name: counts[name] for name in names},
+            }
+            data += _event("done", end)
+        return data
+
+    def last_frames(self) -> bytes:
+        return b""
+
+
+class InferStream(EventStream):
+    """Events with names; the last one is ``done`` or ``error``."""
+
+    END = b""
+
+    def error_frames(self, error: RequestError) -> bytes:
+        return _event("error", {"error": error.message})
+
+
+def _event(name: str, data: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_line(data))
