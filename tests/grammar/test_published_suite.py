@@ -37,8 +37,7 @@ def test_a_schema_is_kept_to_or_refused(case: dict[str, Any]) -> None:
     try:
         part = forms.json_schema(schema)
         matcher = compile_matcher(normalised(forms.whole(part)), tokenizer())
-    except (FormError, GrammarError) as error:
-        assert str(error)
+    except (FormError, GrammarError):
         return
     for instance in case["tests"]:
         tokens = list(json.dumps(instance["data"], ensure_ascii=False, separators=(",", ":")).encode())

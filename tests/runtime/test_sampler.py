@@ -172,12 +172,9 @@ def test_a_bad_row_fails_alone(bad: float, temperature: int) -> None:
 
 def test_a_row_with_nothing_allowed_or_out_of_range_is_an_error() -> None:
     nothing = row(mask=np.zeros(8, dtype=np.uint8))
-    only_stop = np.zeros(8, dtype=np.uint8)
-    only_stop[1] = 0b10  # token 9
-    stopped = row(3, mask=only_stop, min_tokens=4, temperature=0)
     overflow = row(repetition_penalty=1e-44, top_p=0.5)
-    found = SAMPLER.sample(logits(3).abs() + 1, [nothing, stopped, overflow])
-    assert [choice.error for choice in found] == [NOTHING_LEFT, NOTHING_LEFT, OVERFLOW]
+    found = SAMPLER.sample(logits(2).abs() + 1, [nothing, overflow])
+    assert [choice.error for choice in found] == [NOTHING_LEFT, OVERFLOW]
 
 
 def test_ids_beyond_the_vocabulary_do_nothing() -> None:
@@ -189,3 +186,24 @@ def test_ids_beyond_the_vocabulary_do_nothing() -> None:
 def test_greedy_rows_are_not_touched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "_choose", lambda *_: pytest.fail("a greedy row went the slow way"))
     SAMPLER.sample(logits(4), [row(temperature=0, min_tokens=1, logprobs=1)] * 4)
+
+
+def bits(*tokens: int) -> Any:
+    mask = np.zeros(VOCAB // 8, dtype=np.uint8)
+    for token in tokens:
+        mask[token // 8] |= 1 << token % 8
+    return mask
+
+
+def test_a_complete_grammar_ends_a_text_before_min_tokens() -> None:
+    """While it allows something else, the tokens that end the text are out; then nothing else is left."""
+    scores = torch.zeros(1, VOCAB)
+    scores[0, 9] = 50
+    going_on = row(mask=bits(9, 20), min_tokens=10, temperature=0)
+    complete = row(mask=bits(9, 63), min_tokens=10, temperature=0)
+    assert [SAMPLER.sample(scores, [each])[0].token for each in (going_on, complete)] == [20, 9]
+
+
+def test_where_a_grammar_allows_nothing_the_row_fails_alone() -> None:
+    found = SAMPLER.sample(torch.zeros(2, VOCAB), [row(mask=bits(), min_tokens=10), row()])
+    assert [choice.error for choice in found] == [NOTHING_LEFT, None]

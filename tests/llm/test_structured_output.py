@@ -1,0 +1,48 @@
+"""``SamplingParams.grammar`` in this process: over a model of random weights, with and without others in the batch."""
+
+from __future__ import annotations
+
+import re
+
+from octavo import LLM, SamplingParams
+from octavo.grammar import forms
+
+EXPRESSION = "[a-c]{3}[0-9]{1,4}"
+
+
+def params(seed: int, **more: object) -> SamplingParams:
+    grammar = forms.whole(forms.regex(EXPRESSION))
+    return SamplingParams(grammar=grammar, seed=seed, max_tokens=20, **more)  # type: ignore[arg-type]
+
+
+def test_a_bound_text_matches_alone_and_beside_others(llm: LLM) -> None:
+    bound = [params(seed, n=2, logprobs=1) for seed in range(4)]
+    free = [SamplingParams(seed=seed, max_tokens=12, ignore_eos=True) for seed in range(4)]
+    together = llm.generate(["x"] * 8, [*bound, *free])
+    for result in together[:4]:
+        for output in result.outputs:
+            assert output.finish_reason == "stop"
+            assert re.fullmatch(EXPRESSION, output.text)
+            assert output.logprobs is not None
+            assert len(output.logprobs) == len(output.token_ids)
+    alone = [llm.generate("x", each)[0] for each in (*bound, *free)]
+    assert [[o.text for o in r.outputs] for r in alone] == [[o.text for o in r.outputs] for r in together]
+
+
+def test_min_tokens_gives_way_to_the_end_of_the_grammar(llm: LLM) -> None:
+    (output,) = llm.generate("x", params(1, min_tokens=15))[0].outputs
+    assert output.finish_reason == "stop"
+    assert re.fullmatch("[a-c]{3}[0-9]{4}", output.text)
+
+
+def test_a_stop_string_ends_a_bound_text(llm: LLM) -> None:
+    grammar = forms.whole(forms.choice(["one, two, three"]))
+    (output,) = llm.generate("x", SamplingParams(grammar=grammar, stop=(", th",), max_tokens=30))[0].outputs
+    assert (output.text, output.finish_reason, output.stop_reason) == ("one, two", "stop", ", th")
+
+
+def test_a_text_that_is_no_grammar_ends_its_own_request(llm: LLM) -> None:
+    bad, good = llm.generate(["x", "x"], [SamplingParams(grammar="root"), SamplingParams(max_tokens=3)])
+    assert bad.outputs[0].finish_reason == "error"
+    assert "octavo.grammar.forms" in (bad.outputs[0].error or "")
+    assert good.outputs[0].finish_reason in ("stop", "length")
