@@ -73,7 +73,7 @@ class ExtraTables:
 
     def report(self, logits_SV: Tensor, tokens_S: Tensor, extras: ExtraInputs) -> None:
         """Take down the log-probabilities that sequences want of the logits as the model gave them."""
-        wanted_S = torch.where(extras.wants_logprobs_S > 0, tokens_S, -1)
+        wanted_S = tokens_S.masked_fill(extras.wants_logprobs_S == 0, -1)
         found = ops.token_logprobs(logits_SV, wanted_S, self._num_likeliest)
         numbers = (found.logprob_R.view(torch.int32).unsqueeze(1), found.rank_R.unsqueeze(1))
         likeliest = (found.top_ids_Rn, found.top_logprobs_Rn.contiguous().view(torch.int32))
