@@ -18,6 +18,7 @@ from octavo.errors import ConfigError
 from octavo.grammar.masks import MatcherMasks
 from octavo.grammar.matchers import GrammarError
 from octavo.grammar.vocabulary import Vocabulary
+from octavo.models.adapters import Adapters, load_with_adapters
 from octavo.models.bert import EncoderConfig
 from octavo.models.keys import token_ids
 from octavo.models.pooling import Pooling, read_pooling
@@ -59,7 +60,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     if isinstance(model_config, EncoderConfig):
         return build_encoder(config, path, checkpoint, model_config, form)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
-    loaded = load_model(model_config, checkpoint, form)
+    loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form)
     gc.collect()
     phases.done("weights")
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
@@ -68,7 +69,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         config, model_config, kv_dtype, form.dtype, device.type, weights=loaded.num_bytes, free=free
     )
     storage = KVStorage(model_config, limits.num_kv_blocks, limits.block_size, kv_dtype, device)
-    runner = make_runner(config.model, loaded.model, storage, model_config.vocab_size, limits, pooling)
+    runner = make_runner(config.model, loaded.model, storage, model_config.vocab_size, limits, pooling, adapters)
     phases.done("memory")
     runner.warm_up()
     phases.done("kernels and graphs")
@@ -96,7 +97,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     stream = runner.stream if isinstance(runner, StreamRunner) else None
     if (offload := make_offload(config.cache, storage, stream, path, forms)) is not None:
         scheduler.cache.use_offload(offload)
-    return Engine(scheduler, runner, grammars=grammars, depth=DEPTH[device.type]), info
+    return Engine(scheduler, runner, grammars=grammars, adapters=adapters, depth=DEPTH[device.type]), info
 
 
 def _scheduler(config: EngineConfig, limits: memory.Limits) -> Scheduler:
@@ -131,11 +132,13 @@ def make_runner(
     vocab_size: int,
     limits: memory.Limits,
     pooling: Pooling = LAST_TOKEN,
+    adapters: Adapters | None = None,
 ) -> ModelRunner | StreamRunner:
     """The runner for the storage's device. What a CPU computes never depends on the batch."""
     if storage.pool.device.type == "cpu":
         forward = None if settings.enforce_eager else _recorded(model, storage)
-        return ModelRunner(model, storage, vocab_size, forward, pooling)
+        rows = None if adapters is None else adapters.rows
+        return ModelRunner(model, storage, vocab_size, forward, pooling, rows)
     max_blocks = -(-limits.max_model_len // limits.block_size)
     most = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks)
     return StreamRunner(model, storage, vocab_size, most, settings.batch_invariant, settings.enforce_eager, pooling)

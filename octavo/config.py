@@ -58,6 +58,10 @@ class ModelSettings:
         ("auto", "float32", "bfloat16", "float16"),
     )
     device: str = setting("auto", "where to run", ("auto", "cpu", "cuda"))
+    enable_lora: bool = setting(False, "take LoRA adapters beside the model's weights, chosen by the model's name; CPU")
+    lora_modules: str | None = setting(None, "adapters to load at the start, such as 'sql=/adapters/sql,fr=/adapters/fr'")
+    max_loras: int = setting(64, "most adapters that are loaded at once", low=1)
+    merge_lora: bool = setting(False, "add the one adapter of lora_modules to the weights, for all requests")
     pooling_type: str = setting(
         "auto",
         "how tokens' vectors become a text's; auto: as the checkpoint says, else the last of a decoder, the mean of an "
@@ -359,6 +363,17 @@ def _check_policy(scheduler: SchedulerSettings, cache: CacheSettings) -> None:
             raise ConfigError(f"{name} needs scheduling_policy {' or '.join(policies)}; it is {policy}")
     if policy == "longest-prefix" and not cache.enable_prefix_caching:
         raise ConfigError("scheduling_policy longest-prefix needs enable_prefix_caching: it looks for cached prompts")
+
+
+def parse_lora_modules(text: str | None) -> dict[str, str]:
+    """Adapter names and their folders, from ``NAME=PATH,NAME=PATH``. Raises ``ConfigError``."""
+    modules: dict[str, str] = {}
+    for part in (text or "").split(",") if text else ():
+        name, is_pair, path = (piece.strip() for piece in part.partition("="))
+        if not (name and is_pair and path) or name in modules:
+            raise ConfigError(f"lora_modules: {part!r} is not NAME=PATH with a name of its own")
+        modules[name] = path
+    return modules
 
 
 def to_flat(config: EngineConfig) -> dict[str, Any]:

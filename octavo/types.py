@@ -67,6 +67,9 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """Anything else comes with the last token of the prompt, as ``values``, and ``max_tokens`` is 0."""
     second_start: int | None = None
     """Where the second of two texts begins in the prompt of an encoder."""
+    adapter: str = ""
+    """Name of the adapter that changes the model for this request; ``cache_salt`` is then such that no request of
+    another adapter has it."""
 
 
 class Status(enum.Enum):
@@ -301,6 +304,20 @@ class Grammars(Protocol):
 
     def masks(self, plan: Plan) -> Masks:
         """Masks for the sequences of ``plan`` that need one, as their tokens so far say; do not wait for them."""
+        ...
+
+
+class Adapters(Protocol):
+    """Changes of the model that requests may ask for."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def load(self, name: str, path: str) -> None:
+        """Read an adapter from a folder; raise ``CheckpointError``."""
+        ...
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter that no request needs any more."""
         ...
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from octavo.cache.kv_events import KVEvent
 from octavo.engine.scheduler import Scheduler
-from octavo.errors import InvalidParameter, RunnerError
+from octavo.errors import CheckpointError, InvalidParameter, ModelNotFound, RunnerError
 from octavo.telemetry.events import Event
-from octavo.types import EngineStats, Grammars, Masks, Output, Pending, Plan, Proposer, Request, Runner, Sequence
+from octavo.types import Adapters, EngineStats, Grammars, Masks, Output, Pending, Plan, Proposer, Request, Runner, Sequence
 
 
 class NoGrammars:
@@ -21,6 +21,19 @@ class NoGrammars:
 
     def masks(self, plan: Plan) -> Masks:
         return {}
+
+
+class NoAdapters:
+    """The model is what it is."""
+
+    def __contains__(self, name: str) -> bool:
+        return False
+
+    def load(self, name: str, path: str) -> None:
+        raise CheckpointError("this engine takes no adapters; it needs enable_lora")
+
+    def unload(self, name: str) -> None:
+        pass
 
 
 class NoProposer:
@@ -44,12 +57,14 @@ class Engine:
         *,
         grammars: Grammars | None = None,
         proposer: Proposer | None = None,
+        adapters: Adapters | None = None,
         depth: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.grammars: Grammars = grammars or NoGrammars()
         self.proposer: Proposer = proposer or NoProposer()
+        self.adapters: Adapters = adapters or NoAdapters()
         self.depth = depth
         self.in_flight: deque[tuple[Plan, Pending]] = deque()
         self.preparing: dict[int, tuple[Request, Future[Any]]] = {}
@@ -58,6 +73,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Accept ``request``; raises ``RequestError`` if it could never be served."""
+        if request.adapter and request.adapter not in self.adapters:
+            raise ModelNotFound(f"There is no adapter {request.adapter}.", param="model")
         ready: Future[Any] | None = self.scheduler.cache.prefetch(request)
         if request.params.grammar is None and ready is None:
             self.scheduler.add(request)

@@ -6,8 +6,10 @@ Shapes: K inputs, N outputs, D model, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,7 +23,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.ops.block_linear import PackedBlocks
 from octavo.quant.blocks import BlockWeight
-from octavo.quant.scheme import DenseWeight, Part, WeightFormat, make_weights, to_dense
+from octavo.quant.scheme import DenseWeight, LinearWeight, Part, WeightFormat, make_weights, to_dense
 from octavo.weights.blocks import BlockTensor
 
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias)$")
@@ -49,11 +51,30 @@ class ExpertShape(NamedTuple):
     down: str = "down_proj"
 
 
+class MapPart(NamedTuple):
+    """Where the outputs of a map of the checkpoint are among those of a model's map."""
+
+    linear: Linear
+    start: int
+    size: int
+    num_inputs: int
+    order: npt.NDArray[np.int64] | None
+    """Which stored output became each output, if they were put in another order."""
+
+
 class WeightLoader:
     """Loads weights by their Hugging Face names in the wanted format; every method raises ``CheckpointError``."""
 
-    def __init__(self, source: Source, form: WeightFormat) -> None:
+    def __init__(
+        self,
+        source: Source,
+        form: WeightFormat,
+        make_linear: Callable[[Sequence[LinearWeight], Tensor | None], Linear] = Linear,
+    ) -> None:
         self.form = form
+        self.maps: dict[str, MapPart] = {}
+        """Every linear map so far, by its name in the checkpoint."""
+        self._make_linear = make_linear
         self.num_parameters = 0
         self.num_bytes = 0
         self._source = source
@@ -150,7 +171,11 @@ class WeightLoader:
                 biases.append(bias if order is None else bias[torch.from_numpy(order)])
         weights = make_weights(parts, self.form)
         self.num_bytes += sum(weight.num_bytes for weight in weights)
-        return Linear(weights, torch.cat(biases) if biases else None)
+        linear = self._make_linear(weights, torch.cat(biases) if biases else None)
+        starts = itertools.accumulate(names.values(), initial=0)
+        for (name, size), start in zip(names.items(), starts, strict=False):
+            self.maps[name] = MapPart(linear, start, size, num_inputs, (row_order or {}).get(name))
+        return linear
 
     def head(self, name: str, embedding: Embedding, is_tied: bool) -> Linear:
         """The map from hidden states to logits: of its own, or the embedding's."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.layers.linear import Linear
+from octavo.layers.lora import AdaptedLinear, AdapterRows
 from octavo.models.config import ModelConfig, architecture
 from octavo.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from octavo.models.encoders import ENCODERS
@@ -18,7 +21,7 @@ from octavo.models.gpt2 import GPT2LMHeadModel
 from octavo.models.gpt_oss import GptOssForCausalLM
 from octavo.models.keys import ConfigKeys
 from octavo.models.llama import LlamaForCausalLM
-from octavo.models.loader import Source, WeightLoader
+from octavo.models.loader import MapPart, Source, WeightLoader
 from octavo.models.mistral import MistralForCausalLM
 from octavo.models.mixtral import MixtralForCausalLM
 from octavo.models.olmo2 import Olmo2ForCausalLM
@@ -81,6 +84,8 @@ class LoadedModel(NamedTuple):
     num_parameters: int
     num_bytes: int
     """Memory that the weights take."""
+    maps: Mapping[str, MapPart]
+    """Its linear maps, by their names in the checkpoint."""
 
 
 def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
@@ -97,12 +102,18 @@ def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelC
     return config
 
 
-def load_model(config: ModelConfig, source: Source, form: WeightFormat) -> LoadedModel:
-    """Build the model and load it; raise ``CheckpointError`` for weights that do not fit the configuration."""
-    weights = WeightLoader(TextPart(source), form)
+def load_model(
+    config: ModelConfig, source: Source, form: WeightFormat, adapter_rows: AdapterRows | None = None
+) -> LoadedModel:
+    """Build the model and load it; raise ``CheckpointError`` for weights that do not fit the configuration.
+
+    With ``adapter_rows``, adapters can be loaded beside it.
+    """
+    make_linear = Linear if adapter_rows is None else partial(AdaptedLinear, adapter_rows)
+    weights = WeightLoader(TextPart(source), form, make_linear)
     model = _family(config.architecture)(config, weights)
     weights.finish()
-    return LoadedModel(model, weights.num_parameters, weights.num_bytes)
+    return LoadedModel(model, weights.num_parameters, weights.num_bytes, weights.maps)
 
 
 def _family(name: str) -> Family:

@@ -11,6 +11,7 @@ from octavo.ops.gelu import gelu
 from octavo.ops.gelu_and_mul import gelu_and_mul
 from octavo.ops.layer_norm import layer_norm
 from octavo.ops.linear import linear
+from octavo.ops.lora import lora
 from octavo.ops.moe import moe
 from octavo.ops.paged_attention import paged_attention
 from octavo.ops.publish_tokens import publish_tokens
@@ -35,6 +36,7 @@ __all__ = [
     "gelu_and_mul",
     "layer_norm",
     "linear",
+    "lora",
     "moe",
     "paged_attention",
     "publish_tokens",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import RunnerError
+from octavo.layers.lora import AdapterRows
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
 from octavo.runtime.forward_batch import BatchBuilder, ForwardBatch
@@ -73,8 +74,10 @@ class ModelRunner:
         vocab_size: int,
         forward: Forward | None = None,
         pooling: Pooling = LAST_TOKEN,
+        adapter_rows: AdapterRows | None = None,
     ) -> None:
-        """``forward`` may be a faster way to do what ``model.forward`` does over the storage's layers."""
+        """``forward`` may be a faster way to do what ``model.forward`` does over the storage's layers, without any
+        adapter; ``adapter_rows`` are those that the model was loaded with."""
         device = storage.pool.device
         self._model = model
         self._layers = storage.layers
@@ -82,6 +85,7 @@ class ModelRunner:
         self._builder = BatchBuilder(storage.block_size, device)
         self._sampler = Sampler(vocab_size, device)
         self._pooler = ChunkPooler(model, pooling)
+        self._adapter_rows = adapter_rows
 
     def warm_up(self) -> None:
         """Compute a chunk and a single token that nobody asked for, so that no request waits for a compiler.
@@ -101,7 +105,7 @@ class ModelRunner:
     def compute(self, plan: Plan, masks: Masks) -> list[Sampled]:
         """Compute and sample a plan of which no item is stale."""
         batch = self._builder.build(plan)
-        x_TD = self._forward(batch)
+        x_TD = self._compute(batch, _rows_by_adapter(plan, batch))
         chosen: list[int] = []
         rows: list[Row] = []
         for item, end in zip(plan, batch.first_rows[1:], strict=True):
@@ -120,6 +124,13 @@ class ModelRunner:
             results.append(sampled)
         return results
 
+    def _compute(self, batch: ForwardBatch, by_adapter: dict[str, Tensor]) -> Tensor:
+        if not by_adapter:
+            return self._forward(batch)
+        assert self._adapter_rows is not None, "the model was loaded without adapters"
+        with self._adapter_rows.of_step(by_adapter):
+            return self._plain_forward(batch)
+
     def _plain_forward(self, batch: ForwardBatch) -> Tensor:
         return self._model.forward(batch.token_ids_T, batch.positions_T, self._layers, batch.rows)
 
@@ -136,6 +147,15 @@ class ModelRunner:
                 sampled.tokens, sampled.error = [], NOT_NUMBERS
                 return
             sampled.prompt_logprobs += token_logprobs(logits_RV, tokens, [count] * len(tokens))
+
+
+def _rows_by_adapter(plan: Plan, batch: ForwardBatch) -> dict[str, Tensor]:
+    """The rows that want each adapter, in order."""
+    ranges: dict[str, list[Tensor]] = {}
+    for item, (first, end) in zip(plan, itertools.pairwise(batch.first_rows), strict=True):
+        if item.seq.request.adapter:
+            ranges.setdefault(item.seq.request.adapter, []).append(torch.arange(first, end))
+    return {name: torch.cat(parts).to(batch.token_ids_T.device) for name, parts in ranges.items()}
 
 
 def _rows(item: Scheduled, masks: Masks) -> Iterator[Row]:

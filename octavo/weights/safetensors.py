@@ -6,6 +6,7 @@ checkpoint does not have, such as a name that appears twice, is refused here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from octavo.weights.folder import MAX_JSON_BYTES, find_file, parse_json, read_js
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-DTYPES = ("F32", "F16", "BF16", "U8")
+FLOATS = ("F32", "F16", "BF16")
+DTYPES = (*FLOATS, "U8")
 """U8 is for packed forms, which their own loaders take apart."""
 
 
@@ -68,6 +70,23 @@ class SafetensorsCheckpoint:
             raise CheckpointError(f"{what}: has shape {tuple(found['shape'])}, expected {shape}")
         tensor: torch.Tensor = file.handle.get_tensor(name)
         return tensor
+
+
+def open_tensors(folder: Path, name: str) -> tuple[list[str], Callable[[str], torch.Tensor]]:
+    """The names in one file of ``folder``, and a function that reads a tensor. Raises ``CheckpointError``."""
+    path = find_file(folder, name)
+    if path is None:
+        raise CheckpointError(f"{folder}: there is no {name}; weights must be safetensors files")
+    file = _open_file(path, folder / name)
+
+    def get(tensor: str) -> torch.Tensor:
+        dtype = file.header[tensor]["dtype"]
+        if dtype not in FLOATS:
+            raise CheckpointError(f"{folder / name}: tensor {tensor!r} has dtype {dtype}; allowed: {', '.join(FLOATS)}")
+        found: torch.Tensor = file.handle.get_tensor(tensor)
+        return found
+
+    return sorted(file.header), get
 
 
 def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

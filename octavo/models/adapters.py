@@ -1,0 +1,112 @@
+"""The adapters of a loaded model: beside its weights, or added to them.
+
+Shapes: K inputs, N outputs, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from octavo.config import ModelSettings, parse_lora_modules
+from octavo.errors import CheckpointError, ConfigError
+from octavo.layers.linear import Linear
+from octavo.layers.lora import AdaptedLinear, AdapterRows
+from octavo.models.config import ModelConfig
+from octavo.models.loader import MapPart, Source
+from octavo.models.registry import LoadedModel, load_model
+from octavo.ops.lora import LowRank
+from octavo.quant.scheme import DenseWeight, WeightFormat
+from octavo.weights.adapter import read_adapter
+
+HEAD = "lm_head"
+
+
+class Adapters:
+    """Adapters by name, in the maps of one model."""
+
+    def __init__(self, maps: Mapping[str, MapPart], rows: AdapterRows, form: WeightFormat, most: int) -> None:
+        self.rows = rows
+        self._maps = maps
+        self._form = form
+        self._most = most
+        self._names: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def load(self, name: str, path: str) -> None:
+        """Add the adapter in the folder ``path``, or nothing of it. Raises ``CheckpointError``."""
+        if name in self._names:
+            raise CheckpointError(f"an adapter called {name} is loaded already")
+        if len(self._names) >= self._most:
+            raise CheckpointError(f"{self._most} adapters are loaded already, as many as max_loras allows")
+        changes = list(changes_of(Path(path), self._maps, self._form))
+        for linear, change in changes:
+            assert isinstance(linear, AdaptedLinear), "this model was not loaded for adapters"
+            linear.changes.setdefault(name, []).append(change)
+        self._names.add(name)
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter, which no request may need any more."""
+        self._names.discard(name)
+        for part in self._maps.values():
+            if isinstance(part.linear, AdaptedLinear):
+                part.linear.changes.pop(name, None)
+
+
+def merge(path: Path, maps: Mapping[str, MapPart], form: WeightFormat) -> None:
+    """Add an adapter to the model's own weights, in float32. Raises ``CheckpointError``, also for weights in blocks."""
+    for linear, change in changes_of(path, maps, form):
+        [weight, *others] = linear.weights
+        if others or not isinstance(weight, DenseWeight):
+            raise CheckpointError(f"{path}: cannot be merged into weights in blocks; set a dtype to make them dense")
+        merged_NK = weight.weight_NK.float()
+        rows = slice(change.start, change.start + len(change.up_NR))
+        if merged_NK.data_ptr() == weight.weight_NK.data_ptr():
+            merged_NK = merged_NK.clone()  # it may be mapped from the file
+        merged_NK[rows] += change.up_NR.float() @ change.down_RK.float()
+        linear.weights[0] = DenseWeight(merged_NK.to(form.dtype))
+
+
+def changes_of(path: Path, maps: Mapping[str, MapPart], form: WeightFormat) -> Iterator[tuple[Linear, LowRank]]:
+    """The change that the adapter in a folder makes to each map. Raises ``CheckpointError``."""
+    for name, (down, up, scale) in read_adapter(path).factors.items():
+        part = maps.get(name)
+        if part is None or name == HEAD:
+            raise CheckpointError(f"{path}: {name} cannot be adapted: it is not a linear map of the model's layers")
+        found, wanted = (len(up), down.shape[1]), (part.size, part.num_inputs)
+        if found != wanted:
+            raise CheckpointError(f"{path}: {name} is changed by {list(found)}; the model's own is {list(wanted)}")
+        scaled = up.float() * scale
+        if part.order is not None:
+            scaled = scaled[part.order]
+        down_RK, up_NR = (factor.to(form.device, form.dtype).contiguous() for factor in (down, scaled))
+        yield part.linear, LowRank(part.start, down_RK, up_NR)
+
+
+def load_with_adapters(
+    settings: ModelSettings, config: ModelConfig, source: Source, form: WeightFormat
+) -> tuple[LoadedModel, Adapters | None]:
+    """The model, with the adapters of the settings beside its weights or in them; see ``load_model``.
+
+    Raises ``ConfigError`` for settings that cannot work.
+    """
+    modules = parse_lora_modules(settings.lora_modules)
+    if not settings.enable_lora:
+        if bool(modules) != settings.merge_lora or len(modules) > 1:
+            raise ConfigError("lora_modules: needs enable_lora, or merge_lora and one adapter")
+        loaded = load_model(config, source, form)
+        for path in modules.values():
+            merge(Path(path), loaded.maps, form)
+        return loaded, None
+    if settings.merge_lora:
+        raise ConfigError("merge_lora: adapters are in the weights or beside them; leave out enable_lora")
+    if form.device.type != "cpu":
+        raise ConfigError("enable_lora: adapters beside the weights are for CPUs; on a GPU, use merge_lora")
+    rows = AdapterRows()
+    loaded = load_model(config, source, form, rows)
+    adapters = Adapters(loaded.maps, rows, form, settings.max_loras)
+    for name, path in modules.items():
+        adapters.load(name, path)
+    return loaded, adapters
