@@ -144,6 +144,14 @@ def test_what_a_conversation_left_behind_goes_first() -> None:
     cache.check([])
 
 
+def test_a_turn_that_goes_back_to_an_earlier_place_keeps_what_leads_there() -> None:
+    cache = KVCache(20, 1, eviction="session")
+    (other,) = run_through(cache, [8])
+    first = run_through(cache, [1, 2, 50], session="s")
+    run_through(cache, [1, 2], session="s")
+    assert evicted(cache, 2) == [first[2], other]
+
+
 def test_a_superseded_turn_that_is_asked_for_again_counts_again() -> None:
     cache = KVCache(20, 1, eviction="session")
     first = run_through(cache, [1, 50], session="s")
