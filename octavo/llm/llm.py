@@ -95,15 +95,20 @@ class LLM:
         *,
         use_progress: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, each a list of messages; otherwise like ``generate``."""
+        """Answer one conversation or several, each a list of messages, with ``tools`` that the model is told of in
+        the form of the OpenAI API; otherwise like ``generate``."""
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
-        prompts = [self.render_chat(conversation, chat_template_kwargs) for conversation in conversations]
+        prompts = [self.render_chat(conversation, chat_template_kwargs, tools) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_progress=use_progress)
 
     def render_chat(
-        self, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of a conversation as the model's chat template writes it, ready for the answer.
 
@@ -111,7 +116,7 @@ class LLM:
         has no chat template, or its template refuses the messages.
         """
         tokenizer = self.get_tokenizer()
-        text = self._chat_template.render(messages, template_kwargs=chat_template_kwargs)
+        text = self._chat_template.render(messages, tools=tools, template_kwargs=chat_template_kwargs)
         return tokenizer.encode(text, add_special_tokens=False)
 
     def get_default_sampling_params(self) -> SamplingParams:

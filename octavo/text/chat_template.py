@@ -32,16 +32,22 @@ class ChatTemplate:
         source: str | None,
         special_tokens: Mapping[str, str] | None = None,
         *,
+        tool_source: str | None = None,
         max_seconds: float = 2.0,
         max_memory: int = 512 << 20,
         max_output: int = 16 << 20,
     ) -> None:
-        """``source`` is Jinja text, ``None`` if the model has none; ``special_tokens`` are its variables such as
-        ``bos_token``. Limits: wall and processor seconds of one rendering, bytes of memory, bytes of output."""
+        """``source`` is Jinja text, ``None`` if the model has none; ``tool_source`` takes its place in conversations
+        with tools; ``special_tokens`` are variables such as ``bos_token``.
+
+        Limits: wall and processor seconds of one rendering, bytes of memory, bytes of output.
+        """
         self._special_tokens = dict(special_tokens or {})
         self._source = source
+        self._tool_source = tool_source if source is not None else None
         self._settings = {
             "source": source,
+            "tool_source": tool_source,
             "max_seconds": max_seconds,
             "max_memory": max_memory,
             "max_output": max_output,
@@ -51,8 +57,8 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """The template's own text; ``None`` if the model has none."""
-        return self._source
+        """The template's own text, of both where there is one for tools; ``None`` if the model has none."""
+        return self._source if self._tool_source is None else f"{self._source}\n{self._tool_source}"
 
     @property
     def process_id(self) -> int | None:
@@ -130,10 +136,13 @@ def load_chat_template(settings: ModelSettings, tokenizer: Tokenizer | None) -> 
 
     Raises ``ConfigError`` for a file that cannot be read.
     """
-    source = None if tokenizer is None else tokenizer.chat_template
-    if settings.chat_template is not None:
-        try:
-            source = Path(settings.chat_template).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat_template: {settings.chat_template} cannot be read: {error}") from None
-    return ChatTemplate(source, None if tokenizer is None else tokenizer.special_tokens)
+    specials = None if tokenizer is None else tokenizer.special_tokens
+    if settings.chat_template is None:
+        if tokenizer is None:
+            return ChatTemplate(None)
+        return ChatTemplate(tokenizer.chat_template, specials, tool_source=tokenizer.tool_template)
+    try:
+        source = Path(settings.chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: {settings.chat_template} cannot be read: {error}") from None
+    return ChatTemplate(source, specials)

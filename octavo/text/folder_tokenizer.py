@@ -40,12 +40,14 @@ def read_parts(folder: Path) -> TokenizerParts | None:
     add_tokens(backend, declared, further_special_tokens(config, named), folder)
     if not (folder / "tokenizer.json").is_file():
         _wrap(backend, config, named, folder)
+    templates = _chat_templates(folder, config)
     return TokenizerParts(
         origin=folder,
         backend=backend,
         special_tokens=named,
         eos_token_ids=_eos_token_ids(folder, backend, named),
-        chat_template=_chat_template(folder, config),
+        chat_template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
     )
 
 
@@ -124,13 +126,20 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, special_tokens: 
     return tuple(sorted(ids))
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The model's chat template; of several named ones, the one called ``default``."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return _read_text(file, MAX_CONFIG_BYTES)
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The model's chat templates by name: files come before what tokenizer_config.json says, and that before the
+    chat_template.json of models with a processor."""
+    named: dict[str, Any] = {}
+    for source in (_read_object(folder / "chat_template.json"), config):
+        value = source.get("chat_template")
+        if isinstance(value, list):
+            named |= {str(entry.get("name")): entry.get("template") for entry in value if isinstance(entry, dict)}
+        else:
+            named |= {"default": value} if isinstance(value, str) else {}
+    for name, file in (
+        ("default", folder / "chat_template.jinja"),
+        ("tool_use", folder / "additional_chat_templates" / "tool_use.jinja"),
+    ):
+        if file.is_file():
+            named[name] = _read_text(file, MAX_CONFIG_BYTES)
+    return {name: template for name, template in named.items() if isinstance(template, str)}

@@ -45,13 +45,14 @@ def parts_from_metadata(metadata: dict[str, Any], origin: Path) -> TokenizerPart
     special_tokens = reader.special_tokens()
     add_bos = reader.flag("add_bos_token", adds_bos and "bos_token" in special_tokens)
     wrap_with_special_tokens(backend, special_tokens, add_bos, reader.flag("add_eos_token", False), origin)
-    template = metadata.get("tokenizer.chat_template")
+    template, tool_template = metadata.get("tokenizer.chat_template"), metadata.get("tokenizer.chat_template.tool_use")
     return TokenizerParts(
         origin=origin,
         backend=backend,
         special_tokens=special_tokens,
         eos_token_ids=tuple(sorted({i for key in _END_KEYS if (i := reader.token_id(key)) is not None})),
         chat_template=template if isinstance(template, str) else None,
+        tool_template=tool_template if isinstance(tool_template, str) else None,
     )
 
 

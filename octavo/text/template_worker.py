@@ -2,7 +2,8 @@
 
 A template is a program out of a model's files, and Jinja's sandbox bounds neither its time nor its memory.
 So it runs here, in a process that may be killed at any time: see ``octavo.child_worker``. The settings have the
-``source`` of the template; a question is the variables of one rendering, or null to only compile the template.
+``source`` of the template, and as ``tool_source`` the one for conversations with tools, or null; a question is the
+variables of one rendering, or null to only compile the templates.
 """
 
 from __future__ import annotations
@@ -70,25 +71,29 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_output: int
 
 
 class Renderer:
-    """Renders one template again and again; it is compiled when first needed."""
+    """Renders a template, or the one for tools, again and again; each is compiled when first needed."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
-        self._template: jinja2.Template | None = None
+        self._templates: dict[str, jinja2.Template] = {}
 
     def serve(self, variables: dict[str, Any] | None) -> Answer:
-        """The rendering with ``variables``, or what went wrong."""
-        try:
-            if self._template is None:
-                self._template = compile_template(self._settings["source"])
-        except jinja2.TemplateSyntaxError as error:
-            return INVALID, f"line {error.lineno}: {error.message}"
-        except (RecursionError, SyntaxError, ValueError, TypeError, ArithmeticError) as error:
-            return INVALID, described(error)
+        """The rendering with ``variables``, or what went wrong; without, all templates are compiled."""
+        names = [name for name in ("source", "tool_source") if self._settings.get(name) is not None]
+        if variables is not None:
+            names = names[-1:] if variables["tools"] is not None else names[:1]
+        for name in names:
+            try:
+                if name not in self._templates:
+                    self._templates[name] = compile_template(self._settings[name])
+            except jinja2.TemplateSyntaxError as error:
+                return INVALID, f"line {error.lineno}: {error.message}"
+            except (RecursionError, SyntaxError, ValueError, TypeError, ArithmeticError) as error:
+                return INVALID, described(error)
         if variables is None:
             return RENDERED, ""
         try:
-            return RENDERED, render(self._template, variables, self._settings["max_output"])
+            return RENDERED, render(self._templates[names[0]], variables, self._settings["max_output"])
         except TemplateRefusal as refusal:
             return REFUSED, str(refusal)
         except MemoryError:

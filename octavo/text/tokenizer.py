@@ -44,6 +44,7 @@ class Tokenizer:
         self.eos_token_ids = tuple(sorted({*parts.eos_token_ids, *known} - {None}))
         """Every id that ends a text or a turn: the checkpoint's own and the well-known ones it has."""
         self.chat_template = parts.chat_template
+        self.tool_template = parts.tool_template
         self._texts_showing: dict[frozenset[int], dict[int, str]] = {}
         """A model has one or two sets of special tokens that are shown."""
 

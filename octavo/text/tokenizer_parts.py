@@ -23,6 +23,8 @@ class TokenizerParts:
     eos_token_ids: tuple[int, ...]
     """Ends of text by the checkpoint's own account."""
     chat_template: str | None
+    tool_template: str | None = None
+    """The chat template for conversations with tools, where a checkpoint has one of its own for them."""
 
 
 def wrap_with_special_tokens(

@@ -100,6 +100,18 @@ def test_variables_of_the_request_reach_the_template(make: Any) -> None:
     assert template.render(CONVERSATION, template_kwargs={"thinking": True}) == "True <s> True True"
 
 
+def test_conversations_with_tools_may_have_a_template_of_their_own(make: Any) -> None:
+    template = make("usual", tool_source="{{ tools | length }} tools")
+    template.check()
+    assert template.render(CONVERSATION) == "usual"
+    assert template.render(CONVERSATION, tools=TOOLS) == "1 tools"
+    assert "usual" in template.source
+    assert "tools" in template.source
+    assert make("usual").render(CONVERSATION, tools=TOOLS) == "usual"
+    with pytest.raises(ConfigError, match="chat template: line 1"):
+        make("usual", tool_source="{% if %}").check()
+
+
 def test_strftime_now_says_the_time(make: Any) -> None:
     assert make("{{ strftime_now('%Y') }}").render(CONVERSATION) == time.strftime("%Y")
 

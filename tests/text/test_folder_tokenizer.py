@@ -129,8 +129,18 @@ def test_chat_templates_in_their_places(tmp_path: Path) -> None:
     assert load(write_folder(tmp_path, {"chat_template": "plain"})).chat_template == "plain"
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "usual"}]
     assert load(write_folder(tmp_path, {"chat_template": named})).chat_template == "usual"
+    assert load(tmp_path).tool_template == "tools"
     (tmp_path / "chat_template.jinja").write_text("from the file")
-    assert load(tmp_path).chat_template == "from the file"
+    assert (load(tmp_path).chat_template, load(tmp_path).tool_template) == ("from the file", "tools")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools from a file")
+    assert load(tmp_path).tool_template == "tools from a file"
+
+
+def test_the_chat_template_of_a_model_with_a_processor(tmp_path: Path) -> None:
+    write_folder(tmp_path, chat_template={"chat_template": "of the processor"})
+    assert load(tmp_path).chat_template == "of the processor"
+    assert load(write_folder(tmp_path, {"chat_template": "plain"})).chat_template == "plain"
 
 
 def test_no_tokenizer_is_none_but_another_form_is_refused(tmp_path: Path) -> None:

@@ -230,3 +230,9 @@ def test_phi_3s_special_tokens_take_the_blanks_behind_them() -> None:
     phi3 = build(metadata | {"general.architecture": "phi3"})
     assert phi3.encode("</s> \na") == others.encode("</s>a") != others.encode("</s> \na")
     assert phi3.encode("<s> a") == others.encode("<s> a")
+
+
+def test_chat_templates_of_a_file() -> None:
+    metadata = byte_level_metadata() | {"tokenizer.chat_template": "usual"}
+    assert (build(metadata).chat_template, build(metadata).tool_template) == ("usual", None)
+    assert build(metadata | {"tokenizer.chat_template.tool_use": "tools"}).tool_template == "tools"

@@ -41,7 +41,6 @@ REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = REFUSED | {
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
-    "documents": (),
     "echo": (),
     "function_call": ("none",),
     "functions": (),
@@ -70,6 +69,7 @@ class ChatBody(GenerationFields, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    documents: list[dict[str, Any]] = []
     add_special_tokens: bool = False
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None
@@ -118,8 +118,9 @@ def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None)
     if body.prompt_logprobs is not None and body.stream:
         raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
     field, grammar = _grammar(body, front, tools)
+    variables = {**_effort(body, front), **_documents(body, front)}
     return Asked(
-        prompts=[conversation(body.messages, body, front, tools, **_effort(body, front)).prompt],
+        prompts=[conversation(body.messages, body, front, tools, **variables).prompt],
         prompt_field="messages",
         params=sampling_params(body, front, _max_tokens(body), _logprobs(body), body.prompt_logprobs),
         default_max_tokens=default_max_tokens(front),
@@ -164,6 +165,14 @@ def _effort(body: ChatBody, front: Front) -> dict[str, str]:
         message = "'reasoning_effort' is not supported: this model's chat template does not know it."
         raise UnsupportedParameter("reasoning_effort", message)
     return {"reasoning_effort": effort}
+
+
+def _documents(body: ChatBody, front: Front) -> dict[str, Any]:
+    """The variable of the template with texts to answer from. Raises ``UnsupportedParameter``."""
+    if body.documents and "documents" not in (front.chat_template.source or ""):
+        message = "'documents' is not supported: this model's chat template does not know them."
+        raise UnsupportedParameter("documents", message)
+    return {"documents": body.documents} if body.documents else {}
 
 
 def _takes_effort(front: Front) -> bool:

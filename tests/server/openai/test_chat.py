@@ -66,6 +66,15 @@ def test_template_arguments(serve_app: Any) -> None:
     assert prompt_of(served, chat_template_kwargs={"greeting": "Hey: "}) == "Hey: Hi"
 
 
+def test_documents_reach_a_template_that_knows_them(serve_app: Any) -> None:
+    source = "{% for d in documents or [] %}{{ d.title }}: {{ d.text }} {% endfor %}{{ messages[0].content }}"
+    from tests.server.in_process import byte_tokenizer
+
+    served = serve_app(tokenizer=byte_tokenizer(source))
+    assert prompt_of(served, documents=[{"title": "A", "text": "b"}]) == "A: b Hi"
+    assert prompt_of(served) == "Hi"
+
+
 @pytest.mark.parametrize(
     "messages",
     [
