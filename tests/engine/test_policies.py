@@ -104,6 +104,20 @@ def test_the_earliest_deadline_first_but_who_is_late_steps_aside() -> None:
     )
 
 
+def test_who_was_late_and_preempted_comes_back_first() -> None:
+    clock = Clock()
+    engine, _ = make_engine(settings=SchedulerSettings(scheduling_policy="deadline"), clock=clock)
+    policy = engine.scheduler.waiting
+    engine.add(make_request(0))
+    preempted = policy.first()
+    policy.admit(preempted)
+    preempted.first_scheduled = clock.now
+    clock.now += 5
+    policy.push(preempted)
+    engine.add(make_request(1))
+    assert policy.first() is preempted
+
+
 def test_the_tenant_with_least_goes_first() -> None:
     requests = [make_request(n, tenant="a", prompt=8) for n in (1, 2, 3)] + [make_request(4, tenant="b", prompt=8)]
     assert turns("fair", requests) == [1, 4, 2, 3]

@@ -69,7 +69,11 @@ MUTANTS = [
     Mutant(POLICIES + "deadline.py", "and not seq.first_scheduled", ""),
     Mutant(POLICIES + "fair.py", "tenant.counter = max(tenant.counter, self.floor)", "pass"),
     Mutant(POLICIES + "fair.py", "seq.account.counter += cost / seq.account.weight", "seq.account.counter += cost"),
-    Mutant(POLICIES + "fair.py", "(own.num_running + 1) / own.weight >", "own.num_running / own.weight >="),
+    Mutant(
+        POLICIES + "fair.py",
+        "(own.num_running + 1) / own.weight > (other.num_running - 1)",
+        "own.num_running / own.weight >= other.num_running",
+    ),
     Mutant(POLICIES + "fair.py", "elif tenant.rank != rank:", "elif False:"),
     Mutant(POLICIES + "fair.py", "key=lambda seq: (seq.account.counter, -seq.order[0])", "key=lambda seq: seq.order"),
     Mutant(POLICIES + "round_robin.py", "if self._had_its_turn(seq):", "if False:"),
