@@ -22,7 +22,7 @@ from octavo.models.adapters import Adapters, load_with_adapters
 from octavo.models.bert import EncoderConfig
 from octavo.models.keys import token_ids
 from octavo.models.pooling import Pooling, read_pooling
-from octavo.models.registry import CausalLM, load_model, read_config
+from octavo.models.registry import CausalLM, read_config
 from octavo.ops import dispatch
 from octavo.quant.scheme import WeightFormat, best_scheme
 from octavo.runtime import memory

@@ -59,7 +59,9 @@ class ModelSettings:
     )
     device: str = setting("auto", "where to run", ("auto", "cpu", "cuda"))
     enable_lora: bool = setting(False, "take LoRA adapters beside the model's weights, chosen by the model's name; CPU")
-    lora_modules: str | None = setting(None, "adapters to load at the start, such as 'sql=/adapters/sql,fr=/adapters/fr'")
+    lora_modules: str | None = setting(
+        None, "adapters to load at the start, such as 'sql=/adapters/sql,fr=/adapters/fr'"
+    )
     max_loras: int = setting(64, "most adapters that are loaded at once", low=1)
     merge_lora: bool = setting(False, "add the one adapter of lora_modules to the weights, for all requests")
     pooling_type: str = setting(

@@ -10,7 +10,19 @@ from octavo.cache.kv_events import KVEvent
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import CheckpointError, InvalidParameter, ModelNotFound, RunnerError
 from octavo.telemetry.events import Event
-from octavo.types import Adapters, EngineStats, Grammars, Masks, Output, Pending, Plan, Proposer, Request, Runner, Sequence
+from octavo.types import (
+    Adapters,
+    EngineStats,
+    Grammars,
+    Masks,
+    Output,
+    Pending,
+    Plan,
+    Proposer,
+    Request,
+    Runner,
+    Sequence,
+)
 
 
 class NoGrammars:
