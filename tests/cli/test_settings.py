@@ -19,6 +19,16 @@ EXCLUSIVE = {"num_kv_blocks", "enable_prefix_caching", *OWNERS}
 """Refused beside ``kv_cache_memory``, off beside ``enable_kv_events``, or under other policies than their own."""
 
 
+NEEDED = {
+    **{name: ["--scheduling-policy", policies[0]] for name, policies in OWNERS.items()},
+    "kv_offload_dir": ["--kv-offload-memory", "1"],
+    "kv_offload_disk": ["--kv-offload-memory", "1", "--kv-offload-dir", "kv"],
+    "ssl_keyfile": ["--ssl-certfile", "cert.pem"],
+    "ssl_ca_certs": ["--ssl-certfile", "cert.pem"],
+}
+"""Flags without which a setting is refused."""
+
+
 def load(*argv: str, environ: Mapping[str, str] | None = None, config_class: type[Any] = ServeConfig) -> Any:
     command = "serve" if config_class is ServeConfig else "doctor"
     args = build_parser().parse_args([command, *argv])
@@ -50,12 +60,12 @@ def write(folder: Path, text: str) -> list[str]:
 def test_every_setting_has_a_flag_a_variable_and_a_file_entry(item: Setting, tmp_path: Path) -> None:
     value = sample(item)
     dashed = item.name.replace("_", "-")
-    policy = ["--scheduling-policy", OWNERS[item.name][0]] if item.name in OWNERS else []
+    needed = NEEDED.get(item.name, [])
     results = [
-        load(*as_flag(item), *policy),
-        load(*policy, environ={variable_name(item.name): str(value)}),
-        load(*policy, *write(tmp_path, f"{item.name}: {value}\n")),
-        load(*policy, *write(tmp_path, f"{dashed}: {value}\n")),
+        load(*as_flag(item), *needed),
+        load(*needed, environ={variable_name(item.name): str(value)}),
+        load(*needed, *write(tmp_path, f"{item.name}: {value}\n")),
+        load(*needed, *write(tmp_path, f"{dashed}: {value}\n")),
     ]
     for config in results:
         assert to_flat(config)[item.name] == value
