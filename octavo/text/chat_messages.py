@@ -7,13 +7,17 @@ from typing import Any
 
 from octavo.errors import InvalidParameter
 
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""What clients call the reasoning of a message. Most templates know the first name, gpt-oss's the second."""
+
 
 def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Copies of ``messages`` in which every role is a string and every content is text.
 
     Parts of type ``text`` are joined by line ends, as vLLM joins them; parts of other types are refused by
     name. No content is empty text, except next to ``tool_calls``, where templates expect none. ``developer``
-    is OpenAI's newer word for ``system``, which is the one that templates know. Everything else, such as
+    is OpenAI's newer word for ``system``, which is the one that templates know. Reasoning under any of
+    ``REASONING_KEYS`` goes by both names that templates know it by, as in transformers. Everything else, such as
     ``name`` or the arguments of tool calls, stays as it is. Raises ``InvalidParameter("messages", ...)``.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
@@ -30,7 +34,11 @@ def _normalise(message: Any, where: str) -> dict[str, Any]:
     content = _text(message.get("content"), f"{where}.content")
     if content is None and not message.get("tool_calls"):
         content = ""
-    return {**message, "role": "system" if role == "developer" else role, "content": content}
+    message = {**message, "role": "system" if role == "developer" else role, "content": content}
+    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+    if reasoning is not None:
+        message |= {"reasoning_content": reasoning, "thinking": message.get("thinking", reasoning)}
+    return message
 
 
 def _text(content: Any, where: str) -> str | None:

@@ -211,6 +211,8 @@ GPT_OSS = """{%- macro kind(spec) -%}
             {{- message.reasoning_content + "<|end|>" }}{% endif %}
         {{- "<|start|>assistant to=functions." + message.tool_calls[0].function.name }}
         {{- "<|channel|>commentary json<|message|>" + message.tool_calls[0].function.arguments|tojson + "<|call|>" }}
+    {%- elif message.role == 'assistant' and message.thinking %}
+        {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" + message.content }}
     {%- elif message.role == 'tool' %}{{- "<|start|>functions<|message|>" + message.content|tojson + "<|end|>" }}
     {%- else %}{{- "<|start|>" + message.role + "<|message|>" + (message.content or "") + "<|end|>" }}{% endif %}
 {%- endfor %}

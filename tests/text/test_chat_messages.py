@@ -65,3 +65,11 @@ def test_what_is_refused(messages: Any, named: str) -> None:
     with pytest.raises(InvalidParameter, match=named) as caught:
         normalise_messages(messages)
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_goes_by_the_names_that_templates_know(key: str) -> None:
+    (message,) = normalise_messages([{"role": "assistant", "content": "Yes.", key: "Hm."}])
+    assert message["reasoning_content"] == message["thinking"] == "Hm."
+    (message,) = normalise_messages([{"role": "assistant", "content": "Yes.", key: None}])
+    assert message.get("thinking") is None
