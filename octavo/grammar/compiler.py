@@ -11,10 +11,10 @@ from typing import Any
 
 from octavo.child_process import ChildLost, ChildProcess
 from octavo.child_worker import RENDERED
+from octavo.grammar.forms import MAX_BYTES
 from octavo.grammar.vocabulary import Vocabulary
 
 WORKER = "octavo.grammar.worker"
-MAX_GRAMMAR_BYTES = 256 << 10
 MAX_KEPT_BYTES = 4 << 20
 MAX_SECONDS = 2.0
 """Of the processor and of the clock, for one grammar."""
@@ -35,7 +35,7 @@ class GrammarCompiler:
     def __init__(self, load: Callable[[], Vocabulary], max_seconds: float = MAX_SECONDS) -> None:
         """``load`` gives the vocabulary when it is first needed."""
         self._load = load
-        self._limits = {"max_seconds": max_seconds, "max_memory": MAX_MEMORY, "max_output": 2 * MAX_GRAMMAR_BYTES}
+        self._limits = {"max_seconds": max_seconds, "max_memory": MAX_MEMORY, "max_output": 8 * MAX_BYTES}
         self._settings: dict[str, Any] | None = None
         self._process: ChildProcess | None = None
         self._turn = asyncio.Lock()
@@ -50,8 +50,8 @@ class GrammarCompiler:
 
     async def compile(self, text: str) -> str:
         """The grammar as the engine gets it. Raises ``Refused``; when cancelled, the work ends at once."""
-        if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
-            raise Refused(f"is larger than {MAX_GRAMMAR_BYTES} bytes, the most that this server accepts")
+        if len(text) > MAX_BYTES:
+            raise Refused(f"is larger than {MAX_BYTES} bytes, the most that is accepted")
         verdict = self._known(text)
         if verdict is None:
             async with self._turn:

@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 Part = dict[str, Any]
 """One grammar: ``{"json_schema": ...}``, ``{"lark_grammar": ...}``, ``{"regex": ...}`` or ``{"gbnf": ...}``; the latter
 two are rewritten as Lark before they are compiled."""
@@ -19,6 +21,9 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 SPACES = r"/[\x20\x0A\x0D\x09]{0,64}/"
 OPTIONS = "x-guidance"
 """The key by which llguidance takes options out of a schema."""
+MAX_SCHEMA_BYTES = 64 << 10
+MAX_BYTES = 256 << 10
+"""Of any other text; and of a whole grammar, when it is tried out."""
 TEXT = r"/(.|\n)*/"
 
 
@@ -43,7 +48,12 @@ def json_schema(schema: Any) -> Part:
         schema = {}
     if not isinstance(schema, Mapping):
         raise FormError("must be a JSON schema: an object")
-    if _has_key(schema, OPTIONS):
+    try:
+        encoded = msgspec.json.encode(schema)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        raise FormError("must be plain JSON, with whole numbers of at most 64 bits") from None
+    _check_size(len(encoded), MAX_SCHEMA_BYTES)
+    if f'"{OPTIONS}"'.encode() in encoded and _has_key(schema, OPTIONS):
         raise FormError(f"uses '{OPTIONS}', which is not supported")
     return {"json_schema": {**schema, OPTIONS: {"whitespace_pattern": WHITESPACE}}}
 
@@ -57,6 +67,7 @@ def regex(text: Any) -> Part:
     """Text that an expression matches as a whole. Raises ``FormError``."""
     if not isinstance(text, str) or not text:
         raise FormError("must be a regular expression")
+    _check_size(len(text), MAX_BYTES)
     return {"regex": text}
 
 
@@ -66,6 +77,7 @@ def choice(texts: Any) -> Part:
         raise FormError("must be a list of at least one string")
     if not all(isinstance(text, str) and text for text in texts):
         raise FormError("must hold only strings that are not empty")
+    _check_size(sum(map(len, texts)), MAX_BYTES)
     return {"lark_grammar": "start: " + " | ".join(literal(text) for text in texts)}
 
 
@@ -73,6 +85,7 @@ def grammar(text: Any) -> Part:
     """A grammar in GBNF or Lark. Raises ``FormError``."""
     if not isinstance(text, str) or not text.strip():
         raise FormError("must be a grammar in GBNF or Lark")
+    _check_size(len(text), MAX_BYTES)
     return {"gbnf": text}
 
 
@@ -142,6 +155,11 @@ def parts_of(text: str) -> list[Part]:
 def text_of(parts: Sequence[Part]) -> str:
     """The text of a list of parts, the first of which is matched."""
     return json.dumps({"grammars": parts}, ensure_ascii=False, separators=(",", ":"))
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise FormError(f"is larger than {limit} bytes, the most that is accepted")
 
 
 def _has_key(value: Any, key: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from octavo.grammar import forms
-from octavo.grammar.compiler import MAX_GRAMMAR_BYTES, GrammarCompiler, Refused
+from octavo.grammar.compiler import GrammarCompiler, Refused
 from tests.grammar.walks import VOCABULARY
 
 GOOD = forms.whole(forms.json_schema({"type": "object"}))
@@ -54,10 +54,10 @@ BOMBS = {
     "unclosed": forms.regex("(" * 2000),
     "lookaround": forms.regex("(?=a)b"),
     "long expression": forms.regex("(a|b)" * 10000),
-    "nested schemas": forms.json_schema(nested(14)),
+    "nested schemas": forms.json_schema(nested(8)),
     "deep schema": forms.json_schema(nested(6)),
-    "many properties": forms.json_schema(many(5000)),
-    "long enum": forms.json_schema({"enum": [f"value {index}" for index in range(12000)]}),
+    "many properties": forms.json_schema(many(2000)),
+    "long enum": forms.json_schema({"enum": [f"value {index}" for index in range(4000)]}),
     "long strings": forms.json_schema({"type": "string", "minLength": 10**9, "maxLength": 2 * 10**9}),
     "long arrays": forms.json_schema({"type": "array", "minItems": 10**9}),
     "expressions together": forms.json_schema(
@@ -129,10 +129,24 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: forms.json_schema(nested(14)),
+        lambda: forms.regex("a" * 300_000),
+        lambda: forms.choice(["a" * 1000] * 300),
+        lambda: forms.grammar("start: " + '"a"' * 100_000),
+    ],
+)
+def test_what_is_too_large_is_refused_before_anything_is_made_of_it(make: Callable[[], forms.Part]) -> None:
+    with pytest.raises(forms.FormError, match="larger than"):
+        make()
+
+
 def test_a_grammar_that_is_too_large_is_refused_at_once() -> None:
     async def test(compiler: GrammarCompiler) -> None:
-        with pytest.raises(Refused, match=f"larger than {MAX_GRAMMAR_BYTES} bytes"):
-            await compiler.compile(forms.whole(forms.regex("a" * MAX_GRAMMAR_BYTES)))
+        with pytest.raises(Refused, match=f"larger than {forms.MAX_BYTES} bytes"):
+            await compiler.compile(forms.whole(forms.regex("a" * forms.MAX_BYTES)))
         assert compiler.process_id is None
 
     run(test)

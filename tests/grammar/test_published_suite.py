@@ -1,7 +1,7 @@
 """The JSON Schema Test Suite, where there is a copy: the folder ``json/tests`` of jsonschema's source distribution.
 
-    pip download jsonschema --no-binary jsonschema --no-deps && tar xzf jsonschema-*.tar.gz
-    OCTAVO_JSON_SCHEMA_SUITE=jsonschema-.../json/tests/draft2020-12 pytest tests/grammar/test_published_suite.py
+pip download jsonschema --no-binary jsonschema --no-deps && tar xzf jsonschema-*.tar.gz
+OCTAVO_JSON_SCHEMA_SUITE=jsonschema-.../json/tests/draft2020-12 pytest tests/grammar/test_published_suite.py
 """
 
 from __future__ import annotations
