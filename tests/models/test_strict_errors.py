@@ -1,0 +1,54 @@
+"""What is wrong with the files of a checkpoint is said by tensor, with what was expected and what was found."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from octavo.errors import CheckpointError
+from octavo.models.registry import load_model, read_config
+from octavo.quant.scheme import WeightFormat
+from octavo.weights.checkpoint import open_checkpoint
+from tests.models.checkpoints import make_checkpoint
+
+NORM, MAP = "model.norm.weight", "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    make_checkpoint(folder, "gqa")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        (NORM, None, rf"tensor {NORM} is missing; expected one of shape \[32\]"),
+        (MAP, None, rf"tensor {MAP} is missing; expected one of shape \[16, 32\]"),
+        ("model.extra.weight", torch.ones(3), r"1 tensors that this architecture does not have: model\.extra\.weight"),
+        (NORM, torch.ones(31), rf"tensor '{NORM}': has shape \(31,\), expected \(32,\)"),
+        (MAP, torch.ones(32, 16), rf"tensor '{MAP}': has shape \(32, 16\), expected \(16, 32\)"),
+        (MAP, torch.ones(16, 32, dtype=torch.float64), rf"tensor '{MAP}': has dtype F64, supported are F32, F16, BF16"),
+        (MAP, torch.ones(16, 32, dtype=torch.int8), rf"tensor '{MAP}': has dtype I8, supported are F32, F16, BF16"),
+        (NORM, torch.ones(32).to(torch.float8_e4m3fn), rf"tensor '{NORM}': has dtype F8_E4M3, supported are F32, F16"),
+        (MAP, torch.ones(16, 32, dtype=torch.uint8), rf"tensor {MAP} is uint8; expected floating-point numbers"),
+    ],
+)
+def test_each_error_names_the_tensor(
+    whole: Path, tmp_path: Path, name: str, tensor: torch.Tensor | None, message: str
+) -> None:
+    tensors = load_file(whole / "model.safetensors")
+    if tensor is None:
+        del tensors[name]
+    else:
+        tensors[name] = tensor
+    shutil.copy(whole / "config.json", tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(read_config(checkpoint.config), checkpoint, WeightFormat(torch.float32, torch.device("cpu")))
