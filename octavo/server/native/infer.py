@@ -72,21 +72,20 @@ async def infer(request: Request) -> Response:
     return InferStream(generation, InferEvents(), {})
 
 
+_STATUSES: dict[type[RequestError], int] = {
+    EmptyPrompt: 400,
+    InvalidParameter: 422,
+    ContextLengthExceeded: 422,
+    ModelNotFound: 422,
+    MalformedJSON: 422,
+    QueueFull: 503,
+}
+
 ENDPOINTS = [
     Endpoint(
         "POST",
         "/infer/v1/completions",
-        with_statuses(
-            infer,
-            {
-                EmptyPrompt: 400,
-                InvalidParameter: 422,
-                ContextLengthExceeded: 422,
-                ModelNotFound: 422,
-                MalformedJSON: 422,
-                QueueFull: 503,
-            },
-        ),
+        with_statuses(infer, _STATUSES),
         "Continue text or token ids, an event for each token",
         InferBody,
     )

@@ -1,0 +1,124 @@
+"""The table of errors in the documentation, row by row, and that nothing is missing from it."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from octavo.errors import RequestFailed
+from octavo.server import body as body_module
+from tests.server.conftest import Served
+from tests.server.in_process import InProcessEngine
+
+ROOT = Path(__file__).parents[2]
+FORM = {"content-type": "multipart/form-data; boundary=x"}
+
+
+class Row(NamedTuple):
+    status: int
+    code: str
+    type: str
+
+
+def rows() -> list[Row]:
+    found = re.findall(r"^\| (\d+) \| `(\w+)` \| `(\w+)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+    return [Row(int(status), code, kind) for status, code, kind in found]
+
+
+def slow(served: Served) -> httpx.Response:
+    def trickle() -> Any:
+        yield b"{"
+        threading.Event().wait(0.5)
+
+    headers = {"content-type": "application/json"}
+    return served.client.post("/v1/completions", content=trickle(), headers=headers)
+
+
+def boom(*args: Any) -> int:
+    raise RuntimeError("secret")
+
+
+Ask = Callable[[Served], httpx.Response]
+ASKS: dict[str, tuple[dict[str, Any], Ask]] = {
+    "invalid_value": ({}, lambda s: s.complete(temperature=-1)),
+    "missing_required_parameter": ({}, lambda s: s.client.post("/v1/completions", json={})),
+    "unsupported_parameter": ({}, lambda s: s.complete(best_of=3)),
+    "unknown_parameter": ({"unknown_fields": "reject"}, lambda s: s.complete(colour="red")),
+    "context_length_exceeded": ({}, lambda s: s.complete(max_tokens=9999)),
+    "invalid_json": ({}, lambda s: s.client.post("/v1/completions", content=b"{", headers=JSON)),
+    "unsupported_media_type": ({}, lambda s: s.client.post("/v1/completions", content=b"{}")),
+    "invalid_form": ({}, lambda s: s.client.post("/v1/files", content=b"--y\r\n", headers=FORM)),
+    "previous_response_not_found": (
+        {},
+        lambda s: s.client.post("/v1/responses", json={"input": "x", "previous_response_id": "resp_1"}),
+    ),
+    "invalid_api_key": ({"api_key": "k"}, lambda s: s.complete()),
+    "permission_denied": ({}, lambda s: s.client.get("/admin/keys")),
+    "model_not_found": ({}, lambda s: s.complete(model="other")),
+    "not_found": ({}, lambda s: s.client.get("/v1/files/file-1")),
+    "unknown_url": ({}, lambda s: s.client.get("/nope")),
+    "method_not_allowed": ({}, lambda s: s.client.get("/v1/completions")),
+    "request_timeout": ({}, slow),
+    "request_too_large": ({"max_request_bytes": 2000}, lambda s: s.complete(prompt="x" * 3000)),
+    "host_not_allowed": ({}, lambda s: s.client.get("/v1/models", headers={"host": "evil.example"})),
+    "rate_limit_exceeded": ({}, lambda s: s.complete()),
+    "headers_too_large": ({}, lambda s: s.client.get("/v1/models", headers={"x": "y" * 40_000})),
+    "request_failed": ({}, lambda s: s.complete()),
+    "internal_error": ({}, lambda s: s.complete()),
+    "engine_unavailable": ({}, lambda s: s.complete()),
+    "deadline_exceeded": ({}, lambda s: s.complete(timeout=0.01)),
+}
+JSON = {"content-type": "application/json"}
+
+
+class FullEngine(InProcessEngine):
+    num_live = 10_000
+
+
+ENGINES: dict[str, Callable[[], InProcessEngine]] = {
+    "rate_limit_exceeded": FullEngine,
+    "request_failed": lambda: InProcessEngine(errors={0: RequestFailed("It fails.")}),
+    "engine_unavailable": lambda: InProcessEngine(is_draining=True),
+    "deadline_exceeded": lambda: InProcessEngine(runs=False),
+}
+HEADERS = {
+    "invalid_api_key": "www-authenticate",
+    "method_not_allowed": "allow",
+    "rate_limit_exceeded": "retry-after",
+    "engine_unavailable": "retry-after",
+    "deadline_exceeded": "x-should-retry",
+}
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.code)
+def test_the_answer_is_what_the_table_says(row: Row, serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, ask = ASKS[row.code]
+    served = serve_app(ENGINES.get(row.code, InProcessEngine)(), **settings)
+    if row.code == "request_timeout":
+        monkeypatch.setattr(body_module, "BODY_SECONDS", 0.1)
+    if row.code == "internal_error":
+        monkeypatch.setattr(served.engine, "next_id", boom)
+    answer = ask(served)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == row
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"].endswith((".", "!", "?"))
+    assert "x-request-id" in answer.headers
+    assert HEADERS.get(row.code, "x-request-id") in answer.headers
+
+
+def test_every_code_is_in_the_table() -> None:
+    sources = [ROOT / "octavo/errors.py", *(ROOT / "octavo/server").rglob("*.py")]
+    text = "\n".join(path.read_text() for path in sources)
+    codes = set(re.findall(r'^    code = "(\w+)"$', text, re.MULTILINE))
+    codes |= set(re.findall(r'HTTPRefusal\(.*"(\w+)"\)', text))
+    table = {row.code for row in rows()}
+    assert codes <= table
+    assert len(table) == len(rows())
+    assert set(ASKS) == table
