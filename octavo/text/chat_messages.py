@@ -34,11 +34,11 @@ def _normalise(message: Any, where: str) -> dict[str, Any]:
     content = _text(message.get("content"), f"{where}.content")
     if content is None and not message.get("tool_calls"):
         content = ""
-    message = {**message, "role": "system" if role == "developer" else role, "content": content}
-    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+    made: dict[str, Any] = {**message, "role": "system" if role == "developer" else role, "content": content}
+    reasoning = next((made[key] for key in REASONING_KEYS if made.get(key) is not None), None)
     if reasoning is not None:
-        message |= {"reasoning_content": reasoning, "thinking": message.get("thinking", reasoning)}
-    return message
+        made |= {"reasoning_content": reasoning, "thinking": made.get("thinking", reasoning)}
+    return made
 
 
 def _text(content: Any, where: str) -> str | None:
