@@ -176,6 +176,9 @@ class ServerSettings:
         "how the model writes its reasoning; auto: as its chat template shows",
         ("auto", "none", "deepseek_r1", "qwen3", "openai_gptoss"),
     )
+    allow_runtime_lora_updating: bool = setting(
+        False, "let clients load LoRA adapters from folders of this machine, and unload them"
+    )
     unknown_fields: str = setting(
         "warn",
         "what to do with a field that no API defines: serve and name it in a header, refuse, or say nothing",

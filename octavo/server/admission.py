@@ -34,7 +34,8 @@ THREAD_BYTES = 16 << 10
 """Longer texts are tokenised in a thread, so that the event loop goes on."""
 
 PromptSource = str | list[int] | tuple[str, str] | Callable[[], str]
-"""Text, token ids, two texts for a model that judges them, or a function that makes the text and may take its time: it is called in a thread."""
+"""Text, token ids, two texts for a judge, or a function that makes the text and may take its time: it is called in a
+thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,8 @@ class Asked:
     grammar_field: str = ""
     """The field that the grammar came in."""
     task: Task = "generate"
+    model: str = ""
+    """The model's name, or an adapter's."""
     shown_ids: frozenset[int] = frozenset()
     """Special tokens that the answer's reader must see, although they are no text."""
 
@@ -137,6 +140,8 @@ class Admission:
 
     def _start(self, asked: Asked, prompts: list[tuple[Prompt, int]]) -> Generation:
         generation = Generation(self.engine, asked.account)
+        adapters = self.engine.adapters
+        adapter = asked.model if asked.model in adapters.paths else ""
         arrival = time.monotonic()
         for prompt, max_tokens in prompts:
             seed = asked.params.seed
@@ -152,7 +157,8 @@ class Admission:
                     eos_token_ids=() if asked.params.ignore_eos else self._eos_token_ids(),
                     priority=asked.priority,
                     arrival=arrival,
-                    cache_salt=asked.cache_salt,
+                    cache_salt=adapters.salted(adapter, asked.cache_salt),
+                    adapter=adapter,
                     tenant=asked.tenant,
                     ttft_target=asked.ttft_target,
                     session=asked.session,

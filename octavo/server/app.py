@@ -28,7 +28,7 @@ from octavo.server.hosts import Hosts
 from octavo.server.jobs import Jobs
 from octavo.server.keys import Keys
 from octavo.server.native import generate, infer
-from octavo.server.openai import chat, completions, embeddings, models, scoring, tokenize
+from octavo.server.openai import adapters, chat, completions, embeddings, models, scoring, tokenize
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import PAGE, openapi_document
 from octavo.server.responses import endpoints as responses
@@ -48,6 +48,7 @@ PARTS = (
     batches,
     embeddings,
     scoring,
+    adapters,
     models,
     tokenize,
     probes,

@@ -18,7 +18,9 @@ import msgspec
 from octavo.config import EngineConfig, ServeConfig, to_flat
 from octavo.errors import InvalidParameter, RequestError, RequestFailed, Unavailable
 from octavo.server import wire
+from octavo.server.adapters import AdapterTable
 from octavo.server.engine_client import OutputListener
+from octavo.server.engine_link import EngineLink
 from octavo.server.live import LiveRequest
 from octavo.server.supervisor import Supervisor
 from octavo.server.timelines import KVEventRing, Timelines
@@ -57,7 +59,12 @@ class AsyncEngine:
         self.failure: str | None = None
         """Why there will never again be an engine, once the supervisor has given up."""
         engine_config = EngineConfig(model=config.model, cache=config.cache, scheduler=config.scheduler)
-        self._supervisor = Supervisor(argv or ENGINE_ARGV, to_flat(engine_config), config.server.engine_timeout, self)
+        self.adapters = AdapterTable(config.model)
+        self._engine_settings = to_flat(engine_config)
+        """What the next engine process is told to build."""
+        self._supervisor = Supervisor(
+            argv or ENGINE_ARGV, self._engine_settings, config.server.engine_timeout, self
+        )
         self._ids = itertools.count(1)
         self._live: dict[int, LiveRequest] = {}
         self._trials = Trials()
@@ -172,6 +179,36 @@ class AsyncEngine:
             self._end(live, reason)
             self._forget_in_engine(live)
             self._admit_waiting()
+
+    # --- adapters ---
+
+    async def load_adapter(self, name: str, path: str, content: str) -> None:
+        """Have an adapter that requests can name from then on; see ``AdapterTable.add``.
+
+        Raises ``InvalidParameter`` for one that the engine does not take, and ``Unavailable`` while it restarts.
+        """
+        link = self._link_to_tell()
+        error = await link.tell_adapter(wire.LoadAdapter(link.generation, name, path))
+        if error:
+            raise InvalidParameter("lora_path", error)
+        self.adapters.add(name, path, content)
+        self._engine_settings["lora_modules"] = self.adapters.as_setting()
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter; when those that run have ended, forget it."""
+        self.adapters.remove(name)
+        self._engine_settings["lora_modules"] = self.adapters.as_setting()
+        while any(live.request.adapter == name for live in self._live.values()):
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        if name not in self.adapters.paths:
+            link = self._link_to_tell()
+            await link.tell_adapter(wire.UnloadAdapter(link.generation, name))
+
+    def _link_to_tell(self) -> EngineLink:
+        link = self._supervisor.link
+        if link is None or not link.is_ready:
+            raise Unavailable("The engine is restarting.", retry_after=5)
+        return link
 
     def _submit(self, live: LiveRequest) -> None:
         link = self._supervisor.link

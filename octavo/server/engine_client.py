@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from octavo.errors import RequestError
+from octavo.server.adapters import AdapterTable
 from octavo.server.timelines import KVEventRing, Timelines
 from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Output, Request
@@ -21,6 +22,7 @@ class EngineClient(Protocol):
     """An engine that takes requests and tells listeners what comes of them."""
 
     metrics: Metrics
+    adapters: AdapterTable
     timelines: Timelines
     kv_events: KVEventRing
     failure: str | None
@@ -44,3 +46,5 @@ class EngineClient(Protocol):
     def next_id(self) -> int: ...
     def add(self, request: Request, listener: OutputListener) -> None: ...
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None: ...
+    async def load_adapter(self, name: str, path: str, content: str) -> None: ...
+    async def unload_adapter(self, name: str) -> None: ...

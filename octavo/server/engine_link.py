@@ -37,6 +37,8 @@ class EngineLink(asyncio.Protocol):
         self.had_requests = False
         self.ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self.closed = asyncio.Event()
+        self._adapters: dict[str, asyncio.Future[str]] = {}
+        """Adapters that the engine process was told about and has not answered for."""
         self._on_step = on_step
         self._reader = wire.FrameReader()
         self._transport: Any = None
@@ -74,6 +76,13 @@ class EngineLink(asyncio.Protocol):
             self.had_requests = True
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
+
+    async def tell_adapter(self, message: wire.LoadAdapter | wire.UnloadAdapter) -> str:
+        """Send it, and wait for what went wrong: "" when nothing did."""
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._adapters[message.name] = answer
+        self.send(message)
+        return await answer
 
     def has_exited(self) -> bool:
         return self._process is None or self._process.poll() is not None
@@ -120,6 +129,8 @@ class EngineLink(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed.set()
+        for name in list(self._adapters):
+            self._answer_adapter(name, "the engine process ended meanwhile; try again")
         if not self.ready.done():
             self._fail(OctavoError("the engine process ended while it was starting; its output says why"))
 
@@ -130,10 +141,17 @@ class EngineLink(asyncio.Protocol):
         if isinstance(message, wire.StepDone):
             self.has_delivered = self.has_delivered or bool(message.outputs)
             self._on_step(message)
+        elif isinstance(message, wire.AdapterDone):
+            self._answer_adapter(message.name, message.error)
         elif isinstance(message, wire.Failed):
             self._fail(message.as_error())
         elif not self.ready.done():
             self.ready.set_result(message.info)
+
+    def _answer_adapter(self, name: str, error: str) -> None:
+        answer = self._adapters.pop(name, None)
+        if answer is not None and not answer.done():
+            answer.set_result(error)
 
     def _fail(self, error: OctavoError) -> None:
         with contextlib.suppress(asyncio.InvalidStateError):

@@ -21,11 +21,11 @@ from typing import Protocol
 
 from octavo.cache.kv_events import KVEvent
 from octavo.config import EngineConfig
-from octavo.errors import OctavoError, RequestError
+from octavo.errors import CheckpointError, OctavoError, RequestError
 from octavo.server import wire
 from octavo.telemetry.events import Event
 from octavo.telemetry.phases import Phases, log_to_stderr
-from octavo.types import EngineInfo, EngineStats, Output, Request
+from octavo.types import Adapters, EngineInfo, EngineStats, Output, Request
 
 IDLE_WAIT = 0.001
 """Seconds to wait for messages when a step found nothing to do although there is work."""
@@ -36,6 +36,8 @@ logger = logging.getLogger("octavo.engine")
 class EngineLike(Protocol):
     """What this loop needs of ``octavo.engine.Engine``."""
 
+    @property
+    def adapters(self) -> Adapters: ...
     @property
     def has_work(self) -> bool: ...
     def add(self, request: Request) -> None: ...
@@ -119,10 +121,23 @@ class EngineLoop:
                     self._refusals.append(wire.Refusal(request.id, kind, error.message, error.param))
             case wire.Abort(request_id=request_id):
                 self.engine.abort(request_id)
+            case wire.LoadAdapter(name=name, path=path):
+                self._load_adapter(name, path)
+            case wire.UnloadAdapter(name=name):
+                self.engine.adapters.unload(name)
+                self.channel.send(wire.AdapterDone(self.generation, name))
             case wire.Stop():
                 self._stopped = True
             case wire.Start() | wire.Ping():
                 pass  # a Ping is answered by the report that follows every batch of messages
+
+    def _load_adapter(self, name: str, path: str) -> None:
+        error = ""
+        try:
+            self.engine.adapters.load(name, path)
+        except CheckpointError as found:
+            error = str(found)
+        self.channel.send(wire.AdapterDone(self.generation, name, error))
 
     def _step(self) -> None:
         outputs = self.engine.step()

@@ -68,8 +68,8 @@ class Front:
         self.store.close()
 
     def check_model(self, name: str) -> None:
-        """Raise ``ModelNotFound`` unless ``name`` is this server's model, or was not given."""
-        if name and name != self.model_name:
+        """Raise ``ModelNotFound`` unless ``name`` is this server's model or an adapter, or was not given."""
+        if name and name != self.model_name and name not in self.engine.adapters.paths:
             raise ModelNotFound(f"The model `{printable(name)}` does not exist.", param="model")
 
     def tenant(self, request: Request, user: str | None) -> str:

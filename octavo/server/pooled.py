@@ -27,6 +27,7 @@ async def ask(
     front: Front,
     request: Request,
     task: Task,
+    model: str,
     sources: Sequence[PromptSource],
     field: str,
     *,
@@ -50,6 +51,7 @@ async def ask(
             tenant=front.tenant(request, user),
             account=caller_of(request).account,
             task=task,
+            model=model,
         )
         choices += await whole(await front.admission.admit(asked), request)
     return choices

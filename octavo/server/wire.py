@@ -74,7 +74,22 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, gc=False):
     generation: int
 
 
-ToEngine = Start | Submit | Abort | Ping | Stop
+class LoadAdapter(msgspec.Struct, tag="load_adapter", array_like=True, gc=False):
+    """Read an adapter from a folder; answered with an ``AdapterDone``."""
+
+    generation: int
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter", array_like=True, gc=False):
+    """Forget an adapter that no request needs; answered with an ``AdapterDone``."""
+
+    generation: int
+    name: str
+
+
+ToEngine = Start | Submit | Abort | Ping | Stop | LoadAdapter | UnloadAdapter
 
 
 # --- engine to front ---
@@ -123,7 +138,15 @@ class StepDone(msgspec.Struct, tag="step", array_like=True, gc=False):
     kv_events: list[KVEvent] = []
 
 
-FromEngine = Ready | Failed | StepDone
+class AdapterDone(msgspec.Struct, tag="adapter", array_like=True, gc=False):
+    """An adapter was loaded or forgotten, or why not."""
+
+    generation: int
+    name: str
+    error: str = ""
+
+
+FromEngine = Ready | Failed | StepDone | AdapterDone
 
 START_ERRORS: dict[str, type[OctavoError]] = {kind.__name__: kind for kind in (ConfigError, CheckpointError)}
 REFUSALS: dict[str, type[RequestError]] = {

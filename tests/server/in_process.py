@@ -15,7 +15,9 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from octavo.config import ModelSettings
 from octavo.errors import QueueFull, RequestError, Unavailable
+from octavo.server.adapters import AdapterTable
 from octavo.server.engine_client import OutputListener
 from octavo.server.timelines import KVEventRing, Timelines
 from octavo.telemetry.metrics import Metrics
@@ -77,6 +79,7 @@ class InProcessEngine:
     errors: dict[int, RequestError] = field(default_factory=dict)
     """Number of tokens after which every request fails with this."""
     metrics: Metrics = field(default_factory=lambda: Metrics("test"))
+    adapters: AdapterTable = field(default_factory=lambda: AdapterTable(ModelSettings()))
     timelines: Timelines = field(default_factory=Timelines)
     kv_events: KVEventRing = field(default_factory=KVEventRing)
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)

@@ -125,6 +125,7 @@ def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None)
         params=sampling_params(body, front, _max_tokens(body), _logprobs(body), body.prompt_logprobs),
         default_max_tokens=default_max_tokens(front),
         add_special_tokens=body.add_special_tokens,
+        model=body.model,
         priority=body.priority,
         cache_salt=body.cache_salt,
         tenant=front.tenant(request, body.user),
@@ -205,7 +206,7 @@ class ChatAnswer:
         self._front = front
         self._messages = [chat_message(front.message_format, tools, choice.prompt.text or "") for choice in choices]
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self.identity = Identity("chatcmpl", kind, front.model_name)
+        self.identity = Identity("chatcmpl", kind, body.model or front.model_name)
         self._names = TokenNames(front.tokenizer, body.return_tokens_as_token_ids)
         self._has_details = body.logprobs or body.return_token_ids
         self._frame = ChunkFrame(self.identity, choices, body.includes_usage, body.has_continuous_usage)

@@ -93,6 +93,7 @@ def asked_of(body: CompletionBody, front: Front, request: Request) -> Asked:
         params=sampling_params(body, front, body.max_tokens, body.logprobs, scored),
         default_max_tokens=DEFAULT_MAX_TOKENS,
         add_special_tokens=body.add_special_tokens,
+        model=body.model,
         priority=body.priority,
         cache_salt=body.cache_salt,
         tenant=front.tenant(request, body.user),
@@ -129,7 +130,7 @@ class CompletionAnswer:
 
     def __init__(self, front: Front, body: CompletionBody, choices: list[Choice]) -> None:
         self.body = body
-        self.identity = Identity("cmpl", "text_completion", front.model_name)
+        self.identity = Identity("cmpl", "text_completion", body.model or front.model_name)
         self._tokenizer = front.tokenizer
         self._names = TokenNames(front.tokenizer, body.return_tokens_as_token_ids)
         self._shows_ids = body.return_token_ids or front.tokenizer is None

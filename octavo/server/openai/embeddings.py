@@ -52,6 +52,7 @@ async def create_embeddings(request: Request) -> Response:
         front,
         request,
         "embed",
+        body.model,
         prompts_of(body.input, "input"),
         "input",
         add_special_tokens=body.add_special_tokens,
@@ -64,7 +65,7 @@ async def create_embeddings(request: Request) -> Response:
         answer = {
             "object": "list",
             "data": [_entry(index, choice, body) for index, choice in enumerate(choices)],
-            "model": front.model_name,
+            "model": body.model or front.model_name,
             "usage": {"prompt_tokens": count, "total_tokens": count},
         }
         return json_response(answer, headers)

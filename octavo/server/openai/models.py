@@ -13,13 +13,16 @@ from octavo.server.openai.schema import Endpoint
 
 
 async def list_models(request: Request) -> Response:
-    return json_response({"object": "list", "data": [_model(front_of(request))]}, {})
+    front = front_of(request)
+    names = [front.model_name, *front.engine.adapters.paths]
+    return json_response({"object": "list", "data": [_model(front, name) for name in names]}, {})
 
 
 async def retrieve_model(request: Request) -> Response:
     front = front_of(request)
-    front.check_model(request.path_params["name"])
-    return json_response(_model(front), {})
+    name = request.path_params["name"]
+    front.check_model(name)
+    return json_response(_model(front, name), {})
 
 
 ENDPOINTS = [
@@ -29,12 +32,14 @@ ENDPOINTS = [
 ]
 
 
-def _model(front: Front) -> dict[str, Any]:
+def _model(front: Front, name: str) -> dict[str, Any]:
+    path = front.engine.adapters.paths.get(name)
     return {
-        "id": front.model_name,
+        "id": name,
         "object": "model",
         "created": front.created,
         "owned_by": "octavo",
         "max_model_len": front.engine.info.max_model_len,
         "sampling_defaults": front.engine.info.sampling_defaults,
+        **({} if path is None else {"parent": front.model_name, "root": path}),
     }

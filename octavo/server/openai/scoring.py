@@ -117,13 +117,13 @@ async def _scores(
 ) -> tuple[list[float], int]:
     """The score of each pair, and the tokens that were read for them."""
     if "embed" not in front.engine.info.tasks:
-        choices = await ask(front, request, "score", pairs, fields[1], priority=body.priority, user=body.user)
+        choices = await ask(front, request, "score", body.model, pairs, fields[1], priority=body.priority, user=body.user)
         return [float(numbers(choice)[0]) for choice in choices], num_tokens(choices)
     vectors: dict[PromptSource, Floats] = {}
     count = 0
     for field, texts in zip(fields, zip(*pairs, strict=True), strict=True):
         sources: list[PromptSource] = list(dict.fromkeys(texts))
-        choices = await ask(front, request, "embed", sources, field, priority=body.priority, user=body.user)
+        choices = await ask(front, request, "embed", body.model, sources, field, priority=body.priority, user=body.user)
         count += num_tokens(choices)
         vectors |= dict(zip(sources, map(numbers, choices), strict=True))
     return [_cosine(vectors[first], vectors[second]) for first, second in pairs], count

@@ -1,0 +1,82 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them.
+
+https://docs.vllm.ai/en/latest/features/lora.html
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import ConfigError, InvalidParameter, ModelNotFound
+from octavo.server.adapters import digest
+from octavo.server.body import BodyReader
+from octavo.server.errors import UnsupportedParameter, printable
+from octavo.server.front import Front, front_of
+from octavo.server.openai.rendering import json_response
+from octavo.server.openai.schema import Endpoint
+
+MAX_NAME = 256
+
+
+class LoadBody(msgspec.Struct, kw_only=True):
+    """An adapter to load: its name in the API, and its folder on the server's machine."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadBody(msgspec.Struct, kw_only=True):
+    """An adapter that nobody will ask for any more."""
+
+    lora_name: str
+
+
+load_reader = BodyReader(LoadBody, {"load_inplace": ()}, frozenset({"base_model_name"}))
+unload_reader = BodyReader(UnloadBody, {}, frozenset({"lora_int_id"}))
+
+
+async def load(request: Request) -> Response:
+    front = front_of(request)
+    body, headers = await front.read(request, load_reader)
+    _check_allowed(front)
+    name, path = body.lora_name, body.lora_path
+    if not name or len(name) > MAX_NAME or name != name.strip() or set(name) & set(",="):
+        message = f"'lora_name' must have 1 to {MAX_NAME} characters, no spaces around it, and no comma or '='."
+        raise InvalidParameter("lora_name", message)
+    if name == front.model_name or name in front.engine.adapters.paths:
+        raise InvalidParameter("lora_name", f"There is a model called '{printable(name)}' already.")
+    if not path or "," in path or path != path.strip():
+        raise InvalidParameter("lora_path", "'lora_path' must be a folder, without a comma or spaces around it.")
+    try:
+        content = await asyncio.to_thread(digest, path)
+    except ConfigError as error:
+        raise InvalidParameter("lora_path", f"'lora_path' cannot be read: {printable(str(error))}.") from None
+    await front.engine.load_adapter(name, path, content)
+    return json_response({"object": "model", "id": name, "parent": front.model_name, "root": path}, headers)
+
+
+async def unload(request: Request) -> Response:
+    front = front_of(request)
+    body, headers = await front.read(request, unload_reader)
+    _check_allowed(front)
+    if body.lora_name not in front.engine.adapters.paths:
+        raise ModelNotFound(f"There is no adapter '{printable(body.lora_name)}'.", param="lora_name")
+    await front.engine.unload_adapter(body.lora_name)
+    return json_response({"object": "model", "id": body.lora_name, "deleted": True}, headers)
+
+
+ENDPOINTS = [
+    Endpoint("POST", "/v1/load_lora_adapter", load, "Load a LoRA adapter", LoadBody),
+    Endpoint("POST", "/v1/unload_lora_adapter", unload, "Forget a LoRA adapter", UnloadBody),
+]
+
+
+def _check_allowed(front: Front) -> None:
+    """Folders of the machine are not for every client to name."""
+    if not (front.config.server.allow_runtime_lora_updating and front.engine.adapters.is_enabled):
+        message = "Adapters can be changed on a server with --enable-lora and --allow-runtime-lora-updating."
+        raise UnsupportedParameter("lora_name", message)

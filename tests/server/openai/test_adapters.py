@@ -1,0 +1,121 @@
+"""Adapters over HTTP, in a real engine process: named at the start, loaded and unloaded while it runs."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.conftest import Server, start_server
+from tests.models.adapter_files import make_adapter
+from tests.models.families import VOCAB_SIZE, make_checkpoint
+
+PROMPT = random.Random(0).choices(range(VOCAB_SIZE), k=40)
+
+
+class Served:
+    """A server with one adapter, and two more in folders."""
+
+    def __init__(self, home: Path) -> None:
+        self.models: dict[str, PreTrainedModel] = {"tiny": make_checkpoint(home / "base", "llama/gqa")}
+        for i, name in enumerate(("first", "second", "third")):
+            self.models[name] = make_adapter(home / "base", home / name, i)
+        self.home = home
+        self.server: Server = start_server(
+            *("--model", str(home / "base"), "--served-model-name", "tiny", "--device", "cpu", "--dtype", "float32"),
+            *("--enable-lora", "--lora-modules", f"first={home / 'first'}", "--allow-runtime-lora-updating"),
+            *("--kv-cache-memory", "0.05", "--block-size", "16"),
+        )
+
+    def post(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+        response = self.server.post(path, body)
+        return response.status_code, response.json()
+
+    def check(self, name: str, **body: Any) -> None:
+        """What is generated is what the merged model likes best."""
+        given = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **body}
+        status, answer = self.post("/v1/completions", model=name, **given)
+        assert status == 200, answer
+        assert answer["model"] == name
+        made = answer["choices"][0]["token_ids"]
+        with torch.inference_mode():
+            logits = self.models[name](torch.tensor([[*PROMPT, *made]]), use_cache=False).logits[0]
+        assert made == logits.argmax(dim=-1)[len(PROMPT) - 1 : -1].tolist(), name
+
+    def models_served(self) -> list[str]:
+        return [model["id"] for model in self.server.get("/v1/models").json()["data"]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("adapters"))
+    yield served
+    served.server.stop()
+
+
+def test_adapters_come_go_and_outlive_the_engine_process(served: Served) -> None:
+    served.check("tiny")
+    served.check("first")
+    assert served.models_served() == ["tiny", "first"]
+    path = str(served.home / "second")
+    status, answer = served.post("/v1/load_lora_adapter", lora_name="second", lora_path=path)
+    assert (status, answer["root"]) == (200, path)
+    assert served.models_served() == ["tiny", "first", "second"]
+    for _ in range(2):  # the second time with cached blocks, each with its own
+        for name in ("tiny", "first", "second"):
+            served.check(name)
+    old = served.server.engine_pid()
+    os.kill(old, signal.SIGKILL)
+    while served.server.get("/ready").status_code != 200 or served.server.engine_pid() == old:
+        time.sleep(0.05)
+    for name in ("tiny", "first", "second"):
+        served.check(name)
+    assert served.post("/v1/unload_lora_adapter", lora_name="second")[0] == 200
+    assert served.models_served() == ["tiny", "first"]
+    assert served.post("/v1/completions", model="second", prompt=PROMPT)[0] == 404
+    third = str(served.home / "third")
+    assert served.post("/v1/load_lora_adapter", lora_name="second", lora_path=third)[0] == 200
+    served.models["second"] = served.models["third"]
+    served.check("second")  # another one of the same name finds nothing that the first of it left
+    assert served.post("/v1/unload_lora_adapter", lora_name="second")[0] == 200
+
+
+def test_a_salt_opens_no_other_adapters_blocks(served: Served) -> None:
+    for salt in ("", "x", ":", "first:"):
+        served.check("first", cache_salt=salt)
+        served.check("tiny", cache_salt=salt)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("load", {"lora_name": "first", "lora_path": "/x"}, 400, "lora_name"),
+        ("load", {"lora_name": "tiny", "lora_path": "/x"}, 400, "lora_name"),
+        ("load", {"lora_name": "a,b=c", "lora_path": "/x"}, 400, "lora_name"),
+        ("load", {"lora_name": "other", "lora_path": "/does/not/exist"}, 400, "lora_path"),
+        ("load", {"lora_name": "other"}, 400, "lora_path"),
+        ("unload", {"lora_name": "other"}, 404, "lora_name"),
+    ],
+)
+def test_bad_fields_are_refused_by_name(
+    served: Served, path: str, body: dict[str, Any], status: int, param: str
+) -> None:
+    found, answer = served.post(f"/v1/{path}_lora_adapter", **body)
+    assert (found, answer["error"]["param"]) == (status, param)
+
+
+def test_an_adapter_that_does_not_fit_is_refused(served: Served, tmp_path: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    status, answer = served.post("/v1/load_lora_adapter", lora_name="bad", lora_path=str(tmp_path))
+    assert (status, answer["error"]["param"]) == (400, "lora_path")
+    assert "peft_type" in answer["error"]["message"]
+    assert "bad" not in served.models_served()
