@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
@@ -117,3 +118,33 @@ def test_rows_of_another_width_are_refused() -> None:
 def test_other_dtypes_are_declined_with_a_reason() -> None:
     reasons = [choice.reason for choice in block_linear.choices("cpu", torch.bfloat16) if choice.kernel == "numba"]
     assert reasons == ["activations must be float32, got torch.bfloat16"]
+
+
+def rows_with_large_channels(num_rows: int, columns: int, seed: int = 3) -> Tensor:
+    """Each row has two channels, of its own choice, that are far larger than the others."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, columns, generator=rng)
+    places = torch.randint(columns, (num_rows, 2), generator=rng)
+    return x.scatter(1, places, 40 + 20 * torch.rand(num_rows, 2, generator=rng))
+
+
+@needs_float_kernels
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_large_channels_cost_no_precision(kind: str) -> None:
+    packed, x = PackedBlocks.pack(random_blocks(kind, 37, 768)), rows_with_large_channels(9, 768)
+    weight = packed.unpack().double()
+    largest = x.double().abs().view(9, -1, packed.group).amax(-1)
+    step = torch.where(largest > 20, largest / 254, largest) / 254
+    bound = step @ weight.abs().view(37, -1, packed.group).sum(-1).T + 1e-5 * (x.double().abs() @ weight.abs().T)
+    error = (block_linear(x, packed).double() - x.double() @ weight.T).abs()
+    assert bool((error <= bound).all())
+
+
+@needs_float_kernels
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "Q8_0"])
+def test_a_row_does_not_depend_on_its_neighbours_large_channels(kind: str) -> None:
+    packed, x = PackedBlocks.pack(random_blocks(kind, 83, 512)), rows_with_large_channels(33, 512)
+    x[::5] = torch.randn(7, 512)
+    alone = torch.cat([block_linear(row, packed) for row in x[:, None]])
+    for num_rows in (2, 3, 4, 7, 12, 16, 31, 33):
+        assert torch.equal(block_linear(x[:num_rows], packed), alone[:num_rows])

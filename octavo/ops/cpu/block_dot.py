@@ -1,5 +1,8 @@
 """The inner loop of ``block_linear``: sixteen output rows times a few tokens, over all groups of K.
 
+Activations come in two terms, of which the second is there for few groups; see ``quantize``. ``order`` lists the
+terms to go over: g < G is the first of group g, G + g the second.
+
 A panel is 16 rows of the weight, group by group, in the order in which they are used::
 
     values   4 bit: [group][step][16 rows][4 bytes]     8 bit: [group][step][16 rows][4 bytes]
@@ -10,14 +13,15 @@ A panel is 16 rows of the weight, group by group, in the order in which they are
 so that one 64-byte load is one operand of ``vpdpbusd``: lane r gets row r's next four k. The other operand is
 four quantised activations of one token, repeated in every lane.
 
-For each group, in this order and no other::
+For each term, in this order and no other::
 
     total  = sum of weight * activation over the group, exact in int32 (starting from the correction for the
              formats' zero point)
     result = fma(float(total) * activation_scale, weight_scale, result)
     result = fma(minimum, activation_sum, result)                       formats with minima
 
-A token's result is the same instructions on the same numbers whatever the number of tokens beside it.
+A token's result is the same instructions on the same numbers whatever the number of tokens beside it. A second
+term that only another token has counts with a scale and an offset of 0, and so changes nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from octavo.ops.cpu.vector_ir import (
     FORMAT_BYTES,
     HAS_VNNI,
     I32,
+    I64,
     LANES,
     F32x16,
     I32x16,
@@ -100,13 +105,15 @@ def block_dot(
     activation_offsets: Any,
     out: Any,
     num_groups: Any,
+    order: Any,
+    num_ordered: Any,
     num_tokens: Any,
 ) -> Any:
     """One panel times ``num_tokens`` rows of activations, one of TOKEN_COUNTS. The first four are constants.
 
-    ``activations`` int8 [tokens, K]; ``activation_scales`` float32 [tokens, groups]; ``activation_offsets``
-    [tokens, groups]: float32 scaled sums where the format has minima, else the int32 each total starts from.
-    ``out`` float32 [tokens, 16]. All are addresses.
+    ``activations`` int8 [tokens, 2 K]; ``activation_scales`` float32 [tokens, 2 groups]; ``activation_offsets``
+    [tokens, 2 groups]: float32 scaled sums where the format has minima, else the int32 each total starts from.
+    ``order`` int32 [num_ordered]; ``out`` float32 [tokens, 16]. All are addresses.
     """
     constants = (bits, group, has_minima, scale_format)
     if not all(isinstance(value, types.IntegerLiteral) for value in constants):
@@ -119,7 +126,7 @@ def block_dot(
                 _emit_block_dot(b, count, *variant, *args[4:-1])
         return c.get_dummy_value()
 
-    return types.void(*constants, *([types.intp] * 8)), emit
+    return types.void(*constants, *([types.intp] * 10)), emit
 
 
 def _emit_block_dot(
@@ -136,14 +143,17 @@ def _emit_block_dot(
     activation_offsets: ir.Value,
     out: ir.Value,
     num_groups: ir.Value,
+    order: ir.Value,
+    num_ordered: ir.Value,
 ) -> None:
-    rows = [b.add(activations, b.mul(num_groups, i64(group * token))) for token in range(num_tokens)]
-    sides = [b.mul(num_groups, i64(4 * token)) for token in range(num_tokens)]
+    rows = [b.add(activations, b.mul(num_groups, i64(2 * group * token))) for token in range(num_tokens)]
+    sides = [b.mul(num_groups, i64(8 * token)) for token in range(num_tokens)]
     row_bytes = LANES * FORMAT_BYTES[scale_format]
-    with Loop(b, num_groups, [constant(F32x16, 0.0)] * num_tokens) as loop:
-        g = loop.index
-        here = [offset(b, row, (g, group)) for row in rows]
-        at = [offset(b, side, (g, 4)) for side in sides]
+    with Loop(b, num_ordered, [constant(F32x16, 0.0)] * num_tokens) as loop:
+        term = b.sext(load(b, I32, offset(b, order, (loop.index, 4))), I64)
+        g = b.select(b.icmp_signed("<", term, num_groups), term, b.sub(term, num_groups))
+        here = [offset(b, row, (term, group)) for row in rows]
+        at = [offset(b, side, (term, 4)) for side in sides]
         starts = [constant(I32x16, 0)] * num_tokens
         if not has_minima:
             starts = [splat(b, load(b, I32, b.add(activation_offsets, side))) for side in at]

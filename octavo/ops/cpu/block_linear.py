@@ -11,11 +11,11 @@ from torch import Tensor
 from octavo.ops.block_linear import PANEL, PackedBlocks, block_linear
 from octavo.ops.cpu.block_dot import TOKEN_COUNTS, block_dot, tokens_at_once
 from octavo.ops.cpu.calls import call
-from octavo.ops.cpu.compiled import compiled_driver, compiled_task
+from octavo.ops.cpu.compiled import compiled, compiled_driver, compiled_task
 from octavo.ops.cpu.epilogue import EPILOGUE, GATES, finish
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
-from octavo.ops.cpu.memory import fields, keep, read
-from octavo.ops.cpu.quantize import quantize_rows
+from octavo.ops.cpu.memory import fields, keep, read, view
+from octavo.ops.cpu.quantize import quantize_row
 from octavo.ops.cpu.rms_norm import normalise_row
 from octavo.ops.cpu.tensors import address, check_linear
 from octavo.ops.cpu.threads import run
@@ -44,6 +44,7 @@ ARGUMENTS = fields(
     q=int,
     q_scales=int,
     q_offsets=int,
+    order=int,
 )
 
 
@@ -54,18 +55,41 @@ def _prepare_task() -> int:
     def prepare(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
         K = a.G * a.group
-        normed = np.empty(K, np.float32)
+        normed, rest = np.empty(K, np.float32), np.empty(a.group, np.float32)
         for t in range(begin, end):
             x = a.x + 4 * K * t
             if a.norm:
                 normalise_row(x, a.norm, normed.ctypes.data, K, K, a.eps)
                 x = normed.ctypes.data
-            side = 4 * a.G * t
-            places = x, a.q + K * t, a.q_scales + side, a.q_offsets + side
-            quantize_rows(a.group, a.has_minima, *places, np.int32(a.zero_point), a.G)
-        keep(normed)
+            side = 8 * a.G * t
+            places = x, rest.ctypes.data, a.q + 2 * K * t, a.q_scales + side, a.q_offsets + side
+            quantize_row(a.group, a.has_minima, *places, np.int32(a.zero_point), a.G)
+        keep((normed, rest))
 
     return compiled_task(prepare)
+
+
+@compiled
+def _list_terms(order: int, q_scales: int, T: int, G: int) -> None:
+    """For the tokens that are multiplied at once: which terms there are, group by group.
+
+    ``order`` int32 [T, 1 + 2 G] gets the number of terms and then the terms, in the row of the first of the tokens.
+    """
+    rows, scales = view(order, T * (1 + 2 * G), np.int32), view(q_scales, T * 2 * G, np.float32)
+    for first in range(0, T, TOKENS_AT_ONCE):
+        t, last = first, min(first + TOKENS_AT_ONCE, T)
+        while t < last:
+            n, start, count = tokens_at_once(last - t), t * (1 + 2 * G) + 1, 0
+            for g in range(G):
+                rows[start + count] = g
+                count += 1
+                for token in range(t, t + n):
+                    if scales[token * 2 * G + G + g] != 0:
+                        rows[start + count] = G + g
+                        count += 1
+                        break
+            rows[start - 1] = count
+            t += n
 
 
 @functools.cache
@@ -84,14 +108,29 @@ def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) ->
                 t = first
                 while t < last:
                     n = tokens_at_once(last - t)
-                    q, q_scales, q_offsets = a.q + t * a.G * group, a.q_scales + 4 * t * a.G, a.q_offsets + 4 * t * a.G
+                    side, order = 8 * t * a.G, a.order + 4 * t * (1 + 2 * a.G)
+                    q, q_scales, q_offsets = a.q + 2 * t * a.G * group, a.q_scales + side, a.q_offsets + side
+                    num_terms = view(order, 1, np.int32)[0]
                     for half in range(2 if a.gate else 1):
                         at = (panel + half * (a.N // (2 * PANEL))) * a.G
                         values, scales, out = a.values + at * value_bytes, a.scales + at * scale_bytes, sums
                         if half:
                             out = ups
                         block_dot(
-                            bits, group, has_minima, scale_format, values, scales, q, q_scales, q_offsets, out, a.G, n
+                            bits,
+                            group,
+                            has_minima,
+                            scale_format,
+                            values,
+                            scales,
+                            q,
+                            q_scales,
+                            q_offsets,
+                            out,
+                            a.G,
+                            order + 4,
+                            num_terms,
+                            n,
                         )
                     finish(a, sums, ups, t, n, panel * PANEL)
                     t += n
@@ -105,14 +144,16 @@ def _driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, ARGUMENTS)
         numbers = a.T * a.G * a.group
-        q = np.empty(numbers, np.int8)
-        q_scales, q_offsets = np.empty(a.T * a.G, np.float32), np.empty(a.T * a.G, np.float32)
+        q, order = np.empty(2 * numbers, np.int8), np.empty(a.T * (1 + 2 * a.G), np.int32)
+        q_scales, q_offsets = np.empty(2 * a.T * a.G, np.float32), np.empty(2 * a.T * a.G, np.float32)
+        a.order = order.ctypes.data
         a.q, a.q_scales, a.q_offsets = q.ctypes.data, q_scales.ctypes.data, q_offsets.ctypes.data
         run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_CHUNK // (a.G * a.group)))
+        _list_terms(a.order, a.q_scales, a.T, a.G)
         panels = ((a.N // 2 if a.gate else a.N) + PANEL - 1) // PANEL
         chunks = max(1, numbers * a.N // MULTIPLICATIONS_A_CHUNK)
         run(pool, a.multiply, arguments, panels, (panels + chunks - 1) // chunks)
-        keep((q, q_scales, q_offsets))
+        keep((q, q_scales, q_offsets, order))
         return 0
 
     return compiled_driver(drive)
@@ -132,7 +173,7 @@ def block_linear_numba(
     residual_TN: Tensor | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """See ``ops.block_linear``; activations are rounded to 8 bits, with the error that its contract states."""
+    """See ``ops.block_linear``; activations become terms of 8 bits, with the error that its contract states."""
     (T, K), N, G = x_TK.shape, packed.shape[0], packed.values.shape[1]
     if activation not in GATES or (activation and N % (2 * PANEL)):
 
@@ -151,7 +192,7 @@ def block_linear_numba(
         *(address(bias_N), address(residual_TN), out_TN.data_ptr(), GATES[activation], T, N),
         *(_prepare_task(), _multiply_task(packed.bits, packed.group, has_minima, scale_format)),
         *(x.data_ptr(), address(norm_K), eps, packed.values.data_ptr(), packed.scales.data_ptr()),
-        *(packed.zero_point, has_minima, packed.group, G, 0, 0, 0),
+        *(packed.zero_point, has_minima, packed.group, G, 0, 0, 0, 0),
     )
     call(_driver(), arguments)
     return out_TN

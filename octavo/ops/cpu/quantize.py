@@ -4,7 +4,12 @@ For a group x[0..g) of one row::
 
     scale = max |x| / 127            q = round(x / scale), ties to even, in -127 .. 127
 
-so that |x - scale * q| <= scale / 2 (and a rounding error of 2 ** -16 of that). A group that holds an infinity or
+so that |x - scale * q| <= scale / 2 (and a rounding error of 2 ** -16 of that). A few groups hold channels that are
+far larger than the others, and most of a row's error. Where a scale is above SECOND_ABOVE times the mean of the
+row's, what is left, x - scale * q, is quantised the same way into a second term. A row's terms lie one after the
+other: G groups of the first, then G places of the second, with scale and offset 0 where there is none.
+
+A group that holds an infinity or
 a NaN gets a scale that is not finite, which makes the row's results so; other rows never see it. A group
 below 1e-30 everywhere counts as zero.
 """
@@ -13,22 +18,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 
 from octavo.ops.cpu.compiled import compiled, emitted
+from octavo.ops.cpu.memory import view
 from octavo.ops.cpu.vector_ir import F32, I8, I32, LANES, F32x16, I32x16, call, constant, load, splat, store
 
 LARGEST = 127.0
 TINY = 1e-30
 ROUNDER = 12582912.0
+SECOND_ABOVE = 1.5
+"""Between precision and work: lower values give more groups a second term."""
 
 
 @emitted
 def _quantize_group(
     context: Any, group: Any, has_minima: Any, x: Any, q: Any, scale: Any, sums: Any, zero_point: Any
 ) -> Any:
-    """Quantise ``group`` floats at ``x`` into int8 at ``q``, with their scale and offset; see ``quantize_rows``."""
+    """Quantise ``group`` floats at ``x`` into int8 at ``q``, with their scale and offset; see ``quantize_row``."""
     if not isinstance(group, types.IntegerLiteral) or not isinstance(has_minima, types.IntegerLiteral):
         return None
     num_vectors, with_sums = group.literal_value // LANES, bool(has_minima.literal_value)
@@ -75,20 +84,43 @@ def _emit_quantize_group(
 
 
 @compiled
-def quantize_rows(
-    group: int, has_minima: int, x: int, q: int, scales: int, offsets: int, zero_point: int, num_groups: int
-) -> None:
-    """Quantise ``num_groups`` groups that lie one after the other; rows need no separate treatment.
-
-    ``q`` int8, ``scales`` float32 and ``offsets`` get what ``block_dot`` takes: scale * sum(q) as float32 for
-    weights with minima, else -zero_point * sum(q) as int32. All but ``group`` and the flag are addresses.
-    """
-    for g in range(num_groups):
-        at = x + 4 * group * g
-        if group == 32:
-            if has_minima:
-                _quantize_group(32, 1, at, q + group * g, scales + 4 * g, offsets + 4 * g, zero_point)
-            else:
-                _quantize_group(32, 0, at, q + group * g, scales + 4 * g, offsets + 4 * g, zero_point)
+def quantize_term(group: int, has_minima: int, x: int, q: int, scale: int, offset: int, zero_point: int) -> None:
+    """One term of one group; all but ``group``, the flag and the zero point are addresses."""
+    if group == 32:
+        if has_minima:
+            _quantize_group(32, 1, x, q, scale, offset, zero_point)
         else:
-            _quantize_group(16, 0, at, q + group * g, scales + 4 * g, offsets + 4 * g, zero_point)
+            _quantize_group(32, 0, x, q, scale, offset, zero_point)
+    else:
+        _quantize_group(16, 0, x, q, scale, offset, zero_point)
+
+
+@compiled
+def quantize_row(
+    group: int, has_minima: int, x: int, rest: int, q: int, scales: int, offsets: int, zero_point: int, num_groups: int
+) -> None:
+    """Quantise the ``num_groups`` groups of a row at ``x`` into two terms; ``rest`` is room for a group of float32.
+
+    ``q`` int8, ``scales`` float32 and ``offsets`` get what ``block_dot`` takes, of both terms: scale * sum(q) as
+    float32 for weights with minima, else -zero_point * sum(q) as int32. Where there is no second term, its ``q``
+    stays as it was.
+    """
+    total = np.float32(0.0)
+    steps = view(scales, 2 * num_groups, np.float32)
+    for g in range(num_groups):
+        side = 4 * g
+        quantize_term(group, has_minima, x + 4 * group * g, q + group * g, scales + side, offsets + side, zero_point)
+        total += steps[g]
+    limit = np.float32(SECOND_ABOVE) * (total / np.float32(num_groups))
+    zeros, left = view(offsets, 2 * num_groups, np.int32), view(rest, group, np.float32)
+    for g in range(num_groups):
+        second = num_groups + g
+        if steps[g] > limit:
+            numbers, rounded = view(x + 4 * group * g, group, np.float32), view(q + group * g, group, np.int8)
+            for k in range(group):
+                left[k] = numbers[k] - steps[g] * np.float32(rounded[k])
+            side = 4 * second
+            quantize_term(group, has_minima, rest, q + group * second, scales + side, offsets + side, zero_point)
+        else:
+            steps[second] = np.float32(0.0)
+            zeros[second] = np.int32(0)
