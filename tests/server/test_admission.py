@@ -182,8 +182,17 @@ def test_every_generating_route_goes_through_the_same_door(serve_app: Any, monke
     monkeypatch.setattr(admission.Admission, "admit", counted)
     served.complete()
     served.chat(stream=True)
-    assert calls == ["prompt", "messages"]
-    assert len(served.engine.requests) == 2
+    others = {
+        "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+        "/v1/responses": {"input": "Hi"},
+        "/v1/generate": {"prompt": "Hi"},
+        "/generate": {"prompt": "Hi", "max_tokens": 2},
+        "/infer/v1/completions": {"model": "test", "prompt": "Hi"},
+    }
+    for path, body in others.items():
+        assert served.client.post(path, json=body).status_code == 200
+    assert calls == ["prompt", "messages", "messages", "messages", "prompt", "prompt", "prompt"]
+    assert len(served.engine.requests) == 7
 
 
 def test_a_request_that_takes_longer_than_it_may_is_a_504(serve_app: Any) -> None:
