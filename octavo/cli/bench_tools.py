@@ -1,4 +1,4 @@
-"""`octavo bench shape`, `roofline`, `report` and `gpu`: what goes with measuring."""
+"""`octavo bench shape`, `roofline`, `lora`, `report` and `gpu`: what goes with measuring."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ def add_kinds(kinds: Any) -> None:
     roofline.add_argument("--bandwidth", type=float, required=True, help="TB/s that the device reads")
     roofline.add_argument("--peak", type=float, required=True, help="TFLOP/s of its matrix products")
     roofline.set_defaults(run=_roofline)
+
+    lora = kinds.add_parser("lora", help="what LoRA adapters cost in a decode step on a CPU, with random weights")
+    lora.add_argument("model", type=Path, help="folder with a config.json")
+    lora.add_argument("--adapters", type=numbers, default=[0, 1, 4, 16], help="numbers of adapters in a batch")
+    lora.add_argument("--sequences", type=int, default=16)
+    lora.add_argument("--rank", type=int, default=16)
+    lora.add_argument("--steps", type=int, default=32)
+    lora.set_defaults(run=_lora)
 
     report = kinds.add_parser("report", help="the tables of raw JSON files, as Markdown")
     report.add_argument("files", nargs="*", type=Path, metavar="FILE")
@@ -63,6 +71,18 @@ def _roofline(args: argparse.Namespace) -> int:
             [batch, f"{work.bytes / 1e9:.2f}", f"{work.flops / 1e9:.1f}", f"{floor:.3f}", f"{batch / floor * 1e3:,.0f}"]
         )
     print(markdown_table(["sequences", "GB", "GFLOP", "least ms", "most tok/s"], rows))
+    return 0
+
+
+def _lora(args: argparse.Namespace) -> int:
+    import tempfile
+
+    from octavo.bench.lora import step_times
+    from octavo.bench.report_tables import markdown_table
+
+    with tempfile.TemporaryDirectory() as folder:
+        times = step_times(args.model, Path(folder), args.adapters, args.sequences, args.rank, args.steps)
+    print(markdown_table(["adapters", "ms a step"], [[count, f"{ms:.2f}"] for count, ms in times.items()]))
     return 0
 
 

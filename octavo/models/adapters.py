@@ -27,7 +27,7 @@ class Adapters:
 
     def __init__(self, maps: Mapping[str, MapPart], rows: AdapterRows, form: WeightFormat, most: int) -> None:
         self.rows = rows
-        self._maps = maps
+        self.maps = maps
         self._form = form
         self._most = most
         self._names: set[str] = set()
@@ -41,7 +41,7 @@ class Adapters:
             raise CheckpointError(f"an adapter called {name} is loaded already")
         if len(self._names) >= self._most:
             raise CheckpointError(f"{self._most} adapters are loaded already, as many as max_loras allows")
-        changes = list(changes_of(Path(path), self._maps, self._form))
+        changes = list(changes_of(Path(path), self.maps, self._form))
         for linear, change in changes:
             assert isinstance(linear, AdaptedLinear), "this model was not loaded for adapters"
             linear.changes.setdefault(name, []).append(change)
@@ -50,7 +50,7 @@ class Adapters:
     def unload(self, name: str) -> None:
         """Forget an adapter, which no request may need any more."""
         self._names.discard(name)
-        for part in self._maps.values():
+        for part in self.maps.values():
             if isinstance(part.linear, AdaptedLinear):
                 part.linear.changes.pop(name, None)
 

@@ -62,9 +62,7 @@ class AsyncEngine:
         self.adapters = AdapterTable(config.model)
         self._engine_settings = to_flat(engine_config)
         """What the next engine process is told to build."""
-        self._supervisor = Supervisor(
-            argv or ENGINE_ARGV, self._engine_settings, config.server.engine_timeout, self
-        )
+        self._supervisor = Supervisor(argv or ENGINE_ARGV, self._engine_settings, config.server.engine_timeout, self)
         self._ids = itertools.count(1)
         self._live: dict[int, LiveRequest] = {}
         self._trials = Trials()

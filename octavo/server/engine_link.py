@@ -82,7 +82,8 @@ class EngineLink(asyncio.Protocol):
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._adapters[message.name] = answer
         self.send(message)
-        return await answer
+        problem: str = await answer
+        return problem
 
     def has_exited(self) -> bool:
         return self._process is None or self._process.poll() is not None

@@ -117,7 +117,9 @@ async def _scores(
 ) -> tuple[list[float], int]:
     """The score of each pair, and the tokens that were read for them."""
     if "embed" not in front.engine.info.tasks:
-        choices = await ask(front, request, "score", body.model, pairs, fields[1], priority=body.priority, user=body.user)
+        choices = await ask(
+            front, request, "score", body.model, pairs, fields[1], priority=body.priority, user=body.user
+        )
         return [float(numbers(choice)[0]) for choice in choices], num_tokens(choices)
     vectors: dict[PromptSource, Floats] = {}
     count = 0

@@ -1,0 +1,66 @@
+"""What adapters cost: a decode step of a batch whose sequences want none, one, or several of them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from octavo.build import build_engine
+from octavo.config import EngineConfig
+from octavo.engine.engine import Engine
+from octavo.models.adapters import HEAD, Adapters
+from octavo.sampling_params import SamplingParams
+from octavo.types import Request
+
+PROMPT_TOKENS = 16
+
+
+def step_times(
+    model: Path, folder: Path, counts: Sequence[int], num_seqs: int, rank: int, steps: int
+) -> dict[int, float]:
+    """Median milliseconds of a decode step by the number of adapters in the batch, 0 for none.
+
+    Weights are random, and so are adapters of every linear map of the layers, which are written to ``folder``.
+    """
+    values = {"model": str(model), "load_format": "dummy", "device": "cpu", "enable_lora": True}
+    engine, _ = build_engine(
+        EngineConfig.from_flat({**values, "max_num_seqs": num_seqs, "max_loras": max(counts) or 1})
+    )
+    adapters = engine.adapters
+    assert isinstance(adapters, Adapters)
+    for i in range(max(counts)):
+        _write(adapters, folder / str(i), rank)
+        adapters.load(str(i), str(folder / str(i)))
+    return {count: _step_ms(engine, count, num_seqs, steps) for count in counts}
+
+
+def _write(adapters: Adapters, folder: Path, rank: int) -> None:
+    folder.mkdir(parents=True)
+    tensors = {}
+    for name, part in adapters.maps.items():
+        if name != HEAD:
+            tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, part.num_inputs) * 0.01
+            tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(part.size, rank) * 0.01
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": rank}))
+
+
+def _step_ms(engine: Engine, count: int, num_seqs: int, steps: int) -> float:
+    params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
+    for i in range(num_seqs):
+        adapter = str(i % count) if count else ""
+        prompt = [i + 1] * PROMPT_TOKENS
+        engine.add(Request(i, prompt, params, steps, adapter=adapter, cache_salt=f"{count} {adapter}"))
+    times = []
+    while engine.has_work:
+        started = time.perf_counter()
+        outputs = engine.step()
+        if sum(len(output.tokens) for output in outputs) == num_seqs:
+            times.append(time.perf_counter() - started)
+    return statistics.median(times[len(times) // 4 :]) * 1e3
