@@ -335,7 +335,7 @@ def _check_combinations(config: EngineConfig) -> None:
         raise ConfigError("kv_watermark: must be below 1")
     if not cache.enable_prefix_caching and (cache.eviction_policy != "lru" or cache.enable_kv_events):
         raise ConfigError("eviction_policy and enable_kv_events need enable_prefix_caching: else nothing is cached")
-    _check_offload(cache)
+    _check_offload(config.model, cache)
     if isinstance(config, ServeConfig) and config.server.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(config.server, name) is not None:
@@ -343,13 +343,15 @@ def _check_combinations(config: EngineConfig) -> None:
     _check_policy(scheduler, cache)
 
 
-def _check_offload(cache: CacheSettings) -> None:
+def _check_offload(model: ModelSettings, cache: CacheSettings) -> None:
     if cache.kv_offload_memory is not None and not cache.enable_prefix_caching:
         raise ConfigError("kv_offload_memory needs enable_prefix_caching: it keeps what the prefix cache gives up")
     if cache.kv_offload_dir is not None and cache.kv_offload_memory is None:
         raise ConfigError("kv_offload_dir needs kv_offload_memory: blocks go to and from the disk by way of memory")
     if cache.kv_offload_disk is not None and cache.kv_offload_dir is None:
         raise ConfigError("kv_offload_disk needs kv_offload_dir")
+    if cache.kv_offload_dir is not None and model.merge_lora:
+        raise ConfigError("kv_offload_dir and merge_lora: files are named by the checkpoint, which is another then")
 
 
 OWNERS = {

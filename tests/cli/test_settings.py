@@ -15,8 +15,9 @@ from octavo.errors import ConfigError
 
 SETTINGS = list(settings(ServeConfig))
 SAMPLES: dict[type, Any] = {int: 3, float: 0.5, str: "text"}
-EXCLUSIVE = {"num_kv_blocks", "enable_prefix_caching", *OWNERS}
-"""Refused beside ``kv_cache_memory``, off beside ``enable_kv_events``, or under other policies than their own."""
+EXCLUSIVE = {"num_kv_blocks", "enable_prefix_caching", "merge_lora", *OWNERS}
+"""Refused beside ``kv_cache_memory`` or ``kv_offload_dir``, off beside ``enable_kv_events``, or under other policies
+than their own."""
 
 
 NEEDED = {

@@ -55,6 +55,10 @@ def test_a_changed_checkpoint_has_another_name(tmp_path: Path) -> None:
         ({"kv_offload_dir": "x"}, "kv_offload_memory"),
         ({"kv_offload_memory": 1, "kv_offload_disk": 1}, "kv_offload_dir"),
         ({"kv_offload_memory": 1, "enable_prefix_caching": False}, "enable_prefix_caching"),
+        (
+            {"kv_offload_memory": 1, "kv_offload_dir": "x", "lora_modules": "a=b", "merge_lora": True},
+            "merge_lora",
+        ),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(values: dict[str, object], named: str) -> None:
