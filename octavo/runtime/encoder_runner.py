@@ -42,9 +42,14 @@ class EncoderRunner:
         ends = list(itertools.accumulate(len(request.prompt_tokens) for request in requests))
         x_TD = self._model.forward(self._texts(requests, ends))
         if self._model.config.is_judge:
-            return answer(self._model.scores(self._firsts(x_TD, ends)).unsqueeze(1))
-        vectors_SD = self._pooled(x_TD, ends)
-        return answer(to_length_one(vectors_SD) if self._pooling.normalizes else vectors_SD)
+            task, values_SD = "score", self._model.scores(self._firsts(x_TD, ends)).unsqueeze(1)
+        else:
+            task, values_SD = "embed", self._pooled(x_TD, ends)
+            values_SD = to_length_one(values_SD) if self._pooling.normalizes else values_SD
+        return [
+            result if request.task == task else Sampled([], error=f"this model can {task}; it cannot {request.task}")
+            for request, result in zip(requests, answer(values_SD), strict=True)
+        ]
 
     def _texts(self, requests: list[Request], ends: list[int]) -> Texts:
         ids: list[int] = []

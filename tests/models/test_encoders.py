@@ -168,3 +168,13 @@ def test_the_longest_text_is_that_which_the_makers_allow(tmp_path: Path) -> None
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 50, "do_lower_case": false}')
     assert build(tmp_path)[1].max_model_len == 50
     assert build(tmp_path, max_model_len=60)[1].max_model_len == 60
+
+
+def test_an_encoder_that_is_asked_to_generate_ends_the_request_with_an_error(tmp_path: Path) -> None:
+    make_encoder(tmp_path, "bert/plain")
+    engine, _ = build(tmp_path)
+    engine.add(Request(1, [7, 8], SamplingParams(), 4))
+    [output] = engine.step()
+    assert output.error is not None
+    assert "cannot generate" in output.error
+    assert not engine.has_work
