@@ -30,8 +30,8 @@ from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Request, Task
 
-THREAD_BYTES = 16 << 10
-"""Longer texts are tokenised in a thread, so that the event loop goes on."""
+THREAD_BYTES = 1 << 10
+"""Longer texts are tokenised in a thread: a millisecond for each of many at once would hold up every stream."""
 
 PromptSource = str | list[int] | tuple[str, str] | Callable[[], str]
 """Text, token ids, two texts for a judge, or a function that makes the text and may take its time: it is called in a
