@@ -133,9 +133,11 @@ def rows_with_large_channels(num_rows: int, columns: int, seed: int = 3) -> Tens
 def test_large_channels_cost_no_precision(kind: str) -> None:
     packed, x = PackedBlocks.pack(random_blocks(kind, 37, 768)), rows_with_large_channels(9, 768)
     weight = packed.unpack().double()
-    largest = x.double().abs().view(9, -1, packed.group).amax(-1)
-    step = torch.where(largest > 20, largest / 254, largest) / 254
-    bound = step @ weight.abs().view(37, -1, packed.group).sum(-1).T + 1e-5 * (x.double().abs() @ weight.abs().T)
+    groups = x.view(9, -1, packed.group)
+    groups *= groups.amax(-1, keepdim=True) > 20
+    largest = groups.double().amax(-1)
+    bound = largest / 254**2 @ weight.abs().view(37, -1, packed.group).sum(-1).T
+    bound += 1e-6 * (x.double().abs() @ weight.abs().T)
     error = (block_linear(x, packed).double() - x.double() @ weight.T).abs()
     assert bool((error <= bound).all())
 
