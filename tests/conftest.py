@@ -18,6 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
+import tests.triton_interpreter  # noqa: F401 (before anything else imports triton)
+
 
 @pytest.fixture(scope="session")
 def default_model_path() -> Path:

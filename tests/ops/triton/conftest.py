@@ -1,70 +1,13 @@
-"""Triton kernels run in Triton's interpreter where there is no CUDA device, and are compiled where there is one.
-
-Interpretation is decided when ``@triton.jit`` decorates a function, the ones of ``triton.language`` included, so it
-has to be asked for before triton is first imported. The environment variable is taken back at once: processes that
-other tests start are not to inherit it.
-"""
+"""What tests of Triton kernels share; see ``tests/triton_interpreter.py``."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
-from typing import Any
-
-import numpy as np
 import pytest
-import torch
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.triton_interpreter import DEVICE, HAS_TRITON
 
 if not HAS_TRITON:
     collect_ignore_glob = ["test_*.py"]
-elif DEVICE == "cpu":
-    if "triton" in sys.modules:
-        raise pytest.UsageError("triton was imported before tests/ops/triton could ask for its interpreter")
-    os.environ["TRITON_INTERPRET"] = "1"
-    import triton.language as tl
-    from triton import knobs
-    from triton.runtime import interpreter
-
-    propagate, knobs.propagate_env = knobs.propagate_env, False
-    knobs.runtime.interpret = True
-    knobs.propagate_env = propagate
-    del os.environ["TRITON_INTERPRET"]
-
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
-        """Triton 3.6 takes ``int()`` of arrays of one element for loop bounds, which numpy 2.4 refuses."""
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = _patch_tensor_and_index
-
-    _dot = interpreter.InterpreterBuilder.create_dot
-
-    def _dot_of_bfloat16(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
-        """Triton 3.6 multiplies the bit patterns of bfloat16 numbers, which it keeps as integers."""
-        return _dot(builder, *(_as_float32(x) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *rest)
-
-    def _as_float32(x: Any) -> Any:
-        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    interpreter.InterpreterBuilder.create_dot = _dot_of_bfloat16
-
-    _convert = interpreter._convert_float
-
-    def _convert_or_round(data: Any, source: Any, target: Any, mode: Any) -> Any:
-        """Triton 3.6 loses the carry when a number rounds up to a power of two in float8. GPUs clamp, too."""
-        if target != tl.float8e4nv:
-            return _convert(data, source, target, mode)
-        wide = data if source == tl.float32 else _convert(data, source, tl.float32, None).view(np.float32)
-        rounded = torch.from_numpy(np.array(wide)).clamp(-448, 448).to(torch.float8_e4m3fn)
-        return rounded.view(torch.uint8).numpy()
-
-    interpreter._convert_float = _convert_or_round
 
 
 def pytest_report_header() -> str:
