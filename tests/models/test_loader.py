@@ -96,7 +96,7 @@ def test_block_weights_are_made_dense_exactly(folders: dict[str, Path], variant:
         rounded.tensors[name] = tensor.half().float() if tensor.ndim == 2 else tensor
     x = torch.randn(3, 32)
     expected, found = load(rounded), load(Blocks(folders[variant]))
-    assert found[1:] == expected[1:]
+    assert found[1:3] == expected[1:3]
     assert torch.equal(found.model.logits(x), expected.model.logits(x))
 
 

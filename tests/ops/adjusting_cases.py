@@ -50,7 +50,7 @@ def packed(rows: list[Row], V: int) -> Adjustments:
             slots[r] = -1
         for i, (token, bias) in enumerate(params.logit_bias.items()):
             bias_ids[r, i], biases[r, i] = token, bias
-        if row.bans_stops:
+        if row.bans_stops and not row.must_stop:
             banned[r, : len(row.stop_token_ids)] = torch.tensor(sorted(row.stop_token_ids), dtype=torch.int32)
         if row.mask is not None:
             masks[r, : len(row.mask)], has_mask[r] = torch.from_numpy(row.mask), True
