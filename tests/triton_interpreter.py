@@ -39,6 +39,15 @@ if HAS_TRITON and DEVICE == "cpu":
 
     interpreter._patch_lang_tensor = _patch_tensor_and_index
 
+    _splat = interpreter.InterpreterBuilder.create_splat
+
+    def _splat_of_bools(builder: Any, shape: Any, scalar: Any) -> Any:
+        """Triton 3.7 to 3.9 spread the result of a comparison as 32-bit integers, which no mask may be."""
+        spread = _splat(builder, shape, scalar)
+        return interpreter.TensorHandle(spread.data.astype(scalar.data.dtype), spread.dtype)
+
+    interpreter.InterpreterBuilder.create_splat = _splat_of_bools
+
     _dot = interpreter.InterpreterBuilder.create_dot
 
     def _dot_of_bfloat16(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
@@ -46,18 +55,28 @@ if HAS_TRITON and DEVICE == "cpu":
         return _dot(builder, *(_as_float32(x) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *rest)
 
     def _as_float32(x: Any) -> Any:
-        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        return interpreter.TensorHandle(_widened(x.data), tl.float32)
 
     interpreter.InterpreterBuilder.create_dot = _dot_of_bfloat16
 
     _convert = interpreter._convert_float
 
-    def _convert_or_round(data: Any, source: Any, target: Any, mode: Any) -> Any:
-        """Triton 3.6 loses the carry when a number rounds up to a power of two in float8. GPUs clamp, too."""
-        if target != tl.float8e4nv:
+    def _convert_as_gpus_do(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        """Triton cuts where GPUs round to bfloat16, and loses the carry when a number rounds up in float8 (3.6).
+
+        GPUs clamp to the range of float8, too.
+        """
+        if source == tl.bfloat16 and target == tl.float32:
+            return _widened(data)
+        if target not in (tl.bfloat16, tl.float8e4nv):
             return _convert(data, source, target, mode)
         wide = data if source == tl.float32 else _convert(data, source, tl.float32, None).view(np.float32)
-        rounded = torch.from_numpy(np.array(wide)).clamp(-448, 448).to(torch.float8_e4m3fn)
-        return rounded.view(torch.uint8).numpy()
+        numbers = torch.from_numpy(np.array(wide))
+        if target == tl.bfloat16:
+            return numbers.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return numbers.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
-    interpreter._convert_float = _convert_or_round
+    def _widened(bits: Any) -> Any:
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+
+    interpreter._convert_float = _convert_as_gpus_do

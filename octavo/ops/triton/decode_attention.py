@@ -283,7 +283,7 @@ def _attend(
         scores = tl.sum(q[:, None, :].to(tl.float32) * k[None, :, :].to(tl.float32), 2)
     scores *= scale
     if CAPPED:
-        small = tl.exp2(-2 * LOG2_E * tl.abs(scores))
+        small = tl.exp2(tl.abs(scores) * (-2 * LOG2_E))
         scores = cap * tl.where(scores < 0, -1.0, 1.0) * (1 - small) / (1 + small)
     scores = tl.where(is_seen[None, :], scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))

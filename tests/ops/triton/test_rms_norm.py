@@ -10,8 +10,8 @@ from octavo.ops.triton.rms_norm import rms_norm_triton
 from tests.ops.triton.poison import poison_new_tensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}
-"""Half a unit in the last place of the result, a whole one in bfloat16 (the interpreter cuts), in float32 a few."""
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""Half a unit in the last place of the result, in float32 a few."""
 
 
 def expected(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

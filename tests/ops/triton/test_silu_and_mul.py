@@ -12,8 +12,10 @@ from octavo.ops.triton.silu_and_mul import silu_and_mul_triton
 from tests.ops.triton.poison import poison_new_tensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}
-"""Half a unit in the last place of the result, a whole one in bfloat16 (the interpreter cuts), in float32 a few."""
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""Half a unit in the last place of the result, in float32 a few."""
+LEAST = 6e-6
+"""``1 + erf(x)`` of float32 is off by half a unit of 1: times 0.5 |gate| |up| below 100, where the sum is near 0."""
 
 
 @pytest.fixture(params=[(1, 1), (3, 100), (2, 1024), (5, 2500)], ids=str)
@@ -25,7 +27,7 @@ def gate_up_T2F(request: pytest.FixtureRequest, device: str, monkeypatch: pytest
 
 def check(out_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, dtype: torch.dtype) -> None:
     assert out_TF.dtype == dtype
-    torch.testing.assert_close(out_TF.double(), gate_TF * up_TF, rtol=TOLERANCE[dtype], atol=1e-6)
+    torch.testing.assert_close(out_TF.double(), gate_TF * up_TF, rtol=TOLERANCE[dtype], atol=LEAST)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
