@@ -163,18 +163,27 @@ class OracleRunner:
         self.reads_live_tables = reads_live_tables
         """Whether a step uses the block table as it is when executed, and not as it was when submitted."""
         self.slots: dict[int, int] = {}
+        self.copies: list[tuple[int, int, int]] = []
+        """Asked for since the last step was submitted."""
         self.tables: dict[Sequence, tuple[int, list[int]]] = {}
         self.digests: dict[Sequence, list[int]] = {}
         self.plans: list[Plan] = []
         self.num_checked_reads = 0
         self.num_computed = 0
+        self.num_copied = 0
         self.num_failed_steps = 0
 
     def submit(self, plan: Plan) -> PendingStep:
         assert plan, "an empty plan was submitted"
         assert len({item.seq for item in plan}) == len(plan), "a sequence is twice in a plan"
         self.plans.append(plan)
-        return PendingStep(self, plan, [list(self._refreshed_table(item.seq)) for item in plan])
+        copies, self.copies = self.copies, []
+        return PendingStep(self, plan, [list(self._refreshed_table(item.seq)) for item in plan], copies)
+
+    def copy_slots(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first positions of a block, between the steps submitted before and those after."""
+        assert 0 < num_tokens < self.block_size, "not a part of a block"
+        self.copies.append((source, target, num_tokens))
 
     def _refreshed_table(self, seq: Sequence) -> list[int]:
         """The runner's own copy of a block table, brought up to date the cheap way."""
@@ -212,6 +221,14 @@ class OracleRunner:
         if item.samples:
             self._sample(item, table, masks.get(item.seq.id), result)
         return result
+
+    def copy(self, copies: list[tuple[int, int, int]]) -> None:
+        """Carry out copies in order; what the other positions of a target hold is not to be relied upon."""
+        for source, target, num_tokens in copies:
+            copied = [self.slots[source * self.block_size + place] for place in range(num_tokens)]
+            copied += [GARBAGE] * (self.block_size - num_tokens)
+            self.slots.update(enumerate(copied, target * self.block_size))
+            self.num_copied += num_tokens
 
     def _slot(self, table: list[int], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
@@ -277,8 +294,11 @@ class OracleRunner:
 class PendingStep:
     """A submitted step; it is executed when its result is asked for, so that masks can take part."""
 
-    def __init__(self, runner: OracleRunner, plan: Plan, tables: list[list[int]]) -> None:
-        self.runner, self.plan, self.tables = runner, plan, tables
+    def __init__(
+        self, runner: OracleRunner, plan: Plan, tables: list[list[int]], copies: list[tuple[int, int, int]]
+    ) -> None:
+        self.runner, self.plan, self.tables, self.copies = runner, plan, tables, copies
 
     def sample(self, masks: Masks) -> list[Sampled]:
+        self.runner.copy(self.copies)
         return self.runner.execute(self.plan, self.tables, masks)

@@ -11,8 +11,9 @@ A block is in exactly one of three states::
 
     num_free + num_used + num_cached == num_blocks
 
-The tensors live elsewhere (``KVStorage``); here a block is a number. Verbs: ``match``, ``fits``, ``adopt``,
-``reserve``, ``publish``, ``release``, ``evict``, ``check``. None of them costs more than the tokens it is about.
+The tensors live elsewhere (``KVStorage``); here a block is a number. Verbs: ``match``, ``fits``, ``start``, ``adopt``,
+``reserve``, ``publish``, ``truncate``, ``release``, ``evict``, ``check``. None of them costs more than the tokens it is
+about.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ class KVCache:
         self.tree = RadixTree(block_size, eviction, num_blocks, clock, events)
         self.offload: Offload | None = None
         """Where the contents of evicted blocks go, and come back from."""
+        self.copy_slots: Callable[[int, int, int], None] | None = None
+        """Copies the first positions of one block into another, given both and their number, before any step that is
+        submitted from now on. With it, a block is reused in part where the next tokens begin like it."""
+        self.num_copied = 0
+        """Positions that were copied in place of being computed."""
         self.num_slots = 0
         """Token positions in all block tables; a shared block counts in each."""
         self.num_filled = 0
@@ -122,6 +128,31 @@ class KVCache:
         self.num_filled += seq.num_computed_tokens
         seq.published = node
         seq.matched = None
+
+    def start(self, seq: Sequence, node: Node, shares: bool) -> None:
+        """Give ``seq``, which holds nothing, blocks for all its tokens: those up to ``node``, as ``match`` gave it, and
+        others, which ``fits`` says are there. With ``shares``, more of them may have been computed elsewhere."""
+        self.adopt(seq, node)
+        recalled = self.recall(seq) if shares else []
+        source, num_tokens = self._find_part(seq, node) if shares and not recalled else (-1, 0)
+        self.reserve(seq, len(seq.tokens))
+        self.restore(seq, recalled)
+        if num_tokens and self.copy_slots is not None:
+            # Should the source have been evicted just now, it still has its content.
+            self.copy_slots(source, seq.block_table[node.depth], num_tokens)
+            seq.num_computed_tokens += num_tokens
+            self.num_filled += num_tokens
+            self.num_copied += num_tokens
+
+    def _find_part(self, seq: Sequence, node: Node) -> tuple[int, int]:
+        """The block below ``node`` that ``seq`` can copy most positions of, and how many; a token is left to compute.
+
+        To be asked before blocks are reserved: what is evicted for them may be that block.
+        """
+        limit = min(len(seq.tokens) - 1 - node.depth * self.block_size, self.block_size - 1)
+        if self.copy_slots is None or limit <= 0:
+            return -1, 0
+        return self.tree.nearest(node, seq.tokens, limit, seq.request.cache_salt)
 
     def use_offload(self, offload: Offload) -> None:
         """Keep the contents of evicted blocks in ``offload``."""
@@ -193,6 +224,22 @@ class KVCache:
                 seq.block_table[index] = child.block
                 seq.table_version += 1
             seq.published = node = child
+
+    def truncate(self, seq: Sequence, num_tokens: int) -> None:
+        """Take back that positions from ``num_tokens`` on were computed, and the blocks of such positions only.
+
+        None of them may be published, and no step in flight may write there.
+        """
+        assert seq.published is None or num_tokens >= seq.published.depth * self.block_size
+        self.num_filled -= seq.num_computed_tokens - num_tokens
+        seq.num_computed_tokens = num_tokens
+        surplus = seq.block_table[self.blocks_for(num_tokens) :]
+        if surplus:
+            del seq.block_table[-len(surplus) :]
+            seq.table_version += 1
+            self.num_slots -= len(surplus) * self.block_size
+            for block in reversed(surplus):
+                self._drop(block)
 
     def release(self, seq: Sequence) -> None:
         """Take back all blocks of ``seq``; what it published stays findable until evicted."""

@@ -11,7 +11,7 @@ class Node:
     """A cached block, as the end of the path that leads to it. The root holds no block."""
 
     __slots__ = (
-        *("block", "children", "depth", "edge", "key", "parent"),
+        *("block", "children", "depth", "edge", "edges", "key", "parent"),
         *("born", "entry", "hash", "is_idle", "is_protected", "is_superseded", "kept_until", "rested", "uses"),
     )
 
@@ -22,6 +22,8 @@ class Node:
         self.depth: int = 0 if parent is None else parent.depth + 1
         """Blocks on the path from the root, this one included."""
         self.children: dict[Edge, Node] = {}
+        self.edges: list[Any] = []
+        """Those of the children in their order, so that edges which begin alike are neighbours."""
         self.hash = 0
         """What the world outside knows the prefix by; only where somebody listens to events."""
 

@@ -17,6 +17,7 @@ All walks are loops: a prefix of 32,768 tokens may be that many nodes deep.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
 from octavo.cache.eviction import IdleBlocks
@@ -71,9 +72,26 @@ class RadixTree:
             node = child
         return node
 
+    def nearest(self, node: Node, tokens: list[int | None], limit: int, salt: str) -> tuple[int, int]:
+        """Of the blocks below ``node``, the one that begins with most of what follows in ``tokens``, and with how many.
+
+        At most ``limit`` tokens, less than a block, are looked at. In the order of the edges, what shares most with a
+        run of tokens stands right before or after its place.
+        """
+        num_salts = int(not node.depth)
+        wanted = self.edge(tokens, node.depth, salt)[: limit + num_salts]
+        place = bisect_left(node.edges, wanted)
+        best, most = -1, 0
+        for edge in node.edges[max(place - 1, 0) : place + 1]:
+            num_equal = _num_equal(edge, wanted) - num_salts
+            if num_equal > most:
+                best, most = node.children[edge].block, num_equal
+        return best, most
+
     def insert(self, parent: Node, edge: Edge, block: int) -> Node:
         """Put ``block``, which some sequence holds, below ``parent``."""
         self.num_born += 1
+        insort(parent.edges, edge)
         node = parent.children[edge] = self.node_of[block] = Node(edge, block, parent, self.num_born)
         if self.events is not None:
             self.events.stored(node)
@@ -98,6 +116,7 @@ class RadixTree:
         assert parent is not None
         assert not node.children, "only leaves can be given up"
         del parent.children[node.edge]
+        del parent.edges[bisect_left(parent.edges, node.edge)]
         del self.node_of[node.block]
         if parent.is_idle and not parent.children:
             self.idle.place(parent)
@@ -142,3 +161,8 @@ class RadixTree:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+
+
+def _num_equal(one: Edge, other: Edge) -> int:
+    """How many places are equal before the first that is not."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -28,8 +28,7 @@ def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats
         stats.num_output_tokens += len(tokens)
         if item.drafts:
             num_rejected = 1 + len(item.drafts) - len(result.tokens)
-            seq.num_computed_tokens -= num_rejected
-            cache.num_filled -= num_rejected
+            cache.truncate(seq, seq.num_computed_tokens - num_rejected)
             num_committed += len(tokens) - 1
     block_size = cache.block_size
     if num_committed // block_size > item.start // block_size:

@@ -271,10 +271,7 @@ class Scheduler:
         node = self._room_for(seq)
         if node is None:
             return False
-        self.cache.adopt(seq, node)
-        recalled = self.cache.recall(seq) if may_share(seq) else []
-        self.cache.reserve(seq, len(seq.tokens))
-        self.cache.restore(seq, recalled)
+        self.cache.start(seq, node, may_share(seq))
         self.events.note(seq.id, "admitted", tokens=seq.num_computed_tokens, others=len(self.running))
         if not seq.first_scheduled:
             seq.first_scheduled = self.clock()

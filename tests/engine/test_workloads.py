@@ -28,6 +28,8 @@ FEATURES = {
     "priority": Features(policy="priority"),
     "priority and overlap": Features(policy="priority", depth=2),
     "no prefix caching": Features(prefix_caching=False),
+    "no partial blocks": Features(parts=False),
+    "no partial blocks, tight": Features(parts=False, tight=True, depth=2),
     "tight": Features(tight=True),
     "tight and overlap": Features(tight=True, depth=2),
     "tight, priority, drafts": Features(tight=True, policy="priority", drafts=True),
@@ -80,6 +82,7 @@ def test_there_were_many_steps() -> None:
         victim=st.sampled_from(["auto", "youngest", "cheapest", "largest"]),
         max_itl=st.sampled_from([None, 0.03, 0.2]),
         prefix_caching=st.booleans(),
+        parts=st.booleans(),
         tight=st.booleans(),
     ),
 )

@@ -35,6 +35,8 @@ class Features:
     victim: str = "auto"
     max_itl: float | None = None
     prefix_caching: bool = True
+    parts: bool = True
+    """Whether blocks are reused in part."""
     tight: bool = False
     """Hardly more blocks than one sequence needs, and many sequences at once."""
 
@@ -85,11 +87,13 @@ class WatchedCache(KVCache):
         self.history: list[tuple[str, list[int | None]]] = []
         self.num_adopted = 0
 
-    def adopt(self, seq: Sequence, node: Node) -> None:
-        if self.must_find and seq.request.params.prompt_logprobs is None:
+    def start(self, seq: Sequence, node: Node, shares: bool) -> None:
+        super().start(seq, node, shares)
+        if self.must_find and shares:
             best = max((self._common(seq, *entry) for entry in self.history), default=0)
-            assert node.depth >= best // self.block_size, "a cached prefix was missed"
-        super().adopt(seq, node)
+            if self.copy_slots is None:
+                best -= best % self.block_size
+            assert seq.num_computed_tokens >= best, "a cached prefix was missed"
         self.num_adopted += seq.num_computed_tokens
 
     def release(self, seq: Sequence) -> None:
@@ -97,11 +101,11 @@ class WatchedCache(KVCache):
             self.history.append((seq.request.cache_salt, seq.tokens[:-1] if seq.num_output_tokens else seq.tokens))
         super().release(seq)
 
-    @staticmethod
-    def _common(seq: Sequence, salt: str, computed: list[int | None]) -> int:
+    def _common(self, seq: Sequence, salt: str, computed: list[int | None]) -> int:
+        """Tokens that ``seq`` has in common with the full blocks of what was computed before."""
         if salt != seq.request.cache_salt:
             return 0
-        most = min(len(computed), len(seq.tokens) - 1)
+        most = min(len(computed) // self.block_size * self.block_size, len(seq.tokens) - 1)
         return next((i for i in range(most) if computed[i] != seq.tokens[i]), most)
 
 
@@ -187,6 +191,8 @@ class Run:
                 self.trouble.bad_rows[request.id] = position
         self.cache = WatchedCache(self.workload, features.prefix_caching)
         self.runner = OracleRunner(self.workload.block_size, self.trouble, reads_live_tables=rng.random() < 0.5)
+        if features.parts:
+            self.cache.copy_slots = self.runner.copy_slots
         self.engine = Engine(
             Scheduler(
                 self.cache,
@@ -260,6 +266,7 @@ class Run:
             assert stats.prefix_hits == stats.num_cached_blocks == 0
         assert stats.num_running == stats.num_waiting == stats.num_used_blocks == 0
         assert stats.num_faults == self.runner.num_failed_steps
+        assert cache.num_copied == self.runner.num_copied
 
     def _check_record(self, request: Request) -> None:
         record = self.records[request.id]
@@ -288,7 +295,10 @@ class Run:
     def _check_nothing_computed_twice(self) -> None:
         features, stats = self.features, self.engine.stats()
         can_stop = any(request.eos_token_ids or request.params.stop_token_ids for request in self.workload.requests)
-        is_calm = features == Features(drafts=features.drafts, grammar=features.grammar) and not stats.num_preemptions
+        is_calm = (
+            features == Features(drafts=features.drafts, grammar=features.grammar, parts=features.parts)
+            and not stats.num_preemptions
+        )
         if is_calm and not can_stop:
             sizes = [len(r.prompt_tokens) + max(r.max_tokens, 1) - 1 for r in self.workload.requests]
             assert self.runner.num_computed == sum(sizes) - self.cache.num_adopted
