@@ -16,6 +16,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_BYTES = 256
+MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_TOKEN_ID = 2**31 - 1
 
 _MASK_64 = 2**64 - 1
@@ -45,6 +48,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    bad_words: tuple[str, ...] = ()
+    """Texts whose tokens the output may not complete, at the beginning of a text or behind a space."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these may be chosen; ``None``: any."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -62,8 +69,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             force_setattr(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             value = getattr(self, name)
+            if value is None and name == "allowed_token_ids":
+                continue
             if not isinstance(value, (list, tuple)):
                 raise InvalidParameter(name, f"'{name}' must be a list.")
             force_setattr(self, name, tuple(value))
@@ -92,6 +101,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 _whole(self, name, 0, MAX_LOGPROBS)
         _check_stops(self)
         _check_logit_bias(self)
+        _check_bad_words(self)
+        _check_allowed(self)
         if self.grammar is not None and not isinstance(self.grammar, str):
             raise InvalidParameter("grammar", "'grammar' must be a text made by octavo.grammar.forms.")
 
@@ -184,6 +195,35 @@ def _check_logit_bias(params: SamplingParams) -> None:
             raise InvalidParameter("logit_bias", f"{_shown(token)} is not a token id.")
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
             raise InvalidParameter("logit_bias", f"The bias of token {token} must be a number from -100 to 100.")
+
+
+def _check_bad_words(params: SamplingParams) -> None:
+    if len(params.bad_words) > MAX_BAD_WORDS:
+        raise InvalidParameter("bad_words", f"'bad_words' takes at most {MAX_BAD_WORDS} strings.")
+    for text in params.bad_words:
+        if not isinstance(text, str) or not text.strip(" ") or not _is_short(text, MAX_BAD_WORD_BYTES):
+            message = f"Each bad word must be text of 1 to {MAX_BAD_WORD_BYTES} bytes, not all of them spaces."
+            raise InvalidParameter("bad_words", message)
+
+
+def _is_short(text: str, limit: int) -> bool:
+    """Whether it is Unicode text of at most ``limit`` bytes."""
+    try:
+        return len(text.encode()) <= limit
+    except UnicodeEncodeError:
+        return False
+
+
+def _check_allowed(params: SamplingParams) -> None:
+    allowed = params.allowed_token_ids
+    if allowed is None:
+        return
+    if not 1 <= len(allowed) <= MAX_ALLOWED_TOKEN_IDS:
+        message = f"'allowed_token_ids' must have 1 to {MAX_ALLOWED_TOKEN_IDS} token ids, not {len(allowed)}."
+        raise InvalidParameter("allowed_token_ids", message)
+    for token in allowed:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
+            raise InvalidParameter("allowed_token_ids", f"{_shown(token)} is not a token id.")
 
 
 def _shown(value: object) -> str:

@@ -48,6 +48,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """The random key of this continuation, already mixed with ``index`` (unsigned 64 bit)."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids that end the text; empty when the client asked to ignore them."""
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens, none of which the output may complete; the prompt is no part of them."""
     output_tokens: list[int] = []
     priority: int = 0
     """Smaller is served first, under the priority policy."""
@@ -246,6 +248,24 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     """Tokens computed by the last step."""
     step_seconds: float = 0.0
     """Wall time of the last step."""
+    num_drafts: int = 0
+    """Guessed tokens that were verified."""
+    num_accepted_drafts: int = 0
+    """Of those, right ones."""
+    num_copied_tokens: int = 0
+    """Of ``prefix_hits``, and of what was preempted, tokens copied out of a block that only begins alike."""
+    num_offload_saved: int = 0
+    """Blocks that went to slower tiers."""
+    num_offload_dropped: int = 0
+    """Blocks lost because too many were on their way."""
+    num_offload_prefetched: int = 0
+    """Blocks read from the disk ahead of their request."""
+    num_offload_restored: int = 0
+    """Blocks that came back in place of being computed."""
+    num_offload_bad_files: int = 0
+    """Files of the disk that were missing, damaged, or could not be written or read."""
+    offload_memory_bytes: int = 0
+    offload_disk_bytes: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

@@ -156,7 +156,6 @@ class LLM:
     def _continuations(self, prompt: Checked) -> list[Continuation]:
         params = prompt.params
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        own = self._tokenizer.eos_token_ids if self._tokenizer else ()
         requests = [
             Request(
                 id=next(self._request_ids),
@@ -164,7 +163,8 @@ class LLM:
                 params=params,
                 max_tokens=prompt.max_tokens,
                 seed=choice_key(seed, index),
-                eos_token_ids=() if params.ignore_eos else tuple(sorted({*self.info.eos_token_ids, *own})),
+                eos_token_ids=prompt.eos_token_ids,
+                banned_sequences=prompt.banned_sequences,
                 arrival=time.monotonic(),
             )
             for index in range(params.n)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import SamplingParams, resolve_max_tokens
+from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import EngineInfo
 
@@ -23,6 +24,8 @@ class Checked(NamedTuple):
     tokens: list[int]
     params: SamplingParams
     max_tokens: int
+    eos_token_ids: tuple[int, ...]
+    banned_sequences: Sequences
 
 
 def check_all(prompts: Any, params: Any, tokenizer: Tokenizer | None, info: EngineInfo) -> list[Checked]:
@@ -33,7 +36,11 @@ def check_all(prompts: Any, params: Any, tokenizer: Tokenizer | None, info: Engi
         name = "prompt" if len(items) == 1 else f"prompts[{place}]"
         text, tokens = _encode(prompt, name, tokenizer, info.vocab_size)
         _check_params(own, tokenizer, info.vocab_size)
-        checked.append(Checked(text, tokens, own, resolve_max_tokens(own, len(tokens), info.max_model_len, field=name)))
+        max_tokens = resolve_max_tokens(own, len(tokens), info.max_model_len, field=name)
+        ends = _eos_token_ids(own, tokenizer, info)
+        banned = () if tokenizer is None else banned_sequences(own.bad_words, tokenizer)
+        check_something_is_left(own, banned, {*ends, *own.stop_token_ids})
+        checked.append(Checked(text, tokens, own, max_tokens, ends, banned))
     return checked
 
 
@@ -86,10 +93,17 @@ def _from_mapping(prompt: Mapping[str, Any], name: str) -> Any:
 
 
 def _check_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-    if params.stop and tokenizer is None:
-        raise InvalidParameter("stop", "The model has no tokenizer, so 'stop' cannot be used.")
+    for name in ("stop", "bad_words"):
+        if getattr(params, name) and tokenizer is None:
+            raise InvalidParameter(name, f"The model has no tokenizer, so '{name}' cannot be used.")
     _check_in_vocabulary(params.stop_token_ids, "stop_token_ids", vocab_size)
     _check_in_vocabulary(tuple(params.logit_bias), "logit_bias", vocab_size)
+    _check_in_vocabulary(params.allowed_token_ids or (), "allowed_token_ids", vocab_size)
+
+
+def _eos_token_ids(params: SamplingParams, tokenizer: Tokenizer | None, info: EngineInfo) -> tuple[int, ...]:
+    own = () if tokenizer is None else tokenizer.eos_token_ids
+    return () if params.ignore_eos else tuple(sorted({*info.eos_token_ids, *own}))
 
 
 def _check_in_vocabulary(tokens: Sequence[int], name: str, vocab_size: int) -> None:

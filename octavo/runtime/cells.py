@@ -109,5 +109,7 @@ def _is_sampled_by_host(seq: Sequence) -> bool:
         seq.request.task != "generate"
         or params.grammar is not None
         or params.prompt_logprobs is not None
+        or params.allowed_token_ids is not None
+        or bool(seq.request.banned_sequences)
         or (params.min_tokens > 0 and len(seq.stop_token_ids) > MAX_BANS)
     )

@@ -34,6 +34,12 @@ def ban(logits_V: Tensor, token_ids: Iterable[int]) -> Tensor:
     return logits_V.index_fill(0, _ids(token_ids, logits_V), NEVER)
 
 
+def keep_only(logits_V: Tensor, token_ids: Iterable[int]) -> Tensor:
+    """Take all but these tokens out."""
+    ids = _ids(token_ids, logits_V)
+    return torch.full_like(logits_V, NEVER).index_copy(0, ids, logits_V[ids])
+
+
 def add_bias(logits_V: Tensor, bias: Mapping[int, float]) -> Tensor:
     """Add to the logits of single tokens."""
     ids = _ids(bias, logits_V)

@@ -173,6 +173,7 @@ def _rows(item: Scheduled, masks: Masks) -> Iterator[Row]:
             num_prompt_tokens=seq.num_prompt_tokens,
             stop_token_ids=seq.stop_token_ids,
             mask=None if seq_masks is None else seq_masks[i],
+            banned_sequences=seq.request.banned_sequences,
         )
 
 

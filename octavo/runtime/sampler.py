@@ -4,7 +4,8 @@ One row is treated in this order; a step that the request does not ask for is le
 
 1. log-probabilities to report are taken from the logits as the model gave them;
 2. mask of the grammar;
-3. ``min_tokens``: the ids that would end the text are out until there are as many tokens, or the grammar is complete;
+3. unless the grammar is complete: ``allowed_token_ids``; ``bad_words``, whose last token is out where the output ends
+   with its others; ``min_tokens``: the ids that would end the text are out until there are as many tokens;
 4. ``logit_bias``;
 5. ``repetition_penalty`` (prompt and output), then ``frequency_penalty`` and ``presence_penalty`` (output);
 6. with a temperature of 0 the most likely token is taken, and that is all;
@@ -35,7 +36,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.types import TokenLogprobs
 
 NOT_NUMBERS = "the model's logits are not finite numbers"
-NOTHING_LEFT = "no token is allowed here by the grammar, min_tokens and logit_bias together"
+NOTHING_LEFT = "no token is allowed here by the grammar, allowed_token_ids, bad_words and min_tokens together"
 OVERFLOW = "the sampling parameters bring the logits out of range"
 
 
@@ -53,10 +54,28 @@ class Row:
     stop_token_ids: frozenset[int]
     mask: npt.NDArray[np.uint8] | None = None
     """Bits of the tokens that the grammar allows."""
+    banned_sequences: Sequence[tuple[int, ...]] = ()
+    """The output may complete none of these."""
 
     @property
     def bans_stops(self) -> bool:
         return self.position - self.num_prompt_tokens < self.params.min_tokens and bool(self.stop_token_ids)
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether the request itself keeps some tokens out."""
+        return self.bans_stops or bool(self.banned_sequences) or self.params.allowed_token_ids is not None
+
+    @property
+    def completing(self) -> list[int]:
+        """The tokens that would complete a banned sequence."""
+        reach = max(map(len, self.banned_sequences), default=1) - 1
+        before = _known(self.tokens[max(self.num_prompt_tokens, self.position - reach) : self.position])
+        return [
+            sequence[-1]
+            for sequence in self.banned_sequences
+            if tuple(before[max(0, len(before) + 1 - len(sequence)) :]) == sequence[:-1]
+        ]
 
     @property
     def must_stop(self) -> bool:
@@ -79,7 +98,7 @@ class Row:
             and not params.logit_bias
             and params.repetition_penalty == 1
             and params.frequency_penalty == params.presence_penalty == 0
-            and not self.bans_stops
+            and not self.is_restricted
         )
 
 
@@ -154,8 +173,8 @@ def process(logits_V: Tensor, row: Row) -> Tensor:
     params = row.params
     if row.mask is not None:
         logits_V = processors.apply_mask(logits_V, row.mask)
-    if row.bans_stops and not row.must_stop:
-        logits_V = processors.ban(logits_V, row.stop_token_ids)
+    if row.is_restricted and not row.must_stop:
+        logits_V = _restrict(logits_V, row)
     if params.logit_bias:
         logits_V = processors.add_bias(logits_V, params.logit_bias)
     if params.repetition_penalty != 1:
@@ -165,6 +184,12 @@ def process(logits_V: Tensor, row: Row) -> Tensor:
         output = _known(row.tokens[row.num_prompt_tokens : row.position])
         logits_V = processors.penalize_output(logits_V, output, params.frequency_penalty, params.presence_penalty)
     return logits_V
+
+
+def _restrict(logits_V: Tensor, row: Row) -> Tensor:
+    if row.params.allowed_token_ids is not None:
+        logits_V = processors.keep_only(logits_V, row.params.allowed_token_ids)
+    return processors.ban(logits_V, [*row.completing, *(row.stop_token_ids if row.bans_stops else ())])
 
 
 def truncate(logits_V: Tensor, params: SamplingParams) -> Tensor:

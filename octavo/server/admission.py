@@ -26,6 +26,7 @@ from octavo.server.engine_client import EngineClient
 from octavo.server.errors import RETRY_AFTER_SECONDS
 from octavo.server.generation import Choice, Generation, Prompt
 from octavo.server.quotas import Account
+from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
 from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Request, Task
@@ -105,10 +106,12 @@ class Admission:
                 async with asyncio.timeout_at(deadline):
                     prompts = await self._encode_all(asked)
                     self._check_tokens(asked)
+                    banned = await self._banned_sequences(asked.params)
                     asked = await self._with_grammar(asked, prompts[0])
             except TimeoutError:
                 raise DeadlineExceeded(asked.timeout or 0.0) from None
-            generation = self._start(asked, [(prompt, self._max_tokens(asked, prompt)) for prompt in prompts])
+            prompts_and_limits = [(prompt, self._max_tokens(asked, prompt)) for prompt in prompts]
+            generation = self._start(asked, prompts_and_limits, banned)
         if deadline is not None:
             generation.expire_at(deadline, DeadlineExceeded(asked.timeout or 0.0))
         return generation
@@ -124,6 +127,15 @@ class Admission:
             raise InvalidParameter(asked.grammar_field, message) from None
         return dataclasses.replace(asked, params=msgspec.structs.replace(asked.params, grammar=form))
 
+    async def _banned_sequences(self, params: SamplingParams) -> Sequences:
+        """The tokens of its bad words. Raises ``InvalidParameter`` if these and other fields leave nothing."""
+        banned: Sequences = ()
+        if params.bad_words:
+            assert self.tokenizer is not None, "without a tokenizer, no words are let in"
+            banned = await asyncio.to_thread(banned_sequences, params.bad_words, self.tokenizer)
+        check_something_is_left(params, banned, {*self._eos_token_ids(params), *params.stop_token_ids})
+        return banned
+
     def _vocabulary(self) -> Vocabulary:
         assert self.tokenizer is not None, "without a tokenizer, no grammar is let in"
         return self.tokenizer.vocabulary(self.engine.info.eos_token_ids)
@@ -138,7 +150,7 @@ class Admission:
         finally:
             self._num_reserved -= count
 
-    def _start(self, asked: Asked, prompts: list[tuple[Prompt, int]]) -> Generation:
+    def _start(self, asked: Asked, prompts: list[tuple[Prompt, int]], banned: Sequences) -> Generation:
         generation = Generation(self.engine, asked.account)
         adapters = self.engine.adapters
         adapter = asked.model if asked.model in adapters.paths else ""
@@ -154,7 +166,8 @@ class Admission:
                     params=asked.params,
                     max_tokens=max_tokens,
                     seed=choice_key(seed, index),
-                    eos_token_ids=() if asked.params.ignore_eos else self._eos_token_ids(),
+                    eos_token_ids=self._eos_token_ids(asked.params),
+                    banned_sequences=banned,
                     priority=asked.priority,
                     arrival=arrival,
                     cache_salt=adapters.salted(adapter, asked.cache_salt),
@@ -178,7 +191,9 @@ class Admission:
             asked.account.charge(sum(len(prompt.tokens) for prompt, _ in prompts))
         return generation
 
-    def _eos_token_ids(self) -> tuple[int, ...]:
+    def _eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        if params.ignore_eos:
+            return ()
         own = self.tokenizer.eos_token_ids if self.tokenizer else ()
         return tuple(sorted({*self.engine.info.eos_token_ids, *own}))
 
@@ -242,6 +257,7 @@ class Admission:
     def _check_tokens(self, asked: Asked) -> None:
         self.check_in_vocabulary(asked.params.stop_token_ids, "stop_token_ids")
         self.check_in_vocabulary(tuple(asked.params.logit_bias), "logit_bias")
+        self.check_in_vocabulary(asked.params.allowed_token_ids or (), "allowed_token_ids")
 
     def _max_tokens(self, asked: Asked, prompt: Prompt) -> int:
         return resolve_max_tokens(

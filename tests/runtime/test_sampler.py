@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -207,3 +208,42 @@ def test_a_complete_grammar_ends_a_text_before_min_tokens() -> None:
 def test_where_a_grammar_allows_nothing_the_row_fails_alone() -> None:
     found = SAMPLER.sample(torch.zeros(2, VOCAB), [row(mask=bits(), min_tokens=10), row()])
     assert [choice.error for choice in found] == [NOTHING_LEFT, None]
+
+
+def banning(*sequences: tuple[int, ...], **changes: Any) -> Row:
+    """A row whose output so far is 4, 5, after a prompt that ends with 3."""
+    return replace(row(temperature=0, **changes), banned_sequences=sequences)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "is_out"),
+    [((20,), True), ((5, 20), True), ((4, 5, 20), True), ((3, 4, 5, 20), False), ((4, 20), False), ((5, 21), False)],
+)
+def test_the_last_token_of_a_banned_sequence_is_out_behind_its_others(sequence: tuple[int, ...], is_out: bool) -> None:
+    """The prompt is no part of a sequence."""
+    scores = torch.zeros(1, VOCAB)
+    scores[0, 20], scores[0, 30] = 2, 1
+    (found,) = SAMPLER.sample(scores, [banning(sequence, (1, 2), (5, 5, 5))])
+    assert found.token == (30 if is_out else 20)
+
+
+def test_only_allowed_tokens_are_chosen_and_logprobs_do_not_care() -> None:
+    scores = logits(1)
+    best = scores[0].argsort(descending=True).tolist()
+    allowed = row(temperature=0, logprobs=1, allowed_token_ids=(best[5], best[9], VOCAB + 3, best[5]))
+    (found,) = SAMPLER.sample(scores, [allowed])
+    assert found.token == best[5]
+    assert found.logprobs is not None
+    assert (found.logprobs.rank, found.logprobs.top_ids) == (6, best[:1])
+
+
+def test_a_bias_does_not_bring_back_what_is_out() -> None:
+    both = banning((20,), allowed_token_ids=(20, 30, 40), logit_bias={20: 100.0, 50: 100.0, 40: 1.0})
+    assert SAMPLER.sample(torch.zeros(1, VOCAB), [both])[0].token == 40
+
+
+def test_a_complete_grammar_ends_a_text_whatever_else_is_asked() -> None:
+    scores = torch.zeros(1, VOCAB)
+    ended = banning((9,), mask=bits(9, 63), allowed_token_ids=(20,), min_tokens=10)
+    going_on = banning((9,), mask=bits(9, 20, 30), allowed_token_ids=(9, 30))
+    assert [SAMPLER.sample(scores, [each])[0].token for each in (ended, going_on)] == [9, 30]

@@ -22,8 +22,6 @@ MAX_TTFT_TARGET = 86400.0
 MAX_TIMEOUT = 86400.0
 
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
-    "bad_words": (),
     "custom_logit_processor": (),
     "early_stopping": (),
     "ebnf": (),
@@ -81,6 +79,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = {}
+    bad_words: list[str] = []
+    allowed_token_ids: list[int] | None = None
     stop: str | list[str] = []
     seed: int | None = None
     stream: bool = False
@@ -159,8 +159,9 @@ def check_generation_fields(body: GenerationFields, front: Front) -> None:
             raise InvalidParameter("ttft_target", f"'ttft_target' must be above 0 and at most {MAX_TTFT_TARGET:g}.")
     if body.timeout is not None and not 0 < body.timeout <= MAX_TIMEOUT:
         raise InvalidParameter("timeout", f"'timeout' must be above 0 and at most {MAX_TIMEOUT:g} seconds.")
-    if body.stop and front.tokenizer is None:
-        front.need_tokenizer("stop")
+    for name in ("stop", "bad_words"):
+        if getattr(body, name):
+            front.need_tokenizer(name)
 
 
 def sampling_params(
@@ -178,6 +179,8 @@ def sampling_params(
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias=_logit_bias(body.logit_bias),
+        bad_words=tuple(body.bad_words),
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
         stop_token_ids=tuple(body.stop_token_ids),
         include_stop_str_in_output=body.include_stop_str_in_output,

@@ -244,8 +244,6 @@ def test_a_model_without_tokenizer_serves_token_ids(serve_app: Any) -> None:
         ("guided_decoding_backend", "x"),
         ("guided_whitespace_pattern", " "),
         ("structured_outputs", {"regex": "a", "whitespace_pattern": " "}),
-        ("bad_words", ["x"]),
-        ("allowed_token_ids", [1]),
         ("prompt_embeds", "AAAA"),
         ("logits_processors", ["x"]),
         ("truncate_prompt_tokens", 5),
