@@ -20,6 +20,7 @@ from octavo.grammar.matchers import GrammarError
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.models.adapters import Adapters, load_with_adapters
 from octavo.models.bert import EncoderConfig
+from octavo.layers.stacked_lora import StackedRows
 from octavo.models.keys import token_ids
 from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, read_config
@@ -97,7 +98,10 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     stream = runner.stream if isinstance(runner, StreamRunner) else None
     if (offload := make_offload(config.cache, storage, stream, path, forms)) is not None:
         scheduler.cache.use_offload(offload)
-    return Engine(scheduler, runner, grammars=grammars, adapters=adapters, depth=DEPTH[device.type]), info
+    ngram = parse_speculative_config(config.speculative.speculative_config)
+    proposer = None if ngram is None else NgramProposer(ngram)
+    depth = 1 if ngram else DEPTH[device.type]  # guesses follow the last token, so it must be known
+    return Engine(scheduler, runner, grammars=grammars, proposer=proposer, adapters=adapters, depth=depth), info
 
 
 def _scheduler(config: EngineConfig, limits: memory.Limits) -> Scheduler:
@@ -141,7 +145,10 @@ def make_runner(
         return ModelRunner(model, storage, vocab_size, forward, pooling, rows)
     max_blocks = -(-limits.max_model_len // limits.block_size)
     most = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks)
-    return StreamRunner(model, storage, vocab_size, most, settings.batch_invariant, settings.enforce_eager, pooling)
+    rows = None if adapters is None or not isinstance(adapters.rows, StackedRows) else adapters.rows
+    return StreamRunner(
+        model, storage, vocab_size, most, settings.batch_invariant, settings.enforce_eager, pooling, rows
+    )
 
 
 def _recorded(model: CausalLM, storage: KVStorage) -> Forward | None:

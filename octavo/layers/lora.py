@@ -28,6 +28,12 @@ class AdapterRows:
 
     @contextlib.contextmanager
     def of_step(self, by_name: Mapping[str, Tensor]) -> Iterator[None]:
+        self.places: dict[str, int] = {}
+        """The adapters that are loaded, and a number for each that no other has."""
+
+    def make_linear(self, weights: Sequence[LinearWeight], bias_N: Tensor | None = None) -> AdaptedLinear:
+        """A map whose rows these are."""
+        return AdaptedLinear(self, weights, bias_N)
         """Within this block, these are the rows."""
         self.by_name = by_name
         try:
@@ -50,6 +56,14 @@ class AdaptedLinear(Linear):
     def __call__(
         self,
         x_TK: Tensor,
+    def add(self, name: str, change: LowRank) -> None:
+        """Let an adapter change some of the outputs."""
+        self.changes.setdefault(name, []).append(change)
+
+    def remove(self, name: str) -> None:
+        """Forget what an adapter changes, if anything."""
+        self.changes.pop(name, None)
+
         *,
         norm: RMSNorm | None = None,
         residual: Tensor | None = None,

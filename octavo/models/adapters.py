@@ -14,6 +14,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.lora import AdaptedLinear, AdapterRows
 from octavo.models.config import ModelConfig
 from octavo.models.loader import MapPart, Source
+from octavo.layers.stacked_lora import StackedLinear, StackedRows
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.lora import LowRank
 from octavo.quant.scheme import DenseWeight, WeightFormat
@@ -44,15 +45,33 @@ class Adapters:
         changes = list(changes_of(Path(path), self.maps, self._form))
         for linear, change in changes:
             assert isinstance(linear, AdaptedLinear), "this model was not loaded for adapters"
+        rank = max(len(change.down_RK) for _, change in changes)
+        if self.rows.max_rank is not None and rank > self.rows.max_rank:
+            raise CheckpointError(f"{path}: has rank {rank}; max_lora_rank allows {self.rows.max_rank} on this device")
+        places[name] = min(set(range(self._most)) - set(places.values()))
             linear.changes.setdefault(name, []).append(change)
         self._names.add(name)
 
     def unload(self, name: str) -> None:
         """Forget an adapter, which no request may need any more."""
-        self._names.discard(name)
-        for part in self.maps.values():
-            if isinstance(part.linear, AdaptedLinear):
-                part.linear.changes.pop(name, None)
+        if name in self:
+            for part in self.maps.values():
+                if isinstance(part.linear, AdaptedLinear):
+                    part.linear.remove(name)
+            del self.rows.places[name]
+
+
+def make_stacks(maps: Mapping[str, MapPart], form: WeightFormat) -> int:
+    """Make room for adapters of every map; the bytes it takes."""
+    parts: dict[StackedLinear, list[MapPart]] = {}
+    for name, part in maps.items():
+        if isinstance(part.linear, StackedLinear) and name != HEAD:
+            parts.setdefault(part.linear, []).append(part)
+    like = torch.empty(0, dtype=form.dtype, device=form.device)
+    return sum(
+        linear.make_room([(part.start, part.size) for part in own], own[0].num_inputs, like)
+        for linear, own in parts.items()
+    )
 
 
 def merge(path: Path, maps: Mapping[str, MapPart], form: WeightFormat) -> None:
@@ -102,11 +121,11 @@ def load_with_adapters(
         return loaded, None
     if settings.merge_lora:
         raise ConfigError("merge_lora: adapters are in the weights or beside them; leave out enable_lora")
-    if form.device.type != "cpu":
-        raise ConfigError("enable_lora: adapters beside the weights are for CPUs; on a GPU, use merge_lora")
-    rows = AdapterRows()
+    rows = AdapterRows() if form.device.type == "cpu" else StackedRows(settings.max_loras, settings.max_lora_rank)
     loaded = load_model(config, source, form, rows)
     adapters = Adapters(loaded.maps, rows, form, settings.max_loras)
     for name, path in modules.items():
         adapters.load(name, path)
+    if isinstance(rows, StackedRows):
+        loaded = loaded._replace(num_bytes=loaded.num_bytes + make_stacks(loaded.maps, form))
     return loaded, adapters

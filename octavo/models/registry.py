@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.layers.linear import Linear
-from octavo.layers.lora import AdaptedLinear, AdapterRows
+from octavo.layers.lora import AdapterRows
 from octavo.models.config import ModelConfig, architecture
 from octavo.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from octavo.models.encoders import ENCODERS
@@ -109,7 +109,7 @@ def load_model(
 
     With ``adapter_rows``, adapters can be loaded beside it.
     """
-    make_linear = Linear if adapter_rows is None else partial(AdaptedLinear, adapter_rows)
+    make_linear = Linear if adapter_rows is None else adapter_rows.make_linear
     weights = WeightLoader(TextPart(source), form, make_linear)
     model = _family(config.architecture)(config, weights)
     weights.finish()

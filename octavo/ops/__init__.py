@@ -20,6 +20,7 @@ from octavo.ops.rms_norm import rms_norm
 from octavo.ops.rotary_angles import rotary_angles
 from octavo.ops.sample import sample
 from octavo.ops.silu_and_mul import silu_and_mul
+from octavo.ops.stacked_lora import stacked_lora
 from octavo.ops.stage_step import stage_step
 from octavo.ops.store_kv import store_kv
 from octavo.ops.token_logprobs import token_logprobs
@@ -45,6 +46,7 @@ __all__ = [
     "rotary_angles",
     "sample",
     "silu_and_mul",
+    "stacked_lora",
     "stage_step",
     "store_kv",
     "token_logprobs",

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 
@@ -34,44 +35,59 @@ EXTRA_MIXED_ROWS = (64, 256, 512, 1024, MIXED_ROWS[-1])
 SECONDS_BETWEEN_CAPTURES = 1.0
 
 
+class Kind(NamedTuple):
+    """What a step may have beside rows: extras, and adapters."""
+
+    has_extras: bool = False
+    has_adapters: bool = False
+
+
+PLAIN = Kind()
+
+
 def padded(size: int, sizes: tuple[int, ...], step: int) -> int:
     """The least of ``sizes`` that is not below ``size``; above them all, the next multiple of ``step``."""
     return next((known for known in sizes if known >= size), -(-size // step) * step)
 
 
+def kinds(with_adapters: bool) -> list[Kind]:
+    """All kinds of steps. Where there are adapters, every step with extras looks for them: there are few of these."""
+    return [PLAIN, *([Kind(has_adapters=True)] if with_adapters else []), Kind(True, with_adapters)]
+
+
 def padded_shape(
-    num_rows: int, num_seqs: int, max_query_len: int, max_num_seqs: int, has_extras: bool = False
+    num_rows: int, num_seqs: int, max_query_len: int, max_num_seqs: int, kind: Kind = PLAIN
 ) -> tuple[StepShape, bool]:
     """The shape that a step is brought to, and whether it is one that has a graph."""
     most_seqs = max(max_num_seqs, num_seqs)
     if max_query_len == 1:
-        size = min(padded(num_seqs, EXTRA_BATCH_SIZES if has_extras else BATCH_SIZES, 32), most_seqs)
-        return StepShape(size, size, 1, has_extras), True
+        size = min(padded(num_seqs, EXTRA_BATCH_SIZES if kind.has_extras else BATCH_SIZES, 32), most_seqs)
+        return StepShape(size, size, 1, *kind), True
     seqs = min(padded(num_seqs, MIXED_SEQS if num_rows <= FEW_ROWS else (), max_num_seqs), most_seqs)
     if num_rows <= MIXED_ROWS[-1]:
-        rows = padded(num_rows, EXTRA_MIXED_ROWS if has_extras else MIXED_ROWS, 1)
-        return StepShape(rows, seqs, rows, has_extras), True
+        rows = padded(num_rows, EXTRA_MIXED_ROWS if kind.has_extras else MIXED_ROWS, 1)
+        return StepShape(rows, seqs, rows, *kind), True
     rows = -(-num_rows // 128) * 128
-    return StepShape(rows, seqs, rows, has_extras), False
+    return StepShape(rows, seqs, rows, *kind), False
 
 
-def graph_shapes(max_num_seqs: int, max_num_rows: int) -> list[StepShape]:
+def graph_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = False) -> list[StepShape]:
     """Every shape that has a graph, the largest first, so that the smaller ones fit into its memory.
 
     Those with extras come last.
     """
     shapes = set()
-    for has_extras in (False, True):
+    for kind in kinds(with_adapters):
         for size in range(1, max_num_seqs + 1):
-            shapes.add(padded_shape(size, size, 1, max_num_seqs, has_extras)[0])
+            shapes.add(padded_shape(size, size, 1, max_num_seqs, kind)[0])
         for rows in MIXED_ROWS:
             for seqs in (*(MIXED_SEQS if rows <= FEW_ROWS else ()), max_num_seqs) if rows <= max_num_rows else ():
                 few = min(seqs, rows - 1, max_num_seqs)
-                shapes.add(padded_shape(rows, few, rows, max_num_seqs, has_extras)[0])
+                shapes.add(padded_shape(rows, few, rows, max_num_seqs, kind)[0])
     return sorted(shapes, key=lambda shape: (not shape.has_extras, shape), reverse=True)
 
 
-def first_shapes(max_num_seqs: int, max_num_rows: int) -> list[StepShape]:
+def first_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = False) -> list[StepShape]:
     """A few shapes between which every step that has a graph finds one that it fits into, the largest first."""
     sizes = {min(size, max_num_seqs) for size in (1, 16, 64, max_num_seqs)}
     shapes = {padded_shape(size, size, 1, max_num_seqs)[0] for size in sizes}
@@ -80,7 +96,7 @@ def first_shapes(max_num_seqs: int, max_num_rows: int) -> list[StepShape]:
             shapes.add(padded_shape(rows, min(rows - 1, max_num_seqs), rows, max_num_seqs)[0])
     widest = max((shape for shape in shapes if shape.max_query_len > 1), default=max(shapes))
     for shape in (max(shape for shape in shapes if shape.max_query_len == 1), widest):
-        shapes.add(padded_shape(*shape[:3], max_num_seqs, has_extras=True)[0])
+        shapes.update(padded_shape(*shape[:3], max_num_seqs, kind)[0] for kind in kinds(with_adapters))
     return sorted(shapes, reverse=True)
 
 

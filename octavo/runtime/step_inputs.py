@@ -32,11 +32,13 @@ class StepShape(NamedTuple):
     max_query_len: int
     has_extras: bool = False
     """Whether any request wants more than a plain token, see ``step_extras``."""
+    has_adapters: bool = False
+    """Whether the step looks for adapters of its rows."""
 
     def holds(self, other: StepShape) -> bool:
         """Whether a step of shape ``other`` may be brought to this one by padding."""
         are_alike = (self.max_query_len == 1) == (other.max_query_len == 1)
-        are_alike = are_alike and self.has_extras == other.has_extras
+        are_alike = are_alike and self[3:] == other[3:]
         return are_alike and self.num_rows >= other.num_rows and self.num_seqs >= other.num_seqs
 
 
@@ -84,6 +86,8 @@ def layout(shape: StepShape) -> tuple[dict[str, Field], int]:
             "presence": ("float32", S),
             "wants_logprobs": ("int32", S),
         }
+    if shape.has_adapters:
+        wanted["adapters"] = ("int32", T)
     fields, end = {}, 0
     for name, (dtype, size) in wanted.items():
         fields[name] = Field(dtype, size, end)
@@ -150,6 +154,8 @@ class DeviceStep(NamedTuple):
     rows: PagedRows
     params: SampleParams
     extras: ExtraInputs | None
+    adapters_T: Tensor | None
+    """The place of the adapter that each row wants, see ``ops.stacked_lora``."""
 
 
 def view_step(buffer: Tensor, shape: StepShape, block_tables_SB: Tensor) -> DeviceStep:
@@ -179,4 +185,5 @@ def view_step(buffer: Tensor, shape: StepShape, block_tables_SB: Tensor) -> Devi
             position=at["sample_positions"],
         ),
         extras=None if not shape.has_extras else ExtraInputs(*(at[name[:-2]] for name in ExtraInputs._fields)),
+        adapters_T=at.get("adapters"),
     )

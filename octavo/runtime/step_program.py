@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 
 from octavo import ops
+from octavo.layers.stacked_lora import StackedRows
 from octavo.models.registry import CausalLM
-from octavo.runtime.graphs import padded_shape
+from octavo.runtime.graphs import Kind, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.step_extras import ExtraTables
 from octavo.runtime.step_inputs import DeviceStep, StepShape, num_bytes, view_step
@@ -35,16 +36,24 @@ class StepLimits(NamedTuple):
     def largest(self) -> StepShape:
         """A shape that no step exceeds."""
         most_rows = max(self.max_num_batched_tokens, self.max_num_seqs, 2)
-        return padded_shape(most_rows, self.max_num_seqs, 2, self.max_num_seqs, has_extras=True)[0]
+        return padded_shape(most_rows, self.max_num_seqs, 2, self.max_num_seqs, Kind(True, True))[0]
 
 
 class StepProgram:
     """The computation of a step over buffers of its own, which are never moved: graphs hold their addresses."""
 
-    def __init__(self, model: CausalLM, storage: KVStorage, vocab_size: int, limits: StepLimits) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        storage: KVStorage,
+        vocab_size: int,
+        limits: StepLimits,
+        adapter_rows: StackedRows | None = None,
+    ) -> None:
         device, largest = storage.pool.device, limits.largest()
         self._model = model
         self._layers = storage.layers
+        self._adapter_rows = adapter_rows
         self._tables_SB = torch.zeros(largest.num_seqs, limits.max_blocks, dtype=torch.int32, device=device)
         self._steps: dict[StepShape, DeviceStep] = {}
         self._inputs = torch.zeros(num_bytes(largest, limits.max_blocks), dtype=torch.uint8, device=device)
@@ -102,6 +111,12 @@ class StepProgram:
             self.extras.report(logits_SV, tokens_S, step.extras)
         ops.publish_tokens(tokens_S, step.cells_S, self.last_tokens_C, self.results_QS, self._counter)
 
+
+    def _adapted(self, step: DeviceStep) -> contextlib.AbstractContextManager[None]:
+        if step.adapters_T is None:
+            return contextlib.nullcontext()
+        assert self._adapter_rows is not None, "the model was loaded without adapters"
+        return self._adapter_rows.on_device(step.adapters_T)
 
 @contextlib.contextmanager
 def launched_early() -> Iterator[None]:

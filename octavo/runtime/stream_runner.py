@@ -26,12 +26,14 @@ import numpy.typing as npt
 import torch
 
 from octavo.errors import RunnerError
+from octavo.layers.stacked_lora import StackedRows
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
 from octavo.ops.sample import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE
+from octavo.ops.stacked_lora import NOBODY
 from octavo.runtime import sampler
 from octavo.runtime.cells import Cells
-from octavo.runtime.graphs import Graphs, first_shapes, graph_shapes, padded_shape
+from octavo.runtime.graphs import Graphs, Kind, first_shapes, graph_shapes, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import LAST_TOKEN, ModelRunner
 from octavo.runtime.step_extras import pack_extras, read_report
@@ -90,10 +92,12 @@ class StreamRunner:
         pooling: Pooling = LAST_TOKEN,
     ) -> None:
         device = storage.pool.device
-        self._make_program = partial(StepProgram, model, storage, vocab_size, limits)
+        adapter_rows: StackedRows | None = None,
+        self._make_program = partial(StepProgram, model, storage, vocab_size, limits, adapter_rows)
         self._storage, self._limits = storage, limits
         self._batch_invariant = batch_invariant
-        self._by_host = ModelRunner(model, storage, vocab_size, pooling=pooling)
+        self._by_host = ModelRunner(model, storage, vocab_size, pooling=pooling, adapter_rows=adapter_rows)
+        self._adapter_rows = adapter_rows
         self._cells = Cells(limits.max_num_seqs, limits.max_blocks)
         self._program = self._make_program()
         self._is_cuda = device.type == "cuda"
@@ -121,7 +125,7 @@ class StreamRunner:
         if not self._is_cuda:
             return
         limits = self._limits
-        first = first_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
+        first = first_shapes(limits.max_num_seqs, limits.max_num_batched_tokens, self._adapter_rows is not None)
         started = time.perf_counter()
         with self._on_stream():
             self._compile(self._program, first)
@@ -135,7 +139,8 @@ class StreamRunner:
 
     def _prepare_the_rest(self) -> None:
         """Compile what all other shapes launch, beside the steps that run; then capture their graphs between steps."""
-        shapes = graph_shapes(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
+        limits = self._limits
+        shapes = graph_shapes(limits.max_num_seqs, limits.max_num_batched_tokens, self._adapter_rows is not None)
         started = time.perf_counter()
         with torch.cuda.stream(torch.cuda.Stream()), self._around():  # type: ignore[no-untyped-call]
             self._compile(self._make_program(), shapes)
@@ -237,7 +242,7 @@ class StreamRunner:
                 cells = [item.seq.cell for item in plan]
                 sizes = sum(counts), len(plan), max(counts), self._limits.max_num_seqs
                 has_extras = any(self._cells.has_extras[cell] for cell in cells)
-                shape, has_graph = padded_shape(*sizes, has_extras)
+                shape, has_graph = padded_shape(*sizes, Kind(has_extras, self._looks_for_adapters(plan, has_extras)))
                 if has_graph and self._graphs is not None:
                     shape = self._graphs.fit(shape)
                 self._pack(plan, counts, shape)
@@ -304,10 +309,19 @@ class StreamRunner:
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
         with torch.cuda.stream(self._stream), self._around():  # no stream is no change
+        if shape.has_adapters and self._adapter_rows is not None:
+            places = [self._adapter_rows.places.get(item.seq.request.adapter, NOBODY) for item in plan]
+            host.fill("adapters", np.repeat(np.array(places, dtype=np.int32), counts), NOBODY)
             yield
 
     @contextlib.contextmanager
     def _around(self) -> Iterator[None]:
+    def _looks_for_adapters(self, plan: Plan, has_extras: bool) -> bool:
+        """Where no row may depend on the others, all steps are of one kind: a map without adapters is rounded less."""
+        if self._adapter_rows is None:
+            return False
+        return has_extras or self._batch_invariant or any(item.seq.request.adapter for item in plan)
+
         with torch.inference_mode(), batch_invariant() if self._batch_invariant else contextlib.nullcontext():
             yield
 

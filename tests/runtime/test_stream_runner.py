@@ -18,7 +18,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.runtime.graphs import first_shapes, graph_shapes, padded_shape
+from octavo.runtime.graphs import Kind, first_shapes, graph_shapes, kinds, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.sampler import NOT_NUMBERS
 from octavo.runtime.step_program import StepLimits
@@ -323,20 +323,27 @@ def test_logits_that_are_no_numbers_end_their_row_alone(loaded: Loaded) -> None:
     assert all(output.error is None for i in (0, 2, 3) for output in outputs[i])
 
 
-@pytest.mark.parametrize("has_extras", [False, True])
+@pytest.mark.parametrize(("with_adapters", "kind"), [(a, kind) for a in (False, True) for kind in kinds(a)])
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 9, 33, 250, 256])
-def test_padding(num_seqs: int, has_extras: bool) -> None:
-    shape, has_graph = padded_shape(num_seqs, num_seqs, 1, 256, has_extras)
+def test_padding(num_seqs: int, with_adapters: bool, kind: Kind) -> None:
+    shape, has_graph = padded_shape(num_seqs, num_seqs, 1, 256, kind)
+    all_shapes, first = (shapes(256, 2048, with_adapters) for shapes in (graph_shapes, first_shapes))
     assert has_graph
     assert num_seqs <= shape.num_seqs == shape.num_rows <= 256
     assert shape in graph_shapes(256, 2048)
     assert any(known.holds(shape) for known in first_shapes(256, 2048))
     for num_rows in (num_seqs + 1, 300, 513, 2048, 2049):
         if num_rows > num_seqs:
-            shape, has_graph = padded_shape(num_rows, num_seqs, 2, 256, has_extras)
-            assert shape.has_extras == has_extras
+            shape, has_graph = padded_shape(num_rows, num_seqs, 2, 256, kind)
+            assert shape[3:] == kind
             assert has_graph == (num_rows <= 2048)
             assert not has_graph or shape in graph_shapes(256, 2048)
             assert not has_graph or any(known.holds(shape) for known in first_shapes(256, 2048))
             assert shape.num_rows >= num_rows
             assert num_seqs <= shape.num_seqs <= 256
+
+
+def test_steps_look_for_adapters_only_where_there_are_any() -> None:
+    assert not any(shape.has_adapters for shape in graph_shapes(8, 64))
+    found = {shape[3:] for shape in first_shapes(8, 64, with_adapters=True)}
+    assert found == {(False, False), (False, True), (True, True)}

@@ -1,0 +1,111 @@
+"""Linear maps that adapters change for some rows of a step, where only the device knows for which.
+
+Adapters have places in stacks that are made once, so that captured graphs serve those that are loaded later.
+
+Shapes: T tokens, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from octavo import ops
+from octavo.layers.linear import Linear
+from octavo.layers.lora import AdaptedLinear, AdapterRows
+from octavo.layers.norm import RMSNorm
+from octavo.ops.linear import Activation, compose
+from octavo.ops.lora import LowRank
+from octavo.ops.stacked_lora import NOBODY, LowRankStack
+from octavo.quant.scheme import LinearWeight
+
+
+class StackedRows(AdapterRows):
+    """Which place each row of a step wants; ``max_rank`` is the rank that every stack has room for."""
+
+    def __init__(self, max_adapters: int, max_rank: int) -> None:
+        super().__init__()
+        self.max_adapters = max_adapters
+        self.max_rank: int = max_rank
+        self._places_T: Tensor | None = None
+
+    def make_linear(self, weights: Sequence[LinearWeight], bias_N: Tensor | None = None) -> StackedLinear:
+        """See ``AdapterRows``."""
+        return StackedLinear(self, weights, bias_N)
+
+    @contextlib.contextmanager
+    def on_device(self, places_T: Tensor) -> Iterator[None]:
+        """Within this block, rows want the adapters at these places (int32), which are read when kernels run."""
+        self._places_T = places_T
+        try:
+            yield
+        finally:
+            self._places_T = None
+
+    def places_of(self, x_TK: Tensor) -> Tensor | None:
+        """The place of each row of the step, ``None`` where no row wants any."""
+        if self._places_T is not None or not self.by_name:
+            return self._places_T
+        places_T = torch.full((len(x_TK),), NOBODY, dtype=torch.int32, device=x_TK.device)
+        for name, rows in self.by_name.items():
+            places_T[rows] = self.places[name]
+        return places_T
+
+
+class StackedLinear(AdaptedLinear):
+    """A linear map with a stack of changes. In a step without ``places`` it is computed as by ``Linear``."""
+
+    def __init__(self, rows: StackedRows, weights: Sequence[LinearWeight], bias_N: Tensor | None = None) -> None:
+        super().__init__(rows, weights, bias_N)
+        self._stacked_rows = rows
+        self._stack: LowRankStack | None = None
+
+    def make_room(self, parts: Sequence[tuple[int, int]], num_inputs: int, like: Tensor) -> int:
+        """Make the stack, of the type and on the device of ``like``; its bytes. ``parts`` are starts and sizes."""
+        places, rank = self._stacked_rows.max_adapters, self._stacked_rows.max_rank
+        self._stack = LowRankStack(
+            like.new_zeros(places, len(parts), rank, num_inputs),
+            like.new_zeros(places, max(start + size for start, size in parts), rank),
+            torch.tensor(parts, dtype=torch.int32, device=like.device),
+            max(size for _, size in parts),
+        )
+        return self._stack.down_APRK.nbytes + self._stack.up_ANR.nbytes
+
+    def add(self, name: str, change: LowRank) -> None:
+        """See ``AdaptedLinear``; the change is done when this returns."""
+        assert self._stack is not None, "there is no room for adapters of this map"
+        place, rank = self._stacked_rows.places[name], len(change.down_RK)
+        part = self._stack.parts_P2[:, 0].tolist().index(change.start)
+        self._stack.down_APRK[place, part, :rank].copy_(change.down_RK)
+        self._stack.up_ANR[place, change.start : change.start + len(change.up_NR), :rank].copy_(change.up_NR)
+
+    def remove(self, name: str) -> None:
+        """See ``AdaptedLinear``. Steps that are still running may have it or not: nobody wants their results."""
+        if self._stack is not None:
+            place = self._stacked_rows.places[name]
+            self._stack.down_APRK[place].zero_()
+            self._stack.up_ANR[place].zero_()
+
+    def __call__(
+        self,
+        x_TK: Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        residual: Tensor | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        """See ``Linear``. A residual is added first where nothing is between it and the change."""
+        stack, places_T = self._stack, self._stacked_rows.places_of(x_TK)
+        if stack is None or places_T is None:
+            return Linear.__call__(self, x_TK, norm=norm, residual=residual, activation=activation)
+        norm_K, eps = (None, 0.0) if norm is None else (norm.weight_D, norm.eps)
+        inner, outer = (residual, None) if activation is None else (None, residual)
+
+        def multiply(h_TK: Tensor) -> Tensor:
+            y_TN = Linear.__call__(self, h_TK, residual=inner)
+            return ops.stacked_lora(y_TN, h_TK, places_T, stack)
+
+        return compose(x_TK, norm_K, eps, outer, activation, multiply)
