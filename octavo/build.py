@@ -18,9 +18,9 @@ from octavo.errors import ConfigError
 from octavo.grammar.masks import MatcherMasks
 from octavo.grammar.matchers import GrammarError
 from octavo.grammar.vocabulary import Vocabulary
+from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import Adapters, load_with_adapters
 from octavo.models.bert import EncoderConfig
-from octavo.layers.stacked_lora import StackedRows
 from octavo.models.keys import token_ids
 from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, read_config

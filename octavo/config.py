@@ -227,6 +227,59 @@ class ServeConfig(EngineConfig):
         return typing.cast(ServeConfig, _from_flat(cls, values))
 
 
+class Setting(typing.NamedTuple):
+    """One setting as a command line sees it."""
+
+    name: str
+    group: str
+    type: type
+    optional: bool
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+    low: float | None
+
+    def parse(self, value: Any) -> Any:
+        """Convert a value from Python, YAML, a flag or an environment variable; raise ``ConfigError``."""
+        if value is None and self.optional:
+            return None
+        try:
+            result = _convert(value, self.type)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{self.name}: expected {self.type.__name__}, got {value!r}") from None
+        if self.choices and result not in self.choices:
+            raise ConfigError(f"{self.name}: {value!r} is not one of {', '.join(self.choices)}")
+        if self.low is not None and not result >= self.low:
+            raise ConfigError(f"{self.name}: must be at least {self.low:g}, got {value!r}")
+        return result
+
+
+def _convert(value: Any, kind: type) -> Any:
+    if kind is bool:
+        words = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in words:
+            return words[value.lower()]
+        raise ValueError
+    if isinstance(value, bool) or (kind is int and isinstance(value, float)):
+        raise TypeError
+    if kind is str and not isinstance(value, str):
+        value = str(value) if hasattr(value, "__fspath__") else value
+        if not isinstance(value, str):
+            raise TypeError
+    return kind(value)
+
+
 def settings(config_class: type[EngineConfig]) -> Iterator[Setting]:
     """Every setting of a config class, in the order of its groups."""
     hints = typing.get_type_hints(config_class)

@@ -22,18 +22,21 @@ from octavo.quant.scheme import LinearWeight
 class AdapterRows:
     """Which rows of the step that is being computed want which adapter; one for all maps of a model."""
 
+    max_rank: int | None = None
+    """The highest rank that there is room for; ``None``: any."""
+
     def __init__(self) -> None:
         self.by_name: Mapping[str, Tensor] = {}
         """Row numbers, int64."""
-
-    @contextlib.contextmanager
-    def of_step(self, by_name: Mapping[str, Tensor]) -> Iterator[None]:
         self.places: dict[str, int] = {}
         """The adapters that are loaded, and a number for each that no other has."""
 
     def make_linear(self, weights: Sequence[LinearWeight], bias_N: Tensor | None = None) -> AdaptedLinear:
         """A map whose rows these are."""
         return AdaptedLinear(self, weights, bias_N)
+
+    @contextlib.contextmanager
+    def of_step(self, by_name: Mapping[str, Tensor]) -> Iterator[None]:
         """Within this block, these are the rows."""
         self.by_name = by_name
         try:
@@ -53,9 +56,6 @@ class AdaptedLinear(Linear):
         self.changes: dict[str, list[LowRank]] = {}
         self._rows = rows
 
-    def __call__(
-        self,
-        x_TK: Tensor,
     def add(self, name: str, change: LowRank) -> None:
         """Let an adapter change some of the outputs."""
         self.changes.setdefault(name, []).append(change)
@@ -64,6 +64,9 @@ class AdaptedLinear(Linear):
         """Forget what an adapter changes, if anything."""
         self.changes.pop(name, None)
 
+    def __call__(
+        self,
+        x_TK: Tensor,
         *,
         norm: RMSNorm | None = None,
         residual: Tensor | None = None,

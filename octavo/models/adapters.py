@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
+
 from octavo.config import ModelSettings, parse_lora_modules
 from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.linear import Linear
 from octavo.layers.lora import AdaptedLinear, AdapterRows
+from octavo.layers.stacked_lora import StackedLinear, StackedRows
 from octavo.models.config import ModelConfig
 from octavo.models.loader import MapPart, Source
-from octavo.layers.stacked_lora import StackedLinear, StackedRows
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.lora import LowRank
 from octavo.quant.scheme import DenseWeight, WeightFormat
@@ -31,26 +33,27 @@ class Adapters:
         self.maps = maps
         self._form = form
         self._most = most
-        self._names: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names
+        return name in self.rows.places
 
     def load(self, name: str, path: str) -> None:
         """Add the adapter in the folder ``path``, or nothing of it. Raises ``CheckpointError``."""
-        if name in self._names:
+        if name in self:
             raise CheckpointError(f"an adapter called {name} is loaded already")
-        if len(self._names) >= self._most:
+        places = self.rows.places
+        if len(places) >= self._most:
             raise CheckpointError(f"{self._most} adapters are loaded already, as many as max_loras allows")
         changes = list(changes_of(Path(path), self.maps, self._form))
-        for linear, change in changes:
-            assert isinstance(linear, AdaptedLinear), "this model was not loaded for adapters"
         rank = max(len(change.down_RK) for _, change in changes)
         if self.rows.max_rank is not None and rank > self.rows.max_rank:
             raise CheckpointError(f"{path}: has rank {rank}; max_lora_rank allows {self.rows.max_rank} on this device")
         places[name] = min(set(range(self._most)) - set(places.values()))
-            linear.changes.setdefault(name, []).append(change)
-        self._names.add(name)
+        for linear, change in changes:
+            assert isinstance(linear, AdaptedLinear), "this model was not loaded for adapters"
+            linear.add(name, change)
+        if self._form.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # steps run on a stream of their own
 
     def unload(self, name: str) -> None:
         """Forget an adapter, which no request may need any more."""
@@ -123,9 +126,9 @@ def load_with_adapters(
         raise ConfigError("merge_lora: adapters are in the weights or beside them; leave out enable_lora")
     rows = AdapterRows() if form.device.type == "cpu" else StackedRows(settings.max_loras, settings.max_lora_rank)
     loaded = load_model(config, source, form, rows)
+    if isinstance(rows, StackedRows):
+        loaded = loaded._replace(num_bytes=loaded.num_bytes + make_stacks(loaded.maps, form))
     adapters = Adapters(loaded.maps, rows, form, settings.max_loras)
     for name, path in modules.items():
         adapters.load(name, path)
-    if isinstance(rows, StackedRows):
-        loaded = loaded._replace(num_bytes=loaded.num_bytes + make_stacks(loaded.maps, form))
     return loaded, adapters

@@ -101,7 +101,8 @@ class StepProgram:
         )
         if step.extras is not None:
             self.extras.remember(step, step.extras)
-        x_TD = self._model.forward(step.token_ids_T, step.positions_T, self._layers, rows)
+        with self._adapted(step):
+            x_TD = self._model.forward(step.token_ids_T, step.positions_T, self._layers, rows)
         x_SD = x_TD if shape.max_query_len == 1 else x_TD[(rows.cu_seqlens_q[1:] - 1).clamp(min=0)]
         logits_SV = self._model.logits(x_SD)
         if step.extras is None:
@@ -111,12 +112,12 @@ class StepProgram:
             self.extras.report(logits_SV, tokens_S, step.extras)
         ops.publish_tokens(tokens_S, step.cells_S, self.last_tokens_C, self.results_QS, self._counter)
 
-
     def _adapted(self, step: DeviceStep) -> contextlib.AbstractContextManager[None]:
         if step.adapters_T is None:
             return contextlib.nullcontext()
         assert self._adapter_rows is not None, "the model was loaded without adapters"
         return self._adapter_rows.on_device(step.adapters_T)
+
 
 @contextlib.contextmanager
 def launched_early() -> Iterator[None]:

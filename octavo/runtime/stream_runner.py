@@ -90,9 +90,9 @@ class StreamRunner:
         batch_invariant: bool = False,
         enforce_eager: bool = False,
         pooling: Pooling = LAST_TOKEN,
+        adapter_rows: StackedRows | None = None,
     ) -> None:
         device = storage.pool.device
-        adapter_rows: StackedRows | None = None,
         self._make_program = partial(StepProgram, model, storage, vocab_size, limits, adapter_rows)
         self._storage, self._limits = storage, limits
         self._batch_invariant = batch_invariant
@@ -295,9 +295,18 @@ class StreamRunner:
         host.fill("min_p", cells.min_p[of_seq], 0)
         host.fill("top_p", cells.top_p[of_seq], 1)
         host.fill_tables(cells.tables_CB[of_seq, :width])
+        if shape.has_adapters and self._adapter_rows is not None:
+            places = [self._adapter_rows.places.get(item.seq.request.adapter, NOBODY) for item in plan]
+            host.fill("adapters", np.repeat(np.array(places, dtype=np.int32), counts), NOBODY)
         if shape.has_extras:
             self._program.extras.tell(plan, cells, of_seq.tolist())
             pack_extras(host, plan, cells, of_seq)
+
+    def _looks_for_adapters(self, plan: Plan, has_extras: bool) -> bool:
+        """Where no row may depend on the others, all steps are of one kind: a map without adapters is rounded less."""
+        if self._adapter_rows is None:
+            return False
+        return has_extras or self._batch_invariant or any(item.seq.request.adapter for item in plan)
 
     def _compute(self, shape: StepShape, has_graph: bool) -> None:
         self._program.num_steps += 1
@@ -309,19 +318,10 @@ class StreamRunner:
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
         with torch.cuda.stream(self._stream), self._around():  # no stream is no change
-        if shape.has_adapters and self._adapter_rows is not None:
-            places = [self._adapter_rows.places.get(item.seq.request.adapter, NOBODY) for item in plan]
-            host.fill("adapters", np.repeat(np.array(places, dtype=np.int32), counts), NOBODY)
             yield
 
     @contextlib.contextmanager
     def _around(self) -> Iterator[None]:
-    def _looks_for_adapters(self, plan: Plan, has_extras: bool) -> bool:
-        """Where no row may depend on the others, all steps are of one kind: a map without adapters is rounded less."""
-        if self._adapter_rows is None:
-            return False
-        return has_extras or self._batch_invariant or any(item.seq.request.adapter for item in plan)
-
         with torch.inference_mode(), batch_invariant() if self._batch_invariant else contextlib.nullcontext():
             yield
 
