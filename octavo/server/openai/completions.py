@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
 from octavo.grammar import forms
+from octavo.sampling_params import MAX_N, SamplingParams
 from octavo.server.admission import Asked
 from octavo.server.body import BodyReader
 from octavo.server.caller import caller_of
@@ -28,7 +30,7 @@ from octavo.server.openai.fields import (
     check_generation_fields,
     sampling_params,
 )
-from octavo.server.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
+from octavo.server.openai.logprobs import CompletionLogprobs, TokenNames, finite, prompt_logprobs
 from octavo.server.openai.rendering import ChunkFrame, Identity, encode, encode_line, json_response, usage
 from octavo.server.openai.schema import Endpoint
 from octavo.server.sse import EventStream, whole
@@ -77,8 +79,6 @@ ENDPOINTS = [
 def asked_of(body: CompletionBody, front: Front, request: Request) -> Asked:
     """What a body asks for. Raises ``RequestError``."""
     check_generation_fields(body, front)
-    if body.best_of is not None and body.best_of != body.n:
-        raise UnsupportedParameter("best_of", f"'best_of' other than 'n' ({body.n}) is not supported by this server.")
     echoed = body.logprobs if body.echo else None
     if body.prompt_logprobs is not None and body.stream:
         raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
@@ -90,7 +90,7 @@ def asked_of(body: CompletionBody, front: Front, request: Request) -> Asked:
     return Asked(
         prompts=prompts_of(body.prompt, "prompt"),
         prompt_field="prompt",
-        params=sampling_params(body, front, body.max_tokens, body.logprobs, scored),
+        params=_among_best_of(body, sampling_params(body, front, body.max_tokens, body.logprobs, scored)),
         default_max_tokens=DEFAULT_MAX_TOKENS,
         add_special_tokens=body.add_special_tokens,
         model=body.model,
@@ -105,6 +105,29 @@ def asked_of(body: CompletionBody, front: Front, request: Request) -> Asked:
         grammar=None if asked_for is None else lambda _: forms.whole(asked_for.form),
         grammar_field="" if asked_for is None else asked_for.field,
     )
+
+
+def _among_best_of(body: CompletionBody, params: SamplingParams) -> SamplingParams:
+    """Parameters for ``best_of`` texts, with what they are ranked by. Raises ``InvalidParameter``."""
+    if body.best_of is None or body.best_of == params.n:
+        return params
+    if not params.n <= body.best_of <= MAX_N:
+        raise InvalidParameter("best_of", f"'best_of' must be a whole number from 'n' ({params.n}) to {MAX_N}.")
+    if body.stream:
+        message = "'best_of' above 'n' cannot be streamed: which texts are best is known when all have ended."
+        raise InvalidParameter("best_of", message)
+    return msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
+
+
+def best(taken: list[tuple[Choice, News]], num_each: int, num_shown: int) -> list[tuple[Choice, News]]:
+    """Of each prompt's ``num_each`` texts those of the highest mean log-probability of their tokens, best first."""
+
+    def rank(pair: tuple[Choice, News]) -> float:
+        logprobs = pair[1].logprobs
+        return -sum(finite(entry.logprob) for entry in logprobs) / max(len(logprobs), 1)
+
+    groups = [sorted(taken[first : first + num_each], key=rank) for first in range(0, len(taken), num_each)]
+    return [pair for group in groups for pair in group[:num_shown]]
 
 
 def prompts_of(prompt: str | list[int | str | list[int]], field: str) -> list[str | list[int]]:
@@ -146,14 +169,18 @@ class CompletionAnswer:
     # --- not streamed ---
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
+        taken = [(choice, choice.take()) for choice in choices]
+        if self.body.best_of is not None and self.body.best_of > self.body.n:
+            taken = best(taken, self.body.best_of, self.body.n)
         return {
             **self.identity.as_dict(),
-            "choices": [self._whole_choice(choice) for choice in choices],
+            "choices": [self._whole_choice(index, *pair) for index, pair in enumerate(taken)],
             "usage": usage(choices),
         }
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        result = self._details(choice, choice.take(), is_first=True)
+    def _whole_choice(self, index: int, choice: Choice, news: News) -> dict[str, Any]:
+        result = self._details(choice, news, is_first=True)
+        result["index"] = index
         result["finish_reason"] = choice.finish_reason
         result["stop_reason"] = choice.stop_reason
         if self.body.prompt_logprobs is not None:

@@ -240,7 +240,6 @@ def test_a_model_without_tokenizer_serves_token_ids(serve_app: Any) -> None:
     ("name", "value"),
     [
         ("suffix", "x"),
-        ("best_of", 2),
         ("guided_decoding_backend", "x"),
         ("guided_whitespace_pattern", " "),
         ("structured_outputs", {"regex": "a", "whitespace_pattern": " "}),
