@@ -101,7 +101,7 @@ class ChatTemplate:
             **self._special_tokens,
             **(template_kwargs or {}),
             "tools": tools,
-            "messages": normalise_messages(messages),
+            "messages": self._readable(normalise_messages(messages)),
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -116,6 +116,13 @@ class ChatTemplate:
             raise InvalidParameter("messages", text)
         problem = "is not valid" if kind == INVALID else "could not be rendered"
         raise InvalidParameter("messages", f"The chat template {problem}: {text.rstrip('.')}.")
+
+    def _readable(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """``messages`` with text for every content if the template knows nothing of calls, next to which it is none:
+        such a template would fail at it, or write "None"."""
+        if "tool_calls" in (self.source or ""):
+            return messages
+        return [message if message["content"] is not None else {**message, "content": ""} for message in messages]
 
     def close(self) -> None:
         """End the process. Rendering again starts a new one."""

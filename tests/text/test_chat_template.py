@@ -112,6 +112,16 @@ def test_conversations_with_tools_may_have_a_template_of_their_own(make: Any) ->
         make("usual", tool_source="{% if %}").check()
 
 
+def test_no_content_beside_calls_is_text_for_a_template_without_calls(make: Any) -> None:
+    """Clients send back a call's message with ``content`` null: no error, and no "None" in the prompt."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert make("{% for m in messages %}[{{ m.content }}]{% endfor %}").render(messages) == "[]"
+    assert make("{% for m in messages %}{{ '>' + m.content }}{% endfor %}").render(messages) == ">"
+    aware = "{% for m in messages %}{{ m.content is none }} {{ m.tool_calls | length }}{% endfor %}"
+    assert make(aware).render(messages) == "True 1"
+
+
 def test_strftime_now_says_the_time(make: Any) -> None:
     assert make("{{ strftime_now('%Y') }}").render(CONVERSATION) == time.strftime("%Y")
 
