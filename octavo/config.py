@@ -185,6 +185,7 @@ class ServerSettings:
         "what to do with a field that no API defines: serve and name it in a header, refuse, or say nothing",
         ("warn", "reject", "ignore"),
     )
+    isolate_keys: bool = setting(False, "share cached prompts only among requests of one API key, never between keys")
     tenant_header: str | None = setting(
         None,
         "header that names who is charged under the fair policy; default: the field 'user' of the body",

@@ -14,6 +14,7 @@ from octavo.config import ServeConfig
 from octavo.errors import ConfigError, InvalidParameter, ModelNotFound
 from octavo.server.admission import Admission
 from octavo.server.body import BodyReader, read_body
+from octavo.server.caller import caller_of
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import UnknownParameter, printable
 from octavo.server.jobs import Jobs
@@ -76,6 +77,13 @@ class Front:
         """Who is charged for a request: what the header of the settings says, or else the body's ``user``."""
         header = self.config.server.tenant_header
         return (user or "") if header is None else request.headers.get(header, "")[:MAX_TENANT]
+
+    def cache_salt(self, request: Request, own: str) -> str:
+        """Only requests of equal salts share cached blocks: of the body's ``own``, and of one key if keys are isolated.
+
+        No name of a key has a slash, so whatever a client calls its salt, it is not that of another key.
+        """
+        return f"{caller_of(request).name}/{own}" if self.config.server.isolate_keys else own
 
     def need_tokenizer(self, field: str) -> Tokenizer:
         """The tokenizer, for the sake of ``field``. Raises ``InvalidParameter`` when the model has none."""

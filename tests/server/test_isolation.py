@@ -1,0 +1,78 @@
+"""Whose cached prompts a request may find: those of its salt, and of its key if keys are isolated.
+
+A hit makes the first token come sooner, so who finds a prompt knows that somebody has sent it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from octavo.types import Request
+from tests.engine.making import make_engine, run_to_end
+from tests.server.conftest import Served
+from tests.server.test_keys import bearer, key_file, line
+
+PROMPT = "A prompt that is longer than a few blocks of four tokens."
+
+
+def numbers_cached(requests: list[Request]) -> list[int]:
+    """How many tokens of its prompt each request finds, when they come one after the other to a real cache."""
+    engine, _ = make_engine()
+    found = []
+    for request in requests:
+        engine.add(request)
+        found.append(max(output.num_cached_tokens for output in run_to_end(engine)[request.id]))
+    return found
+
+
+def with_keys(serve_app: Any, folder: Path, **settings: Any) -> Served:
+    path = key_file(folder, line("alice", "a"), line("bob", "b"))
+    served: Served = serve_app(api_key_file=path, api_key="own", **settings)
+    return served
+
+
+def ask(served: Served, key: str, path: str = "/v1/completions", **body: Any) -> None:
+    answer = served.client.post(path, json={"max_tokens": 2, **body}, headers=bearer(key))
+    assert answer.status_code == 200, answer.text
+
+
+def test_keys_share_nothing_when_they_are_isolated(serve_app: Any, tmp_path: Path) -> None:
+    served = with_keys(serve_app, tmp_path, isolate_keys=True)
+    for key in ("a", "b", "own", "a", "b", "own"):
+        ask(served, key, prompt=PROMPT)
+    cached = numbers_cached(served.engine.requests)
+    assert cached[:3] == [0, 0, 0]
+    assert min(cached[3:]) >= len(PROMPT) - 4
+
+
+def test_no_salt_of_the_body_reaches_over_to_another_key(serve_app: Any, tmp_path: Path) -> None:
+    served = with_keys(serve_app, tmp_path, isolate_keys=True)
+    ask(served, "a", prompt=PROMPT, cache_salt="x")
+    for key, salt in (("b", "x"), ("b", "alice/x"), ("own", "alice/x"), ("own", "/alice/x"), ("a", ""), ("a", "/x")):
+        ask(served, key, prompt=PROMPT, cache_salt=salt)
+    assert numbers_cached(served.engine.requests) == [0] * 7
+
+
+def test_every_api_is_isolated(serve_app: Any, tmp_path: Path) -> None:
+    served = with_keys(serve_app, tmp_path, isolate_keys=True)
+    messages = [{"role": "user", "content": PROMPT}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/messages", {"messages": messages}),
+        ("/v1/responses", {"input": PROMPT}),
+        ("/infer/v1/completions", {"model": "test", "prompt": PROMPT}),
+        ("/v1/generate", {"prompt": PROMPT}),
+        ("/generate", {"prompt": PROMPT}),
+    ):
+        ask(served, "a", path, **body)
+        assert served.engine.requests[-1].cache_salt == "alice/", path
+
+
+def test_otherwise_all_keys_share_and_a_salt_still_separates(serve_app: Any, tmp_path: Path) -> None:
+    served = with_keys(serve_app, tmp_path)
+    for key, salt in (("a", ""), ("b", ""), ("a", "x"), ("b", "x"), ("b", "y")):
+        ask(served, key, prompt=PROMPT, cache_salt=salt)
+    first, second, third, fourth, fifth = numbers_cached(served.engine.requests)
+    assert first == third == fifth == 0
+    assert min(second, fourth) >= len(PROMPT) - 4
