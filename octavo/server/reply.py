@@ -33,7 +33,10 @@ class Reply:
         return [Text("content", text)] if text else []
 
 
-async def begin_reply(front: Front, body: ChatBody, request: Request) -> Reply:
-    """Have a conversation answered. Raises ``RequestError``; then nothing was started."""
+async def begin_reply(front: Front, body: ChatBody, request: Request, id: str) -> Reply:
+    """Have a conversation answered, under an ``id`` by which its timeline is found. Raises ``RequestError``; then
+    nothing was started."""
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-    return Reply(front, body, await front.admission.admit(asked(body, front, request, tools)))
+    generation = await front.admission.admit(asked(body, front, request, tools))
+    front.engine.timelines.name(id, [choice.request.id for choice in generation.choices])
+    return Reply(front, body, generation)

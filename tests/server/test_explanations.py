@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -35,6 +36,27 @@ def test_a_timeline_by_the_id_of_the_answer(serve_app: Any) -> None:
     chat = served.chat().json()
     served.engine.timelines.hear(life(served.engine.requests[-1].id))
     assert served.client.get(f"/v1/requests/{chat['id']}/timeline").status_code == 200
+
+
+def test_timelines_of_the_other_apis(serve_app: Any) -> None:
+    served = serve_app()
+    conversation = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    for path, body in (
+        ("/v1/messages", conversation),
+        ("/v1/messages", {**conversation, "stream": True}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 2}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 2, "stream": True}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 2, "background": True}),
+    ):
+        answer = served.client.post(path, json=body)
+        found = re.search(r'"id":"((?:msg|resp)_[0-9a-f]{32})"', answer.text)
+        assert found, answer.text
+        while '"usage":null' in served.client.get(f"/v1/responses/{found[1]}").text:
+            pass  # it is computed in the background
+        served.engine.timelines.hear(life(served.engine.requests[-1].id))
+        timeline = served.client.get(f"/v1/requests/{found[1]}/timeline").json()
+        assert timeline["id"] == found[1]
+        assert [choice["request"] for choice in timeline["choices"]] == [served.engine.requests[-1].id]
 
 
 @pytest.mark.parametrize("name", ["cmpl-unknown", "99999", "%00", "ٱ"])

@@ -25,11 +25,11 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 class MessageAnswer:
     """Renders one reply, whole or as events. Reasoning is shown when ``shows_thinking``."""
 
-    def __init__(self, reply: Reply, model: str, shows_thinking: bool) -> None:
+    def __init__(self, reply: Reply, id: str, model: str, shows_thinking: bool) -> None:
         self._reply = reply
         self._model = model
         self._shows_thinking = shows_thinking
-        self._id = f"msg_{uuid.uuid4().hex}"
+        self._id = id
         self._has_calls = False
         self._kind = ""
         """Type of the block that is open."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,8 +30,9 @@ async def create_message(request: Request) -> Response:
     front = front_of(request)
     front.admission.check_room()
     body, headers = await front.read(request, message_reader)
-    reply = await begin_reply(front, message_chat_body(body, front), request)
-    answer = MessageAnswer(reply, front.model_name, wants_thinking(body))
+    id = f"msg_{uuid.uuid4().hex}"
+    reply = await begin_reply(front, message_chat_body(body, front), request, id)
+    answer = MessageAnswer(reply, id, front.model_name, wants_thinking(body))
     if body.stream:
         return MessageStream(reply.generation, answer, headers)
     await whole(reply.generation, request)

@@ -66,7 +66,7 @@ async def create_response(request: Request) -> Response:
         if body.store:
             await _keep(front, caller, record)
 
-    reply = await begin_reply(front, chat, request)
+    reply = await begin_reply(front, chat, request, record.response["id"])
     answer = ResponseAnswer(record.response, reply)
     if body.stream:
         return ResponseStream(reply, answer, headers, keep)
@@ -180,7 +180,7 @@ async def _in_background(app: Starlette, caller: Caller, record: Record, chat: C
 
     async def attempt() -> dict[str, Any]:
         request = inner_request(app, PATH, b"", caller)
-        reply = await begin_reply(front, chat, request)
+        reply = await begin_reply(front, chat, request, record.response["id"])
         record.response["status"] = "in_progress"
         await _keep(front, caller, record)
         await whole(reply.generation, request)
