@@ -1,74 +1,119 @@
-"""What serving costs besides the model: processor time of the front process per streamed token.
+"""What serving costs besides the model: processor time of the front process per streamed token, and even streams.
 
 A front process with the real HTTP server, admission, journal, detokenizer and streams runs in front of a paced
 engine. Streams are read over loopback connections; the front process's own user and system time is divided by
-the tokens it delivered.
+the tokens it delivered. While others ask with long prompts, the gaps of the streams tell what holds them up.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
+import ctypes
+import random
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo.bench.server_process import ServerProcess, free_port
+from octavo.bench.stream_reader import Ask, Streamed, completion, read_streams
 
 READY_SECONDS = 60.0
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "how", "many", "birds", "flew", "over", "old", "houses")
+MAX_PROMPT_BYTES = 8 << 10
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time that a process has used so far (Linux: /proc/PID/stat, fields 14 and 15)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """User and system time that a process has used so far, in all its threads (POSIX ``clock_getcpuclockid``)."""
+    clock = ctypes.c_int()
+    if ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)) != 0:
+        raise ProcessLookupError(f"there is no process {pid}")
+    return time.clock_gettime(clock.value)
 
 
-async def read_stream(port: int, tokens: int) -> int:
-    """Ask for ``tokens`` tokens and read the whole answer; returns the number of frames."""
-    body = json.dumps(
-        {"prompt": "Once upon a time", "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    ).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
-        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-    )
-    frames = 0
-    while data := await reader.read(1 << 16):
-        frames += data.count(b"data: ")
-    writer.close()
-    return frames
+def text_of(length: int, source: random.Random) -> str:
+    """Words of at least ``length`` bytes in all."""
+    words: list[str] = []
+    size = 0
+    while size < length:
+        words.append(source.choice(WORDS))
+        size += len(words[-1]) + 1
+    return " ".join(words)
 
 
-async def _read_all(port: int, streams: int, tokens: int) -> int:
-    return sum(await asyncio.gather(*(read_stream(port, tokens) for _ in range(streams))))
+def newcomers(rate: float, seconds: float, burst: int, seed: int) -> Iterator[Ask]:
+    """Requests of 4 tokens with prompts of 0.5 to 8 KiB, ``rate`` a second, ``burst`` at a time, from 1 second on."""
+    source = random.Random(seed)
+    for number in range(int(rate * seconds / burst)):
+        for _ in range(burst):
+            size = source.choice((512, 1 << 10, 2 << 10, 4 << 10, MAX_PROMPT_BYTES))
+            yield Ask(1.0 + number * burst / rate, completion(text_of(size, source), 4), watched=False)
 
 
-def measure(sizes: Sequence[int], tokens: int, step_ms: float, model: Path) -> list[dict[str, Any]]:
-    """One row for each number of streams: microseconds of the front process per token."""
+class FrontProcess:
+    """A front process before a paced engine, and what it used so far."""
+
+    def __init__(self, step_ms: float, model: Path) -> None:
+        self.port = free_port()
+        module = "octavo.bench.front_process"
+        command = [sys.executable, "-m", module, str(self.port), str(step_ms), str(model)]
+        self.server = ServerProcess(command, f"http://127.0.0.1:{self.port}")
+
+    def __enter__(self) -> FrontProcess:
+        self.server.wait_ready(READY_SECONDS)
+        read_streams(self.port, [Ask(0.0, completion("Once upon a time", 20))] * 4)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.server.stop()
+
+    def measure(self, streams: int, tokens: int, others: Sequence[Ask] = ()) -> dict[str, Any]:
+        """One row: what ``streams`` at a time cost and saw while ``others`` came."""
+        pid = self.server.process.pid
+        asks = [Ask(0.0, completion("Once upon a time", tokens))] * streams
+        before, start = cpu_seconds(pid), time.perf_counter()
+        answers = read_streams(self.port, [*asks, *others])
+        used, seconds = cpu_seconds(pid) - before, time.perf_counter() - start
+        watched = [one for one in answers if one.ask.watched]
+        total = streams * tokens
+        return {
+            "streams": streams,
+            "newcomers": len(others),
+            "tokens": total,
+            "events_per_token": round(sum(one.num_events for one in watched) / total, 4),
+            "tokens_per_second": round(total / seconds, 1),
+            "front_cpu_us_per_token": round(used / total * 1e6, 2),
+            "front_cpu_share": round(used / seconds, 3),
+            "gap_ms": gaps_ms(watched),
+        }
+
+
+def gaps_ms(answers: Sequence[Streamed]) -> dict[str, float]:
+    """Of all gaps between the pieces of all streams, without the start when they come one after the other."""
+    gaps = [gap * 1e3 for one in answers for gap in one.gaps[len(one.gaps) // 20 :]]
+    if len(gaps) < 2:
+        return {}
+    percentiles = statistics.quantiles(gaps, n=1000)
+    return {
+        "p50": round(percentiles[499], 2),
+        "p99": round(percentiles[989], 2),
+        "p999": round(percentiles[998], 2),
+        "max": round(max(gaps), 2),
+    }
+
+
+def measure(
+    sizes: Sequence[int], tokens: int, steps_ms: Sequence[float], rate: float, burst: int, rounds: int, model: Path
+) -> list[dict[str, Any]]:
+    """Rows for each pace and number of streams: alone, and with ``rate`` newcomers a second when that is not 0."""
     rows = []
-    port = free_port()
-    command = [sys.executable, "-m", "octavo.bench.front_process", str(port), str(step_ms), str(model)]
-    with ServerProcess(command, f"http://127.0.0.1:{port}") as server:
-        pid = server.process.pid
-        server.wait_ready(READY_SECONDS)
-        asyncio.run(_read_all(port, 4, 20))
-        for streams in sizes:
-            before, start = cpu_seconds(pid), time.perf_counter()
-            frames = asyncio.run(_read_all(port, streams, tokens))
-            used, seconds = cpu_seconds(pid) - before, time.perf_counter() - start
-            total = streams * tokens
-            rows.append(
-                {
-                    "streams": streams,
-                    "tokens": total,
-                    "frames_per_token": round(frames / total, 3),
-                    "tokens_per_second": round(total / seconds, 1),
-                    "front_cpu_us_per_token": round(used / total * 1e6, 2),
-                }
-            )
+    for step_ms in steps_ms:
+        with FrontProcess(step_ms, model) as front:
+            for streams in sizes:
+                for number in range(rounds):
+                    rows.append({"step_ms": step_ms, **front.measure(streams, tokens)})
+                    if rate:
+                        others = list(newcomers(rate, tokens * step_ms / 1e3 - 1.0, burst, number))
+                        rows.append({"step_ms": step_ms, **front.measure(streams, tokens, others)})
     return rows

@@ -103,7 +103,10 @@ def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     front = kinds.add_parser("front", help="processor time of the front process per streamed token")
     front.add_argument("--streams", type=bench_peer.numbers, default=[16, 64])
     front.add_argument("--tokens", type=int, default=200, help="tokens of each stream")
-    front.add_argument("--step-ms", type=float, default=10.0, help="pace of the engine behind it")
+    front.add_argument("--steps-ms", type=bench_peer.reals, default=[10.0], help="paces of the engine behind it")
+    front.add_argument("--newcomers", type=float, default=0.0, help="other requests a second, in a second measurement")
+    front.add_argument("--burst", type=int, default=1, help="newcomers that come together")
+    front.add_argument("--rounds", type=int, default=1)
     front.set_defaults(measure=_front)
     yield front
 
@@ -230,7 +233,8 @@ def _front(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.weights.hub import resolve_model
 
     model = resolve_model(ModelSettings(model=DEFAULT_MODEL))
-    return {"rows": measure(args.streams, args.tokens, args.step_ms, model), "step_ms": args.step_ms}
+    loads = (args.streams, args.tokens, args.steps_ms, args.newcomers, args.burst, args.rounds)
+    return {"rows": measure(*loads, model), "newcomers_per_second": args.newcomers, "burst": args.burst}
 
 
 def _startup(args: argparse.Namespace) -> dict[str, Any]:

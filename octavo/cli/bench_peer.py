@@ -26,6 +26,11 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def reals(text: str) -> list[float]:
+    """``"1,2.5"`` as numbers."""
+    return [float(part) for part in text.split(",")]
+
+
 def add_work(parser: Any) -> None:
     """What every sequence of an in-process measurement does."""
     parser.add_argument("--sequences", type=numbers, default=[1, 4, 16], help="how many at once, comma-separated")

@@ -20,6 +20,7 @@ from octavo.server.caller import CALLER
 from octavo.server.errors import HTTPRefusal, UnexpectedError, error_response, rejection_of
 from octavo.server.generation import ClientGone
 from octavo.server.hosts import Hosts
+from octavo.server.http import WRITE_PIECE
 from octavo.server.keys import Keys
 from octavo.telemetry.metrics import Metrics
 
@@ -29,9 +30,6 @@ MAX_HEADERS = 100
 MAX_REQUEST_ID_BYTES = 128
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status, for the log and the metrics, of a request whose client left before its answer."""
-
-DIRECT_SEND = "octavo.send"
-"""Key of the ASGI scope: the ``send`` that the gate was given, for bodies of many small messages."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +64,6 @@ class Gate:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
             await send(message)
 
-        scope[DIRECT_SEND] = send
         try:
             self._check(scope, headers)
             await self.app(scope, receive, send_named)
@@ -80,7 +77,7 @@ class Gate:
             logger.exception("%s: unexpected error", request_id)
             if not status:
                 await error_response(UnexpectedError(), scope["path"])(scope, receive, send_named)
-        del scope[DIRECT_SEND]  # it holds the scope
+        scope.pop(WRITE_PIECE, None)  # it holds the scope
         # The route's pattern, not the path: labels must not grow with what clients send.
         handler = getattr(scope.get("route"), "path", "other")
         self._metrics.observe_http(handler, scope["method"], status, time.monotonic() - start)

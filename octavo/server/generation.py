@@ -1,14 +1,15 @@
 """One HTTP request while the engine works on it: several choices, and the task that waits for their news.
 
 The engine's side calls ``Choice.on_output`` for every step, in one pass over all listeners. That detokenises,
-looks for stop strings and notes what is new. The HTTP task wakes once after the pass and takes all of it, so a
-slow reader gets fewer and longer pieces instead of a growing queue.
+looks for stop strings and notes what is new. Who answers the client takes all of it after the pass, so a slow reader
+gets fewer and longer pieces instead of a growing queue.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 from octavo.errors import RequestError, RequestFailed
@@ -38,12 +39,22 @@ class News(NamedTuple):
     logprobs: list[TokenLogprobs]
 
 
+def nobody() -> None:
+    """Listens where there is nobody to tell."""
+
+
 class ClientGone(Exception):
     """The client closed the connection; there is nobody to answer."""
 
 
 class Choice:
     """One continuation: tokens come in from the engine, text and counts go out to the client."""
+
+    __slots__ = (
+        *("finish_reason", "index", "is_noted", "num_cached_tokens", "num_reasoning_tokens", "num_tokens", "prompt"),
+        *("prompt_logprobs", "request", "stop_reason", "values"),
+        *("_generation", "_logprobs", "_text_stream", "_texts", "_tokens"),
+    )
 
     def __init__(
         self, generation: Generation, index: int, prompt: Prompt, request: Request, text_stream: TextStream
@@ -88,25 +99,22 @@ class Choice:
         if output.prompt_logprobs:
             start = output.prompt_logprobs_start
             self.prompt_logprobs[start : start + len(output.prompt_logprobs)] = output.prompt_logprobs
-        reason = output.finish_reason
+        tokens, reason = output.tokens, output.finish_reason
         if reason == "error" or reason == "abort":
             self.on_error(RequestFailed("The engine could not finish this request; other requests are not affected."))
-        elif output.tokens or reason is not None:
-            self._advance(output)
-
-    def _advance(self, output: Output) -> None:
-        delta = self._text_stream.push(output.tokens, output.finish_reason)
-        self._texts.append(delta.text)
-        self._tokens += output.tokens[: delta.num_tokens]
-        if output.logprobs:
-            self._logprobs += output.logprobs[: delta.num_tokens]
-        self.num_tokens += delta.num_tokens
-        if delta.stop is not None:
-            self._end("stop", delta.stop)
-            self._generation.engine.abort(self.request.id, "stop")
-        elif output.finish_reason is not None:
-            self._end(output.finish_reason, output.stop_token_id)
-        self._generation.note(self)
+        elif tokens or reason is not None:
+            delta = self._text_stream.push(tokens, reason)
+            self._texts.append(delta.text)
+            self._tokens += tokens if delta.stop is None else tokens[: delta.num_tokens]
+            if output.logprobs:
+                self._logprobs += output.logprobs[: delta.num_tokens]
+            self.num_tokens += delta.num_tokens
+            if delta.stop is not None:
+                self._end("stop", delta.stop)
+                self._generation.engine.abort(self.request.id, "stop")
+            elif reason is not None:
+                self._end(reason, output.stop_token_id)
+            self._generation.note(self)
 
     def _end(self, reason: FinishReason, stop_reason: str | int | None) -> None:
         self.finish_reason = reason
@@ -116,6 +124,14 @@ class Choice:
     def on_error(self, error: RequestError) -> None:
         """The engine gives this request up; the whole generation ends."""
         self._generation.fail(error)
+
+    def take_text(self) -> str:
+        """The text that is new since the last call, when nothing else of the news is wanted."""
+        text = "".join(self._texts)
+        self._texts.clear()
+        self._tokens.clear()
+        self.is_noted = False
+        return text
 
     def take(self) -> News:
         """What is new since the last call."""
@@ -128,6 +144,11 @@ class Choice:
 class Generation:
     """All choices of one HTTP request. ``close`` must be called, however it ends."""
 
+    __slots__ = (
+        *("account", "choices", "engine", "error", "num_unfinished"),
+        *("_expiry", "_listener", "_noted", "_tells_news"),
+    )
+
     def __init__(self, engine: EngineClient, account: Account | None = None) -> None:
         self.engine = engine
         self.account = account
@@ -135,8 +156,8 @@ class Generation:
         self.num_unfinished = 0
         self.error: Exception | None = None
         self._noted: list[Choice] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._wakes_for_news = True
+        self._listener: Callable[[], None] = nobody
+        self._tells_news = True
         self._expiry: asyncio.TimerHandle | None = None
 
     def expire_at(self, time: float, error: RequestError) -> None:
@@ -147,25 +168,9 @@ class Generation:
         self.choices.append(choice)
         self.num_unfinished += 1
 
-    @property
-    def is_over(self) -> bool:
-        """Whether every choice is finished and its news taken."""
-        return self.error is None and not self.num_unfinished and not self._noted
-
-    async def news(self) -> list[Choice]:
-        """Wait for news, and return the choices that have some; none of them after ``nudge``.
-
-        Raises the ``RequestError`` that ended the generation, or ``ClientGone``.
-        """
-        if not self._noted and self.error is None:
-            await self._wait(for_news=True)
-        noted, self._noted = self._noted, []
-        if not noted and self.error is not None:
-            raise self.error
-        return noted
-
     async def result(self) -> list[Choice]:
-        """Wait until every choice is finished, and return them all. Raises as ``news`` does."""
+        """Wait until every choice is finished, and return them all. Raises the ``RequestError`` that ended the
+        generation, or ``ClientGone``."""
         while self.num_unfinished:
             await self._wait(for_news=False)
         self._noted = []
@@ -173,30 +178,44 @@ class Generation:
             raise self.error
         return self.choices
 
+    async def news(self) -> list[Choice]:
+        """Wait for news, and return the choices that have some. Raises as ``result`` does."""
+        if not self._noted and self.error is None:
+            await self._wait(for_news=True)
+        noted = self.take_noted()
+        if not noted and self.error is not None:
+            raise self.error
+        return noted
+
     async def _wait(self, for_news: bool) -> None:
-        self._wakes_for_news = for_news
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
+        told = asyncio.Event()
+        self.listen(told.set, for_news)
+        await told.wait()
+
+    def listen(self, listener: Callable[[], None], for_news: bool = True) -> None:
+        """Have ``listener`` called, in the pass over all listeners, whenever there is news, and at the end."""
+        self._listener = listener
+        self._tells_news = for_news
+
+    def take_noted(self) -> list[Choice]:
+        """The choices with news since the last call."""
+        noted, self._noted = self._noted, []
+        return noted
 
     def note(self, choice: Choice) -> None:
         """A choice has news."""
         if not choice.is_noted:
             choice.is_noted = True
             self._noted.append(choice)
-        if self._wakes_for_news or not self.num_unfinished:
-            self.nudge()
-
-    def nudge(self) -> None:
-        """Wake whoever waits."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._tells_news or not self.num_unfinished:
+            self._listener()
 
     def fail(self, error: Exception) -> None:
         """End with an error; nothing of it goes on in the engine."""
         if self.error is None and self.num_unfinished:
             self.error = error
             self.close()
-            self.nudge()
+            self._listener()
 
     def close(self) -> None:
         """Abort what still runs; nobody wants more of it."""

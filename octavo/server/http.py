@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.config import ServerSettings
 from octavo.errors import ConfigError
@@ -20,6 +21,29 @@ FLUSH_SECONDS = 2
 """Time for the last bytes of answers to leave after the drain."""
 
 
+WRITE_PIECE = "octavo.write_piece"
+"""Key of the ASGI scope: a ``WritePiece`` for the body of this response."""
+
+WritePiece = Callable[[bytes], bool]
+"""Writes more of a body without a length, once the head was sent. Returns false, with nothing written, when the client
+is slow or gone: ASGI's ``send`` knows how to wait."""
+
+
+class PieceProtocol(HttpToolsProtocol):
+    """Bodies in many small pieces: ``send`` costs a coroutine, a message and its checks for each."""
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self.scope[WRITE_PIECE] = self.write_piece  # type: ignore[literal-required]
+
+    def write_piece(self, data: bytes) -> bool:
+        """See ``WritePiece``; pieces are chunks of RFC 9112, section 7.1."""
+        if self.flow.write_paused or self.transport.is_closing():
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+
 class HTTPServer(uvicorn.Server):
     """uvicorn without its own signal handlers, which would end streams before they are drained."""
 
@@ -28,7 +52,7 @@ class HTTPServer(uvicorn.Server):
         """Raises ``ConfigError`` for certificates that cannot be read."""
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=PieceProtocol,
             ws="none",
             lifespan="on",
             log_config=None,

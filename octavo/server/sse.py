@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -18,10 +18,11 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import RequestError
 from octavo.server.errors import error_object
-from octavo.server.gate import DIRECT_SEND
-from octavo.server.generation import Choice, ClientGone, Generation
+from octavo.server.generation import Choice, ClientGone, Generation, nobody
+from octavo.server.http import WRITE_PIECE, WritePiece
 
-KEEP_ALIVE_SECONDS = 15.0
+KEEP_ALIVE_SECONDS = 10.0
+"""How often it is looked whether anything was sent; so a stream is silent for at most twice as long."""
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -67,6 +68,9 @@ class EventStream(Response):
 
     The status goes out with the first event, so that whatever goes wrong before it has a status of its own. An
     error after that is an event. ``END`` closes the stream, also after an error.
+
+    What a step brings is written by a callback of the event loop. The task that answers the request only wakes to wait
+    for a client that reads slowly, and for the end: waking it for every token would cost more than making the event.
     """
 
     END = DONE
@@ -76,41 +80,26 @@ class EventStream(Response):
         del self.headers["content-length"]
         self.generation = generation
         self.writer = writer
-        self._last_sent = 0.0
-        self._timer: asyncio.TimerHandle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with attended(self.generation, receive):
-            data = b"".join(map(self.writer.frames, await self.generation.news()))
+        generation, frames = self.generation, self.writer.frames
+        async with attended(generation, receive):
+            data = b"".join(map(frames, await generation.news()))
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            # The server's own `send`, because the layers between only look at the start of a response.
-            send = scope.get(DIRECT_SEND, send)
-            if not self.generation.is_over:
-                # At once, so that it leaves together with the headers.
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-                data = b""
-            self._last_sent = asyncio.get_running_loop().time()
-            self._watch_silence()
+            pump = Pump(generation, frames, scope.get(WRITE_PIECE, _leave_all))
             try:
-                # A task of its own, so that every wake-up need not climb through all the layers above.
-                await asyncio.create_task(self._send_all(data, send))
-            finally:
-                self._timer.cancel()
-
-    async def _send_all(self, data: bytes, send: Send) -> None:
-        generation, clock, frames = self.generation, asyncio.get_running_loop().time, self.writer.frames
-        try:
-            while not generation.is_over:
-                if data:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                    self._last_sent = clock()
-                choices = await generation.news()
-                data = b"".join(map(frames, choices)) if choices else KEEP_ALIVE
-            data += self.writer.last_frames()
-        except RequestError as error:
-            data = self.error_frames(error)
-        await self.before_end()
-        await send({"type": "http.response.body", "body": data + self.END, "more_body": False})
+                while generation.num_unfinished:
+                    if data:
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+                    data = await pump.run()
+                data += b"".join(map(frames, generation.take_noted()))
+                if generation.error is not None:
+                    raise generation.error
+                data += self.writer.last_frames()
+            except RequestError as error:
+                data += self.error_frames(error)
+            await self.before_end()
+            await send({"type": "http.response.body", "body": data + self.END, "more_body": False})
 
     async def before_end(self) -> None:
         """Called before the last bytes are sent."""
@@ -119,11 +108,75 @@ class EventStream(Response):
         """The events that tell of an error."""
         return b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n"
 
+
+def _leave_all(data: bytes) -> bool:
+    """Where the server has no ``WRITE_PIECE``."""
+    return False
+
+
+class Pump:
+    """Writes what is new about a generation whenever there is something, without a task."""
+
+    __slots__ = (
+        *("_call_soon", "_frames", "_generation", "_is_called", "_is_silent", "_left", "_loop", "_timer", "_write"),
+    )
+
+    def __init__(self, generation: Generation, frames: Callable[[Choice], bytes], write: WritePiece) -> None:
+        self._generation = generation
+        self._frames = frames
+        self._write = write
+        self._loop = asyncio.get_running_loop()
+        self._call_soon = self._loop.call_soon
+        self._is_called = False
+        """Whether ``_pump`` is about to be called."""
+        self._is_silent = False
+        """Whether nothing was written since ``_watch_silence`` looked."""
+        self._timer: asyncio.TimerHandle
+        self._left: asyncio.Future[bytes]
+        """What could not be written at once; empty at the end."""
+
+    async def run(self) -> bytes:
+        """Return when the generation is over, or earlier with what the client is too slow for."""
+        self._left = self._loop.create_future()
+        self._is_silent = False
+        self._watch_silence()
+        self._generation.listen(self._call)
+        self._pump()  # what came before there was this listener
+        try:
+            return await self._left
+        finally:
+            self._timer.cancel()
+            self._generation.listen(nobody)
+
+    def _call(self) -> None:
+        """Write when all of this pass over the listeners is known."""
+        if not self._is_called:
+            self._is_called = True
+            self._call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._is_called = False
+        generation = self._generation
+        if not generation.num_unfinished:
+            self._leave(b"")
+        elif not self._left.done():
+            try:
+                self._send(b"".join(map(self._frames, generation.take_noted())))
+            except Exception as error:
+                self._left.set_exception(error)
+
+    def _send(self, data: bytes) -> None:
+        self._is_silent = False
+        if data and not self._write(data):
+            self._leave(data)
+
+    def _leave(self, data: bytes) -> None:
+        if not self._left.done():
+            self._left.set_result(data)
+
     def _watch_silence(self) -> None:
-        """Nudge the stream when nothing was sent for a while, which makes it send a comment."""
-        loop = asyncio.get_running_loop()
-        due = self._last_sent + KEEP_ALIVE_SECONDS
-        if loop.time() >= due:
-            self.generation.nudge()
-            due = loop.time() + KEEP_ALIVE_SECONDS
-        self._timer = loop.call_at(due, self._watch_silence)
+        """Send a comment when nothing was sent since this looked last."""
+        if self._is_silent and not self._left.done():
+            self._send(KEEP_ALIVE)
+        self._is_silent = True
+        self._timer = self._loop.call_later(KEEP_ALIVE_SECONDS, self._watch_silence)

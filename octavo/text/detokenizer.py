@@ -17,6 +17,8 @@ class Detokenizer:
     yet are kept back; bytes that cannot become one come out as U+FFFD as soon as that is certain.
     """
 
+    __slots__ = ("_decoder", "_is_inside_character", "_skipped", "_token_bytes", "_whole_texts")
+
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
     ) -> None:

@@ -29,6 +29,8 @@ class TextStream:
     refuses stop strings then.
     """
 
+    __slots__ = ("_detokenizer", "_num_exempt", "_shows_stop_token", "_stops")
+
     def __init__(
         self, tokenizer: Tokenizer | None, params: SamplingParams, shown: frozenset[int] = frozenset()
     ) -> None:

@@ -38,15 +38,15 @@ def test_a_chat_stream_to_the_byte(serve_app: Any) -> None:
     first = events(response.content)[0]
     head = (
         f'data: {{"id":"{first["id"]}","object":"chat.completion.chunk","created":{first["created"]},'
-        '"model":"test","system_fingerprint":null,"choices":['
+        '"model":"test","choices":['
     )
     tail = '],"usage":null}\n\n'
     num_prompt = len(served.engine.requests[0].prompt_tokens)
     assert response.text == (
         head + '{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' + tail
         + head + '{"index":0,"delta":{"content":"T"},"logprobs":null,"finish_reason":null}' + tail
-        + head + '{"index":0,"delta":{"content":"h"},"logprobs":null,"finish_reason":null}' + tail
-        + head + '{"index":0,"delta":{},"logprobs":null,"finish_reason":"length","stop_reason":null}' + tail
+        + head + '{"index":0,"delta":{"content":"h"},"logprobs":null,"finish_reason":"length","stop_reason":null}'
+        + tail
         + head + f'],"usage":{{"prompt_tokens":{num_prompt},"completion_tokens":2,"total_tokens":{num_prompt + 2},'
         '"prompt_tokens_details":{"cached_tokens":3},"completion_tokens_details":{"reasoning_tokens":0}}}\n\n'
         "data: [DONE]\n\n"
@@ -59,12 +59,11 @@ def test_a_completion_stream_to_the_byte(serve_app: Any) -> None:
     first = events(response.content)[0]
     head = (
         f'data: {{"id":"{first["id"]}","object":"text_completion","created":{first["created"]},'
-        '"model":"test","system_fingerprint":null,"choices":[{"index":0,"text":'
+        '"model":"test","choices":[{"index":0,"text":'
     )
     assert response.text == (
         head + '"T","logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
-        + head + '"h","logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
-        + head + '"","logprobs":null,"finish_reason":"length","stop_reason":null}]}\n\n'
+        + head + '"h","logprobs":null,"finish_reason":"length","stop_reason":null}]}\n\n'
         "data: [DONE]\n\n"
     )  # fmt: skip
     assert first["id"].startswith("cmpl-")
@@ -120,7 +119,7 @@ def test_a_slow_reader_gets_longer_pieces_and_all_of_the_text(serve_app: Any) ->
         return data
 
     received = events(asyncio.run(read()))
-    assert len(received) == 3
+    assert len(received) == 2
     assert len(received[1]["choices"][0]["delta"]["content"]) == 60
 
 

@@ -56,7 +56,7 @@ REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = REFUSED | {
 }
 _OPENS = b'"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
 _GOES_ON = b'},"logprobs":null,"finish_reason":null'
-_ENDS = b'"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b'
+_ENDS = b'},"logprobs":null,"finish_reason":%b,"stop_reason":%b'
 
 
 class ChatBody(GenerationFields, kw_only=True):
@@ -211,6 +211,7 @@ class ChatAnswer:
         self._has_details = body.logprobs or body.return_token_ids
         self._frame = ChunkFrame(self.identity, choices, body.includes_usage, body.has_continuous_usage)
         self._starts = [self._frame.start + b'"index":%d,"delta":{"content":' % choice.index for choice in choices]
+        self._empty_starts = [self._frame.start + b'"index":%d,"delta":{' % choice.index for choice in choices]
         self._unopened = set(range(len(choices)))
 
     # --- not streamed ---
@@ -261,40 +262,49 @@ class ChatAnswer:
     # --- streamed ---
 
     def frames(self, choice: Choice) -> bytes:
-        """The chunks for what is new about a choice: its role at first, its reason to finish at the end."""
-        news = choice.take()
+        """The chunks for what is new about a choice: its role at first, its reason to finish with the last."""
         data = b""
         if choice.index in self._unopened:
             self._unopened.discard(choice.index)
             data = self._frame.start + _OPENS % choice.index + self._prompt_ids(choice) + self._frame.end()
+        if self._messages[choice.index] is None and not self._has_details:
+            return data + self._text_frame(choice, choice.take_text())
+        return data + self._delta_frames(choice, choice.take())
+
+    def _text_frame(self, choice: Choice, text: str) -> bytes:
+        """The chunk of a message that is content alone."""
+        reason = choice.finish_reason
+        if reason is None:
+            if not text:
+                return b""
+            return self._starts[choice.index] + encode_line(text) + _GOES_ON + self._frame.end()
+        start = self._starts[choice.index] + encode_line(text) if text else self._empty_starts[choice.index]
+        return start + _ENDS % (encode(reason), encode_line(choice.stop_reason)) + self._frame.end()
+
+    def _delta_frames(self, choice: Choice, news: News) -> bytes:
+        """What is not content alone. Details of tokens come with the first chunk of those that they made certain."""
         message, reason = self._messages[choice.index], choice.finish_reason
         if message is not None:
-            data += self._message_frames(choice, message, news)
-            reason = message.finish_reason(reason)  # type: ignore[assignment]
-        elif self._has_details and news.tokens:
-            data += self._delta_frame(choice, {"content": news.text}, news)
-        elif news.text:
-            data += self._starts[choice.index] + encode_line(news.text) + _GOES_ON + self._frame.end()
-        if reason is not None:
-            end = _ENDS % (choice.index, encode(reason), encode_line(choice.stop_reason))
-            data += self._frame.start + end + self._frame.end()
-        return data
-
-    def _message_frames(self, choice: Choice, message: ChatMessage, news: News) -> bytes:
-        """What is not content alone. Details of tokens come with the first chunk of those that they made certain."""
-        is_end = choice.finish_reason is not None
-        deltas = list(message.deltas(message.pieces(news.text, is_end)))
-        if is_end:
-            self._count_reasoning(choice, message)
+            deltas = list(message.deltas(message.pieces(news.text, is_end=reason is not None)))
+        else:
+            deltas = [{"content": news.text}] if news.text or (self._has_details and news.tokens) else []
         if self._has_details and news.tokens and not deltas:
             deltas.append({})
-        told = [news, *[None] * len(deltas)]
-        return b"".join([self._delta_frame(choice, delta, told[i]) for i, delta in enumerate(deltas)])
-
-    def _delta_frame(self, choice: Choice, delta: dict[str, Any], news: News | None) -> bytes:
-        details = self._details(news) if news is not None else {"logprobs": None}
-        chunk = {"index": choice.index, "delta": delta, **details, "finish_reason": None}
-        return self._frame.start + encode_line(chunk)[1:-1] + self._frame.end()
+        end: dict[str, Any] = {}
+        if reason is not None:
+            if not deltas or "content" not in deltas[-1]:
+                deltas.append({})  # after a call or reasoning, clients know the end as a chunk of its own
+            end = {"finish_reason": reason, "stop_reason": choice.stop_reason}
+            if message is not None:
+                self._count_reasoning(choice, message)
+                end["finish_reason"] = message.finish_reason(reason)
+        empty = {"logprobs": None, "finish_reason": None}
+        chunks: list[dict[str, Any]] = [{"index": choice.index, "delta": delta, **empty} for delta in deltas]
+        if chunks and news.tokens:
+            chunks[0] |= self._details(news)
+        if chunks:
+            chunks[-1] |= end
+        return b"".join([self._frame.start + encode_line(chunk)[1:-1] + self._frame.end() for chunk in chunks])
 
     def _prompt_ids(self, choice: Choice) -> bytes:
         return b',"prompt_token_ids":' + encode(choice.prompt.tokens) if self.body.return_token_ids else b""

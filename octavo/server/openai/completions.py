@@ -38,7 +38,7 @@ from octavo.server.sse import EventStream, whole
 DEFAULT_MAX_TOKENS = 16
 
 _GOES_ON = b',"logprobs":null,"finish_reason":null,"stop_reason":null'
-_ENDS = b'"","logprobs":null,"finish_reason":%b,"stop_reason":%b'
+_ENDS = b',"logprobs":null,"finish_reason":%b,"stop_reason":%b'
 
 
 class CompletionBody(GenerationFields, kw_only=True):
@@ -158,6 +158,7 @@ class CompletionAnswer:
         self._names = TokenNames(front.tokenizer, body.return_tokens_as_token_ids)
         self._shows_ids = body.return_token_ids or front.tokenizer is None
         self._has_details = body.logprobs is not None or self._shows_ids
+        self._is_plain = not self._has_details and not body.echo
         self._frame = ChunkFrame(self.identity, choices, body.includes_usage, body.has_continuous_usage)
         self._starts = [self._frame.start + b'"index":%d,"text":' % choice.index for choice in choices]
         hidden = frozenset[int]()
@@ -217,20 +218,26 @@ class CompletionAnswer:
     # --- streamed ---
 
     def frames(self, choice: Choice) -> bytes:
-        """The chunks for what is new about a choice."""
+        """The chunk for what is new about a choice, with its reason to finish at the end."""
+        if self._is_plain:
+            return self._text_frame(choice, choice.take_text())
         news = choice.take()
-        data = b""
         if is_first := choice.index in self._unopened:
             self._unopened.discard(choice.index)
-        if (self._has_details and news.tokens) or (is_first and (self._shows_ids or self.body.echo)):
-            details = encode_line(self._details(choice, news, is_first))
-            data = self._frame.start + details[1:-1] + self._frame.end()
-        elif news.text:
-            data = self._starts[choice.index] + encode_line(news.text) + _GOES_ON + self._frame.end()
+        if is_first or (self._has_details and news.tokens):
+            details = self._details(choice, news, is_first)
+            details["finish_reason"], details["stop_reason"] = choice.finish_reason, choice.stop_reason
+            return self._frame.start + encode_line(details)[1:-1] + self._frame.end()
+        return self._text_frame(choice, news.text)
+
+    def _text_frame(self, choice: Choice, text: str) -> bytes:
         if choice.finish_reason is not None:
             end = _ENDS % (encode(choice.finish_reason), encode_line(choice.stop_reason))
-            data += self._starts[choice.index] + end + self._frame.end()
-        return data
+        elif text:
+            end = _GOES_ON
+        else:
+            return b""
+        return self._starts[choice.index] + encode_line(text) + end + self._frame.end()
 
     def last_frames(self) -> bytes:
         return self._frame.usage_chunk()
