@@ -13,11 +13,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.errors import CheckpointError
 from octavo.layers.moe import GroupRouter, MoE, SharedExpert
 from octavo.models.config import ACTIVATIONS, read_common
 from octavo.models.keys import ConfigKeys, wrong
@@ -26,6 +24,7 @@ from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.mixtral import MoEConfig, with_experts
 from octavo.models.rope import RopeContext, half_split_rows, read_rope, rope_values, yarn_scale
 from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.latent_attention import join_heads
 from octavo.ops.moe import Experts
 
 LATENT_EPS = 1e-6
@@ -146,7 +145,8 @@ class DeepseekLayer(LlamaLayer):
         self.kv_norm = weights.norm(f"{name}.kv_a_layernorm", L, LATENT_EPS)
         sizes = [config.plain_size, config.value_size]
         maps = weights.dense(f"{name}.kv_b_proj.weight", N * sum(sizes), L).view(N, -1, L)
-        self.key_map_NPL, self.value_map_NVL = maps.split_with_sizes(sizes, dim=1)
+        key_map_NPL, value_map_NVL = maps.split_with_sizes(sizes, dim=1)
+        self.key_map_NLP, self.value_map_NVL = key_map_NPL.mT.contiguous(), value_map_NVL.contiguous()
         self.o_proj = weights.linear({f"{name}.o_proj": D}, N * config.value_size, config.output_bias)
         self.mlp = self.feed_forward(config, weights, prefix, index)
 
@@ -181,15 +181,10 @@ class DeepseekLayer(LlamaLayer):
         sizes = [config.plain_size, config.rotary_width]
         plain_TNP, q_rotated = q_TN.view(T, config.num_heads, -1).split_with_sizes(sizes, dim=-1)
         latent_TL, k_rotated = self.kv_proj(h_TD).split_with_sizes([config.latent_size, sizes[1]], dim=-1)
-        q_TNL = (plain_TNP.transpose(0, 1) @ self.key_map_NPL).transpose(0, 1)
-        q_TNH = torch.cat((q_rotated, q_TNL), dim=-1)
-        k_T1H = torch.cat((k_rotated, self.kv_norm(latent_TL)), dim=-1).unsqueeze(1)
-        q_TNH, k_T1H = ops.apply_rope(q_TNH, k_T1H, *angles)
-        ops.store_kv(k_T1H, k_T1H, cache.keys, cache.values, rows.slot_mapping_T)
-        tables = (rows.block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S)
-        out_TNH = ops.paged_attention(q_TNH, cache.keys, cache.values, *tables, config.scale)
-        out_NTL = out_TNH[..., sizes[1] :].transpose(0, 1)
-        out_TNV = (out_NTL @ self.value_map_NVL.mT).transpose(0, 1)
+        q_TNL = ops.head_linear(plain_TNP, self.key_map_NLP)
+        qk_TW = join_heads(q_rotated, q_TNL, k_rotated, self.kv_norm(latent_TL))
+        out_TNL = ops.latent_attention(qk_TW, config.num_heads, *angles, cache, rows, config.scale)
+        out_TNV = ops.head_linear(out_TNL, self.value_map_NVL)
         return self.mlp(self.o_proj(out_TNV.reshape(T, -1), residual=x_TD))
 
 
@@ -201,10 +196,6 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         return read_deepseek(keys, max_len, "softmax")
 
     def __init__(self, config: DeepseekConfig, weights: WeightLoader) -> None:
-        if weights.form.device.type == "cuda":  # its reference reads lengths on the host, which no CUDA graph can hold
-            raise CheckpointError(
-                f"config: architecture {config.architecture}: latent attention has no kernel for cuda; use device cpu"
-            )
         super().__init__(config, weights)
         for i in range(config.num_layers, config.num_layers + config.num_extra_layers):
             weights.leave_out(f"model.layers.{i}.")

@@ -139,6 +139,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe/normalised": {"hidden_size": 256, "head_dim": 64},
     "gpt_oss/sinks": {"hidden_size": 256, "head_dim": 64},
     "mixtral/two_of_five": {"hidden_size": 256},
+    "deepseek_v2/lite": {},
+    "deepseek_v3/groups": {"kv_lora_rank": 64},
 }
 
 

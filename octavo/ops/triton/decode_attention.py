@@ -97,7 +97,7 @@ def run_decode_attention(
         out_TW,
         torch.empty(*partial_shape, H, dtype=torch.float32, device=x_TW.device),
         torch.empty(partial_shape, dtype=torch.float32, device=x_TW.device),
-        _counters(x_TW.device),
+        pair_counters(x_TW.device),
         heads.scale / heads.softcap if heads.softcap else heads.scale * LOG2_E.value,
         heads.softcap * LOG2_E.value,
         heads.norm_eps,
@@ -140,7 +140,7 @@ def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfi
 
 
 @functools.cache
-def _counters(device: torch.device) -> Tensor:
+def pair_counters(device: torch.device) -> Tensor:
     """How many programs of each pair have come: zero between launches. Kept for good, as captured graphs hold it."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     assert not capturing, "attention must have run once before it is captured in a graph"

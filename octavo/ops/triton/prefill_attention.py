@@ -193,7 +193,7 @@ def _fold(
     """Add the tile of keys from ``at`` on to the sums (Milakov and Gimelshein, arXiv 1805.02867)."""
     key_C = at + tl.arange(0, KEYS)
     is_in_CH = (tl.arange(0, acc_MH.shape[1]) < H)[None, :]
-    block_C = _blocks(table_ptr, at, end, BLOCK_SIZE, KEYS).to(tl.int64)
+    block_C = key_blocks(table_ptr, at, end, BLOCK_SIZE, KEYS).to(tl.int64)
     at_CH = at % BLOCK_SIZE * H + tile_CH
     k_CH = tl.load(k_ptr + block_C * k_block_stride + at_CH, mask=is_in_CH, other=0.0)
     if MASKED:  # slots behind the last row's hold anything, also NaN, which a weight of 0 would not undo
@@ -215,7 +215,7 @@ def _fold(
 
 
 @triton.jit
-def _blocks(
+def key_blocks(
     table_ptr: tl.tensor, at: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The block of the tile of keys from ``at`` on; where a tile is larger than a block, that of each key [C, 1]."""

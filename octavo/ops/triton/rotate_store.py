@@ -20,6 +20,8 @@ from octavo.ops.triton.launch import after_predecessor, launch
 ROWS = 4
 HEADS = 8
 """What a program takes. Fixed, so that a row's sums do not depend on the number of rows."""
+WIDE = 256
+"""Of heads wider than this, a program takes one."""
 
 
 def rotate_store(
@@ -28,28 +30,31 @@ def rotate_store(
     cos_TR: Tensor | None,
     sin_TR: Tensor | None,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slot_mapping_T: Tensor,
 ) -> Tensor:
     """Queries as attention takes them, a new tensor [T, N, H]; keys and values go to their slots.
+
+    Without a cache for values, rows end with their keys.
 
     As ``ops.rms_norm``, ``ops.apply_rope`` and ``ops.store_kv`` together, in float32 in between. Nothing is stored for
     rows of a negative slot. Numbers that a float8 cache cannot hold become the nearest that it can.
     """
     T, N, K, H = qkv_TW.shape[0], heads.num_heads, heads.num_kv_heads, heads.head_dim
     assert qkv_TW.stride(1) == 1, "the columns of a row must lie side by side"
+    pairs, at_once = H // 2 if cos_TR is None else cos_TR.shape[1], HEADS if H <= WIDE else 1
+    parts, v_cache = (1, k_cache) if v_cache is None else (2, v_cache)
     assert k_cache.stride()[2:] == v_cache.stride()[2:] == (H, 1), "the slots of a block must lie side by side"
-    pairs = H // 2 if cos_TR is None else cos_TR.shape[1]
     q_TNH = torch.empty((T, N, H), dtype=qkv_TW.dtype, device=qkv_TW.device)
     # fmt: off
     launch(
-        _rotate_store_kernel, (triton.cdiv(T, ROWS), triton.cdiv(N, HEADS) + 2 * triton.cdiv(K, HEADS)),
+        _rotate_store_kernel, (triton.cdiv(T, ROWS), triton.cdiv(N, at_once) + parts * triton.cdiv(K, at_once)),
         qkv_TW, q_TNH, k_cache, v_cache, slot_mapping_T, cos_TR, sin_TR, heads.q_norm_H, heads.k_norm_H,
         T, qkv_TW.stride(0), 0 if cos_TR is None else cos_TR.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2],
         heads.norm_eps,
         N=N, K=K, H=H, PAIRS=pairs, PAIR_BLOCK=triton.next_power_of_2(pairs),
         REST_BLOCK=triton.next_power_of_2(H - 2 * pairs) if 2 * pairs < H else 0, HEAD_BLOCK=triton.next_power_of_2(H),
-        BLOCK_SIZE=k_cache.shape[2], ROWS=ROWS, HEADS=HEADS, num_warps=4,
+        BLOCK_SIZE=k_cache.shape[2], ROWS=ROWS, HEADS=at_once, num_warps=4,
     )
     # fmt: on
     return q_TNH
@@ -76,18 +81,18 @@ def _rotate_store_kernel(
     if group < QUERY_GROUPS:
         head_G = group * HEADS + tl.arange(0, HEADS)
         is_in_MG = is_row_M[:, None] & (head_G < N)[None, :]
-        to_MG = q_ptr + (t_M.to(tl.int64) * N)[:, None] * H + head_G[None, :] * H
+        to_query_MG = q_ptr + (t_M.to(tl.int64) * N)[:, None] * H + head_G[None, :] * H
         # fmt: off
-        _rotate(row_ptrs + head_G[None, :, None] * H, to_MG, is_in_MG, is_in_MG, t_M, is_row_M, q_norm_ptr,
+        _rotate(row_ptrs + head_G[None, :, None] * H, to_query_MG, is_in_MG, is_in_MG, t_M, is_row_M, q_norm_ptr,
                 cos_ptr, sin_ptr, angle_stride, eps, H, PAIRS, PAIR_BLOCK, REST_BLOCK)
         # fmt: on
     elif group < QUERY_GROUPS + KEY_GROUPS:
         head_G = (group - QUERY_GROUPS) * HEADS + tl.arange(0, HEADS)
         is_in_MG = is_row_M[:, None] & (head_G < K)[None, :]
-        to_MG = k_ptr + (block_M * k_block_stride + offset_M * H)[:, None] + head_G[None, :] * k_head_stride
+        to_key_MG = k_ptr + (block_M * k_block_stride + offset_M * H)[:, None] + head_G[None, :] * k_head_stride
         is_to_MG = is_in_MG & (slot_M >= 0)[:, None]
         # fmt: off
-        _rotate(row_ptrs + (N + head_G)[None, :, None] * H, to_MG, is_in_MG, is_to_MG, t_M, is_row_M, k_norm_ptr,
+        _rotate(row_ptrs + (N + head_G)[None, :, None] * H, to_key_MG, is_in_MG, is_to_MG, t_M, is_row_M, k_norm_ptr,
                 cos_ptr, sin_ptr, angle_stride, eps, H, PAIRS, PAIR_BLOCK, REST_BLOCK)
         # fmt: on
     else:
@@ -95,8 +100,8 @@ def _rotate_store_kernel(
         h_H = tl.arange(0, HEAD_BLOCK)
         is_in = ((slot_M >= 0)[:, None] & (head_G < K)[None, :])[:, :, None] & (h_H < H)[None, None, :]
         values = tl.load(row_ptrs + (N + K + head_G)[None, :, None] * H + h_H[None, None, :], mask=is_in, other=0.0)
-        to_MG = v_ptr + (block_M * v_block_stride + offset_M * H)[:, None] + head_G[None, :] * v_head_stride
-        tl.store(to_MG[:, :, None] + h_H[None, None, :], values.to(v_ptr.dtype.element_ty), mask=is_in)
+        to_value_MG = v_ptr + (block_M * v_block_stride + offset_M * H)[:, None] + head_G[None, :] * v_head_stride
+        tl.store(to_value_MG[:, :, None] + h_H[None, None, :], values.to(v_ptr.dtype.element_ty), mask=is_in)
 
 
 @triton.jit

@@ -1,0 +1,237 @@
+"""``latent_attention`` for CUDA devices: the cache's one key is read once for many heads, and is the value too.
+
+A tile's rows are heads of one token, or of a few. Where every sequence has one row its context is split among
+programs, and the last to come adds their sums (Dao et al., "Flash-Decoding", 2023); else a program walks over the whole
+context of its rows (Dao et al., arXiv 2205.14135). All bounds are read on the device.
+
+Shapes: T tokens, S sequences, N heads, P rotated part of a head, L latent, H = P + L; a tile's rows M and keys C.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.latent_attention import latent_attention
+from octavo.ops.triton.decode_attention import MAX_PAIRS, pair_counters
+from octavo.ops.triton.launch import after_predecessor, declines_floats, is_invariant, launch
+from octavo.ops.triton.prefill_attention import MAX_SPARE, NO_SCORE, key_blocks
+from octavo.ops.triton.rotate_store import rotate_store
+from octavo.ops.triton.split_sums import LOG2_E, add_parts, leave_part, store_heads
+
+PROGRAMS = 2 * 132
+"""Programs that fill a device: two for each multiprocessor of an H200."""
+MAX_SPLITS = 32
+MIN_KEYS = 64
+"""Fewest keys that are worth a program."""
+
+
+class Config(NamedTuple):
+    """How a tile is computed: its rows and keys, the warps that do it, and how many tiles of keys are in flight."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+FEW_HEADS, MANY_HEADS, ROWS = Config(16, 32, 4, 3), Config(32, 32, 8, 2), Config(64, 32, 8, 2)
+"""For one token of up to 16 heads, of more, and for several tokens; a float8 cache takes registers to widen."""
+FLOAT32 = Config(16, 16, 8, 1)
+"""Its products are made of multiply-adds."""
+
+
+@latent_attention.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def latent_attention_triton(
+    qk_TW: Tensor, num_heads: int, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, rows: PagedRows, scale: float
+) -> Tensor:
+    """See ``ops.latent_attention``. Where results may not depend on other rows, one kernel takes all rows."""
+    T, H, split = len(qk_TW), cache.keys.shape[3], 2 * cos_TR.shape[1]
+    heads = HeadLayout(num_heads, 1, H, scale)
+    q_TNH = rotate_store(qk_TW, heads, cos_TR, sin_TR, cache.keys, None, rows.slot_mapping_T)
+    out_TNL = q_TNH.new_empty(T, num_heads, H - split)
+    run = attend_single_rows if rows.max_query_len == 1 and not is_invariant() else attend_rows
+    run(q_TNH, split, cache.keys, rows, scale, out_TNL)
+    return out_TNL
+
+
+def attend_single_rows(
+    q_TNH: Tensor, split: int, cache: Tensor, rows: PagedRows, scale: float, out_TNL: Tensor, splits: int | None = None
+) -> None:
+    """Fill ``out`` where row s is the one row of sequence s. At most ``splits`` programs share a context."""
+    S, (_, N, L) = len(rows.seq_lens_S), out_TNL.shape
+    config = _config(q_TNH, FEW_HEADS if N <= 16 else MANY_HEADS)
+    tiles = triton.cdiv(N, config.rows)
+    assert S * tiles <= MAX_PAIRS, f"{S} sequences of {tiles} tiles of heads are more than {MAX_PAIRS} pairs"
+    splits = splits or max(1, min(MAX_SPLITS, triton.cdiv(PROGRAMS, S * tiles)))
+    shape = (S * tiles, splits, config.rows)
+    # fmt: off
+    launch(
+        single_rows_kernel, (splits, tiles, S),
+        q_TNH, cache, out_TNL, rows.block_tables_SB, rows.seq_lens_S,
+        torch.empty(*shape, L, dtype=torch.float32, device=q_TNH.device),
+        torch.empty(shape, dtype=torch.float32, device=q_TNH.device), pair_counters(q_TNH.device),
+        scale * LOG2_E.value, rows.block_tables_SB.stride(0), cache.stride(0),
+        **_constants(q_TNH, split, cache, config), MIN_TILES=MIN_KEYS // config.keys, SPLITS=splits,
+    )
+    # fmt: on
+
+
+def attend_rows(q_TNH: Tensor, split: int, cache: Tensor, rows: PagedRows, scale: float, out_TNL: Tensor) -> None:
+    """Fill ``out`` for any numbers of rows."""
+    T, N, _ = q_TNH.shape
+    S, config = len(rows.seq_lens_S), _config(q_TNH, ROWS if cache.element_size() > 1 else MANY_HEADS)
+    heads = min(triton.next_power_of_2(N), config.rows)
+    programs = T // (config.rows // heads) + min(S, MAX_SPARE)
+    # fmt: off
+    launch(
+        rows_kernel, (programs, triton.cdiv(N, heads)),
+        q_TNH, cache, out_TNL, rows.block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S,
+        scale * LOG2_E.value, S, rows.block_tables_SB.stride(0), cache.stride(0),
+        **_constants(q_TNH, split, cache, config), HEADS=heads, SEQUENCES=max(128, triton.next_power_of_2(S)),
+    )
+    # fmt: on
+
+
+def _config(q_TNH: Tensor, config: Config) -> Config:
+    return FLOAT32 if q_TNH.dtype == torch.float32 else config
+
+
+def _constants(q_TNH: Tensor, split: int, cache: Tensor, config: Config) -> dict[str, int]:
+    """What both kernels are compiled for."""
+    _, N, H = q_TNH.shape
+    assert cache.shape[1] == 1, "latents have one kv head"
+    assert cache.stride()[2:] == (H, 1), "the slots of a block must lie side by side"
+    assert q_TNH.is_contiguous()
+    return {
+        "N": N,
+        "P": split,
+        "L": H - split,
+        "PP": max(16, triton.next_power_of_2(split)),
+        "LP": max(16, triton.next_power_of_2(H - split)),
+        "BLOCK_SIZE": cache.shape[2],
+        "ROWS": config.rows,
+        "KEYS": config.keys,
+        "STAGES": config.stages,
+        "num_warps": config.warps,
+    }
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def single_rows_kernel(
+    q_ptr: tl.tensor, cache_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor, seq_lens_ptr: tl.tensor,
+    parts_ptr: tl.tensor, logs_ptr: tl.tensor, counters_ptr: tl.tensor, scale: tl.tensor, table_stride: tl.tensor,
+    block_stride: tl.tensor, N: tl.constexpr, P: tl.constexpr, L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
+    SPLITS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """A run of keys for ROWS heads of a sequence's one row."""
+    split, seq = tl.program_id(0), tl.program_id(2)
+    head_M, d_L = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, LP)
+    after_predecessor(PDL)
+    length = tl.load(seq_lens_ptr + seq)
+    num_tiles = tl.cdiv(length, KEYS)
+    tiles_each = tl.maximum(tl.cdiv(num_tiles, SPLITS), MIN_TILES)
+    num_runs = tl.cdiv(num_tiles, tiles_each)
+    if split < num_runs:
+        q_ML, q_MP = _queries(q_ptr, seq * N + head_M, head_M < N, P, L, PP, LP)
+        begin = split * tiles_each * KEYS
+        sums = _walk(
+            q_ML, q_MP, tl.zeros_like(head_M) + length - 1, begin, tl.minimum(begin + tiles_each * KEYS, length),
+            cache_ptr, tables_ptr + seq.to(tl.int64) * table_stride, block_stride, scale,
+            P, L, PP, LP, BLOCK_SIZE, KEYS, STAGES,
+        )  # fmt: skip
+        out_ptr += seq.to(tl.int64) * N * L
+        if SPLITS > 1 and num_runs > 1:
+            pair = seq.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+            parts_ptr += pair * SPLITS * ROWS * L
+            logs_ptr += pair * SPLITS * ROWS
+            m_M = tl.arange(0, ROWS)
+            if leave_part(parts_ptr, logs_ptr, counters_ptr + pair, sums, split, num_runs, m_M, d_L, ROWS, L):
+                sums = add_parts(parts_ptr, logs_ptr, num_runs, d_L, ROWS, L, LP, 1)
+                store_heads(out_ptr, sums, head_M, head_M < N, d_L, None, L)
+        else:
+            store_heads(out_ptr, sums, head_M, head_M < N, d_L, None, L)
+
+
+@triton.jit(do_not_specialize=["S", "table_stride"])
+def rows_kernel(
+    q_ptr: tl.tensor, cache_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor, cu_seqlens_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor, scale: tl.tensor, S: tl.tensor, table_stride: tl.tensor, block_stride: tl.tensor,
+    N: tl.constexpr, P: tl.constexpr, L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, HEADS: tl.constexpr, SEQUENCES: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Tiles of HEADS heads of a few tokens, those of a sequence from its last rows, which see most, to its first."""
+    TOKENS: tl.constexpr = ROWS // HEADS
+    m_M, s_S, d_L = tl.arange(0, ROWS), tl.arange(0, SEQUENCES), tl.arange(0, LP)
+    head_M = tl.program_id(1) * HEADS + m_M % HEADS
+    after_predecessor(PDL)
+    start_S = tl.load(cu_seqlens_ptr + s_S, mask=s_S < S, other=0)
+    num_tiles_S = tl.cdiv(tl.load(cu_seqlens_ptr + s_S + 1, mask=s_S < S, other=0) - start_S, TOKENS)
+    end_tile_S = tl.cumsum(num_tiles_S)
+    num_tiles = tl.sum(num_tiles_S)
+    for done in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=1, disable_licm=True):
+        tile = num_tiles - 1 - done
+        s = tl.sum((end_tile_S <= tile).to(tl.int32))
+        stop = tl.load(cu_seqlens_ptr + s + 1)
+        first = tl.load(cu_seqlens_ptr + s) + (tile - tl.sum(tl.where(s_S < s, num_tiles_S, 0))) * TOKENS
+        shift = tl.load(seq_lens_ptr + s) - stop  # from a row to its position
+        token_M = first + m_M // HEADS
+        is_in_M = (token_M < stop) & (head_M < N)
+        q_ML, q_MP = _queries(q_ptr, token_M * N + head_M, is_in_M, P, L, PP, LP)
+        _, total_M, acc_ML = _walk(
+            q_ML, q_MP, shift + token_M, 0, shift + tl.minimum(first + TOKENS, stop), cache_ptr,
+            tables_ptr + s.to(tl.int64) * table_stride, block_stride, scale, P, L, PP, LP, BLOCK_SIZE, KEYS, STAGES,
+        )  # fmt: skip
+        to_ML = out_ptr + ((token_M * N + head_M).to(tl.int64) * L)[:, None] + d_L[None, :]
+        out_ML = (acc_ML / total_M[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(to_ML, out_ML, mask=is_in_M[:, None] & (d_L < L)[None, :])
+
+
+@triton.jit
+def _queries(
+    q_ptr: tl.tensor, row_M: tl.tensor, is_in_M: tl.tensor, P: tl.constexpr, L: tl.constexpr, PP: tl.constexpr,
+    LP: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The unrotated and the rotated parts of these queries; 0 where there is none."""
+    p_P, d_L = tl.arange(0, PP), tl.arange(0, LP)
+    at_M1 = q_ptr + (row_M.to(tl.int64) * (P + L))[:, None]
+    q_MP = tl.load(at_M1 + p_P[None, :], mask=is_in_M[:, None] & (p_P < P)[None, :], other=0.0)
+    q_ML = tl.load(at_M1 + P + d_L[None, :], mask=is_in_M[:, None] & (d_L < L)[None, :], other=0.0)
+    return q_ML, q_MP
+
+
+@triton.jit
+def _walk(
+    q_ML: tl.tensor, q_MP: tl.tensor, position_M: tl.tensor, begin: tl.tensor, end: tl.tensor, cache_ptr: tl.tensor,
+    table_ptr: tl.tensor, block_stride: tl.tensor, scale: tl.tensor, P: tl.constexpr, L: tl.constexpr,
+    PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Largest score, sum of weights and weighted latents over keys ``begin`` to ``end`` up to each row's position."""
+    p_P, d_L = tl.arange(0, PP), tl.arange(0, LP)
+    peak_M = tl.full([q_ML.shape[0]], NO_SCORE, tl.float32)
+    total_M = tl.zeros([q_ML.shape[0]], tl.float32)
+    acc_ML = tl.zeros([q_ML.shape[0], LP], tl.float32)
+    for at in tl.range(begin, end, KEYS, num_stages=STAGES):
+        key_C = at + tl.arange(0, KEYS)
+        is_key_C1 = (key_C < end)[:, None]  # what lies behind may be NaN, which a weight of 0 would not undo
+        block = key_blocks(table_ptr, at, end, BLOCK_SIZE, KEYS).to(tl.int64)
+        at_C1 = cache_ptr + block * block_stride + (key_C % BLOCK_SIZE)[:, None] * (P + L)
+        k_CL = tl.load(at_C1 + P + d_L[None, :], mask=is_key_C1 & (d_L < L)[None, :], other=0.0).to(q_ML.dtype)
+        k_CP = tl.load(at_C1 + p_P[None, :], mask=is_key_C1 & (p_P < P)[None, :], other=0.0).to(q_ML.dtype)
+        scores_MC = tl.dot(q_MP, tl.trans(k_CP), input_precision="ieee")
+        scores_MC = tl.dot(q_ML, tl.trans(k_CL), scores_MC, input_precision="ieee") * scale
+        scores_MC = tl.where(key_C[None, :] <= tl.minimum(position_M, end - 1)[:, None], scores_MC, float("-inf"))
+        top_M = tl.maximum(peak_M, tl.max(scores_MC, 1))
+        weights_MC = tl.exp2(scores_MC - top_M[:, None])
+        shrink_M = tl.exp2(peak_M - top_M)
+        total_M = total_M * shrink_M + tl.sum(weights_MC, 1)
+        acc_ML = tl.dot(weights_MC.to(k_CL.dtype), k_CL, acc_ML * shrink_M[:, None], input_precision="ieee")
+        peak_M = top_M
+    return peak_M, total_M, acc_ML
