@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,8 +12,9 @@ from octavo import ops
 from octavo.build_encoder import build_encoder
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
-from octavo.config import EngineConfig, ModelSettings
+from octavo.config import EngineConfig, ModelSettings, parse_speculative_config
 from octavo.engine.engine import Engine
+from octavo.engine.ngram import NgramProposer
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError
 from octavo.grammar.masks import MatcherMasks
@@ -94,6 +96,8 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
     scheduler = _scheduler(config, limits)
+    if config.cache.enable_partial_reuse:
+        scheduler.cache.copy_slots = lambda *part: runner.precede(partial(storage.copy_slots, *part))
     forms = f"{form.dtype} {form.scheme} {info.kernels}"
     stream = runner.stream if isinstance(runner, StreamRunner) else None
     if (offload := make_offload(config.cache, storage, stream, path, forms)) is not None:

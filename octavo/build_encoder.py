@@ -32,8 +32,7 @@ def build_encoder(
     config: EngineConfig, path: Path, checkpoint: Checkpoint, model: EncoderConfig, form: WeightFormat
 ) -> tuple[Engine, EngineInfo]:
     """Load the encoder and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
-    if config.scheduler.max_itl is not None:
-        raise ConfigError("max_itl: an encoder generates no tokens, between which there could be a pause")
+    _check_settings(config)
     max_model_len = _longest(config.model.max_model_len, model, path)
     asked = config.scheduler
     max_num_batched_tokens = asked.max_num_batched_tokens or max(
@@ -78,6 +77,15 @@ def build_encoder(
         embedding_size=0 if model.is_judge else model.hidden_size,
     )
     return Engine(scheduler, runner), info
+
+
+def _check_settings(config: EngineConfig) -> None:
+    """Refuse what is about generated tokens."""
+    for name in ("max_itl", "decode_interval"):
+        if getattr(config.scheduler, name) is not None:
+            raise ConfigError(f"{name}: an encoder generates no tokens, between which there could be a pause")
+    if config.speculative.speculative_config is not None:
+        raise ConfigError("speculative_config: an encoder generates no tokens that could be guessed")
 
 
 def _longest(asked: int | None, model: EncoderConfig, path: Path) -> int:

@@ -14,9 +14,12 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from octavo.errors import ConfigError
+from octavo.setting import Setting, setting
 
 DEFAULT_MODEL = "smollm2-135m"
 POLICY_NAMES = (
@@ -30,11 +33,6 @@ def cache_dir() -> Path:
     own = os.environ.get("OCTAVO_CACHE_DIR")
     base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "octavo"
     return base.expanduser()
-
-
-def setting(default: Any, help: str, choices: tuple[str, ...] = (), low: float | None = None) -> Any:
-    """A dataclass field with what a command line needs to know about it; ``low`` is the least allowed value."""
-    return field(default=default, metadata={"help": help, "choices": choices, "low": low})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +93,9 @@ class CacheSettings:
     )
     gpu_memory_utilization: float = setting(0.9, "share of a GPU's memory to use in all", low=0.01)
     enable_prefix_caching: bool = setting(True, "share the blocks of equal prompt prefixes")
+    enable_partial_reuse: bool = setting(
+        True, "with prefix caching, where a prompt begins like a cached block and goes on otherwise, copy that part"
+    )
     eviction_policy: str = setting(
         "lru", "which cached blocks are given up first", ("lru", "fifo", "lfu", "slru", "session")
     )
@@ -136,8 +137,25 @@ class SchedulerSettings:
         "who gives back its blocks when they run out; auto is the policy's own choice",
         ("auto", "youngest", "cheapest", "largest"),
     )
+    decode_interval: int | None = setting(
+        None,
+        "while prompts can be computed, let those who decode have a token in one of so many steps only; default: 1",
+        low=1,
+    )
     max_itl: float | None = setting(
         None, "seconds between two tokens that no prompt of somebody else may exceed: prompts are sliced", low=0.0001
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeSettings:
+    """Guesses at the next tokens, which change no token: the model looks at several in one step."""
+
+    speculative_config: str | None = setting(
+        None,
+        'how to guess, as JSON: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, '
+        '"prompt_lookup_min": 2} takes what followed the last tokens where they stood before; default: no guesses',
+        is_json=True,
     )
 
 
@@ -210,6 +228,7 @@ class EngineConfig:
     model: ModelSettings = field(default_factory=ModelSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    speculative: SpeculativeSettings = field(default_factory=SpeculativeSettings)
 
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> EngineConfig:
@@ -226,59 +245,6 @@ class ServeConfig(EngineConfig):
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> ServeConfig:
         return typing.cast(ServeConfig, _from_flat(cls, values))
-
-
-class Setting(typing.NamedTuple):
-    """One setting as a command line sees it."""
-
-    name: str
-    group: str
-    type: type
-    optional: bool
-    default: Any
-    help: str
-    choices: tuple[str, ...]
-    low: float | None
-
-    def parse(self, value: Any) -> Any:
-        """Convert a value from Python, YAML, a flag or an environment variable; raise ``ConfigError``."""
-        if value is None and self.optional:
-            return None
-        try:
-            result = _convert(value, self.type)
-        except (TypeError, ValueError):
-            raise ConfigError(f"{self.name}: expected {self.type.__name__}, got {value!r}") from None
-        if self.choices and result not in self.choices:
-            raise ConfigError(f"{self.name}: {value!r} is not one of {', '.join(self.choices)}")
-        if self.low is not None and not result >= self.low:
-            raise ConfigError(f"{self.name}: must be at least {self.low:g}, got {value!r}")
-        return result
-
-
-def _convert(value: Any, kind: type) -> Any:
-    if kind is bool:
-        words = {
-            "1": True,
-            "true": True,
-            "yes": True,
-            "on": True,
-            "0": False,
-            "false": False,
-            "no": False,
-            "off": False,
-        }
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.lower() in words:
-            return words[value.lower()]
-        raise ValueError
-    if isinstance(value, bool) or (kind is int and isinstance(value, float)):
-        raise TypeError
-    if kind is str and not isinstance(value, str):
-        value = str(value) if hasattr(value, "__fspath__") else value
-        if not isinstance(value, str):
-            raise TypeError
-    return kind(value)
 
 
 def settings(config_class: type[EngineConfig]) -> Iterator[Setting]:
@@ -301,6 +267,7 @@ def settings(config_class: type[EngineConfig]) -> Iterator[Setting]:
                 meta["help"],
                 meta["choices"],
                 meta["low"],
+                meta["is_json"],
             )
 
 
@@ -343,6 +310,7 @@ def _check_combinations(config: EngineConfig) -> None:
             if getattr(config.server, name) is not None:
                 raise ConfigError(f"{name} needs ssl_certfile: without a certificate, there is no HTTPS")
     _check_policy(scheduler, cache)
+    parse_speculative_config(config.speculative.speculative_config)
 
 
 def _check_offload(model: ModelSettings, cache: CacheSettings) -> None:
@@ -370,6 +338,10 @@ def _check_policy(scheduler: SchedulerSettings, cache: CacheSettings) -> None:
     for name, policies in OWNERS.items():
         if getattr(scheduler, name) is not None and policy not in policies:
             raise ConfigError(f"{name} needs scheduling_policy {' or '.join(policies)}; it is {policy}")
+    if scheduler.decode_interval is not None and scheduler.max_itl is not None:
+        raise ConfigError(
+            "decode_interval and max_itl: one lets those who decode wait for prompts, the other forbids it; give one"
+        )
     if policy == "longest-prefix" and not cache.enable_prefix_caching:
         raise ConfigError("scheduling_policy longest-prefix needs enable_prefix_caching: it looks for cached prompts")
 
@@ -383,6 +355,30 @@ def parse_lora_modules(text: str | None) -> dict[str, str]:
             raise ConfigError(f"lora_modules: {part!r} is not NAME=PATH with a name of its own")
         modules[name] = path
     return modules
+
+
+class Ngram(msgspec.Struct, frozen=True, tag_field="method", tag="ngram", forbid_unknown_fields=True):
+    """Guesses from the sequence itself; the names are vLLM's."""
+
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] = 4
+    """Most guesses in a step."""
+    prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=16)] = 3
+    """Most tokens that are looked for, and tried first."""
+    prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
+
+
+def parse_speculative_config(text: str | None) -> Ngram | None:
+    """How to guess, from JSON; ``None`` for no guesses. Raises ``ConfigError``."""
+    if text is None:
+        return None
+    try:
+        found = msgspec.json.decode(text, type=Ngram)
+    except msgspec.DecodeError as error:
+        example = '{"method": "ngram", "num_speculative_tokens": 4}'
+        raise ConfigError(f"speculative_config: {error}; expected such as {example}") from None
+    if found.prompt_lookup_min > found.prompt_lookup_max:
+        raise ConfigError("speculative_config: prompt_lookup_min must be at most prompt_lookup_max")
+    return found
 
 
 def to_flat(config: EngineConfig) -> dict[str, Any]:

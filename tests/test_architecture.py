@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "octavo"
 # A module may import only from lower levels, or from its own folder. `base` modules are single files.
 LEVELS: list[set[str]] = [
     {"errors", "child_worker"},
+    {"setting"},
     {"sampling_params", "config", "child_process"},
     {"types"},
     {"telemetry", "weights", "grammar"},
@@ -31,7 +32,10 @@ LEVELS: list[set[str]] = [
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 
-TORCH_FREE = {"errors", "sampling_params", "config", "types", "telemetry", "text", "cache", "engine", "grammar"}
+TORCH_FREE = {
+    *("errors", "setting", "sampling_params", "config", "types"),
+    *("telemetry", "text", "cache", "engine", "grammar"),
+}
 TORCH_FREE_FILES = {"weights/gguf.py", "weights/blocks.py", "weights/hub.py", "weights/default_model.py"}
 FRONT_PROCESS = ["octavo.server.app", "octavo.text.tokenizer", "octavo.engine.engine", "octavo.cli"]
 

@@ -28,6 +28,8 @@ def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats
         stats.num_output_tokens += len(tokens)
         if item.drafts:
             num_rejected = 1 + len(item.drafts) - len(result.tokens)
+            stats.num_drafts += len(item.drafts)
+            stats.num_accepted_drafts += len(result.tokens) - 1
             cache.truncate(seq, seq.num_computed_tokens - num_rejected)
             num_committed += len(tokens) - 1
     block_size = cache.block_size

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-import msgspec
-
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.node import Node
 from octavo.config import SchedulerSettings
 from octavo.engine.checks import check_scheduler, check_servable, may_share
+from octavo.engine.gauges import snapshot
+from octavo.engine.interval import DecodeInterval
 from octavo.engine.outcomes import error_output, take_in
 from octavo.engine.pace import Pace
 from octavo.engine.policies import make_policy
@@ -73,6 +73,7 @@ class Scheduler:
         self.waiting = make_policy(Surroundings(cache, max_num_seqs, settings, clock))
         """The policy, which is the queue of those who wait."""
         self.choose_victim = VICTIMS.get(settings.preemption_victim, self.waiting.choose_victim)
+        self.interval = DecodeInterval(settings.decode_interval or 1)
         self.pace = None if settings.max_itl is None else Pace(settings.max_itl)
         self.running: dict[int, Sequence] = {}
         """By id, and always in the order of ``Sequence.order``."""
@@ -129,6 +130,7 @@ class Scheduler:
         whole = budget
         favoured, num_aside = self._set_aside(budget) if self.cut else (None, 0)
         budget -= num_aside
+        prompts_only = self.interval.leaves_out(lambda: bool(self.cut) or self._next_in() is not None)
         self.cut = []
         block_size = self.cache.block_size
         for seq in list(self.running.values()):
@@ -137,6 +139,8 @@ class Scheduler:
             num_tokens = len(seq.tokens) - start
             if num_tokens <= 0 or start == seq.max_computed_tokens or seq.status is not RUNNING:
                 continue  # all is in flight, or just preempted
+            if prompts_only and num_tokens == 1 and start >= seq.num_prompt_tokens:
+                continue
             if num_tokens > budget - num_behind:
                 if seq is favoured:
                     budget, num_aside = budget + num_aside, 0
@@ -221,13 +225,20 @@ class Scheduler:
             return False
         return self.pace is None or self.pace.admits(num_running)
 
+    def _next_in(self) -> Sequence | None:
+        """The first in line, if it can enter."""
+        waiting = self.waiting
+        if not (waiting and self._has_place) or waiting.is_closed(self.running):
+            return None
+        return first if self._room_for(first := waiting.first()) is not None else None
+
     def _set_aside(self, budget: int) -> tuple[Sequence | None, int]:
         """Whose prompt goes on first, says the policy, and the tokens kept for it from those before it.
 
         It is one of those that were cut, or the first in line, if that one can enter.
         """
         candidates = [seq for seq in self.cut if seq.status is RUNNING]
-        if self.waiting and self._has_place and self._room_for(first := self.waiting.first()) is not None:
+        if (first := self._next_in()) is not None:
             candidates.append(first)
         if not candidates:
             return None, 0
@@ -373,14 +384,7 @@ class Scheduler:
 
     def snapshot(self) -> EngineStats:
         """Counters and gauges as of now; O(1)."""
-        return msgspec.structs.replace(
-            self.stats,
-            num_running=len(self.running),
-            num_waiting=len(self.waiting),
-            num_used_blocks=self.cache.num_used,
-            num_empty_slots=self.cache.num_empty_slots,
-            num_cached_blocks=self.cache.num_cached,
-        )
+        return snapshot(self.stats, self.cache, len(self.running), len(self.waiting))
 
     def check(self) -> None:
         """Assert everything that must hold between two steps. Costs O(pool)."""

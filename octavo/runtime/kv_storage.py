@@ -27,6 +27,11 @@ class KVStorage:
         self.pool = torch.empty(shape, dtype=dtype, device=device)
         self.layers = [LayerCache(layer[0], layer[parts - 1]) for layer in self.pool]
 
+    def copy_slots(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first ``num_tokens`` positions of block ``source``, in all layers, to ``target``."""
+        pool_LPNKSH = self.pool
+        pool_LPNKSH[:, :, target, :, :num_tokens] = pool_LPNKSH[:, :, source, :, :num_tokens]
+
 
 def num_parts(config: ModelConfig) -> int:
     """Tensors of a layer: keys and values, or one that is both."""

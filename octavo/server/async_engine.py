@@ -38,7 +38,9 @@ DRAIN_POLL_SECONDS = 0.02
 
 COUNTER_FIELDS = (
     *("num_steps", "num_shares", "num_prompt_tokens", "num_output_tokens", "num_preemptions"),
-    *("prefix_queries", "prefix_hits", "num_faults"),
+    *("prefix_queries", "prefix_hits", "num_copied_tokens", "num_faults", "num_drafts", "num_accepted_drafts"),
+    *("num_offload_saved", "num_offload_dropped", "num_offload_prefetched", "num_offload_restored"),
+    "num_offload_bad_files",
 )
 """Fields of ``EngineStats`` that start from 0 in each engine process."""
 

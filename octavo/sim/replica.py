@@ -45,6 +45,8 @@ class Replica:
             watermark=cache.kv_watermark,
             clock=self.clock,
         )
+        if cache.enable_partial_reuse:
+            self.cache.copy_slots = lambda *part: None  # it costs next to nothing
         self.scheduler = Scheduler(
             self.cache,
             max_num_seqs=sizes.max_num_seqs,

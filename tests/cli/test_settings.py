@@ -10,14 +10,15 @@ import pytest
 
 from octavo.cli import build_parser
 from octavo.cli.settings import environment_warnings, flag_name, load_config, variable_name
-from octavo.config import OWNERS, EngineConfig, ServeConfig, Setting, settings, to_flat
+from octavo.config import OWNERS, EngineConfig, ServeConfig, settings, to_flat
 from octavo.errors import ConfigError
+from octavo.setting import Setting
 
 SETTINGS = list(settings(ServeConfig))
 SAMPLES: dict[type, Any] = {int: 3, float: 0.5, str: "text"}
-EXCLUSIVE = {"num_kv_blocks", "enable_prefix_caching", "merge_lora", *OWNERS}
-"""Refused beside ``kv_cache_memory`` or ``kv_offload_dir``, off beside ``enable_kv_events``, or under other policies
-than their own."""
+EXCLUSIVE = {"num_kv_blocks", "enable_prefix_caching", "merge_lora", "decode_interval", *OWNERS}
+"""Refused beside ``kv_cache_memory``, ``kv_offload_dir`` or ``max_itl``, off beside ``enable_kv_events``, or under
+other policies than their own."""
 
 
 NEEDED = {
@@ -40,6 +41,8 @@ def sample(item: Setting) -> Any:
     """A value that is allowed and is not the default."""
     if item.type is bool:
         return not item.default
+    if item.is_json:
+        return '{"method": "ngram"}'
     if item.choices:
         return item.choices[-1]
     return max(SAMPLES[item.type], item.low) if item.low is not None else SAMPLES[item.type]
@@ -178,3 +181,32 @@ def test_variables_that_nothing_reads_are_warned_about() -> None:
         "OCTAVO_MAX_SEQS is not a setting; did you mean OCTAVO_MAX_NUM_SEQS?",
         "OCTAVO_ZZZ is not a setting",
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ("ngram", "malformed"),
+        ('{"method": "eagle"}', "eagle"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens"),
+        ('{"method": "ngram", "num_tokens": 3}', "num_tokens"),
+        ('{"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3}', "prompt_lookup_min"),
+        ("[]", "object"),
+    ],
+)
+def test_a_bad_speculative_config_is_refused(config: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as refused:
+        load("--speculative-config", config)
+    assert str(refused.value).startswith("speculative_config: ")
+
+
+def test_json_may_be_a_mapping(tmp_path: Path) -> None:
+    text = "speculative_config:\n  method: ngram\n  num_speculative_tokens: 2\n"
+    assert load(*write(tmp_path, text)).speculative.speculative_config == (
+        '{"method": "ngram", "num_speculative_tokens": 2}'
+    )
+
+
+def test_waiting_for_prompts_and_a_limit_between_tokens_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="decode_interval and max_itl"):
+        load("--decode-interval", "4", "--max-itl", "0.1")

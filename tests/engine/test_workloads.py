@@ -39,6 +39,8 @@ FEATURES = {
     "largest victims and overlap": Features(tight=True, victim="largest", depth=2),
     "sliced": Features(max_itl=0.03),
     "sliced and fair": Features(max_itl=0.03, policy="fair", tight=True),
+    "prompts first": Features(decode_interval=4, depth=2),
+    "tight and prompts first": Features(decode_interval=9, tight=True, drafts=True),
     "everything": Features(2, True, True, 0.03, True, True, True, "priority", tight=True),
 }
 
@@ -81,6 +83,7 @@ def test_there_were_many_steps() -> None:
         policy=st.sampled_from(POLICY_NAMES),
         victim=st.sampled_from(["auto", "youngest", "cheapest", "largest"]),
         max_itl=st.sampled_from([None, 0.03, 0.2]),
+        decode_interval=st.sampled_from([None, 1, 3, 20]),
         prefix_caching=st.booleans(),
         parts=st.booleans(),
         tight=st.booleans(),

@@ -34,6 +34,7 @@ class Features:
     policy: str = "fcfs"
     victim: str = "auto"
     max_itl: float | None = None
+    decode_interval: int | None = None
     prefix_caching: bool = True
     parts: bool = True
     """Whether blocks are reused in part."""
@@ -202,6 +203,7 @@ class Run:
                     scheduling_policy=features.policy,
                     preemption_victim=features.victim,
                     max_itl=features.max_itl,
+                    decode_interval=features.decode_interval,
                     turn_tokens=3 if features.policy == "decode-round-robin" else None,
                 ),
                 clock=self.clock,

@@ -131,6 +131,8 @@ def test_other_arithmetic_is_refused_by_name(tmp_path: Path, changes: dict[str, 
         ({"max_model_len": MAX_LEN + 1}, "max_model_len"),
         ({"max_num_batched_tokens": MAX_LEN - 1}, "max_num_batched_tokens"),
         ({"max_itl": 1.0}, "max_itl"),
+        ({"decode_interval": 2}, "decode_interval"),
+        ({"speculative_config": '{"method": "ngram"}'}, "speculative_config"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
