@@ -52,10 +52,23 @@ MUTANTS = [
     # What a result means.
     Mutant("engine/outcomes.py", "num_committed += len(tokens) - 1", "num_committed += len(tokens)"),
     Mutant("engine/outcomes.py", "num_rejected = 1 + len(item.drafts) - len(result.tokens)", "num_rejected = 0"),
-    Mutant("engine/outcomes.py", "cache.num_filled -= num_rejected", "cache.num_filled -= 0"),
+    Mutant("engine/outcomes.py", "cache.truncate(seq, seq.num_computed_tokens - num_rejected)", "pass"),
     Mutant("engine/stopping.py", "if count == room:", "if count == room + 1:"),
     Mutant("engine/suspects.py", "for items in (members[half:], members[:half]):", "for items in (members[:half],):"),
     Mutant("engine/suspects.py", "if is_trial and self._tried.failed_alone:", "if is_trial:"),
+    # Prompts first, and guesses.
+    Mutant("engine/interval.py", "self._num_without < self.interval - 1", "self._num_without < self.interval"),
+    Mutant("engine/interval.py", "self._num_without + 1 if leaves_out else 0", "self._num_without + 1"),
+    Mutant(SCHEDULER, "bool(self.cut) or self._next_in() is not None", "bool(self.cut or self.waiting)"),
+    Mutant(SCHEDULER, "if not (waiting and self._has_place) or waiting.is_closed(self.running):", "if not waiting:"),
+    Mutant(
+        "engine/ngram.py",
+        "for length in self.lengths:\n            start",
+        "for length in self.lengths[:1]:\n            start",
+    ),
+    Mutant("engine/ngram.py", "self._num_seen = max(self._num_seen, last - 1)", "self._num_seen = last"),
+    Mutant("engine/ngram.py", "grown[len(grown) - (last - start)]", "grown[0]"),
+    Mutant("engine/ngram.py", "seq.status is Status.RUNNING and not", "not"),
     # Queues and policies.
     Mutant(
         "engine/waiting.py", "return self._entry_of.get(entry[2].id) is entry", "return entry[2].id in self._entry_of"
@@ -99,6 +112,27 @@ MUTANTS = [
         "max(num_spare, self.num_reserved) if num_spare else 0",
         "max(num_spare, self.num_reserved)",
     ),
+    Mutant(
+        "cache/kv_cache.py",
+        "len(seq.tokens) - 1 - node.depth * self.block_size",
+        "len(seq.tokens) - node.depth * self.block_size",
+    ),
+    Mutant("cache/kv_cache.py", "if shares and not recalled else (-1, 0)", "if not recalled else (-1, 0)"),
+    Mutant("cache/kv_cache.py", "            self.num_copied += num_tokens", "            self.num_copied += 1"),
+    Mutant(
+        "cache/kv_cache.py",
+        "            seq.table_version += 1\n            self.num_slots",
+        "            self.num_slots",
+    ),
+    Mutant(
+        "cache/kv_cache.py",
+        "seq.block_table[self.blocks_for(num_tokens) :]",
+        "seq.block_table[self.blocks_for(num_tokens) + 1 :]",
+    ),
+    Mutant("cache/radix_tree.py", "node.edges[max(place - 1, 0) : place + 1]", "node.edges[place : place + 1]"),
+    Mutant("cache/radix_tree.py", "node.edges[max(place - 1, 0) : place + 1]", "node.edges[max(place - 1, 0) : place]"),
+    Mutant("cache/radix_tree.py", "[: limit + num_salts]", ""),
+    Mutant("cache/radix_tree.py", "_num_equal(edge, wanted) - num_salts", "_num_equal(edge, wanted)"),
     Mutant("cache/radix_tree.py", "return edge if index else (salt, *edge)", "return edge"),
     Mutant("cache/radix_tree.py", "self.node_of.get(node.block) is not node:", "self.node_of.get(node.block) is None:"),
     Mutant("cache/radix_tree.py", "if parent.is_idle and not parent.children:", "if False:"),
