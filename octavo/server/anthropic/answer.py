@@ -21,6 +21,10 @@ from octavo.text.reader import Call, Piece
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
+OPEN: dict[str, str | None] = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))
+"""What a message says of its end while it goes on. The API has every key in every message, those too that are null
+wherever no tools run on the server."""
+
 
 class MessageAnswer:
     """Renders one reply, whole or as events. Reasoning is shown when ``shows_thinking``."""
@@ -64,22 +68,24 @@ class MessageAnswer:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
 
     def _end(self, choice: Choice) -> dict[str, str | None]:
-        """Why the message ended; nothing yet while it goes on."""
+        """Why the message ended."""
         reason, sequence = choice.finish_reason, choice.stop_reason
         if reason == "stop" and isinstance(sequence, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+            return {**OPEN, "stop_reason": "stop_sequence", "stop_sequence": sequence}
         if reason == "stop" and self._has_calls:
-            return {"stop_reason": "tool_use", "stop_sequence": None}
-        return {"stop_reason": STOP_REASONS.get(reason or ""), "stop_sequence": None}
+            return {**OPEN, "stop_reason": "tool_use"}
+        return {**OPEN, "stop_reason": STOP_REASONS.get(reason or "")}
 
     @staticmethod
-    def _usage(choice: Choice) -> dict[str, int]:
+    def _usage(choice: Choice) -> dict[str, Any]:
         """Tokens that were in the cache are counted apart from the others of the prompt."""
         return {
             "input_tokens": len(choice.prompt.tokens) - choice.num_cached_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": choice.num_cached_tokens,
             "output_tokens": choice.num_tokens,
+            "output_tokens_details": {"thinking_tokens": choice.num_reasoning_tokens},
+            **dict.fromkeys(("cache_creation", "server_tool_use", "service_tier", "inference_geo")),
         }
 
     # --- streamed ---
@@ -89,8 +95,8 @@ class MessageAnswer:
         data = b""
         if self._index < 0:
             self._index = 0
-            nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-            start = {**self._message(), **nothing, "usage": {**self._usage(choice), "output_tokens": 0}}
+            usage = {**self._usage(choice), "output_tokens": 0}
+            start = {**self._message(), "content": [], **OPEN, "usage": usage}
             data = event("message_start", message=start)
         for piece in self._pieces():
             data += b"".join(self._piece_events(piece))
@@ -148,8 +154,9 @@ def _text_key(block: dict[str, Any]) -> str:
 def _block(piece: Piece) -> dict[str, Any]:
     """The block that a piece begins, still empty."""
     if isinstance(piece, Call):
-        return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": piece.name, "input": {}}
+        id = f"toolu_{uuid.uuid4().hex[:24]}"
+        return {"type": "tool_use", "id": id, "name": piece.name, "input": {}, "caller": {"type": "direct"}}
     if piece.kind == "reasoning":
         # Clients send reasoning back with its signature; this server takes it without one.
         return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": ""}
+    return {"type": "text", "text": "", "citations": None}

@@ -42,13 +42,7 @@ class Identity:
         object.__setattr__(self, "id", f"{self.prefix}-{uuid.uuid4().hex}")
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": self.kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": None,
-        }
+        return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model}
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:

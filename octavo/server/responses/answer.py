@@ -26,30 +26,40 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def begun(body: ResponseBody, model: str) -> dict[str, Any]:
-    """The response object before anything is computed; clients expect to find in it what they asked for."""
+def begun(body: ResponseBody, model: str, sampling_defaults: Mapping[str, float]) -> dict[str, Any]:
+    """The response object before anything is computed; clients expect to find in it what they asked for, and what
+    was chosen where they did not say."""
+    chosen = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0} | sampling_defaults
     return {
         "id": new_id("resp"),
         "object": "response",
         "created_at": int(time.time()),
+        "completed_at": None,
         "status": "queued" if body.background else "in_progress",
         "background": body.background,
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
+        "frequency_penalty": chosen["frequency_penalty"],
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
         "metadata": body.metadata,
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls,
+        "presence_penalty": chosen["presence_penalty"],
         "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
         "store": body.store,
-        "temperature": body.temperature,
+        "temperature": chosen["temperature"] if body.temperature is None else body.temperature,
         "text": {"format": body.text.format or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": [{"parameters": None, "strict": None, **tool} for tool in body.tools],
-        "top_p": body.top_p,
+        "top_logprobs": body.top_logprobs,
+        "top_p": chosen["top_p"] if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
         "user": body.user,
@@ -111,6 +121,8 @@ class ResponseAnswer:
         response["status"] = "incomplete" if is_cut else "completed"
         if is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
         response["usage"] = {
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": choice.num_cached_tokens, "cache_write_tokens": 0},

@@ -21,7 +21,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "truncation": ("disabled",),
 }
-ACCEPTED = frozenset({"prompt_cache_key", "prompt_cache_retention", "safety_identifier", "client_metadata"})
+ACCEPTED = frozenset({"prompt_cache_retention", "client_metadata"})
 INCLUDED = ("reasoning.encrypted_content",)
 """What may be asked for beside the answer: reasoning is shown as it is here, so nothing of it is encrypted."""
 
@@ -69,6 +69,8 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     metadata: dict[str, str] = {}
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     user: str | None = None
     timeout: float | None = None
 
@@ -117,6 +119,7 @@ def chat_body(body: ResponseBody, history: list[Item]) -> ChatBody:
         response_format=_format(body.text.format),
         reasoning_effort=body.reasoning.effort,
         stream=body.stream,
+        prompt_cache_key=body.prompt_cache_key,
         user=body.user,
         timeout=body.timeout,
     )

@@ -57,7 +57,7 @@ async def create_response(request: Request) -> Response:
     front.check_model(body.model)
     history = await _previous(front, caller, body.previous_response_id) + input_items(body.input)
     chat = chat_body(body, history)
-    record = Record(begun(body, front.model_name), history)
+    record = Record(begun(body, front.model_name, front.engine.info.sampling_defaults), history)
     if body.background:
         await _begin_in_background(request.app, caller, Pending(body, record), chat)
         return json_response(record.response, headers)

@@ -111,9 +111,29 @@ def test_events_to_the_byte(server: Served) -> None:
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
     }
-    assert bodies[1] == {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-    assert bodies[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    block = {"type": "text", "text": "", "citations": None}
+    assert bodies[1] == {"type": "content_block_start", "index": 0, "content_block": block}
+    end = {"stop_reason": "max_tokens", "stop_sequence": None, "stop_details": None, "container": None}
+    assert bodies[-2]["delta"] == end
+
+
+def test_every_key_that_the_api_requires_is_there(caller: Served) -> None:
+    """As Anthropic's published schema has them, those too that are always null here."""
+    answer = post(caller, max_tokens=200, tools=TOOLS).json()
+    keys = {"id", "type", "role", "content", "model", "stop_reason", "stop_sequence", "stop_details", "usage"}
+    assert keys | {"container"} == answer.keys()
+    counts = {"input_tokens", "output_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"}
+    details = {"cache_creation", "output_tokens_details", "server_tool_use", "service_tier", "inference_geo"}
+    assert counts | details == answer["usage"].keys()
+    text, call = answer["content"]
+    assert text.keys() == {"type", "text", "citations"}
+    assert call.keys() == {"type", "id", "name", "input", "caller"}
+    history = [*MESSAGES, {"role": "assistant", "content": answer["content"]}]
+    history += [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": call["id"], "content": "2"}]}]
+    assert post(caller, messages=history, tools=TOOLS).status_code == 200
 
 
 def test_a_begun_reply_goes_on(server: Served) -> None:

@@ -76,6 +76,18 @@ def test_a_response(server: Served) -> None:
     assert prompt(server).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi")
 
 
+def test_every_key_that_the_api_requires_is_there(serve_app: Any) -> None:
+    """As openresponses.org publishes them; what the client does not say is there as it was chosen."""
+    served = serve_app(InProcessEngine(lambda request: [*b"Yes", IM_END], sampling_defaults={"temperature": 0.5}))
+    asked = {"input": "Hi", "prompt_cache_key": "k", "safety_identifier": "s"}
+    answer = served.client.post("/v1/responses", json=asked).json()
+    assert answer["completed_at"] >= answer["created_at"]
+    assert (answer["temperature"], answer["top_p"], answer["presence_penalty"], answer["top_logprobs"]) == (0.5, 1, 0, 0)
+    assert (answer["prompt_cache_key"], answer["safety_identifier"], answer["service_tier"]) == ("k", "s", "default")
+    assert served.engine.requests[-1].session == "k"
+    assert {"frequency_penalty", "max_tool_calls", "incomplete_details", "truncation"} <= answer.keys()
+
+
 def test_a_response_is_kept_followed_and_forgotten(server: Served) -> None:
     api = client(server)
     first = api.responses.create(model="test", input="Hi", max_output_tokens=3)
