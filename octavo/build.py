@@ -95,7 +95,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         sampling_defaults=defaults,
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
-    scheduler = _scheduler(config, limits)
+    scheduler = _scheduler(config, limits, model_config.window)
     if config.cache.enable_partial_reuse:
         scheduler.cache.copy_slots = lambda *part: runner.precede(partial(storage.copy_slots, *part))
     forms = f"{form.dtype} {form.scheme} {info.kernels}"
@@ -108,7 +108,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     return Engine(scheduler, runner, grammars=grammars, proposer=proposer, adapters=adapters, depth=depth), info
 
 
-def _scheduler(config: EngineConfig, limits: memory.Limits) -> Scheduler:
+def _scheduler(config: EngineConfig, limits: memory.Limits, window: int) -> Scheduler:
     cache = KVCache(
         limits.num_kv_blocks,
         limits.block_size,
@@ -116,6 +116,7 @@ def _scheduler(config: EngineConfig, limits: memory.Limits) -> Scheduler:
         eviction=config.cache.eviction_policy,
         watermark=config.cache.kv_watermark,
         events=KVEvents() if config.cache.enable_kv_events else None,
+        window=window,
     )
     return Scheduler(
         cache,

@@ -103,6 +103,8 @@ class Sequence:
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when first admitted."""
     block_table: list[int] = field(default_factory=list)
+    first_block: int = 0
+    """Entries of ``block_table`` before this are of blocks that were given back, behind the model's window."""
     table_version: int = 0
     """Grows when an existing entry of ``block_table`` changes; appending does not count."""
     draft_tokens: list[int] = field(default_factory=list)

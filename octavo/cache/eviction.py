@@ -3,6 +3,7 @@
 Only leaves of the tree can go, for a child without its parent could never be found. A policy is a key: the leaf with
 the smallest goes first, and its parent, if that is idle too, is a leaf then. All policies share one heap, in which
 an idle path of any length has one entry; so every operation costs O(log n) in the long run, whatever the policy.
+Where a window lets a child be found without its parent, every idle block can go.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ Entry = tuple[Key, int, Node]
 class IdleBlocks:
     """The nodes whose blocks nobody holds."""
 
-    def __init__(self, policy: str, num_blocks: int, clock: Callable[[], float]) -> None:
+    def __init__(self, policy: str, num_blocks: int, clock: Callable[[], float], *, leaves_only: bool = True) -> None:
         self.key = POLICIES[policy]
+        self.leaves_only = leaves_only
         self.clock = clock
         self._num_idle = 0
         self._num_rests = 0
@@ -79,7 +81,7 @@ class IdleBlocks:
         node.rested = self._num_rests
         if self._protected is not None and node.uses > 1:
             self._protect(node, self._protected)
-        if not node.children:
+        if not (self.leaves_only and node.children):
             self.place(node)
 
     def remove(self, node: Node) -> None:
@@ -101,7 +103,7 @@ class IdleBlocks:
                 return node
 
     def place(self, node: Node) -> None:
-        """Give ``node``, which is idle and a leaf, its place by its key as of now."""
+        """Give ``node``, which is idle and can go, its place by its key as of now."""
         self._displace(node)
         self._num_placed += 1
         is_kept = node.kept_until > self.clock() if node.kept_until else False
@@ -147,7 +149,7 @@ class IdleBlocks:
                 self.place(oldest)
 
     def check(self, leaves: set[Node]) -> None:
-        """Assert that ``leaves`` are what can be given up."""
+        """Assert that ``leaves``, or all that are idle where these can go, are what can be given up."""
         placed = {entry[2] for entry in self._heap if entry[2].entry is entry}
         assert placed == leaves, "an idle leaf has no place in the heap, or something else has one"
         assert len(placed) == self._num_entries, "places are miscounted"

@@ -11,19 +11,23 @@ A block is in exactly one of three states::
 
     num_free + num_used + num_cached == num_blocks
 
+Where no layer of a model looks back further than a window, a sequence gives back what is behind it (``slide``), and a
+prefix is found by its last blocks alone.
+
 The tensors live elsewhere (``KVStorage``); here a block is a number. Verbs: ``match``, ``fits``, ``start``, ``adopt``,
-``reserve``, ``publish``, ``truncate``, ``release``, ``evict``, ``check``. None of them costs more than the tokens it is
-about.
+``reserve``, ``publish``, ``slide``, ``truncate``, ``release``, ``evict``, ``check``. None of them costs more than the
+tokens it is about.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from octavo.cache.block_pool import BlockPool
+from octavo.cache.checks import check_cache
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.node import Node
 from octavo.cache.offload import Offload
@@ -35,7 +39,8 @@ class KVCache:
     """Hands blocks of ``block_size`` token positions to sequences, and shares those with equal prefixes.
 
     ``eviction`` is a policy of ``octavo.cache.eviction``. ``watermark`` is the share of the blocks that admission
-    leaves alone, for those who run to grow into.
+    leaves alone, for those who run to grow into. ``window`` is the number of positions up to its own that a row sees in
+    any layer, 0 for all.
     """
 
     def __init__(
@@ -46,15 +51,17 @@ class KVCache:
         *,
         eviction: str = "lru",
         watermark: float = 0.0,
+        window: int = 0,
         events: KVEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_reserved = int(watermark * num_blocks)
+        self.window = window
         self.clock = clock
         self.pool = BlockPool(num_blocks)
-        self.tree = RadixTree(block_size, eviction, num_blocks, clock, events)
+        self.tree = RadixTree(block_size, eviction, num_blocks, clock, events, has_window=window > 0)
         self.offload: Offload | None = None
         """Where the contents of evicted blocks go, and come back from."""
         self.copy_slots: Callable[[int, int, int], None] | None = None
@@ -63,9 +70,9 @@ class KVCache:
         self.num_copied = 0
         """Positions that were copied in place of being computed."""
         self.num_slots = 0
-        """Token positions in all block tables; a shared block counts in each."""
+        """Token positions in all block tables, but for those given back; a shared block counts in each."""
         self.num_filled = 0
-        """Of those, computed or in flight: the sum of ``num_computed_tokens`` over those who hold blocks."""
+        """Of those, computed or in flight."""
         self._last_turns: OrderedDict[tuple[str, str], Node] = OrderedDict()
         """The end of the latest turn of each session, by salt and session; as many as there are blocks."""
 
@@ -96,53 +103,73 @@ class KVCache:
         """How many blocks hold ``num_tokens`` positions."""
         return -(-num_tokens // self.block_size)
 
+    def blocks_behind(self, num_tokens: int) -> int:
+        """How many blocks neither position ``num_tokens`` nor a later one looks back to."""
+        return max(0, num_tokens + 1 - self.window) // self.block_size if self.window else 0
+
+    def most_held(self, num_tokens: int, max_step_tokens: int) -> int:
+        """The most blocks that a sequence of ``num_tokens`` positions must hold at once."""
+        span = self.window + max_step_tokens if self.window else num_tokens  # not at a block's edge: one more
+        return min(self.blocks_for(num_tokens), self.blocks_for(span) + 1)
+
     def match(self, seq: Sequence) -> Node:
         """The end of the longest cached prefix of ``seq``; never all of it.
 
         At least one token is left to compute, since sampling needs the logits after the last one. The search goes on
         from where the last one for ``seq`` ended, so that asking again while it waits costs only what changed.
         """
-        num_blocks = (len(seq.tokens) - 1) // self.block_size
-        node = seq.matched = self.tree.find(seq.tokens, num_blocks, seq.request.cache_salt, seq.matched)
+        num_blocks, salt = (len(seq.tokens) - 1) // self.block_size, seq.request.cache_salt
+        if self.window:
+            return self.tree.find_recent(
+                seq.tokens, num_blocks, salt, lambda depth: self.blocks_behind(depth * self.block_size)
+            )
+        node = seq.matched = self.tree.find(seq.tokens, num_blocks, salt, seq.matched)
         return node
 
     def fits(self, node: Node, num_tokens: int, num_spare: int = 0) -> bool:
         """Whether there are blocks for ``num_tokens`` positions of which those up to ``node`` are cached, and
         ``num_spare`` for others, if there are any: not less than the watermark then."""
         num_missing = self.blocks_for(num_tokens) - node.depth
-        refs = self.pool.refs
-        while node.parent is not None and refs[node.block] == 0:  # idle: counted as to be had, but needed here
-            num_missing += 1
+        refs, num_behind = self.pool.refs, self.blocks_behind(node.depth * self.block_size)
+        while node.parent is not None and node.depth > num_behind:
+            if refs[node.block] == 0:  # idle: counted as to be had, but needed here
+                num_missing += 1
+            elif not self.window:  # held, and so are all above it
+                break
             node = node.parent
         num_spare = max(num_spare, self.num_reserved) if num_spare else 0
         return num_missing + num_spare <= self.num_free + self.num_cached
 
     def adopt(self, seq: Sequence, node: Node) -> None:
         """Start ``seq``, which holds nothing, with the blocks up to ``node``, as ``match`` gave it."""
-        seq.block_table = node.path()
-        for block in seq.block_table:
-            self._hold(block)
-        self.tree.use(node)
         seq.num_computed_tokens = node.depth * self.block_size
-        self.num_slots += seq.num_computed_tokens
-        self.num_filled += seq.num_computed_tokens
+        first = seq.first_block = self.blocks_behind(seq.num_computed_tokens)
+        held = node.path()[first:]
+        for block in held:
+            self._hold(block)
+        seq.block_table = [0] * first + held
+        self.tree.use(node)
+        self.num_slots += len(held) * self.block_size
+        self.num_filled += len(held) * self.block_size
+        self.tree.move_end(None, node)
         seq.published = node
         seq.matched = None
 
-    def start(self, seq: Sequence, node: Node, shares: bool) -> None:
-        """Give ``seq``, which holds nothing, blocks for all its tokens: those up to ``node``, as ``match`` gave it, and
-        others, which ``fits`` says are there. With ``shares``, more of them may have been computed elsewhere."""
+    def start(self, seq: Sequence, node: Node, shares: bool, num_tokens: int | None = None) -> None:
+        """Give ``seq``, which holds nothing, blocks for its first ``num_tokens`` tokens, or all: those up to ``node``,
+        as ``match`` gave it, and others, which ``fits`` says are there. With ``shares``, more of them may have been
+        computed elsewhere."""
         self.adopt(seq, node)
         recalled = self.recall(seq) if shares else []
-        source, num_tokens = self._find_part(seq, node) if shares and not recalled else (-1, 0)
-        self.reserve(seq, len(seq.tokens))
+        source, num_copied = self._find_part(seq, node) if shares and not recalled else (-1, 0)
+        self.reserve(seq, num_tokens or len(seq.tokens))
         self.restore(seq, recalled)
-        if num_tokens and self.copy_slots is not None:
+        if num_copied and self.copy_slots is not None:
             # Should the source have been evicted just now, it still has its content.
-            self.copy_slots(source, seq.block_table[node.depth], num_tokens)
-            seq.num_computed_tokens += num_tokens
-            self.num_filled += num_tokens
-            self.num_copied += num_tokens
+            self.copy_slots(source, seq.block_table[node.depth], num_copied)
+            seq.num_computed_tokens += num_copied
+            self.num_filled += num_copied
+            self.num_copied += num_copied
 
     def _find_part(self, seq: Sequence, node: Node) -> tuple[int, int]:
         """The block below ``node`` that ``seq`` can copy most positions of, and how many; a token is left to compute.
@@ -175,15 +202,20 @@ class KVCache:
         return [] if self.offload is None else self.offload.recall(seq, len(seq.block_table))
 
     def restore(self, seq: Sequence, contents: list[bytes]) -> None:
-        """Fill the first blocks that ``seq`` has reserved with ``contents``, as ``recall`` gave them."""
+        """Fill the first blocks that ``seq`` has reserved with ``contents``, as ``recall`` gave them.
+
+        The last one is left to compute into.
+        """
+        first = seq.num_computed_tokens // self.block_size
+        contents = contents[: len(seq.block_table) - first - 1]
         if self.offload is None or not contents:
             return
-        first = seq.num_computed_tokens // self.block_size
         self.offload.restore(seq.block_table[first : first + len(contents)], contents)
         num_tokens = len(contents) * self.block_size
         seq.num_computed_tokens += num_tokens
         self.num_filled += num_tokens
         self.publish(seq, seq.num_computed_tokens)
+        self.slide(seq, seq.num_computed_tokens)
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """Grow the block table of ``seq`` to cover ``num_tokens`` positions, or change nothing and say no."""
@@ -216,14 +248,27 @@ class KVCache:
             edge = self.tree.edge(seq.tokens, index, seq.request.cache_salt)
             own = seq.block_table[index]
             child = node.children.get(edge)
-            if child is None:
+            if child is None or child.block < 0:
                 child = self.tree.insert(node, edge, own)
             elif child.block != own:
                 self._hold(child.block)
                 self._drop(own)
                 seq.block_table[index] = child.block
                 seq.table_version += 1
-            seq.published = node = child
+            node = child
+        self.tree.move_end(seq.published, node)
+        seq.published = node
+
+    def slide(self, seq: Sequence, num_tokens: int) -> None:
+        """Take back the blocks of ``seq`` that are behind the window, where ``num_tokens`` positions are committed.
+
+        Steps in flight look back from later positions, and never write to earlier ones.
+        """
+        first, seq.first_block = seq.first_block, max(seq.first_block, self.blocks_behind(num_tokens))
+        for block in seq.block_table[first : seq.first_block]:
+            self._drop(block)
+        self.num_slots -= (seq.first_block - first) * self.block_size
+        self.num_filled -= (seq.first_block - first) * self.block_size
 
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
         """Take back that positions from ``num_tokens`` on were computed, and the blocks of such positions only.
@@ -249,11 +294,13 @@ class KVCache:
                 self.tree.keep(seq.published, self.clock() + request.cache_ttl)
             if request.session:
                 self._note_turn((request.cache_salt, request.session), seq)
-        self.num_slots -= len(seq.block_table) * self.block_size
-        self.num_filled -= seq.num_computed_tokens
-        for block in reversed(seq.block_table):  # deepest first: see RadixTree
+        self.num_slots -= (len(seq.block_table) - seq.first_block) * self.block_size
+        self.num_filled -= seq.num_computed_tokens - seq.first_block * self.block_size
+        for block in reversed(seq.block_table[seq.first_block :]):  # deepest first: see RadixTree
             self._drop(block)
+        self.tree.move_end(seq.published, None)
         seq.block_table = []
+        seq.first_block = 0
         seq.table_version += 1
         seq.num_computed_tokens = 0
         seq.published = None
@@ -283,40 +330,4 @@ class KVCache:
 
     def check(self, holders: Iterable[Sequence]) -> None:
         """Assert that every block is accounted for, given all sequences that hold blocks. Costs O(pool)."""
-        refs, free, tree = self.pool.refs, self.pool.free_blocks, self.tree
-        held: Counter[int] = Counter()
-        num_filled = 0
-        for seq in holders:
-            held.update(seq.block_table)
-            num_filled += seq.num_computed_tokens
-            self._check_published(seq)
-        assert self.num_filled == num_filled, "computed positions are miscounted"
-        assert self.num_slots == held.total() * self.block_size, "positions are miscounted"
-        assert all(held[block] == refs[block] for block in range(self.num_blocks)), "reference counts drifted"
-        assert len(set(free)) == len(free), "a block was freed twice"
-        in_tree: set[int] = set()
-        idle = {node.block: node for node in tree.walk() if node.is_idle}
-        for node in tree.walk():
-            assert tree.node_of.get(node.block) is node, "tree and block index disagree"
-            assert node.is_idle == (refs[node.block] == 0), "a held block is idle, or an idle one is not"
-            in_tree.add(node.block)
-            above = node.parent
-            assert above is not None
-            assert len(node.edge) == self.block_size + (above is tree.root), "a block was cached before it was full"
-            assert node.depth == above.depth + 1, "depths do not count up"
-            if above is not tree.root:
-                assert refs[above.block] >= refs[node.block], "a parent is held by fewer than its child"
-                assert node.is_idle or not above.is_idle, "an idle block has a child that is held"
-        assert in_tree == set(tree.node_of), "a cached block cannot be reached from the root"
-        assert len(idle) == len(tree.idle), "idle blocks are miscounted"
-        tree.idle.check({node for node in idle.values() if not node.children})
-        unused = {block for block in range(self.num_blocks) if held[block] == 0} - in_tree
-        assert unused == set(free), f"blocks lost, or free and in use: {unused ^ set(free)}"
-
-    def _check_published(self, seq: Sequence) -> None:
-        node: Node | None = seq.published
-        depth = node.depth if node else 0
-        assert depth * self.block_size <= seq.num_computed_tokens, "published before it was computed"
-        while node is not None and node is not self.tree.root:
-            assert seq.block_table[node.depth - 1] == node.block, "the table of a sequence left its published path"
-            node = node.parent
+        check_cache(self, list(holders))

@@ -8,11 +8,15 @@ Edge = tuple[int | str | None, ...]
 
 
 class Node:
-    """A cached block, as the end of the path that leads to it. The root holds no block."""
+    """A cached block, as the end of the path that leads to it. The root holds no block.
+
+    Neither does a node whose block was given up before what is below it, see ``RadixTree``: ``block`` is negative then.
+    """
 
     __slots__ = (
         *("block", "children", "depth", "edge", "edges", "key", "parent"),
-        *("born", "entry", "hash", "is_idle", "is_protected", "is_superseded", "kept_until", "rested", "uses"),
+        *("born", "entry", "hash", "is_idle", "is_protected", "is_superseded", "kept_until", "num_ends", "rested"),
+        "uses",
     )
 
     def __init__(self, edge: Edge, block: int, parent: Node | None, born: int = 0) -> None:
@@ -34,6 +38,8 @@ class Node:
         self.born = born
         self.rested = 0
         """When it was last given back, counted in blocks given back."""
+        self.num_ends = 0
+        """Sequences whose published path ends here."""
         self.uses = 1
         """Sequences that computed it or found it."""
         self.is_idle = False

@@ -32,6 +32,9 @@ class RadixTree:
 
     Whoever holds a block holds every block above it, and gives them back deepest first. So a child of an idle block
     is idle, there is always a leaf among idle blocks, and ``evict`` never searches.
+
+    With a window that is not so: sequences give their first blocks back while they hold later ones, and later ones are
+    found without the first. Then any idle block may be given up, and its node stays as long as paths lead through it.
     """
 
     def __init__(
@@ -41,11 +44,13 @@ class RadixTree:
         num_blocks: int = 0,
         clock: Callable[[], float] = time.monotonic,
         events: KVEvents | None = None,
+        has_window: bool = False,
     ) -> None:
         self.block_size = block_size
+        self.has_window = has_window
         self.root = Node((), -1, None)
         self.node_of: dict[int, Node] = {}
-        self.idle = IdleBlocks(eviction, num_blocks, clock)
+        self.idle = IdleBlocks(eviction, num_blocks, clock, leaves_only=not has_window)
         self.num_born = 0
         self.events = events
         self.on_evict: Callable[[Node], None] | None = None
@@ -84,18 +89,54 @@ class RadixTree:
         best, most = -1, 0
         for edge in node.edges[max(place - 1, 0) : place + 1]:
             num_equal = _num_equal(edge, wanted) - num_salts
-            if num_equal > most:
+            if num_equal > most and node.children[edge].block >= 0:
                 best, most = node.children[edge].block, num_equal
         return best, most
 
+    def find_recent(
+        self, tokens: list[int | None], num_blocks: int, salt: str, num_behind: Callable[[int], int]
+    ) -> Node:
+        """Like ``find``, where of a prefix of ``n`` blocks the first ``num_behind(n)`` need not be there."""
+        found = node = self.root
+        num_there = 0
+        for index in range(num_blocks):
+            child = node.children.get(self.edge(tokens, index, salt))
+            if child is None:
+                break
+            node = child
+            num_there = num_there + 1 if node.block >= 0 else 0
+            if num_there >= node.depth - num_behind(node.depth):
+                found = node
+        return found
+
     def insert(self, parent: Node, edge: Edge, block: int) -> Node:
-        """Put ``block``, which some sequence holds, below ``parent``."""
+        """Put ``block``, which some sequence holds, below ``parent``, where no node has one."""
         self.num_born += 1
-        insort(parent.edges, edge)
-        node = parent.children[edge] = self.node_of[block] = Node(edge, block, parent, self.num_born)
+        node = parent.children.get(edge)
+        if node is None:
+            insort(parent.edges, edge)
+            node = parent.children[edge] = Node(edge, block, parent)
+        node.block, node.born = block, self.num_born
+        self.node_of[block] = node
         if self.events is not None:
             self.events.stored(node)
         return node
+
+    def move_end(self, before: Node | None, now: Node | None) -> None:
+        """The published path of a sequence ends at ``now``, no longer at ``before``; ``None`` is nowhere."""
+        if now is not None:
+            now.num_ends += 1
+        if before is not None:
+            before.num_ends -= 1
+            self._prune(before)
+
+    def _prune(self, node: Node) -> None:
+        """Take ``node`` out if it has no block and no path leads through it or ends there, and then those above it."""
+        while node.parent is not None and node.block < 0 and not node.children and not node.num_ends:
+            parent = node.parent
+            del parent.children[node.edge]
+            del parent.edges[bisect_left(parent.edges, node.edge)]
+            node = parent
 
     def rest(self, block: int) -> bool:
         """Nobody holds ``block`` any more; says whether the tree keeps it."""
@@ -112,19 +153,19 @@ class RadixTree:
     def evict(self) -> int:
         """Forget the idle block that the policy gives up first, and return it; there must be one."""
         node = self.idle.pop()
-        parent = node.parent
+        block, parent = node.block, node.parent
         assert parent is not None
-        assert not node.children, "only leaves can be given up"
-        del parent.children[node.edge]
-        del parent.edges[bisect_left(parent.edges, node.edge)]
-        del self.node_of[node.block]
-        if parent.is_idle and not parent.children:
-            self.idle.place(parent)
+        assert self.has_window or not node.children, "only leaves can be given up"
         if self.on_evict is not None:
             self.on_evict(node)
         if self.events is not None:
             self.events.removed(node)
-        return node.block
+        del self.node_of[block]
+        node.block = -1
+        self._prune(node)
+        if parent.is_idle and not parent.children and parent.entry is None:
+            self.idle.place(parent)
+        return block
 
     def keep(self, node: Node, until: float) -> None:
         """Give the path to ``node`` up after all others, until that time."""
@@ -155,7 +196,7 @@ class RadixTree:
             self.idle.place(node)
 
     def walk(self) -> Iterator[Node]:
-        """Every node that holds a block, parents first."""
+        """Every node but the root, parents first."""
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from octavo.engine.scheduler import Scheduler
 
 
-def check_servable(seq: Sequence, cache: KVCache) -> None:
-    """Raise ``RequestError`` if ``seq`` could never be served."""
+def check_servable(seq: Sequence, cache: KVCache, max_step_tokens: int) -> None:
+    """Raise ``RequestError`` if ``seq`` could never be served by steps of so many tokens at most."""
     request = seq.request
     if not request.prompt_tokens:
         raise InvalidParameter("prompt", "The prompt must have at least one token.")
@@ -22,7 +22,7 @@ def check_servable(seq: Sequence, cache: KVCache) -> None:
             "output_tokens",
             f"Nothing is left to generate: {len(request.output_tokens)} of {request.max_tokens} tokens are there.",
         )
-    if cache.blocks_for(seq.max_computed_tokens) > cache.num_blocks:
+    if cache.most_held(seq.max_computed_tokens, max_step_tokens) > cache.num_blocks:
         raise ContextLengthExceeded(
             f"The prompt has {seq.num_prompt_tokens} tokens and 'max_tokens' is {request.max_tokens}, "
             f"but the KV cache has room for {cache.num_blocks * cache.block_size} tokens.",

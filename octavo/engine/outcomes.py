@@ -35,6 +35,8 @@ def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats
     block_size = cache.block_size
     if num_committed // block_size > item.start // block_size:
         cache.publish(seq, num_committed)
+    if cache.window:
+        cache.slide(seq, num_committed)
     if not tokens and reason is None and not result.prompt_logprobs:
         return None
     return Output(

@@ -39,7 +39,8 @@ class Scheduler:
     2. Each running sequence gets at least one token a step: a chunk of a long prompt leaves one token of the
        budget for everybody behind it. So no decode ever waits for somebody's prefill.
     3. A sequence is admitted when there are blocks for all its tokens, and one more for each that runs: a
-       chunked prompt never stalls halfway, and who is admitted is not preempted at once. Who is first in line
+       chunked prompt never stalls halfway, and who is admitted is not preempted at once. With a window, those of a step
+       are enough, as blocks come back on the way. Who is first in line
        says the policy; while the first has to wait, so do all behind it.
     4. A running sequence that needs a block takes those of a younger one that is idle, never of an older one. So
        the oldest always advances, and each becomes the oldest in the end.
@@ -101,7 +102,7 @@ class Scheduler:
         """Raise ``RequestError`` if ``seq`` could never be served."""
         if seq.id in self.waiting or seq.id in self.running:
             raise InvalidParameter("id", f"Request {seq.id} is already being served.")
-        check_servable(seq, self.cache)
+        check_servable(seq, self.cache, self.max_num_batched_tokens)
 
     def abort(self, request_id: int) -> None:
         """End a sequence without an answer; nothing happens when there is none with this id."""
@@ -207,8 +208,9 @@ class Scheduler:
             self.running[seq.id] = seq
             seq.status = RUNNING
             num_tokens = len(seq.tokens) - seq.num_computed_tokens
-            if num_tokens > budget:
-                num_tokens = budget
+            most = min(budget, len(seq.block_table) * self.cache.block_size - seq.num_computed_tokens)
+            if num_tokens > most:
+                num_tokens = most
                 self.cut.append(seq)
             plan.append(take(seq, num_tokens))
             budget -= num_tokens
@@ -275,14 +277,20 @@ class Scheduler:
     def _room_for(self, seq: Sequence) -> Node | None:
         """What is cached of a waiting sequence, if there are blocks for the rest."""
         node = self.cache.match(seq) if may_share(seq) else self.cache.tree.root
-        return node if self.cache.fits(node, len(seq.tokens), num_spare=len(self.running)) else None
+        return node if self.cache.fits(node, self._first_need(seq, node), num_spare=len(self.running)) else None
+
+    def _first_need(self, seq: Sequence, node: Node) -> int:
+        """Positions that must have blocks when a waiting sequence, cached up to ``node``, is admitted: all; with a
+        window, where blocks come back while a prompt goes on, those of a step."""
+        first_step = node.depth * self.cache.block_size + self.max_num_batched_tokens
+        return min(len(seq.tokens), first_step) if self.cache.window else len(seq.tokens)
 
     def _give_blocks(self, seq: Sequence) -> bool:
         """Adopt what is cached of a waiting sequence and reserve blocks for the rest, or change nothing."""
         node = self._room_for(seq)
         if node is None:
             return False
-        self.cache.start(seq, node, may_share(seq))
+        self.cache.start(seq, node, may_share(seq), self._first_need(seq, node))
         self.events.note(seq.id, "admitted", tokens=seq.num_computed_tokens, others=len(self.running))
         if not seq.first_scheduled:
             seq.first_scheduled = self.clock()

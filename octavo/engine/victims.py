@@ -22,7 +22,7 @@ def cheapest(candidates: Iterator[Sequence]) -> Sequence | None:
 
 def largest(candidates: Iterator[Sequence]) -> Sequence | None:
     """The one with most blocks, so that few are preempted."""
-    return max(candidates, key=lambda seq: len(seq.block_table), default=None)
+    return max(candidates, key=lambda seq: len(seq.block_table) - seq.first_block, default=None)
 
 
 VICTIMS: dict[str, ChooseVictim] = {choose.__name__: choose for choose in (youngest, cheapest, largest)}

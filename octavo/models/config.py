@@ -37,6 +37,13 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     values_are_keys: bool = False
     """The cached values are a part of the cached keys, and take no memory of their own."""
+    windows: tuple[int, ...] = ()
+    """Positions that the rows of each layer see, 0 for all; empty where all layers see all."""
+
+    @property
+    def window(self) -> int:
+        """Positions that a row sees in any layer: keys and values before them are of no use. 0: all."""
+        return max(self.windows) if self.windows and all(self.windows) else 0
 
 
 class Common(TypedDict):

@@ -67,7 +67,6 @@ def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str) -> Deepse
         values_are_keys=True,
         rope=read_rope(given, RopeContext(rotated, max_len or most, most)),
         rotary_width=rotated,
-        windows=(0,) * common["num_layers"],
         attention_bias=has_bias,
         output_bias=has_bias,
         mlp_bias=keys.flag("mlp_bias"),

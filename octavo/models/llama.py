@@ -30,8 +30,6 @@ class LlamaConfig(ModelConfig):
     rope: DefaultRope
     rotary_width: int
     """Numbers of a head that are rotated; the rest stays."""
-    windows: tuple[int, ...]
-    """Positions that the rows of each layer see, 0 for all."""
     attention_bias: bool
     """Of queries, keys and values."""
     output_bias: bool

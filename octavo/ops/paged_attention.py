@@ -38,7 +38,8 @@ def paged_attention(
     Caches are ``[num_blocks, K, block_size, H]`` and hold this step's keys and values already. Rows
     ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` (int32 [S + 1]) are the last positions of sequence s, whose
     context, these rows included, is ``seq_lens[s]`` long: row i of q rows sits at position ``seq_len - q + i``.
-    Nothing is read beyond a context: neither table entries past its last block nor slots past its last position.
+    Nothing is read beyond a context: neither table entries past its last block nor slots past its last position. What
+    is before every row's window may be anything, not-a-numbers of other sequences too: it changes no result.
     Sums are taken in float32 at least.
     """
     rule = ScoreRule(scale, window, softcap, sinks_N)
@@ -50,7 +51,8 @@ def paged_attention(
         if rows.stop - rows.start == 1:
             single.append(s)
         elif rows.stop > rows.start:
-            keys, values = _context(k_cache, v_cache, block_tables_SB[s], seq_len)
+            seen_from = max(0, seq_len - (rows.stop - rows.start) - window + 1) if window else 0
+            keys, values = _context(k_cache, v_cache, block_tables_SB[s], seen_from, seq_len)
             _attend(q_TNH[rows], keys, values, rule, out_TNH[rows])
     single.sort(key=lambda s: seq_lens[s])
     while single:  # from the longest, as many as fit beside each other
@@ -83,16 +85,21 @@ class ScoreRule(NamedTuple):
         return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def _context(k_cache: Tensor, v_cache: Tensor, table_B: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of one sequence, copied together: two of [K, C, H]."""
-    num_blocks = -(-seq_len // k_cache.shape[2])
-    blocks = table_B[:num_blocks]
-    keys, values = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len] for cache in (k_cache, v_cache))
+def _context(k_cache: Tensor, v_cache: Tensor, table_B: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of positions ``begin`` to ``end`` of one sequence, copied together: two of [K, C, H]."""
+    block_size = k_cache.shape[2]
+    first = begin // block_size
+    blocks = table_B[first : -(-end // block_size)]
+    chosen = slice(begin - first * block_size, end - first * block_size)
+    keys, values = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, chosen] for cache in (k_cache, v_cache))
     return keys, values
 
 
 def _attend(q_QNH: Tensor, k_KCH: Tensor, v_KCH: Tensor, rule: ScoreRule, out_QNH: Tensor) -> None:
-    """The last rows of one sequence, some at a time; each group sees only the keys up to its own last row."""
+    """The last rows of one sequence, some at a time; each group sees only the keys up to its own last row.
+
+    Keys before all rows' windows may be left out: the last is that of the last row.
+    """
     num_rows, N, H = q_QNH.shape
     K, seq_len, _ = k_KCH.shape
     dtype = torch.promote_types(q_QNH.dtype, torch.float32)
@@ -124,11 +131,10 @@ def _attend_single(
     tables = block_tables_SB[:, :num_blocks]
     k_SKCH, v_SKCH = (cache[tables].transpose(1, 2).flatten(2, 3).to(dtype) for cache in (k_cache, v_cache))
     positions = torch.arange(num_blocks * block_size, device=q_SNH.device)
-    is_beyond_SC = positions >= seq_lens_S.unsqueeze(1)
-    v_SKCH.masked_fill_(is_beyond_SC[:, None, :, None], 0)  # a weight of 0 would not undo a NaN left in a free slot
-    is_hidden_SC = is_beyond_SC
+    is_hidden_SC = positions >= seq_lens_S.unsqueeze(1)
     if rule.window:
-        is_hidden_SC = is_beyond_SC | (positions < seq_lens_S.unsqueeze(1) - rule.window)
+        is_hidden_SC |= positions < seq_lens_S.unsqueeze(1) - rule.window
+    v_SKCH.masked_fill_(is_hidden_SC[:, None, :, None], 0)  # a weight of 0 would not undo a NaN left in a free slot
     products = (q_SNH.to(dtype).view(S, K, N // K, H) @ k_SKCH.mT).view(S, N, 1, -1)
     weights = rule.weights(products, is_hidden_SC[:, None, None, :])
     return (weights.view(S, K, N // K, -1) @ v_SKCH).view(S, N, H).to(q_SNH.dtype)

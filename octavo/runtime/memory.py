@@ -104,15 +104,18 @@ def settle(
     per_block = kv_bytes_per_token(model, kv_dtype) * block_size
     room = free - activations - logits
     given = _given_blocks(settings.cache, per_block)
+    kept = max_model_len
+    if model.window:  # the rest is given back; a block more, as these need not begin at a block's edge
+        kept = min(kept, model.window + max_num_batched_tokens + block_size)
     if given is None:
-        needed = -(-max_model_len // block_size)
+        needed = -(-kept // block_size)
         preferred = int(min(CPU_KV_MEMORY, room * CPU_KV_SHARE)) if device == "cpu" else room
         num_blocks = max(needed, preferred // per_block)
     else:
         num_blocks = given
-        if settings.model.max_model_len is None:
-            max_model_len = min(max_model_len, num_blocks * block_size)
-    _check_fit(max_model_len, num_blocks, block_size, per_block, room)
+        if settings.model.max_model_len is None and num_blocks * block_size < kept:
+            max_model_len = kept = num_blocks * block_size
+    _check_fit(max_model_len, kept, num_blocks, block_size, per_block, room)
     limits = Limits(max_model_len, block_size, num_blocks, max_num_seqs, max_num_batched_tokens)
     return limits, MemoryBudget(weights, num_blocks * per_block, activations, logits)
 
@@ -145,11 +148,13 @@ def _given_blocks(settings: CacheSettings, per_block: int) -> int | None:
     return num_blocks
 
 
-def _check_fit(max_model_len: int, num_blocks: int, block_size: int, per_block: int, room: int) -> None:
-    if num_blocks * block_size < max_model_len:
+def _check_fit(max_model_len: int, kept: int, num_blocks: int, block_size: int, per_block: int, room: int) -> None:
+    """``kept`` is the most positions of a sequence that are held at once."""
+    if num_blocks * block_size < kept:
+        part = "" if kept == max_model_len else f", of which {kept} are kept by the model's window and a step,"
         raise ConfigError(
-            f"max_model_len: {max_model_len} tokens do not fit into a KV cache of {num_blocks} blocks of {block_size}; "
-            f"lower max_model_len to {num_blocks * block_size}, or raise num_kv_blocks or kv_cache_memory"
+            f"max_model_len: {max_model_len} tokens{part} do not fit into a KV cache of {num_blocks} blocks of "
+            f"{block_size}; lower max_model_len to {num_blocks * block_size}, or raise num_kv_blocks or kv_cache_memory"
         )
     if num_blocks * per_block > room:
         raise ConfigError(

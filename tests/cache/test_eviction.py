@@ -92,9 +92,9 @@ def test_a_leaf_with_the_smallest_key_goes_first(policy: str) -> None:
         run_through(cache, tokens, rng.choice([0, 0, 0, 3.0, math.inf]), rng.choice(["", "a", "b"]))
         if cache.num_cached > 45:
             for _ in range(rng.randrange(20)):
-                leaves = [node for node in cache.tree.walk() if not node.children]
+                leaves = {node.block: node for node in cache.tree.walk() if not node.children}
                 (block,) = evicted(cache, 1)
-                assert rank(next(n for n in leaves if n.block == block)) == min(map(rank, leaves))
+                assert rank(leaves[block]) == min(map(rank, leaves.values()))
         cache.check([])
 
 

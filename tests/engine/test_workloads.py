@@ -41,6 +41,11 @@ FEATURES = {
     "sliced and fair": Features(max_itl=0.03, policy="fair", tight=True),
     "prompts first": Features(decode_interval=4, depth=2),
     "tight and prompts first": Features(decode_interval=9, tight=True, drafts=True),
+    "windows": Features(window=True),
+    "windows, drafts and overlap": Features(window=True, drafts=True, depth=2),
+    "windows, tight": Features(window=True, tight=True),
+    "windows, tight, faults and overlap": Features(window=True, tight=True, fault_rate=0.03, depth=2),
+    "windows without prefix caching": Features(window=True, prefix_caching=False, depth=2, aborts=True),
     "everything": Features(2, True, True, 0.03, True, True, True, "priority", tight=True),
 }
 
@@ -87,6 +92,7 @@ def test_there_were_many_steps() -> None:
         prefix_caching=st.booleans(),
         parts=st.booleans(),
         tight=st.booleans(),
+        window=st.booleans(),
     ),
 )
 @settings(max_examples=150, deadline=None)

@@ -38,6 +38,8 @@ class Features:
     prefix_caching: bool = True
     parts: bool = True
     """Whether blocks are reused in part."""
+    window: bool = False
+    """Rows look back to a few positions only."""
     tight: bool = False
     """Hardly more blocks than one sequence needs, and many sequences at once."""
 
@@ -55,6 +57,7 @@ class Workload:
     """Whether nothing is ever evicted or preempted."""
     eviction: str
     watermark: float
+    window: int = 0
 
 
 @dataclass
@@ -82,14 +85,19 @@ class WatchedCache(KVCache):
     def __init__(self, workload: Workload, prefix_caching: bool) -> None:
         eviction = workload.eviction if prefix_caching else "lru"
         super().__init__(
-            workload.num_blocks, workload.block_size, prefix_caching, eviction=eviction, watermark=workload.watermark
+            workload.num_blocks,
+            workload.block_size,
+            prefix_caching,
+            eviction=eviction,
+            watermark=workload.watermark,
+            window=workload.window,
         )
         self.must_find = workload.is_roomy and prefix_caching
         self.history: list[tuple[str, list[int | None]]] = []
         self.num_adopted = 0
 
-    def start(self, seq: Sequence, node: Node, shares: bool) -> None:
-        super().start(seq, node, shares)
+    def start(self, seq: Sequence, node: Node, shares: bool, num_tokens: int | None = None) -> None:
+        super().start(seq, node, shares, num_tokens)
         if self.must_find and shares:
             best = max((self._common(seq, *entry) for entry in self.history), default=0)
             if self.copy_slots is None:
@@ -125,15 +133,20 @@ def random_workload(rng: random.Random, features: Features) -> tuple[Workload, s
             prompt = [*rng.choice(prefixes)[: rng.randrange(31)], *_tokens(rng, rng.randrange(1, 12))]
         requests.append(_random_request(rng, request_id, prompt, request_id in grammar_users))
     sizes = [-(-(len(r.prompt_tokens) + max(r.max_tokens, 1) - 1) // block_size) for r in requests]
+    window, budget = rng.choice([1, 2, 5, 17]) if features.window else 0, 0
+    if features.window:
+        budget = rng.choice([4, 8, 17])
     is_roomy = rng.random() < 0.3 and not features.tight
+    if features.window and not is_roomy:
+        sizes = [min(size, -(-(window + budget) // block_size) + 1) for size in sizes]
     num_spare = rng.randrange(3 if features.tight else max(sizes) * 2)
     num_blocks = sum(sizes) + 1 if is_roomy else max(sizes) + num_spare
-    max_num_seqs = 16 if features.tight else rng.choice([1, 2, 4, 16])
-    budget = max(max_num_seqs, rng.choice([1, 3, 8, 32, 200]))
+    max_num_seqs = min(budget or 16, 16 if features.tight else rng.choice([1, 2, 4, 16]))
+    budget = budget or max(max_num_seqs, rng.choice([1, 3, 8, 32, 200]))
     eviction = rng.choice(list(EVICTIONS))
     watermark = rng.choice([0.0, 0.0, 0.1, 0.5])
     return Workload(
-        requests, block_size, num_blocks, max_num_seqs, budget, is_roomy, eviction, watermark
+        requests, block_size, num_blocks, max_num_seqs, budget, is_roomy, eviction, watermark, window
     ), grammar_users
 
 
@@ -191,7 +204,12 @@ class Run:
             elif features.bad_rows and rng.random() < 0.3:
                 self.trouble.bad_rows[request.id] = position
         self.cache = WatchedCache(self.workload, features.prefix_caching)
-        self.runner = OracleRunner(self.workload.block_size, self.trouble, reads_live_tables=rng.random() < 0.5)
+        self.runner = OracleRunner(
+            self.workload.block_size,
+            self.trouble,
+            reads_live_tables=rng.random() < 0.5,
+            window=self.workload.window,
+        )
         if features.parts:
             self.cache.copy_slots = self.runner.copy_slots
         self.engine = Engine(

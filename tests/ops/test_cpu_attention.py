@@ -24,7 +24,8 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences whose past sits in shuffled blocks; every other slot is NaN, those of this step's rows too."""
+    """Sequences whose past sits in shuffled blocks; every other slot is NaN, those of this step's rows too, and those
+    that are before all rows' windows."""
 
     qkv_TW: Tensor
     heads: HeadLayout
@@ -78,7 +79,9 @@ def make_case(
         tables[s, : needed[s]] = blocks
         positions = torch.arange(length)
         places = blocks[positions // block_size] * block_size + positions % block_size
-        past, now = places[: length - queries[s]], places[length - queries[s] :]
+        window = layout.get("window", 0)
+        seen_from = max(0, length - queries[s] - window + 1) if window else 0
+        past, now = places[seen_from : length - queries[s]], places[length - queries[s] :]
         slots.append(now)
         for part in cache:
             part[past // block_size, :, past % block_size] = torch.randn(len(past), K, H).to(dtype)

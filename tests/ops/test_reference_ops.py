@@ -154,7 +154,7 @@ def test_paged_attention(
     max_scratch: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ragged rows over shuffled blocks; whatever is not part of a context holds NaN."""
+    """Ragged rows over shuffled blocks; whatever no row sees holds NaN."""
     monkeypatch.setattr(ATTENTION, "MAX_SCRATCH", max_scratch)
     block_size, head_dim, num_blocks = 4, 8, 40
     caches = torch.full((2, num_blocks, num_kv_heads, block_size, head_dim), math.nan, dtype=dtype).unbind()
@@ -170,6 +170,9 @@ def test_paged_attention(
         ops.store_kv(keys, values, *caches, slots)
         rows = q[first : first + num_rows]
         expected.append(attend_plainly(rows, keys.double(), values.double(), 0.3, window, softcap, sinks))
+        for position in range(seq_len - num_rows - window + 1 if window else 0):
+            for cache in caches:
+                cache[tables[s, position // block_size], :, position % block_size] = math.nan
         first += num_rows
     cu_seqlens_q = torch.tensor([0, *(rows for rows, _ in lengths)]).cumsum(0).to(torch.int32)
     seq_lens = torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32)

@@ -163,21 +163,24 @@ def _attend(
 
     Tiles that all rows see whole come first, without a mask; with a window there are none.
     """
-    begin, whole_end = 0, first_end // KEYS * KEYS
+    seen_from, begin, whole_end = 0, 0, first_end // KEYS * KEYS
     if HAS_WINDOW:
-        begin = tl.maximum(first_end - window, 0) // KEYS * KEYS
+        seen_from = tl.maximum(first_end - window, 0)
+        begin = seen_from // KEYS * KEYS
         whole_end = begin
     acc_MH = tl.zeros([q_MH.shape[0], HEAD_BLOCK], tl.float32)
     tile_CH = tl.arange(0, KEYS)[:, None] % BLOCK_SIZE * H + tl.arange(0, HEAD_BLOCK)[None, :]
     # fmt: off
     for at in tl.range(begin, whole_end, KEYS, num_stages=STAGES):
         acc_MH, peak_M, sum_M = _fold(
-            at, acc_MH, peak_M, sum_M, q_MH, position_M, end, k_ptr, v_ptr, table_ptr, k_block_stride, v_block_stride,
-            tile_CH, scale, cap_in, cap_out, window, H, BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP, MASKED=False)
+            at, acc_MH, peak_M, sum_M, q_MH, position_M, seen_from, end, k_ptr, v_ptr, table_ptr, k_block_stride,
+            v_block_stride, tile_CH, scale, cap_in, cap_out, window, H, BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP,
+            MASKED=False)
     for at in tl.range(whole_end, end, KEYS, num_stages=STAGES if HAS_WINDOW else 1):
         acc_MH, peak_M, sum_M = _fold(
-            at, acc_MH, peak_M, sum_M, q_MH, position_M, end, k_ptr, v_ptr, table_ptr, k_block_stride, v_block_stride,
-            tile_CH, scale, cap_in, cap_out, window, H, BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP, MASKED=True)
+            at, acc_MH, peak_M, sum_M, q_MH, position_M, seen_from, end, k_ptr, v_ptr, table_ptr, k_block_stride,
+            v_block_stride, tile_CH, scale, cap_in, cap_out, window, H, BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP,
+            MASKED=True)
     # fmt: on
     return acc_MH, sum_M
 
@@ -185,10 +188,10 @@ def _attend(
 @triton.jit
 def _fold(
     at: tl.tensor, acc_MH: tl.tensor, peak_M: tl.tensor, sum_M: tl.tensor, q_MH: tl.tensor, position_M: tl.tensor,
-    end: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, table_ptr: tl.tensor, k_block_stride: tl.tensor,
-    v_block_stride: tl.tensor, tile_CH: tl.tensor, scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor,
-    window: tl.tensor, H: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    seen_from: tl.tensor, end: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, table_ptr: tl.tensor,
+    k_block_stride: tl.tensor, v_block_stride: tl.tensor, tile_CH: tl.tensor, scale: tl.tensor, cap_in: tl.tensor,
+    cap_out: tl.tensor, window: tl.tensor, H: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Add the tile of keys from ``at`` on to the sums (Milakov and Gimelshein, arXiv 1805.02867)."""
     key_C = at + tl.arange(0, KEYS)
@@ -198,6 +201,8 @@ def _fold(
     k_CH = tl.load(k_ptr + block_C * k_block_stride + at_CH, mask=is_in_CH, other=0.0)
     if MASKED:  # slots behind the last row's hold anything, also NaN, which a weight of 0 would not undo
         is_in_CH = is_in_CH & (key_C < end)[:, None]
+    if HAS_WINDOW:  # and so do those before the first row's window
+        is_in_CH = is_in_CH & (key_C >= seen_from)[:, None]
     v_CH = tl.load(v_ptr + block_C * v_block_stride + at_CH, mask=is_in_CH, other=0.0)
     scores_MC = tl.dot(q_MH, tl.trans(k_CH.to(q_MH.dtype)), input_precision="ieee")
     if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)

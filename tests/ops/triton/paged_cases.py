@@ -29,7 +29,8 @@ class Heads:
 
 @dataclass
 class Batch:
-    """Arguments of ``paged_attention``. Free slots and blocks hold NaN; tables end in a block of NaN."""
+    """Arguments of ``paged_attention``. Free slots and blocks hold NaN, and so do positions before all rows' windows;
+    tables end in a block of NaN."""
 
     heads: Heads
     query_lens: list[int]
@@ -99,6 +100,8 @@ def make_batch(
             for i, block in enumerate(blocks):
                 part = values[i * block_size : (i + 1) * block_size]
                 cache[block, :, : part.shape[0]] = part.transpose(0, 1)
+            for position in range(seq_len - query_lens[s] - heads.window + 1 if heads.window else 0):
+                cache[blocks[position // block_size], :, position % block_size] = float("nan")
         contexts.append((pair[0], pair[1]))
     q_TNH = torch.randn(sum(query_lens) + padded_rows, N, H, generator=generator).to(dtype)
     q_TNH[sum(query_lens) :] = float("nan")

@@ -26,7 +26,7 @@ def layout(N: int = 4, K: int = 2, H: int = 16, norm: bool = False, **more: Any)
 
 
 class Step:
-    """Random inputs of a step whose sequences have one row each; what belongs to no context is NaN."""
+    """Random inputs of a step whose sequences have one row each; what no row sees is NaN."""
 
     def __init__(
         self,
@@ -55,6 +55,8 @@ class Step:
                 keys[block, :, :stored] = torch.randn(K, stored, H, generator=generator)
                 values[block, :, :stored] = torch.randn(K, stored, H, generator=generator)
                 slots[s] = block * block_size + stored
+                hidden = max(0, length - heads.window - b * block_size) if heads.window else 0
+                keys[block, :, :hidden] = values[block, :, :hidden] = NAN
         self.heads = HeadLayout(*(part.to(device) if isinstance(part, Tensor) else part for part in heads))
         self.qkv = torch.randn(S, (N + 2 * K) * H, generator=generator).to(device, dtype)
         angles = (torch.rand(S, R, generator=generator) * 6).to(device)

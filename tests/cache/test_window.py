@@ -1,0 +1,107 @@
+"""A cache of a model without a layer that looks back further than a window."""
+
+from __future__ import annotations
+
+import random
+
+from octavo.cache.kv_cache import KVCache
+from octavo.types import Sequence
+from tests.cache.test_kv_cache import fill, make_sequence
+
+TOKENS = list(range(20))
+
+
+def walk(cache: KVCache, seq: Sequence, num_tokens: int, chunk: int) -> int:
+    """Compute ``seq`` up to ``num_tokens`` in chunks, as the scheduler does; the most blocks in use on the way."""
+    most = 0
+    while seq.num_computed_tokens < num_tokens:
+        end = min(seq.num_computed_tokens + chunk, num_tokens)
+        assert cache.reserve(seq, end)
+        most = max(most, cache.num_used)
+        fill(cache, seq, end)
+        cache.publish(seq, end)
+        cache.slide(seq, end)
+        cache.check([seq])
+    return most
+
+
+def begin(cache: KVCache, tokens: list[int]) -> Sequence:
+    seq = make_sequence(tokens)
+    cache.adopt(seq, cache.match(seq))
+    return seq
+
+
+def test_what_is_behind_the_window_is_given_back_and_stays_findable() -> None:
+    cache = KVCache(10, 2, window=5)
+    seq = begin(cache, TOKENS)
+    assert walk(cache, seq, 20, 4) <= cache.most_held(20, 4) == 6
+    assert (seq.first_block, cache.num_used, cache.num_cached) == (8, 2, 8)
+    assert cache.match(make_sequence([*TOKENS[:9], 99])).depth == 4
+    cache.release(seq)
+    cache.check([])
+    assert (cache.num_used, cache.num_cached, cache.num_empty_slots) == (0, 10, 0)
+
+
+def test_without_a_prefix_cache_it_is_free_at_once() -> None:
+    cache = KVCache(6, 2, enable_prefix_caching=False, window=5)
+    seq = begin(cache, TOKENS)
+    walk(cache, seq, 20, 4)
+    assert (cache.num_used, cache.num_free) == (2, 4)
+    cache.release(seq)
+    cache.check([])
+    assert cache.num_free == 6
+
+
+def test_a_prefix_is_found_by_its_last_window_alone() -> None:
+    cache = KVCache(10, 2, window=5)
+    seq = begin(cache, TOKENS)
+    walk(cache, seq, 20, 4)
+    cache.release(seq)
+    cache.evict(6)  # those that were given back first
+    cache.check([])
+    longer = begin(cache, [*TOKENS, 20, 21])
+    assert (longer.num_computed_tokens, longer.first_block) == (20, 8)
+    assert cache.num_used == 2
+    cache.check([longer])
+    assert cache.match(make_sequence([*TOKENS[:12], 99])).depth == 0, "its window is gone"
+    cache.release(longer)
+
+
+def test_a_block_computed_again_takes_the_place_of_one_that_was_given_up() -> None:
+    cache = KVCache(12, 2, window=5)
+    seq = begin(cache, TOKENS)
+    walk(cache, seq, 20, 4)
+    cache.release(seq)
+    cache.evict(6)
+    again = begin(cache, TOKENS[:13])
+    assert again.num_computed_tokens == 0
+    walk(cache, again, 13, 4)
+    assert cache.match(make_sequence([*TOKENS[:12], 99])).depth == 6
+    cache.release(again)
+    cache.check([])
+
+
+def test_nodes_without_blocks_go_when_nothing_needs_them() -> None:
+    cache = KVCache(10, 2, window=1)
+    seq = begin(cache, TOKENS)
+    walk(cache, seq, 20, 4)
+    cache.evict(cache.num_cached)
+    cache.check([seq])
+    assert len(list(cache.tree.walk())) == 10, "the path to the end of a sequence"
+    cache.release(seq)
+    cache.check([])
+    assert not list(cache.tree.walk())
+
+
+def test_random_sequences_never_hold_more_than_a_window_and_a_step() -> None:
+    rng = random.Random(0)
+    for _ in range(60):
+        block_size, window, chunk = rng.choice([1, 2, 4]), rng.choice([1, 3, 9]), rng.choice([1, 3, 8])
+        most = -(-(window + chunk) // block_size) + 1
+        cache = KVCache(most + rng.randrange(6), block_size, rng.random() < 0.8, window=window)
+        for _ in range(8):
+            tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 60))]
+            seq = begin(cache, tokens)
+            assert walk(cache, seq, len(tokens), chunk) <= most
+            cache.release(seq)
+            cache.check([])
