@@ -29,7 +29,7 @@ def new_id(prefix: str) -> str:
 def begun(body: ResponseBody, model: str, sampling_defaults: Mapping[str, float]) -> dict[str, Any]:
     """The response object before anything is computed; clients expect to find in it what they asked for, and what
     was chosen where they did not say."""
-    chosen = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0} | sampling_defaults
+    chosen = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, **sampling_defaults}
     return {
         "id": new_id("resp"),
         "object": "response",
