@@ -29,6 +29,7 @@ from octavo.bench.kernel_cases import DTYPE, LinearCase, Operands, Weights, head
 from octavo.ops.triton.gemv import GemvConfig
 from octavo.ops.triton.launch import num_multiprocessors, pdl
 from octavo.ops.triton.linear_configs import (
+    FEW_ROWS,
     LinearConfig,
     Shape,
     bucket_of,
@@ -66,13 +67,17 @@ GEMV = [
     GemvConfig(4, 2048, 4, programs=4, stages=4),
 ]
 TILES = {
-    16: [(64, 128, 4, 3), (64, 64, 4, 6), (64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 4, 5)],
-    32: [(64, 128, 4, 3), (64, 64, 4, 5), (64, 64, 4, 3), (128, 64, 4, 4)],
-    64: [(64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3)],
-    128: [(128, 64, 8, 4), (64, 64, 4, 4)],
+    16: [(16, 64, 128, 4, 3), (16, 64, 64, 4, 6), (16, 64, 64, 4, 4), (16, 64, 128, 4, 4), (16, 128, 64, 4, 5)],
+    32: [(32, 64, 128, 4, 3), (32, 64, 64, 4, 5), (32, 64, 64, 4, 3), (32, 128, 64, 4, 4)],
+    64: [(64, 64, 64, 4, 4), (64, 64, 128, 4, 4), (64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (64, 128, 128, 8, 3)],
+    128: [(128, 128, 64, 8, 4), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 128, 128, 8, 3), (128, 64, 128, 8, 3)],
+    256: [(128, 128, 64, 8, 4), (256, 128, 64, 8, 4), (256, 64, 64, 8, 4), (128, 64, 64, 4, 4), (128, 256, 64, 8, 3)],
+    512: [(128, 128, 64, 8, 4), (256, 128, 64, 8, 4), (256, 64, 64, 8, 4), (128, 256, 64, 8, 3)],
 }
-"""Outputs and columns of a tile, warps and stages, by the rows."""
+"""Rows, outputs and columns of a tile, warps and stages, by the bucket of rows."""
 SHARED_BYTES = 227 * 1024
+MOST_SUMS = 128
+"""Sums that a thread keeps in registers."""
 
 
 def candidates(case: LinearCase, rows: int, multiprocessors: int) -> Iterator[LinearConfig]:
@@ -81,14 +86,16 @@ def candidates(case: LinearCase, rows: int, multiprocessors: int) -> Iterator[Li
     if rows == 1:
         yield from {replace(c, block_k=min(c.block_k, triton.next_power_of_2(case.K))): None for c in GEMV}
         return
-    for (block_n, block_k, warps, stages), fuses_norm in itertools.product(TILES[rows], (False, True)):
+    for (block_t, block_n, block_k, warps, stages), fuses_norm in itertools.product(TILES[rows], (False, True)):
         weights = block_n * (2 if case.activation else 1)
-        shared = stages * (weights + rows) * block_k * 2
-        if (fuses_norm and not case.has_norm) or shared > SHARED_BYTES:
+        shared, sums = stages * (weights + block_t) * block_k * 2, weights * block_t // (32 * warps)
+        if (fuses_norm and not (case.has_norm and rows <= FEW_ROWS)) or shared > SHARED_BYTES or sums > MOST_SUMS:
             continue
-        at_once = multiprocessors * min(4, SHARED_BYTES // shared)
-        for splits in _splits(triton.cdiv(case.outputs, block_n), case.K // block_k, at_once):
+        at_once = multiprocessors * min(4, SHARED_BYTES // shared, MOST_SUMS // sums)
+        tiles = triton.cdiv(case.outputs, block_n) * (rows // block_t)
+        for splits in _splits(tiles, case.K // block_k, at_once):
             config = SkinnyConfig(block_n, block_k, warps, stages, splits, copy_engine=True, fuses_norm=fuses_norm)
+            config = replace(config, block_t=block_t if rows > FEW_ROWS else 0)
             yield config
             if stages * block_k >= 384:  # the deepest
                 yield replace(config, prefetch=2)

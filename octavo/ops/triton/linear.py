@@ -13,7 +13,7 @@ from octavo.ops.triton.gates import gate_and_mul
 from octavo.ops.triton.gemv import GemvConfig, gemv
 from octavo.ops.triton.invariant_linear import invariant_linear
 from octavo.ops.triton.launch import declines_floats, is_compiling, is_invariant
-from octavo.ops.triton.linear_configs import ROW_BUCKETS, LinearConfig, config_for
+from octavo.ops.triton.linear_configs import LinearConfig, bucket_of, config_for
 from octavo.ops.triton.rms_norm import rms_norm_triton
 from octavo.ops.triton.skinny_gemm import SkinnyConfig, skinny_gemm
 
@@ -66,7 +66,8 @@ def run_linear(
     if norm_K is not None and not fuses_norm:
         x_TK, norm_K = rms_norm_triton(x_TK, norm_K, eps), None
     if config is not None:
-        block_t = min(bucket for bucket in ROW_BUCKETS if bucket >= max(len(x_TK), 2))
+        block_t = config.block_t or bucket_of(max(len(x_TK), 2))
+        assert block_t, f"{config} does not say how many of {len(x_TK)} rows make a tile"
         return skinny_gemm(x_TK, weight_NK, bias_N, norm_K, eps, residual_TN, activation, config, block_t)
     multiply = invariant_linear if is_invariant() else _cublas_linear
     return multiply(x_TK, weight_NK, bias_N, residual_TN, activation)

@@ -24,8 +24,10 @@ from octavo.ops.triton.launch import num_multiprocessors
 from octavo.ops.triton.skinny_gemm import SkinnyConfig
 
 FOLDER = Path(__file__).parent / "configs"
-ROW_BUCKETS = (1, 16, 32, 64, 128)
-"""Rows are filled up to the next of these; beyond the last, the library's kernels are as good as memory allows."""
+ROW_BUCKETS = (1, 16, 32, 64, 128, 256, 512)
+"""Each is measured for itself; beyond the last, the library's kernels are as good as arithmetic allows."""
+FEW_ROWS = 64
+"""Up to here memory is the limit whatever the shape, and the defaults are good; above, only what was measured is."""
 
 LinearConfig = GemvConfig | SkinnyConfig | None
 """``None`` leaves the products to cuBLAS."""
@@ -66,7 +68,7 @@ def default_config(shape: Shape, has_norm: bool, is_gated: bool, device: torch.d
         if has_norm:  # its programs take the norm once, so few that walk
             return GemvConfig(2, 4096, warps=8, programs=4) if K > 2048 else GemvConfig(4, 2048, warps=4, programs=4)
         return GemvConfig(2, 2048, warps=4) if K > 8192 else GemvConfig(4, 1024, warps=4)
-    if rows == ROW_BUCKETS[-1]:
+    if rows > FEW_ROWS:
         return None
     tiles, block_k = triton.cdiv(N // 2 if is_gated else N, 64), 64
     splits = max(1, min(3 * num_multiprocessors(device) // tiles, K // (4 * block_k), 16))

@@ -1,8 +1,9 @@
-"""A few rows times a matrix on tensor cores, with what stands before and after it.
+"""A few rows, or some hundred, times a matrix on tensor cores, with what stands before and after it.
 
 Shapes: T rows, K inputs, N outputs. The weight takes the wide side of the products, weight @ x.T, so that rows may be
-filled up to 8, 16, 32 or 64 only. Where N gives too few programs, K is split among several; the one that comes
-last adds their sums, always in the order of the splits, so that results do not vary from run to run.
+filled up to 8, 16, 32 or 64 only; many are cut into tiles of up to 256. Where N gives too few programs, K is split
+among several; the one that comes last adds their sums, always in the order of the splits, so that results do not vary
+from run to run.
 
 RMSNorm may be taken along: x is multiplied by the norm's weight and rounded on its way to the tensor cores, its
 squares are summed beside, and the sums are scaled at the end.
@@ -51,6 +52,8 @@ class SkinnyConfig:
     """When the next kernel may start: "early" before the products, "late" after them."""
     prefetch: int = 0
     """Chunks of columns that are brought into the cache while the kernel before this one runs."""
+    block_t: int = 0
+    """Rows of a tile; 0 for one tile of all rows, filled up to their bucket."""
 
 
 @triton.jit

@@ -142,6 +142,13 @@ def test_float16_norms_of_large_values_do_not_overflow(device: str) -> None:
     case.check(run_linear(*case.arguments(), CONFIGS["skinny, norm"]))
 
 
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_rows_in_several_tiles(device: str, splits: int, parts: dict[str, Any]) -> None:
+    case = Case.random(device, 43, 158, 200, torch.bfloat16, **parts)
+    case.check(run_linear(*case.arguments(), replace(SKINNY, block_t=16, splits=splits)))
+
+
 def test_splits_leave_their_counters_at_zero(device: str) -> None:
     case = Case.random(device, 5, 158, 200, torch.bfloat16)
     first, second = (run_linear(*case.arguments(), CONFIGS["skinny, splits"]) for _ in range(2))
