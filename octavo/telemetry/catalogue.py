@@ -25,6 +25,12 @@ def _cache_usage(counts: Counts) -> float:
     return stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
 
 
+def _fragmentation(counts: Counts) -> float:
+    """Shared blocks are full, so every empty position is in a block that one request holds."""
+    num_positions = counts.stats.num_used_blocks * (0 if counts.info is None else counts.info.block_size)
+    return counts.stats.num_empty_slots / num_positions if num_positions else 0.0
+
+
 GAUGES: list[tuple[str, str, Reader]] = [
     ("vllm:num_requests_running", "Requests in the running batch after the last step.", lambda c: c.stats.num_running),
     ("vllm:num_requests_waiting", "Accepted requests that are not in the running batch.", _waiting),
@@ -33,6 +39,21 @@ GAUGES: list[tuple[str, str, Reader]] = [
         "octavo_kv_cache_idle_blocks",
         "KV cache blocks that no request holds and the prefix cache keeps for reuse.",
         lambda c: c.stats.num_cached_blocks,
+    ),
+    (
+        "octavo_kv_cache_fragmentation",
+        "Share of the token positions in held KV cache blocks that hold nothing, 0 to 1.",
+        _fragmentation,
+    ),
+    (
+        "octavo_kv_offload_memory_bytes",
+        "Host memory that holds KV cache blocks given up by the pool.",
+        lambda c: c.stats.offload_memory_bytes,
+    ),
+    (
+        "octavo_kv_offload_disk_bytes",
+        "Bytes of files that hold KV cache blocks.",
+        lambda c: c.stats.offload_disk_bytes,
     ),
     ("octavo_requests_live", "Requests accepted and not yet ended.", lambda c: c.condition().num_live),
     (
@@ -62,6 +83,42 @@ COUNTERS: list[tuple[str, str, Reader]] = [
     ),
     ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda c: c.stats.prefix_queries),
     ("vllm:prefix_cache_hits", "Of vllm:prefix_cache_queries, tokens found.", lambda c: c.stats.prefix_hits),
+    (
+        "octavo_prefix_tokens_copied",
+        "Tokens whose keys and values were copied out of a block that begins alike, in place of being computed.",
+        lambda c: c.stats.num_copied_tokens,
+    ),
+    ("vllm:spec_decode_num_draft_tokens", "Guessed tokens that were verified.", lambda c: c.stats.num_drafts),
+    (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Of vllm:spec_decode_num_draft_tokens, right ones.",
+        lambda c: c.stats.num_accepted_drafts,
+    ),
+    (
+        "octavo_kv_offload_saved_blocks",
+        "KV cache blocks given up by the pool that went to host memory.",
+        lambda c: c.stats.num_offload_saved,
+    ),
+    (
+        "octavo_kv_offload_dropped_blocks",
+        "KV cache blocks given up by the pool and lost, because too many were on their way.",
+        lambda c: c.stats.num_offload_dropped,
+    ),
+    (
+        "octavo_kv_offload_prefetched_blocks",
+        "KV cache blocks read from the disk ahead of the request that wants them.",
+        lambda c: c.stats.num_offload_prefetched,
+    ),
+    (
+        "octavo_kv_offload_restored_blocks",
+        "KV cache blocks that came back to the pool in place of being computed.",
+        lambda c: c.stats.num_offload_restored,
+    ),
+    (
+        "octavo_kv_offload_bad_files",
+        "Files of KV cache blocks that were missing, damaged, or could not be written or read.",
+        lambda c: c.stats.num_offload_bad_files,
+    ),
     (
         "octavo_prompt_tokens_computed",
         "Prompt tokens computed, recomputation after preemption and restart included.",

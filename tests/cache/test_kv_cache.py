@@ -285,18 +285,43 @@ def verbs(cache: KVCache) -> dict[str, Callable[[], object]]:
         "reserve by evicting": lambda: cache.reserve(seq, 4),
         "publish": lambda: cache.publish(seq, 4),
         "release": lambda: cache.release(seq),
-        "counts": lambda: (cache.num_used, cache.num_free, cache.num_cached),
+        "counts": lambda: (cache.num_used, cache.num_free, cache.num_cached, cache.num_empty_slots),
     }
 
 
+def pool_full_of_prefixes(num_blocks: int) -> KVCache:
+    cache = KVCache(num_blocks, 1)
+    for start in range(0, num_blocks, 8):
+        cache.release(compute(cache, list(range(start + 10, start + 18))))
+    assert cache.num_free == 0
+    return cache
+
+
+def test_no_cost_grows_with_what_is_cached() -> None:
+    costs = [
+        {name: count_lines(call) for name, call in verbs(pool_full_of_prefixes(num_blocks)).items()}
+        for num_blocks in (16, 16384)
+    ]
+    assert costs[0] == costs[1]
+
+
 def test_no_cost_grows_with_the_pool() -> None:
+    """From a thousand blocks to a million, of which most are free."""
     costs = []
-    for num_blocks in (16, 4096):
+    for num_blocks in (1_000, 1_000_000):
         cache = KVCache(num_blocks, 1)
-        for start in range(0, num_blocks, 8):
+        for start in range(0, 400, 8):
             cache.release(compute(cache, list(range(start + 10, start + 18))))
-        assert cache.num_free == 0
-        costs.append({name: count_lines(call) for name, call in verbs(cache).items()})
+        seq = make_sequence(list(range(5_000, 5_300)))
+        costs.append(
+            {
+                "start": count_lines(lambda cache=cache, seq=seq: cache.start(seq, cache.match(seq), True)),  # type: ignore[misc]
+                "reserve": count_lines(lambda cache=cache, seq=seq: cache.reserve(seq, 400)),  # type: ignore[misc]
+                "truncate": count_lines(lambda cache=cache, seq=seq: cache.truncate(seq, 0)),  # type: ignore[misc]
+                "evict": count_lines(lambda cache=cache: cache.evict(20)),  # type: ignore[misc]
+                **{name: count_lines(call) for name, call in verbs(cache).items()},
+            }
+        )
     assert costs[0] == costs[1]
 
 

@@ -179,6 +179,12 @@ def test_files_that_are_damaged_or_gone_cost_time_and_nothing_else(tmp_path: Pat
         damage_some(tmp_path, rng)
     assert disk.num_bad > 10
     assert talks.offload.stats.num_restored > 100
+    told = talks.engine.stats()
+    counts = talks.offload.stats
+    assert (told.num_offload_saved, told.num_offload_dropped) == (counts.num_saved, counts.num_dropped)
+    assert (told.num_offload_prefetched, told.num_offload_restored) == (counts.num_prefetched, counts.num_restored)
+    assert told.num_offload_bad_files == disk.num_bad
+    assert told.offload_disk_bytes == disk.num_bytes > 0 < told.offload_memory_bytes <= talks.offload.host.capacity
 
 
 def test_a_disk_is_found_again_by_the_next_engine_and_by_no_other_model(tmp_path: Path) -> None:

@@ -126,3 +126,36 @@ def test_what_clients_send_never_makes_new_series() -> None:
     assert {key[2] for key in values if key[0] == "http_requests_total"} == {"other"}
     assert values["vllm:admission_rejections_total", "other"] == 10_000
     assert len(metrics.render()) < 300_000
+
+
+def test_what_the_cache_its_tiers_and_guesses_come_to() -> None:
+    metrics = Metrics("tiny")
+    metrics.info = INFO
+    stats = EngineStats(
+        num_blocks=100,
+        num_used_blocks=10,
+        num_empty_slots=4 * INFO.block_size,
+        num_steps=1,
+        num_copied_tokens=2,
+        num_drafts=3,
+        num_accepted_drafts=1,
+        num_offload_saved=4,
+        num_offload_dropped=5,
+        num_offload_prefetched=6,
+        num_offload_restored=7,
+        num_offload_bad_files=8,
+        offload_memory_bytes=9,
+        offload_disk_bytes=10,
+    )
+    assert read(metrics)["octavo_kv_cache_fragmentation",] == 0
+    metrics.observe_step(stats)
+    values = read(metrics)
+    assert values["octavo_kv_cache_fragmentation",] == 0.4
+    assert values["octavo_prefix_tokens_copied_total",] == 2
+    assert values["vllm:spec_decode_num_draft_tokens_total",] == 3
+    assert values["vllm:spec_decode_num_accepted_tokens_total",] == 1
+    found = [values[f"octavo_kv_offload_{name}_total",] for name in ("saved_blocks", "dropped_blocks")]
+    found += [values[f"octavo_kv_offload_{name}_total",] for name in ("prefetched_blocks", "restored_blocks")]
+    found += [values["octavo_kv_offload_bad_files_total",]]
+    found += [values[f"octavo_kv_offload_{name}_bytes",] for name in ("memory", "disk")]
+    assert found == [4, 5, 6, 7, 8, 9, 10]
