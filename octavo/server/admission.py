@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -81,6 +80,8 @@ class Admission:
         self.max_num_queued_reqs = max_num_queued_reqs
         self.grammars = GrammarCompiler(self._vocabulary)
         self._num_reserved = 0
+        # Many at once would leave no core to the event loop, nor the interpreter's lock when they end.
+        self._tokenising = asyncio.Semaphore(max(1, (os.cpu_count() or 1) // 2))
 
     def check_room(self, count: int = 1) -> None:
         """Raise ``QueueFull`` when ``count`` more would be too many."""
@@ -200,10 +201,15 @@ class Admission:
     # --- prompts ---
 
     async def _encode_all(self, asked: Asked) -> list[Prompt]:
-        encode = functools.partial(self._encode, field=asked.prompt_field, adds_special=asked.add_special_tokens)
-        if any(callable(p) for p in asked.prompts) or sum(map(_size, asked.prompts)) > THREAD_BYTES:
-            return await asyncio.to_thread(lambda: [encode(prompt) for prompt in asked.prompts])
-        return [encode(prompt) for prompt in asked.prompts]
+        def encode_all() -> list[Prompt]:
+            return [self._encode(prompt, asked.prompt_field, asked.add_special_tokens) for prompt in asked.prompts]
+
+        if any(callable(prompt) for prompt in asked.prompts):
+            return await asyncio.to_thread(encode_all)
+        if sum(map(_size, asked.prompts)) <= THREAD_BYTES:
+            return encode_all()
+        async with self._tokenising:
+            return await asyncio.to_thread(encode_all)
 
     async def encode(self, source: PromptSource, field: str, add_special_tokens: bool) -> Prompt:
         """One prompt's tokens, checked. Raises ``RequestError`` about ``field``."""

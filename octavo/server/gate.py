@@ -22,6 +22,7 @@ from octavo.server.generation import ClientGone
 from octavo.server.hosts import Hosts
 from octavo.server.http import WRITE_PIECE
 from octavo.server.keys import Keys
+from octavo.server.turnstile import Turnstile
 from octavo.telemetry.metrics import Metrics
 
 OPEN_PATHS = frozenset({"/health"})
@@ -42,6 +43,7 @@ class Gate:
         self._metrics = metrics
         self._keys = keys
         self._hosts = hosts
+        self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -66,6 +68,7 @@ class Gate:
 
         try:
             self._check(scope, headers)
+            await self._turnstile.enter()
             await self.app(scope, receive, send_named)
         except (ClientGone, ClientDisconnect):
             logger.debug("%s: the client left", request_id)

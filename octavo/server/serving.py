@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import json
 import logging
+import os
 import resource
 import signal
 import socket
@@ -41,6 +42,8 @@ def run(config: ServeConfig, engine_argv: list[str] | None = None) -> int:
     """
     log_to_stderr(config.server.log_level)
     _raise_file_limit()
+    # Each text is tokenised by the thread that asks for it: handing it to another one only costs time.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with _listening_socket(config.server.host, config.server.port) as listener:
         server = dataclasses.replace(config.server, served_model_name=served_model_name(config))
         model = dataclasses.replace(config.model, model=str(resolve_model(config.model)))

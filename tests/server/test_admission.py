@@ -110,6 +110,32 @@ def test_long_texts_and_conversations_are_tokenised_beside_the_event_loop(
     assert seen == [True, False, False, False, False]
 
 
+def test_long_texts_leave_cores_to_the_event_loop(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission.os, "cpu_count", lambda: 4)
+    served = serve_app()
+    admitting = served.app.state.front.admission
+    encode, lock, together = admitting.tokenizer.encode, threading.Lock(), threading.Semaphore(2)
+    seen = []
+
+    def watched(text: str, add_special_tokens: bool = True) -> list[int]:
+        free = together.acquire(blocking=False)
+        with lock:
+            seen.append(free)
+        threading.Event().wait(0.02)
+        if free:
+            together.release()
+        return encode(text, add_special_tokens)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(admitting.tokenizer, "encode", watched)
+    monkeypatch.setattr(admission, "THREAD_BYTES", 10)
+    asking = [threading.Thread(target=served.complete, kwargs={"prompt": "x" * 50}) for _ in range(8)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert seen == [True] * 8
+
+
 def test_more_than_there_can_ever_be_room_for_is_a_400(serve_app: Any) -> None:
     served = serve_app(InProcessEngine(max_num_seqs=2), max_num_queued_reqs=3)
     response = served.complete(prompt=["a"] * 6)
@@ -143,8 +169,8 @@ def test_a_full_queue_is_a_429_and_a_place_that_frees_is_given_again(serve_app: 
 def test_two_thousand_at_once_never_overshoot(serve_app: Any) -> None:
     engine = InProcessEngine(max_num_seqs=16)
     served = serve_app(engine, max_num_queued_reqs=48)
-    text = {"prompt": "x" * 10, "max_tokens": 20}
-    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20, "stream": True}
+    text = {"prompt": "x" * 10, "max_tokens": 100}
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100, "stream": True}
     bodies = [("/v1/chat/completions", chat) if i % 3 == 0 else ("/v1/completions", text) for i in range(2000)]
 
     async def burst() -> list[tuple[int, dict[str, str], bytes]]:

@@ -110,14 +110,14 @@ def test_a_listener_that_cannot_make_text_fails_its_own_request(
     serve_app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve_app()
-    advance = Choice._advance
+    take_in = Choice._take_in
 
     def fail(choice: Choice, output: Output) -> None:
         if len(choice.prompt.tokens) == 5:
             raise RuntimeError("no text")
-        advance(choice, output)
+        take_in(choice, output)
 
-    monkeypatch.setattr(Choice, "_advance", fail)
+    monkeypatch.setattr(Choice, "_take_in", fail)
     assert served.complete(prompt="12345").status_code == 500
     assert served.complete(prompt="1234").status_code == 200
     assert served.engine.num_live == 0
