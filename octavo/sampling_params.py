@@ -15,6 +15,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 128
+MIN_REPETITION_PENALTY = 0.001
+"""Logits are divided by it, and must stay numbers."""
 MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_BYTES = 256
@@ -91,7 +93,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _number(self, "top_p", 0.0, 1.0, open_low=True)
         _whole(self, "top_k", 0, MAX_TOKEN_ID)
         _number(self, "min_p", 0.0, 1.0)
-        _number(self, "repetition_penalty", 0.0, 100.0, open_low=True)
+        _number(self, "repetition_penalty", MIN_REPETITION_PENALTY, 100.0)
         _number(self, "presence_penalty", -2.0, 2.0)
         _number(self, "frequency_penalty", -2.0, 2.0)
         if self.seed is not None:

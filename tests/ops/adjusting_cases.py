@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from msgspec.structs import force_setattr
 from torch import Tensor
 
 from octavo.ops.adjust_logits import Adjustments
@@ -22,13 +23,14 @@ def make_rows(R: int, V: int, seed: int = 0) -> list[Row]:
         tokens = np.concatenate((rng.integers(0, V + 2, num_prompt), few[rng.integers(0, 40, num_output)])).tolist()
         ids = rng.choice(V + 2, min(V, 300), replace=False)
         params = SamplingParams(
-            repetition_penalty=float(rng.choice([0.5, 1.3, 1e-40])) if r & 1 else 1.0,
             frequency_penalty=float(rng.uniform(-2, 2)) if r & 2 else 0.0,
             presence_penalty=float(rng.uniform(-2, 2)) if r & 2 else 0.0,
             logit_bias={int(i): float(rng.uniform(-100, 100)) for i in ids} if r & 4 else {},
             min_tokens=2000 if r & 8 else 0,
             max_tokens=3000,
         )
+        if r & 1:  # with one that no request may have, so that logits get out of range
+            force_setattr(params, "repetition_penalty", float(rng.choice([0.5, 1.3, 1e-40])))
         mask = rng.integers(0, 256, int(rng.integers(1, -(-V // 8) + 1)), dtype=np.uint8) if r & 16 else None
         stops = frozenset(int(i) for i in rng.integers(0, V + 2, 9))
         rows.append(Row(params, 0, len(tokens), [*tokens, 1, 2, 3], num_prompt, stops, mask))

@@ -173,8 +173,8 @@ def test_a_bad_row_fails_alone(bad: float, temperature: int) -> None:
 
 def test_a_row_with_nothing_allowed_or_out_of_range_is_an_error() -> None:
     nothing = row(mask=np.zeros(8, dtype=np.uint8))
-    overflow = row(repetition_penalty=1e-44, top_p=0.5)
-    found = SAMPLER.sample(logits(2).abs() + 1, [nothing, overflow])
+    overflow = row(repetition_penalty=0.001, top_p=0.5)
+    found = SAMPLER.sample((logits(2).abs() + 1) * 1e36, [nothing, overflow])
     assert [choice.error for choice in found] == [NOTHING_LEFT, OVERFLOW]
 
 
