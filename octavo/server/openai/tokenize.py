@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's form: what the model sees of a prompt or of a conversation."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's form: what the model sees of a prompt or a conversation."""
 
 from __future__ import annotations
 
@@ -88,7 +88,22 @@ async def detokenize(request: Request) -> Response:
     return json_response({"prompt": text}, headers)
 
 
+async def tokenizer_info(request: Request) -> Response:
+    """What evaluation harnesses without a tokenizer of their own ask before they tokenise here."""
+    front = front_of(request)
+    tokenizer = front.need_tokenizer("tokenizer_info")
+    info = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token")),
+        **tokenizer.special_tokens,
+        "model_max_length": front.engine.info.max_model_len,
+        "chat_template": front.chat_template.source,
+    }
+    return json_response(info, {})
+
+
 ENDPOINTS = [
+    Endpoint("GET", "/tokenizer_info", tokenizer_info, "Special tokens and chat template, as in tokenizer_config.json"),
     Endpoint("POST", "/tokenize", tokenize, "Turn text into token ids", TokenizeBody),
     Endpoint("POST", "/detokenize", detokenize, "Turn token ids into text", DetokenizeBody),
 ]

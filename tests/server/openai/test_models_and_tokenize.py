@@ -10,7 +10,7 @@ import pytest
 from octavo.config import ServeConfig
 from octavo.server.serving import served_model_name
 from tests.server.conftest import Served
-from tests.server.in_process import IM_END, MAX_MODEL_LEN
+from tests.server.in_process import IM_END, MAX_MODEL_LEN, TEMPLATE
 
 
 def test_models(served: Served) -> None:
@@ -69,6 +69,19 @@ def test_detokenize(served: Served) -> None:
     tokens = served.client.post("/tokenize", json={"prompt": text}).json()["tokens"]
     assert served.client.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
     assert served.client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+def test_what_the_tokenizer_is(served: Served, serve_app: Any) -> None:
+    info = served.client.get("/tokenizer_info").json()
+    assert info.pop("chat_template") == TEMPLATE
+    assert info == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": None,
+        "model_max_length": MAX_MODEL_LEN,
+    }
+    assert serve_app(tokenizer=None).client.get("/tokenizer_info").status_code == 400
 
 
 @pytest.mark.parametrize(
