@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's form: what the model sees of a prompt or a conversation."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info, in the form of vLLM: what the model sees of a text or a chat."""
 
 from __future__ import annotations
 
