@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -32,18 +33,7 @@ def build_encoder(
     config: EngineConfig, path: Path, checkpoint: Checkpoint, model: EncoderConfig, form: WeightFormat
 ) -> tuple[Engine, EngineInfo]:
     """Load the encoder and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
-    _check_settings(config)
-    max_model_len = _longest(config.model.max_model_len, model, path)
-    asked = config.scheduler
-    max_num_batched_tokens = asked.max_num_batched_tokens or max(
-        MAX_NUM_BATCHED_TOKENS, max_model_len, asked.max_num_seqs or 0
-    )
-    max_num_seqs = asked.max_num_seqs or min(MAX_NUM_SEQS, max_num_batched_tokens)
-    if max_num_batched_tokens < max_model_len:
-        raise ConfigError(
-            f"max_num_batched_tokens: an encoder computes texts as a whole, so it must be at least max_model_len, "
-            f"{max_model_len}; it is {max_num_batched_tokens}"
-        )
+    max_model_len, max_num_seqs, max_num_batched_tokens = encoder_limits(config, path, model)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=True)
     loaded = load_encoder(model, checkpoint, form)
     gc.collect()
@@ -54,10 +44,10 @@ def build_encoder(
         KVCache(num_blocks, max_model_len, enable_prefix_caching=False),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        settings=asked,
+        settings=config.scheduler,
         keeps_whole=True,
     )
-    activations = _activation_bytes(model, max_num_batched_tokens, form.dtype)
+    activations = activation_bytes(model, max_num_batched_tokens, form.dtype)
     choices = dispatch.choices(form.device.type, form.dtype)
     info = EngineInfo(
         max_model_len=max_model_len,
@@ -88,6 +78,32 @@ def _check_settings(config: EngineConfig) -> None:
         raise ConfigError("speculative_config: an encoder generates no tokens that could be guessed")
 
 
+class EncoderLimits(NamedTuple):
+    """The settled limits of an encoder; names as in the settings."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def encoder_limits(config: EngineConfig, path: Path, model: EncoderConfig) -> EncoderLimits:
+    """Settle what the settings leave open. Raises ``ConfigError``."""
+    _check_settings(config)
+    asked = config.scheduler
+    max_model_len = _longest(config.model.max_model_len, model, path)
+    max_num_batched_tokens = asked.max_num_batched_tokens or max(
+        MAX_NUM_BATCHED_TOKENS, max_model_len, asked.max_num_seqs or 0
+    )
+    if max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens: an encoder computes texts as a whole, so it must be at least max_model_len, "
+            f"{max_model_len}; it is {max_num_batched_tokens}"
+        )
+    return EncoderLimits(
+        max_model_len, asked.max_num_seqs or min(MAX_NUM_SEQS, max_num_batched_tokens), max_num_batched_tokens
+    )
+
+
 def _longest(asked: int | None, model: EncoderConfig, path: Path) -> int:
     """The setting, or what the makers allow; there is no position behind the last row of the table."""
     most = model.max_position_embeddings
@@ -96,7 +112,7 @@ def _longest(asked: int | None, model: EncoderConfig, path: Path) -> int:
     return asked or min(most, longest_text(path) or most)
 
 
-def _activation_bytes(model: EncoderConfig, num_tokens: int, dtype: torch.dtype) -> int:
+def activation_bytes(model: EncoderConfig, num_tokens: int, dtype: torch.dtype) -> int:
     """The residual stream beside the widest of queries, keys and values, and the feed-forward layer before its GELU
     and after it."""
     return num_tokens * (model.hidden_size + max(4 * model.hidden_size, 2 * model.ffn_size)) * dtype.itemsize

@@ -14,7 +14,11 @@ from octavo.config import DEFAULT_MODEL, EngineConfig
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
+    from octavo.models.bert import EncoderConfig
     from octavo.models.config import ModelConfig
+    from octavo.models.encoders import LoadedEncoder
     from octavo.models.registry import LoadedModel
     from octavo.weights.checkpoint import Checkpoint
 
@@ -36,29 +40,43 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _families() -> Iterator[str]:
-    """A line for each architecture: its name in ``config.json``, in GGUF files, and what its module says of it."""
+    """A line for each architecture: what it can do, its name in GGUF files, and what its module says of it."""
+    from octavo.models.encoders import ENCODERS
+    from octavo.models.features import features
     from octavo.models.registry import ARCHITECTURES
     from octavo.models.text_part import TEXT_PARTS
     from octavo.weights.gguf_families import FAMILIES, MIXTRAL
 
     in_gguf = {family.architecture: name for name, family in FAMILIES.items()}
     in_gguf |= {MIXTRAL.architecture: "llama", "DeepseekV3ForCausalLM": "deepseek2"}
-    yield f"{'architecture':<32}GGUF"
+    layout = "{:<37}{:<11}{:<30}{:<9}{}"
+    yield layout.format("architecture", "GGUF", "LoRA, and blocks of GGUF", "windows", "about")
     for name, family in sorted(ARCHITECTURES.items(), key=lambda item: item[0].lower()):
-        about = (sys.modules[family.__module__].__doc__ or "").splitlines()[0]
-        yield f"{name:<32}{in_gguf.get(name, '-'):<11}{about}"
+        found = features(name)
+        maps = f"not {', '.join(found.dense_parts)}" if found.dense_parts else "all maps"
+        yield layout.format(name, in_gguf.get(name, "-"), maps, found.windows, _about(family))
     for name, (text, _) in TEXT_PARTS.items():
-        yield f"{name:<32}{'-':<11}The text part of it, which is {text}."
+        part = features(text)
+        yield layout.format(name, "-", "all maps", part.windows, f"The text part of it, which is {text}.")
+    for name, encoder in ENCODERS.items():
+        yield layout.format(name, *"---", _about(encoder))
+
+
+def _about(family: object) -> str:
+    return (sys.modules[getattr(family, "__module__", "")].__doc__ or "").splitlines()[0]
 
 
 def _check(config: EngineConfig) -> int:
     from octavo.build import resolve_device, resolve_kv_dtype, weight_format
+    from octavo.models.bert import EncoderConfig
     from octavo.models.outline import outline
     from octavo.models.registry import read_config
     from octavo.runtime import memory
     from octavo.weights.checkpoint import open_checkpoint
     from octavo.weights.hub import resolve_model
 
+    if (adapter := _as_adapter(config)) is not None:
+        return _check_adapter(config, adapter)
     is_here = config.model.model == DEFAULT_MODEL or Path(config.model.model).expanduser().exists()
     path = resolve_model(config.model) if is_here else resolve_model(config.model, ["*.json"])
     checkpoint = open_checkpoint(path, config.model.load_format if is_here else "dummy")
@@ -68,11 +86,15 @@ def _check(config: EngineConfig) -> int:
     loaded = outline(model, checkpoint, form.dtype)
     for line in _describe(model, loaded, checkpoint):
         print(line)
+    free = memory.free_memory(device, config.cache.gpu_memory_utilization)
+    if isinstance(model, EncoderConfig):
+        return _fit_encoder(config, path, model, loaded.num_bytes, form.dtype, free)
+    for line in _check_modules(config, loaded):
+        print(line)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
     size = path.stat().st_size if checkpoint.has_blocks and form.scheme else loaded.num_bytes
-    free = memory.free_memory(device, config.cache.gpu_memory_utilization) - size
     try:
-        limits, budget = memory.settle(config, model, kv_dtype, form.dtype, device.type, weights=size, free=free)
+        limits, budget = memory.settle(config, model, kv_dtype, form.dtype, device.type, weights=size, free=free - size)
     except ConfigError as error:
         print(f"does not fit on {device}: {error}")
         return 1
@@ -80,10 +102,68 @@ def _check(config: EngineConfig) -> int:
     return 0
 
 
-def _describe(model: ModelConfig, loaded: LoadedModel, checkpoint: Checkpoint) -> Iterator[str]:
+def _fit_encoder(
+    config: EngineConfig, path: Path, model: EncoderConfig, num_bytes: int, dtype: torch.dtype, free: int
+) -> int:
+    """An encoder needs its weights, and room for a step."""
+    from octavo.build_encoder import activation_bytes, encoder_limits
+
+    limits = encoder_limits(config, path, model)
+    activations = activation_bytes(model, limits.max_num_batched_tokens, dtype)
+    sizes = f"{num_bytes / 2**20:,.1f} MiB of weights and {activations / 2**20:,.1f} MiB of activations"
+    fits = num_bytes + activations <= free
+    print(f"{'fits' if fits else 'does not fit'}, with texts of {limits.max_model_len} tokens: {sizes}")
+    return 0 if fits else 1
+
+
+def _as_adapter(config: EngineConfig) -> Path | None:
+    """The folder, if what is to be looked at is a LoRA adapter and no model."""
+    from octavo.weights.adapter import CONFIG_NAME
+
+    path = Path(config.model.model).expanduser()
+    return path if (path / CONFIG_NAME).exists() and not (path / "config.json").exists() else None
+
+
+def _check_adapter(config: EngineConfig, path: Path) -> int:
+    """Describe an adapter, and check it against its model where that is at hand. Raises ``CheckpointError``."""
+    from octavo.weights.adapter import read_adapter
+    from octavo.weights.folder import read_json
+
+    factors = read_adapter(path).factors
+    ranks = sorted({len(down) for down, _, _ in factors.values()})
+    count = sum(down.numel() + up.numel() for down, up, _ in factors.values())
+    ends = sorted({name.rpartition(".")[2] for name in factors})
+    print(f"LoRA adapter of rank {', '.join(map(str, ranks))}: supported")
+    print(f"{count:,} parameters, for {len(factors)} maps: {', '.join(ends)}")
+    base = str((read_json(path, "adapter_config.json") or {}).get("base_model_name_or_path"))
+    if not Path(base).is_dir():
+        print(f"its model, {base}, is not here: give that, with --lora-modules NAME={path}, to see whether they fit")
+        return 0
+    settings = dataclasses.replace(config.model, model=base, lora_modules=f"adapter={path}", enable_lora=True)
+    return _check(dataclasses.replace(config, model=settings))
+
+
+def _check_modules(config: EngineConfig, loaded: LoadedModel | LoadedEncoder) -> Iterator[str]:
+    """A line for each adapter of the settings, which must fit the model. Raises ``CheckpointError``."""
+    import torch
+
+    from octavo.config import parse_lora_modules
+    from octavo.models.adapters import changes_of
+    from octavo.models.registry import LoadedModel
+    from octavo.quant.scheme import WeightFormat
+
+    assert isinstance(loaded, LoadedModel)
+    for name, folder in parse_lora_modules(config.model.lora_modules).items():
+        changes = list(changes_of(Path(folder), loaded.maps, WeightFormat(torch.float32, torch.device("meta"))))
+        yield f"adapter {name} fits: it changes {len(changes)} of {len(loaded.maps)} maps"
+
+
+def _describe(model: ModelConfig, loaded: LoadedModel | LoadedEncoder, checkpoint: Checkpoint) -> Iterator[str]:
     kinds = sorted({checkpoint.describe(name)[0] for name in checkpoint.names()})
     yield f"{model.architecture}: supported"
     yield f"{loaded.num_parameters:,} parameters, " + (f"stored as {', '.join(kinds)}" if kinds else "not looked at")
     shown = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
     values = dataclasses.asdict(model)
     yield ", ".join(f"{name} {values[name]}" for name in (*shown, "max_position_embeddings"))
+    if model.window:
+        yield f"every layer has a window: keys and values of {model.window} positions and of a step are kept"

@@ -38,6 +38,8 @@ class Source(Protocol):
 
     def names(self) -> set[str]: ...
 
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]: ...
+
     def load(self, name: str, shape: tuple[int, ...]) -> Part: ...
 
 
@@ -217,8 +219,12 @@ class WeightLoader:
             return
         unexpected = sorted(name for name in self._names - self._used if not HARMLESS.search(name))
         if unexpected:
-            shown = ", ".join(unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")
+            shown = "; ".join(self._found(name) for name in unexpected[:5]) + ("; ..." if len(unexpected) > 5 else "")
             raise CheckpointError(f"{len(unexpected)} tensors that this architecture does not have: {shown}")
+
+    def _found(self, name: str) -> str:
+        kind, shape = self._source.describe(name)
+        return f"{name}: expected none, found {kind} of shape {list(shape)}"
 
     def _load(self, name: str, shape: tuple[int, ...]) -> Part:
         part = self._take(name, shape)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 
 from octavo.errors import CheckpointError
+from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
+from octavo.models.encoders import LoadedEncoder, load_encoder
 from octavo.models.registry import LoadedModel, load_model
 from octavo.quant.scheme import Part, WeightFormat
+from octavo.weights.blocks import BLOCK_KINDS
 from octavo.weights.checkpoint import Checkpoint
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
@@ -27,6 +30,9 @@ class Outline:
     def names(self) -> set[str]:
         return self._checkpoint.names() - self._leave_out
 
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        return self._checkpoint.describe(name)
+
     def load(self, name: str, shape: tuple[int, ...]) -> Part:
         """A tensor on the device "meta". Blocks count as dense: what they take is in the file's own size."""
         if self.is_dummy:
@@ -34,11 +40,16 @@ class Outline:
         kind, found = self._checkpoint.describe(name)
         if found != shape:
             raise CheckpointError(f"tensor {name} has shape {list(found)}; expected {list(shape)}")
+        if kind not in DTYPES and kind not in BLOCK_KINDS:
+            raise CheckpointError(f"tensor {name} has dtype {kind}; supported are {', '.join(DTYPES)}")
         return torch.empty(shape, dtype=DTYPES.get(kind, torch.float32), device="meta")
 
 
-def outline(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> LoadedModel:
+def outline(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> LoadedModel | LoadedEncoder:
     """The model with weights of this dtype, none of which exists. Raises ``CheckpointError`` as loading would."""
+    form = WeightFormat(dtype, torch.device("meta"))
+    if isinstance(config, EncoderConfig):
+        return load_encoder(config, Outline(checkpoint, frozenset()), form)
     copies = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())  # compared by content when loaded
     source = Outline(checkpoint, copies & checkpoint.names())
-    return load_model(config, source, WeightFormat(dtype, torch.device("meta")))
+    return load_model(config, source, form)

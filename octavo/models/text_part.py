@@ -56,6 +56,9 @@ class TextPart:
     def names(self) -> set[str]:
         return set(self._stored)
 
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        return self._source.describe(self._stored.get(name, name))
+
     def load(self, name: str, shape: tuple[int, ...]) -> Part:
         return self._source.load(self._stored.get(name, name), shape)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import huggingface_hub
@@ -10,10 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from octavo import LLM
 from octavo.cli import main
-from octavo.models.registry import ARCHITECTURES
+from octavo.models.encoders import ENCODERS
+from octavo.models.features import features
+from octavo.models.outline import outline
+from octavo.models.registry import ARCHITECTURES, LoadedModel, read_config
 from octavo.models.text_part import TEXT_PARTS
-from tests.models.families import make_checkpoint
+from octavo.weights.checkpoint import open_checkpoint
+from tests.models.adapter_files import make_adapter
+from tests.models.encoder_families import make_encoder
+from tests.models.families import ROWS, make_checkpoint
+from tests.models.test_architectures import FIRST_ROWS
 
 FITTING = ["--device", "cpu", "--num-kv-blocks", "40"]
 
@@ -21,9 +30,76 @@ FITTING = ["--device", "cpu", "--num-kv-blocks", "40"]
 def test_every_family_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[0] for line in lines[1:]} == {*ARCHITECTURES, *TEXT_PARTS}
-    assert any(line.split()[:3] == ["MixtralForCausalLM", "llama", "Mixtral"] for line in lines)
-    assert all(len(line.split()) > 3 for line in lines[1:])
+    assert {line.split()[0] for line in lines[1:]} == {*ARCHITECTURES, *TEXT_PARTS, *ENCODERS}
+    assert any(
+        line.split()[:7] == ["MixtralForCausalLM", "llama", "not", "experts,", "gate", "all", "Mixtral"]
+        for line in lines
+    )
+    assert all(len(line.split()) > 5 for line in lines[1:])
+
+
+@pytest.mark.parametrize("row", FIRST_ROWS)
+def test_what_a_family_can_do_is_what_its_checkpoints_can(row: str, tmp_path: Path) -> None:
+    """What is said not to be a map is none, and everything else of a layer is one."""
+    model = make_checkpoint(tmp_path, row)
+    config = read_config(json.loads((tmp_path / "config.json").read_text()))
+    found = features(config.architecture)
+    kind = ROWS[row][0]
+    has_windows = any(values.get("sliding_window") for name, values in ROWS.values() if name == kind)
+    assert found.windows != "-" or not has_windows
+    loaded = outline(config, open_checkpoint(tmp_path), torch.float32)
+    assert isinstance(loaded, LoadedModel)
+    layers = [n for n, w in model.named_parameters() if w.ndim > 1 and re.search(r"\.\d+\.", n)]
+    for name in layers:
+        is_beside = any(f".{part}." in name for part in found.dense_parts)
+        assert (name.removesuffix(".weight") in loaded.maps) != is_beside, name
+
+
+@pytest.mark.parametrize("row", ["bert/plain", "xlm_roberta/judge"])
+def test_an_encoder_is_described_without_its_weights(
+    row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_encoder(tmp_path, row)
+    assert main(["models", str(tmp_path), "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert f"{type(model).__name__}: supported" in out
+    assert "fits, with texts of 120 tokens" in out
+    with LLM(tmp_path, device="cpu") as llm:
+        assert f"{llm.info.num_parameters:,} parameters, stored as F32" in out
+    assert main(["models", str(tmp_path), "--device", "cpu", "--max-model-len", "121"]) == 2
+    assert "max_model_len" in capsys.readouterr().err
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"extra.weight": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+    assert main(["models", str(tmp_path), "--device", "cpu"]) == 2
+    assert "extra.weight: expected none, found F32 of shape [2, 3]" in capsys.readouterr().err
+
+
+def test_an_adapter_is_checked_against_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, other, adapter = tmp_path / "base", tmp_path / "other", tmp_path / "adapter"
+    make_checkpoint(base, "llama/gqa")
+    make_checkpoint(other, "llama/gqa", intermediate_size=40)
+    make_adapter(base, adapter, 1)
+    assert main(["models", str(adapter), *FITTING]) == 0
+    out = capsys.readouterr().out
+    assert "LoRA adapter of rank 4: supported" in out
+    assert "for 14 maps: down_proj, gate_proj, k_proj" in out
+    assert "adapter adapter fits: it changes 14 of 15 maps" in out
+    assert "fits on cpu" in out
+    assert main(["models", str(other), *FITTING, "--lora-modules", f"a={adapter}"]) == 2
+    assert "mlp.down_proj is changed by [32, 48]; the model's own is [32, 40]" in capsys.readouterr().err
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "who/knows"}))
+    assert main(["models", str(adapter), *FITTING]) == 0
+    assert "its model, who/knows, is not here" in capsys.readouterr().out
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    assert main(["models", str(adapter), *FITTING]) == 2
+    assert "use_dora" in capsys.readouterr().err
+
+
+def test_a_window_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path, "mistral/window")
+    assert main(["models", str(tmp_path), "--device", "cpu", "--num-kv-blocks", "40", "--block-size", "16"]) == 0
+    assert "every layer has a window: keys and values of 7 positions" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("row", ["llama/one_kv_head_tied", "gpt2/small", "deepseek_v3/groups", "gpt_oss/sinks"])

@@ -63,5 +63,8 @@ class FolderSource:
     def names(self) -> set[str]:
         return set(self.tensors)
 
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        return str(self.tensors[name].dtype), tuple(self.tensors[name].shape)
+
     def load(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.tensors[name]

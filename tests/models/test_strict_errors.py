@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo.errors import CheckpointError
+from octavo.models.outline import outline
 from octavo.models.registry import load_model, read_config
 from octavo.quant.scheme import WeightFormat
 from octavo.weights.checkpoint import open_checkpoint
@@ -30,7 +32,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (NORM, None, rf"tensor {NORM} is missing; expected one of shape \[32\]"),
         (MAP, None, rf"tensor {MAP} is missing; expected one of shape \[16, 32\]"),
-        ("model.extra.weight", torch.ones(3), r"1 tensors that this architecture does not have: model\.extra\.weight"),
+        (
+            "model.extra.weight",
+            torch.ones(3, 2).half(),
+            r"does not have: model\.extra\.weight: expected none, found F16 of shape \[3, 2\]",
+        ),
         (NORM, torch.ones(31), rf"tensor '{NORM}': has shape \(31,\), expected \(32,\)"),
         (MAP, torch.ones(32, 16), rf"tensor '{MAP}': has shape \(32, 16\), expected \(16, 32\)"),
         (MAP, torch.ones(16, 32, dtype=torch.float64), rf"tensor '{MAP}': has dtype F64, supported are F32, F16, BF16"),
@@ -50,5 +56,8 @@ def test_each_error_names_the_tensor(
     shutil.copy(whole / "config.json", tmp_path)
     save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path)
+    config = read_config(checkpoint.config)
     with pytest.raises(CheckpointError, match=message):
-        load_model(read_config(checkpoint.config), checkpoint, WeightFormat(torch.float32, torch.device("cpu")))
+        load_model(config, checkpoint, WeightFormat(torch.float32, torch.device("cpu")))
+    with pytest.raises(CheckpointError, match=re.escape(name)):  # from headers alone
+        outline(config, checkpoint, torch.float32)

@@ -1,0 +1,92 @@
+"""What each architecture can do, found out by building a small model of it by the code that loads checkpoints."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.models.config import ModelConfig
+from octavo.models.keys import ConfigKeys
+from octavo.models.registry import ARCHITECTURES, load_model
+from octavo.quant.scheme import WeightFormat
+
+KEYS: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "n_embd": 64,
+    "n_layer": 12,
+    "n_head": 4,
+    "n_positions": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "sliding_window": 8,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+}
+"""Sizes by the names of all families: each reads its own."""
+
+
+LAYER = re.compile(r"\.\d+\.")
+"""In the names of what a layer has."""
+
+
+class Nothing:
+    """Weights of any name and shape, without content; notes which matrices were asked for."""
+
+    is_dummy = True
+
+    def __init__(self) -> None:
+        self.matrices: list[str] = []
+
+    def names(self) -> set[str]:
+        return set()
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        raise KeyError(name)
+
+    def load(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) > 1:
+            self.matrices.append(name)
+        return torch.empty(shape, device="meta")
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a decoder can do."""
+
+    dense_parts: tuple[str, ...]
+    """Which matrices of layers are no linear maps to LoRA adapters, and are made dense where files have blocks."""
+    windows: str
+    """Which layers may have a sliding window: "all", "some" or "-"."""
+
+
+def features(architecture: str) -> Features:
+    """Build a small model of this architecture and look at it."""
+    keys = ConfigKeys({"architectures": [architecture], **KEYS})
+    config: ModelConfig = ARCHITECTURES[architecture].read_config(keys, None)
+    source = Nothing()
+    loaded = load_model(config, source, WeightFormat(torch.float32, torch.device("meta")))
+    others = [name for name in source.matrices if name.removesuffix(".weight") not in loaded.maps]
+    parts = {"experts" if ".experts." in name else name.split(".")[-2] for name in others if LAYER.search(name)}
+    windows = "all" if config.window else "some" if any(config.windows) else "-"
+    return Features(tuple(sorted(parts)), windows)
