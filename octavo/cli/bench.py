@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench.report import publish, spread
-from octavo.cli import bench_deciding, bench_peer, bench_tools
+from octavo.cli import bench_ablation, bench_deciding, bench_peer, bench_tools
 from octavo.cli.settings import add_settings, load_config
 from octavo.config import DEFAULT_MODEL, EngineConfig, ModelSettings, cache_dir
 
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("--output", type=Path, help="also write the raw JSON to this file")
     bench_deciding.add_kinds(kinds)
     bench_tools.add_kinds(kinds)
+    bench_ablation.add_kinds(kinds)
 
 
 def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
@@ -125,7 +126,11 @@ def run(args: argparse.Namespace) -> int:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The settings of a measurement. A shape's name stands for its made-up folder, with random weights."""
-    config = load_config(EngineConfig, args)
+    return with_folder(load_config(EngineConfig, args))
+
+
+def with_folder(config: EngineConfig) -> EngineConfig:
+    """The settings with the folder that a shape's name stands for, if the model is one."""
     from octavo.bench.dummy_models import SHAPES, model_folder
 
     if config.model.model not in SHAPES:

@@ -300,3 +300,13 @@ def test_prompts_may_be_kept_whole() -> None:
         shares.append([len(item.tokens) for item in plan])
         scheduler.commit(plan, runner.submit(plan).sample({}))
     assert shares == [[60], [50, 40], [100], [1]]
+
+
+def test_a_contiguous_cache_runs_half_as_many_as_it_has_places() -> None:
+    engine, _ = make_engine(num_blocks=8, block_size=100, max_num_batched_tokens=400)
+    for request_id in range(8):
+        engine.add(make_request(request_id, prompt=30, max_tokens=20))
+    engine.step()
+    assert len(engine.scheduler.running) == 4
+    run_to_end(engine)
+    assert engine.stats().num_preemptions == 0
