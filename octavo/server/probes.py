@@ -90,6 +90,11 @@ def _short_stats(front: Front) -> dict[str, Any]:
     }
 
 
+async def load(request: Request) -> Response:
+    """For routers that send to whoever has least to do, in vLLM's form."""
+    return json_response({"server_load": front_of(request).engine.num_live}, {})
+
+
 async def get_version(request: Request) -> Response:
     return json_response({"version": version()}, {})
 
@@ -99,5 +104,6 @@ ENDPOINTS = [
     Endpoint("GET", "/ready", ready, "Whether a request sent now would be computed soon"),
     Endpoint("GET", "/metrics", metrics, "Metrics for Prometheus"),
     Endpoint("GET", "/stats", stats, "Gauges and counters as JSON"),
+    Endpoint("GET", "/load", load, "How many requests are accepted and not yet ended"),
     Endpoint("GET", "/version", get_version, "The version of this server"),
 ]

@@ -69,6 +69,20 @@ def test_without_the_key_only_the_probes_are_served(serve_app: Any) -> None:
     assert served.client.get("/v1/models", headers=[(b"authorization", b"bearer " + key)]).status_code == 200
 
 
+def test_every_route_but_one_asks_for_the_key(serve_app: Any) -> None:
+    """Routes as the application has them, so that one that is added is closed too."""
+    served = serve_app(api_key="key", admin_key="admin")
+    routes = [(method, route.path) for route in served.app.routes for method in route.methods or ("GET",)]
+    assert len(routes) > 40
+    is_open = [
+        (method, path)
+        for method, path in routes
+        if served.client.request(method, re.sub("{[^}]*}", "x", path)).status_code != 401
+    ]
+    assert set(is_open) == {("GET", "/health"), ("HEAD", "/health")}
+    assert served.engine.requests == []
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [

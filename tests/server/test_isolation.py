@@ -67,6 +67,8 @@ def test_every_api_is_isolated(serve_app: Any, tmp_path: Path) -> None:
     ):
         ask(served, "a", path, **body)
         assert served.engine.requests[-1].cache_salt == "alice/", path
+    ask(served, "a", "/v1/responses", input=PROMPT, cache_salt="x")
+    assert served.engine.requests[-1].cache_salt == "alice/x"
 
 
 def test_otherwise_all_keys_share_and_a_salt_still_separates(serve_app: Any, tmp_path: Path) -> None:

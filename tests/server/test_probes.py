@@ -30,6 +30,18 @@ def test_stats(served: Served) -> None:
     assert stats["engine_pid"] == 4711
 
 
+def test_load_counts_who_is_not_done(serve_app: Any) -> None:
+    engine = InProcessEngine(runs=False)
+    served = serve_app(engine)
+    assert served.client.get("/load").json() == {"server_load": 0}
+    begun = served.client.post("/v1/responses", json={"input": "Hi", "background": True}).json()["id"]
+    while not engine.num_live:
+        pass
+    assert served.client.get("/load").json() == {"server_load": 1}
+    served.client.delete(f"/v1/responses/{begun}")
+    assert served.client.get("/load").json() == {"server_load": 0}
+
+
 def test_metrics_and_version(served: Served) -> None:
     response = served.client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")

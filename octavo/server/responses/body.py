@@ -73,6 +73,8 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     safety_identifier: str | None = None
     user: str | None = None
     timeout: float | None = None
+    priority: int = 0
+    cache_salt: str = ""
 
 
 reader = BodyReader(ResponseBody, REFUSED, ACCEPTED)
@@ -122,6 +124,8 @@ def chat_body(body: ResponseBody, history: list[Item]) -> ChatBody:
         prompt_cache_key=body.prompt_cache_key,
         user=body.user,
         timeout=body.timeout,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
     )
 
 

@@ -230,6 +230,8 @@ def test_a_failure_after_the_start_is_an_event(serve_app: Any) -> None:
     ("body", "param"),
     [
         ({"input": []}, "input"),
+        ({"priority": 1}, "priority"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"input": 7}, "input"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),

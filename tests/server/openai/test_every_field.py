@@ -1,0 +1,170 @@
+"""Every field of completions and chat completions: what the engine is told of it, or that it is refused by name.
+
+A field that is in none of the tables below fails a test here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tokenizers import processors
+
+from octavo.server.body import BodyReader
+from octavo.server.openai import chat, completions
+from octavo.types import Request
+from tests.server.conftest import Served
+from tests.server.in_process import EOS, IM_END, SPECIAL, InProcessEngine, byte_tokenizer
+
+READERS: dict[str, BodyReader[Any]] = {"completions": completions.reader, "chat/completions": chat.reader}
+
+PARAMS: dict[str, tuple[Any, Any]] = {
+    "n": (2, 2),
+    "max_tokens": (3, 3),
+    "min_tokens": (2, 2),
+    "temperature": (0.5, 0.5),
+    "top_p": (0.5, 0.5),
+    "top_k": (7, 7),
+    "min_p": (0.1, 0.1),
+    "presence_penalty": (1.5, 1.5),
+    "frequency_penalty": (-1.5, -1.5),
+    "repetition_penalty": (1.5, 1.5),
+    "logit_bias": ({"5": 1.5, "299": -100}, {5: 1.5, 299: -100.0}),
+    "bad_words": (["x"], ("x",)),
+    "allowed_token_ids": ([5, 6], (5, 6)),
+    "stop": (["x", "yz"], ("x", "yz")),
+    "stop_token_ids": ([5, 299], (5, 299)),
+    "include_stop_str_in_output": (True, True),
+    "ignore_eos": (True, True),
+    "skip_special_tokens": (False, False),
+    "seed": (-1, 2**64 - 1),
+    "prompt_logprobs": (2, 2),
+}
+"""Fields that are parameters of the same name: what is sent, and what the engine gets."""
+
+TOLD: dict[str, tuple[Any, Callable[[Request], Any], Any]] = {
+    "priority": (3, lambda request: request.priority, 3),
+    "cache_salt": ("me", lambda request: request.cache_salt, "me"),
+    "user": ("me", lambda request: request.tenant, "me"),
+    "prompt_cache_key": ("talk", lambda request: request.session, "talk"),
+    "prompt_cache_retention": ("24h", lambda request: request.cache_ttl, 86400.0),
+    "max_completion_tokens": (3, lambda request: request.max_tokens, 3),
+    "structured_outputs": ({"regex": "a"}, lambda request: request.params.grammar is not None, True),
+    "guided_json": ({"type": "integer"}, lambda request: request.params.grammar is not None, True),
+    "guided_json_object": (True, lambda request: request.params.grammar is not None, True),
+    "guided_regex": ("a", lambda request: request.params.grammar is not None, True),
+    "guided_choice": (["a"], lambda request: request.params.grammar is not None, True),
+    "guided_grammar": ('root ::= "a"', lambda request: request.params.grammar is not None, True),
+    "response_format": ({"type": "json_object"}, lambda request: request.params.grammar is not None, True),
+}
+"""Other fields that the engine is told of."""
+
+OTHER_TESTS = {
+    "test_completions": {"prompt", "echo", "logprobs", "return_token_ids", "return_tokens_as_token_ids", "model"},
+    "test_best_of": {"best_of"},
+    "test_sse": {"stream", "stream_options"},
+    "test_admission": {"timeout"},
+    "test_completions, of a deadline policy": {"ttft_target"},
+    "test_chat": {
+        "messages",
+        "top_logprobs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
+        "documents",
+        "reasoning_effort",
+    },
+    "test_special_tokens_go_around_a_prompt_unless_told_otherwise": {"add_special_tokens"},
+    "test_tools": {"tools", "tool_choice", "parallel_tool_calls"},
+}
+"""Fields about the answer or the prompt, by where they are shown."""
+
+
+@pytest.fixture
+def server(serve_app: Any) -> Served:
+    served: Served = serve_app(InProcessEngine(), scheduling_policy="priority")
+    return served
+
+
+def ask(served: Served, path: str, **body: Any) -> Any:
+    given = {"prompt": "Hi"} if path == "completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    return served.client.post(f"/v1/{path}", json={"max_tokens": 4, **given, **body})
+
+
+@pytest.mark.parametrize("path", READERS)
+def test_every_field_is_in_a_table(path: str) -> None:
+    elsewhere = set[str]().union(*OTHER_TESTS.values())
+    assert not elsewhere & (PARAMS.keys() | TOLD.keys())
+    assert set(READERS[path].decoders) <= elsewhere | PARAMS.keys() | TOLD.keys()
+
+
+@pytest.mark.parametrize("path", READERS)
+def test_parameters_reach_the_engine(server: Served, path: str) -> None:
+    for name, (sent, wanted) in PARAMS.items():
+        response = ask(server, path, **{name: sent})
+        assert response.status_code == 200, (name, response.text)
+        assert getattr(server.engine.requests[-1].params, name) == wanted, name
+    everything = ask(server, path, **{name: sent for name, (sent, _) in PARAMS.items()})
+    assert everything.status_code == 200, everything.text
+    params = server.engine.requests[-1].params
+    assert {name: getattr(params, name) for name in PARAMS} == {name: wanted for name, (_, wanted) in PARAMS.items()}
+
+
+@pytest.mark.parametrize("path", READERS)
+def test_other_fields_reach_the_engine(server: Served, path: str) -> None:
+    for name in TOLD.keys() & READERS[path].decoders.keys():
+        sent, found, wanted = TOLD[name]
+        response = ask(server, path, **{name: sent})
+        assert response.status_code == 200, (name, response.text)
+        request = server.engine.requests[-1]
+        assert found(request) == wanted, name
+        plain = ask(server, path)
+        assert plain.status_code == 200
+        assert found(server.engine.requests[-1]) != wanted, name
+
+
+@pytest.mark.parametrize("path", READERS)
+def test_every_refused_field_is_named(server: Served, path: str) -> None:
+    """And with a value that asks for nothing, it is no matter."""
+    reader = READERS[path]
+    for name, defaults in reader.refused.items():
+        error = ask(server, path, **{name: {"asks": "something"}}).json()["error"]
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+        assert name in error["message"]
+        for nothing in (None, False, "", [], {}, *defaults):
+            assert ask(server, path, **{name: nothing}).status_code == 200, (name, nothing)
+
+
+@pytest.mark.parametrize("path", READERS)
+def test_accepted_fields_change_nothing(server: Served, path: str) -> None:
+    for name in READERS[path].accepted - READERS[path].decoders.keys():
+        response = ask(server, path, **{name: {"a": "b"}})
+        assert response.status_code == 200
+        assert "x-octavo-unknown-fields" not in response.headers
+
+
+@pytest.mark.parametrize("path", READERS)
+def test_special_tokens_are_shown_when_asked(serve_app: Any, path: str) -> None:
+    served = serve_app(InProcessEngine(lambda request: [*b"a", IM_END, *b"b"]))
+    for skips, expected in ((True, "abab"), (False, "a<|im_end|>ba")):
+        choice = ask(served, path, skip_special_tokens=skips, ignore_eos=True, max_tokens=6 if skips else 4).json()[
+            "choices"
+        ][0]
+        assert (choice.get("text") or choice["message"]["content"]) == expected
+
+
+def test_special_tokens_go_around_a_prompt_unless_told_otherwise(serve_app: Any) -> None:
+    """Around a conversation only if asked for: its template writes them."""
+    tokenizer = byte_tokenizer()
+    around = processors.TemplateProcessing(single=f"{SPECIAL[0]} $A", special_tokens=[(SPECIAL[0], EOS)])
+    tokenizer._backend.post_processor = around
+    served = serve_app(tokenizer=tokenizer)
+    for path, default in (("completions", True), ("chat/completions", False)):
+        for body, is_added in (
+            ({}, default),
+            ({"add_special_tokens": True}, True),
+            ({"add_special_tokens": False}, False),
+        ):
+            assert ask(served, path, **body).status_code == 200
+            assert (served.engine.requests[-1].prompt_tokens[0] == EOS) == is_added, (path, body)
