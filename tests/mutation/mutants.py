@@ -96,11 +96,15 @@ MUTANTS = [
     # Blocks.
     Mutant(
         "cache/kv_cache.py",
-        "num_blocks = (len(seq.tokens) - 1) // self.block_size",
-        "num_blocks = len(seq.tokens) // self.block_size",
+        "num_blocks, salt = (len(seq.tokens) - 1) // self.block_size",
+        "num_blocks, salt = len(seq.tokens) // self.block_size",
     ),
-    Mutant("cache/kv_cache.py", "while node.parent is not None and refs[node.block] == 0:", "while False:"),
-    Mutant("cache/kv_cache.py", "for block in reversed(seq.block_table):", "for block in seq.block_table:"),
+    Mutant("cache/kv_cache.py", "while node.parent is not None and node.depth > num_behind:", "while False:"),
+    Mutant(
+        "cache/kv_cache.py",
+        "for block in reversed(seq.block_table[seq.first_block :]):",
+        "for block in seq.block_table[seq.first_block :]:",
+    ),
     Mutant("cache/kv_cache.py", "elif child.block != own:", "elif False:"),
     Mutant(
         "cache/kv_cache.py",
@@ -118,7 +122,7 @@ MUTANTS = [
         "len(seq.tokens) - node.depth * self.block_size",
     ),
     Mutant("cache/kv_cache.py", "if shares and not recalled else (-1, 0)", "if not recalled else (-1, 0)"),
-    Mutant("cache/kv_cache.py", "            self.num_copied += num_tokens", "            self.num_copied += 1"),
+    Mutant("cache/kv_cache.py", "self.num_copied += num_copied", "self.num_copied += 1"),
     Mutant(
         "cache/kv_cache.py",
         "            seq.table_version += 1\n            self.num_slots",
@@ -135,7 +139,7 @@ MUTANTS = [
     Mutant("cache/radix_tree.py", "_num_equal(edge, wanted) - num_salts", "_num_equal(edge, wanted)"),
     Mutant("cache/radix_tree.py", "return edge if index else (salt, *edge)", "return edge"),
     Mutant("cache/radix_tree.py", "self.node_of.get(node.block) is not node:", "self.node_of.get(node.block) is None:"),
-    Mutant("cache/radix_tree.py", "if parent.is_idle and not parent.children:", "if False:"),
+    Mutant("cache/radix_tree.py", "if parent.is_idle and not parent.children and parent.entry is None:", "if False:"),
     Mutant("cache/radix_tree.py", "if on_path or not all(", "if not all("),
     Mutant("cache/eviction.py", "return (node.uses, node.rested)", "return (-node.uses, node.rested)"),
     Mutant("cache/eviction.py", "if len(protected) > self._max_protected:", "if False:"),
