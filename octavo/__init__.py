@@ -13,6 +13,7 @@ from octavo.errors import (
     CheckpointError,
     ConfigError,
     ContextLengthExceeded,
+    DeadlineExceeded,
     InvalidParameter,
     ModelNotFound,
     OctavoError,
@@ -26,7 +27,14 @@ from octavo.errors import (
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from octavo.llm import LLM, CompletionOutput, Logprob, RequestOutput
+    from octavo.llm import (
+        LLM,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
 
 __version__ = "0.1.0"
 
@@ -37,6 +45,8 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "ContextLengthExceeded",
+    "DeadlineExceeded",
+    "EmbeddingRequestOutput",
     "EngineConfig",
     "InvalidParameter",
     "Logprob",
@@ -49,11 +59,15 @@ __all__ = [
     "RequestTooLarge",
     "RunnerError",
     "SamplingParams",
+    "ScoringRequestOutput",
     "Unavailable",
     "__version__",
 ]
 
-_FROM_LLM = {"LLM", "CompletionOutput", "Logprob", "RequestOutput"}
+_FROM_LLM = {
+    *("LLM", "CompletionOutput", "Logprob", "RequestOutput"),
+    *("EmbeddingRequestOutput", "ScoringRequestOutput"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,12 @@
 """The engine in this process: ``LLM(...).generate(prompts, params)``, with results in vLLM's shape."""
 
 from octavo.llm.llm import LLM
-from octavo.llm.outputs import CompletionOutput, Logprob, RequestOutput
+from octavo.llm.outputs import (
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput"]
+__all__ = ["LLM", "CompletionOutput", "EmbeddingRequestOutput", "Logprob", "RequestOutput", "ScoringRequestOutput"]

@@ -18,6 +18,8 @@ class Continuation:
         self.request = request
         self.tokenizer = tokenizer
         self.num_cached_tokens = 0
+        self.values: bytes | None = None
+        """The answer to a request whose task is not to generate, in float32."""
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(request.prompt_tokens)
         self.finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
@@ -35,6 +37,7 @@ class Continuation:
         if output.prompt_logprobs:
             start = output.prompt_logprobs_start
             self.prompt_logprobs[start : start + len(output.prompt_logprobs)] = output.prompt_logprobs
+        self.values = output.values
         delta = self._text_stream.push(output.tokens, output.finish_reason)
         self._text += delta.text
         self._tokens += output.tokens[: delta.num_tokens]

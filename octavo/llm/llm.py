@@ -12,21 +12,30 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
 from octavo.build import build_engine
 from octavo.config import DEFAULT_MODEL, EngineConfig
 from octavo.engine.engine import Engine
-from octavo.errors import Unavailable
+from octavo.errors import InvalidParameter, RequestFailed, Unavailable
 from octavo.llm.continuations import Continuation, Job
 from octavo.llm.interrupts import interrupts_held_back
-from octavo.llm.outputs import CompletionOutput, RequestOutput
-from octavo.llm.prompts import Checked, Params, Prompt, check_all
+from octavo.llm.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from octavo.llm.prompts import READ, Checked, Params, Prompt, Text, check_all, check_pairs, check_texts
 from octavo.sampling_params import SamplingParams, choice_key
 from octavo.text.chat_template import load_chat_template
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
-from octavo.types import Request
+from octavo.text.vectors import Floats, check_dimensions, cosine, pairs_of, shortened
+from octavo.types import Request, Task
 from octavo.weights.hub import resolve_model
 
 Message = Mapping[str, Any]
@@ -68,13 +77,50 @@ class LLM:
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         jobs = self._jobs(check_all(prompts, params, self._tokenizer, self.info))
-        unfinished = {continuation.request.id for job in jobs for continuation in job.continuations}
-        with self._submitted(jobs), _progress_bar(len(unfinished), use_progress) as advance:
-            while unfinished:
-                ended = self._step()
-                unfinished.difference_update(ended)
-                advance(len(ended))
+        self._run(jobs, use_progress)
         return [job.result() for job in jobs]
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, use_progress: bool = False
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of every text, of ``dimensions`` numbers, or as the model has them; in the order of the texts.
+
+        Every text is checked before the first one is read, and a bad one raises a ``RequestError`` naming it, as does
+        a model that makes no vectors. ``RequestFailed`` when the engine could not read one.
+        """
+        check_dimensions(dimensions, self.info.embedding_size)
+        texts = check_texts(prompts, self._tokenizer, self.info)
+        vectors = self._read("embed", texts, use_progress)
+        return [
+            EmbeddingRequestOutput(
+                str(next(self._job_ids)), EmbeddingOutput(shortened(vector, dimensions).tolist()), text.tokens
+            )
+            for text, vector in zip(texts, vectors, strict=True)
+        ]
+
+    def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, use_progress: bool = False
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together: one text with each of several, or two lists of equal length, pair by pair.
+
+        A judge reads both texts at once; with a model that makes vectors, the score is the cosine of the angle between
+        the two. Errors are those of ``embed``.
+        """
+        pairs = pairs_of(text_1, text_2)
+        if "embed" in self.info.tasks:
+            single = list(dict.fromkeys(text for pair in pairs for text in pair))
+            read = dict(zip(single, check_texts(single, self._tokenizer, self.info), strict=True))
+            vectors = dict(zip(single, self._read("embed", list(read.values()), use_progress), strict=True))
+            tokens = [read[first].tokens + read[second].tokens for first, second in pairs]
+            scores = [cosine(vectors[first], vectors[second]) for first, second in pairs]
+        else:
+            texts = check_pairs(pairs, self._tokenizer, self.info)
+            tokens = [text.tokens for text in texts]
+            scores = [float(score[0]) for score in self._read("score", texts, use_progress)]
+        return [
+            ScoringRequestOutput(str(next(self._job_ids)), ScoringOutput(score), ids)
+            for score, ids in zip(scores, tokens, strict=True)
+        ]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -149,6 +195,31 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _read(self, task: Task, texts: Sequence[Text], use_progress: bool) -> list[Floats]:
+        """What the model makes of each text."""
+        if task not in (tasks := self.info.tasks):
+            raise InvalidParameter("model", f"This model can {' and '.join(tasks)}; it cannot {task}.")
+        jobs = []
+        for text in texts:
+            number, arrival = next(self._request_ids), time.monotonic()
+            request = Request(number, text.tokens, READ, 0, arrival=arrival, task=task, second_start=text.second_start)
+            jobs.append(Job("", None, [Continuation(0, request, self._tokenizer)]))
+        self._run(jobs, use_progress)
+        answers = [job.continuations[0] for job in jobs]
+        for answer in answers:
+            if answer.values is None:
+                raise RequestFailed(answer.output().error or "The engine gave no answer.")
+        return [np.frombuffer(answer.values or b"", dtype="<f4") for answer in answers]
+
+    def _run(self, jobs: Sequence[Job], use_progress: bool) -> None:
+        """Bring all of them to their end."""
+        unfinished = {continuation.request.id for job in jobs for continuation in job.continuations}
+        with self._submitted(jobs), _progress_bar(len(unfinished), use_progress) as advance:
+            while unfinished:
+                ended = self._step()
+                unfinished.difference_update(ended)
+                advance(len(ended))
 
     def _jobs(self, prompts: Sequence[Checked]) -> list[Job]:
         return [Job(str(next(self._job_ids)), prompt.text, self._continuations(prompt)) for prompt in prompts]

@@ -55,6 +55,41 @@ class RequestOutput:
     """Prompt tokens that the first continuation found in the prefix cache."""
 
 
+@dataclass
+class EmbeddingOutput:
+    """A text's vector."""
+
+    embedding: list[float]
+
+
+@dataclass
+class EmbeddingRequestOutput:
+    """A text with its vector."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass
+class ScoringOutput:
+    """How well two texts go together: what a judge says, or the cosine of the angle between their vectors."""
+
+    score: float
+
+
+@dataclass
+class ScoringRequestOutput:
+    """A pair of texts with its score."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    """What was read: the pair, or one text after the other."""
+    finished: bool = True
+
+
 def logprobs_by_token(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
     """One position's log-probabilities by token id, the sampled token's first."""
     found = {entry.token_id: (entry.logprob, entry.rank)}

@@ -17,6 +17,10 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 """The same for all prompts, or one for each; ``None`` is the model's own."""
 
 
+READ = SamplingParams(max_tokens=0)
+"""The parameters of what is not to be continued."""
+
+
 class Checked(NamedTuple):
     """A prompt that may run."""
 
@@ -42,6 +46,33 @@ def check_all(prompts: Any, params: Any, tokenizer: Tokenizer | None, info: Engi
         check_something_is_left(own, banned, {*ends, *own.stop_token_ids})
         checked.append(Checked(text, tokens, own, max_tokens, ends, banned))
     return checked
+
+
+class Text(NamedTuple):
+    """A text, or two, to be read and not to be continued."""
+
+    tokens: list[int]
+    second_start: int | None = None
+
+
+def check_texts(prompts: Any, tokenizer: Tokenizer | None, info: EngineInfo) -> list[Text]:
+    """Check every text; raise ``RequestError`` about the first bad one, by its place."""
+    items = _as_list(prompts)
+    names = ["prompt"] if len(items) == 1 else [f"prompts[{place}]" for place in range(len(items))]
+    encoded = [_encode(item, name, tokenizer, info.vocab_size)[1] for item, name in zip(items, names, strict=True)]
+    return [_fitting(Text(tokens), name, info) for tokens, name in zip(encoded, names, strict=True)]
+
+
+def check_pairs(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer | None, info: EngineInfo) -> list[Text]:
+    """Check every pair of texts, to be read together; raise ``RequestError`` about the first bad one."""
+    if tokenizer is None:
+        raise InvalidParameter("text_1", "The model has no tokenizer, so texts cannot be scored.")
+    return [_fitting(Text(*tokenizer.encode_pair(*pair)), f"text_2[{i}]", info) for i, pair in enumerate(pairs)]
+
+
+def _fitting(text: Text, name: str, info: EngineInfo) -> Text:
+    resolve_max_tokens(READ, len(text.tokens), info.max_model_len, field=name)
+    return text
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 from starlette.requests import Request
 
 from octavo.errors import InvalidParameter
@@ -15,12 +14,11 @@ from octavo.server.caller import caller_of
 from octavo.server.front import Front
 from octavo.server.generation import Choice
 from octavo.server.sse import whole
+from octavo.text.vectors import Floats
 from octavo.types import Task
 
 MAX_TEXTS = 2048
 """Most texts of one request, as in the OpenAI API."""
-
-Floats = npt.NDArray[np.float32]
 
 
 async def ask(

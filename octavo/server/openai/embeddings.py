@@ -10,11 +10,9 @@ import base64
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import InvalidParameter
 from octavo.server.body import BodyReader
 from octavo.server.front import front_of
 from octavo.server.generation import Choice
@@ -22,7 +20,8 @@ from octavo.server.openai.completions import prompts_of
 from octavo.server.openai.fields import ACCEPTED, check_labels
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
-from octavo.server.pooled import Floats, ask, num_tokens, numbers
+from octavo.server.pooled import ask, num_tokens, numbers
+from octavo.text.vectors import check_dimensions, shortened
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
@@ -45,9 +44,7 @@ async def create_embeddings(request: Request) -> Response:
     front.admission.check_room()
     body, headers = await front.read(request, reader)
     check_labels(front, body.model, body.priority, body.user)
-    size = front.engine.info.embedding_size
-    if body.dimensions is not None and size and not 1 <= body.dimensions <= size:
-        raise InvalidParameter("dimensions", f"'dimensions' must be from 1 to {size}, not {body.dimensions}.")
+    check_dimensions(body.dimensions, front.engine.info.embedding_size)
     choices = await ask(
         front,
         request,
@@ -79,16 +76,7 @@ ENDPOINTS = [
 
 
 def _entry(index: int, choice: Choice, body: EmbeddingBody) -> dict[str, Any]:
-    vector = _cut(numbers(choice), body.dimensions)
+    vector = shortened(numbers(choice), body.dimensions)
     is_text = body.encoding_format == "base64"
     shown = base64.b64encode(vector.tobytes()).decode() if is_text else vector.tolist()
     return {"object": "embedding", "index": index, "embedding": shown}
-
-
-def _cut(vector: Floats, dimensions: int | None) -> Floats:
-    """The first numbers, brought to length 1 again."""
-    if dimensions is None or dimensions == len(vector):
-        return vector
-    first = vector[:dimensions]
-    length = np.linalg.norm(first)
-    return first if length == 0 else (first / length).astype("<f4")

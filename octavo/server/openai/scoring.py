@@ -10,7 +10,6 @@ import uuid
 from typing import Any
 
 import msgspec
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,7 +20,8 @@ from octavo.server.front import Front, front_of
 from octavo.server.openai.fields import ACCEPTED, check_labels
 from octavo.server.openai.rendering import Identity, json_response
 from octavo.server.openai.schema import Endpoint
-from octavo.server.pooled import Floats, ask, num_tokens, numbers
+from octavo.server.pooled import ask, num_tokens, numbers
+from octavo.text.vectors import Floats, cosine, pairs_of
 
 
 class ScoreBody(msgspec.Struct, kw_only=True):
@@ -62,15 +62,7 @@ async def score(request: Request) -> Response:
     front.admission.check_room()
     body, headers = await front.read(request, score_reader)
     check_labels(front, body.model, body.priority, body.user)
-    firsts = [body.text_1] if isinstance(body.text_1, str) else body.text_1
-    seconds = [body.text_2] if isinstance(body.text_2, str) else body.text_2
-    if not firsts or not seconds:
-        name = "text_2" if firsts else "text_1"
-        raise InvalidParameter(name, f"'{name}' must not be empty.")
-    if len(firsts) not in (1, len(seconds)):
-        message = f"'text_1' must be one text, or as many as 'text_2' has, {len(seconds)}; it has {len(firsts)}."
-        raise InvalidParameter("text_1", message)
-    pairs = list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
+    pairs = pairs_of(body.text_1, body.text_2)
     scores, count = await _scores(front, request, pairs, ("text_1", "text_2"), body)
     answer = {
         **Identity("score", "list", front.model_name).as_dict(),
@@ -128,9 +120,4 @@ async def _scores(
         choices = await ask(front, request, "embed", body.model, sources, field, priority=body.priority, user=body.user)
         count += num_tokens(choices)
         vectors |= dict(zip(sources, map(numbers, choices), strict=True))
-    return [_cosine(vectors[first], vectors[second]) for first, second in pairs], count
-
-
-def _cosine(a: Floats, b: Floats) -> float:
-    lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
-    return 0.0 if lengths == 0 else float(a @ b) / lengths
+    return [cosine(vectors[first], vectors[second]) for first, second in pairs], count

@@ -1,0 +1,46 @@
+"""Vectors of texts, and how near two of them are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.errors import InvalidParameter
+
+Floats = npt.NDArray[np.float32]
+
+
+def shortened(vector: Floats, dimensions: int | None) -> Floats:
+    """The first numbers, brought to length 1 again; all as they are for ``None``."""
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    first = vector[:dimensions]
+    length = np.linalg.norm(first)
+    return first if length == 0 else (first / length).astype("<f4")
+
+
+def check_dimensions(dimensions: int | None, size: int) -> None:
+    """Raise ``InvalidParameter`` unless a vector of ``size`` numbers can be shortened to so many."""
+    if dimensions is not None and size and not 1 <= dimensions <= size:
+        raise InvalidParameter("dimensions", f"'dimensions' must be from 1 to {size}, not {dimensions}.")
+
+
+def cosine(a: Floats, b: Floats) -> float:
+    """The cosine of the angle between two vectors; 0 if one of them is all zeros."""
+    lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
+    return 0.0 if lengths == 0 else float(a @ b) / lengths
+
+
+def pairs_of(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:
+    """One text with each of several, or two lists of equal length; raise ``InvalidParameter`` for others."""
+    firsts = [text_1] if isinstance(text_1, str) else list(text_1)
+    seconds = [text_2] if isinstance(text_2, str) else list(text_2)
+    if not firsts or not seconds:
+        name = "text_2" if firsts else "text_1"
+        raise InvalidParameter(name, f"'{name}' must not be empty.")
+    if len(firsts) not in (1, len(seconds)):
+        message = f"'text_1' must be one text, or as many as 'text_2' has, {len(seconds)}; it has {len(firsts)}."
+        raise InvalidParameter("text_1", message)
+    return list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
