@@ -221,6 +221,26 @@ def test_https(tmp_path: Path) -> None:
         served.stop()
 
 
+def test_certificates_of_clients(tmp_path: Path) -> None:
+    """Only those that an authority of the settings has signed may come in."""
+    cert, key = certificate(tmp_path)
+    from tests.server.conftest import Served
+    from tests.server.in_process import byte_tokenizer
+
+    served = Served(
+        InProcessEngine(), byte_tokenizer(), {"ssl_certfile": cert, "ssl_keyfile": key, "ssl_ca_certs": cert}
+    )
+    try:
+        trusting = ssl.create_default_context(cafile=cert)
+        url = f"https://localhost:{served.port}/health"
+        with pytest.raises(httpx.TransportError):
+            httpx.get(url, verify=trusting)
+        trusting.load_cert_chain(cert, key)
+        assert httpx.get(url, verify=trusting).status_code == 200
+    finally:
+        served.stop()
+
+
 def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ssl_keyfile needs ssl_certfile"):
         ServeConfig.from_flat({"ssl_keyfile": "x"})

@@ -103,6 +103,14 @@ def test_a_response_is_kept_followed_and_forgotten(server: Served) -> None:
     assert lost.value.code == "previous_response_not_found"
 
 
+def test_a_response_is_retrieved_whole(server: Served) -> None:
+    name = post(server).json()["id"]
+    for field in ("stream=true", "starting_after=3"):
+        refused = server.client.get(f"/v1/responses/{name}?{field}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field.partition("=")[0])
+    assert server.client.get(f"/v1/responses/{name}?stream=false").status_code == 200
+
+
 def test_what_is_not_to_be_kept_is_not(server: Served) -> None:
     answer = client(server).responses.create(model="test", input="Hi", max_output_tokens=3, store=False)
     assert server.client.get(f"/v1/responses/{answer.id}").status_code == 404
@@ -230,6 +238,7 @@ def test_a_failure_after_the_start_is_an_event(serve_app: Any) -> None:
     ("body", "param"),
     [
         ({"input": []}, "input"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"priority": 1}, "priority"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"input": 7}, "input"),
