@@ -14,6 +14,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from octavo.errors import (
     AuthenticationError,
@@ -167,5 +168,8 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     else:
         refusal = HTTPRefusal(error.status_code, f"Invalid URL ({where}).", "unknown_url")
     response = error_response(refusal, request.scope["path"])
-    response.headers.update(error.headers or {})
+    if error.status_code == 405:
+        # The router itself names only the methods of the first route with this path.
+        routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+        response.headers["Allow"] = ", ".join(sorted({method for route in routes for method in route.methods}))
     return response

@@ -48,7 +48,7 @@ Ask = Callable[[Served], httpx.Response]
 ASKS: dict[str, tuple[dict[str, Any], Ask]] = {
     "invalid_value": ({}, lambda s: s.complete(temperature=-1)),
     "missing_required_parameter": ({}, lambda s: s.client.post("/v1/completions", json={})),
-    "unsupported_parameter": ({}, lambda s: s.complete(best_of=3)),
+    "unsupported_parameter": ({}, lambda s: s.complete(suffix="x")),
     "unknown_parameter": ({"unknown_fields": "reject"}, lambda s: s.complete(colour="red")),
     "context_length_exceeded": ({}, lambda s: s.complete(max_tokens=9999)),
     "invalid_json": ({}, lambda s: s.client.post("/v1/completions", content=b"{", headers=JSON)),

@@ -101,6 +101,12 @@ def test_what_is_not_there(served: Served, method: str, path: str, status: int, 
     assert ("allow" in response.headers) == (status == 405)
 
 
+def test_allow_names_every_method_of_a_path(served: Served) -> None:
+    """Those too of the path's other routes."""
+    for path, methods in (("/v1/files", {"GET", "HEAD", "POST"}), ("/v1/files/x", {"GET", "HEAD", "DELETE"})):
+        assert set(served.client.put(path).headers["allow"].split(", ")) == methods
+
+
 def test_headers_are_bounded(served: Served) -> None:
     assert served.client.get("/health", headers={"X-Long": "x" * 40_000}).status_code == 431
     assert served.client.get("/health", headers={f"X-{i}": "1" for i in range(120)}).status_code == 431

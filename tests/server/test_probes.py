@@ -65,6 +65,18 @@ def test_the_openapi_document_describes_the_bodies(served: Served) -> None:
     assert references <= set(document["components"]["schemas"])
 
 
+def test_the_openapi_document_says_what_may_be_null_and_how_it_fails(served: Served) -> None:
+    document = served.client.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    assert schemas["ChatBody"]["properties"]["n"] == {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": 1}
+    assert "anyOf" not in schemas["ChatBody"]["properties"]["messages"]
+    for path, operations in document["paths"].items():
+        name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+        for operation in operations.values():
+            content = operation["responses"]["default"]["content"]["application/json"]
+            assert content["schema"] == {"$ref": f"#/components/schemas/{name}"}
+
+
 def test_the_openapi_document_has_every_path(served: Served) -> None:
     paths = served.client.get("/openapi.json").json()["paths"]
     assert paths["/v1/models/{name}"]["get"]["parameters"][0]["name"] == "name"

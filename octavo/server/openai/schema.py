@@ -15,6 +15,19 @@ from starlette.routing import Route
 
 _SCHEMAS = "#/components/schemas/"
 
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -75,11 +88,12 @@ class Endpoint(Route):
 
     def operation(self) -> dict[str, Any]:
         """The operation object."""
-        operation: dict[str, Any] = {
-            "summary": self.summary,
-            "operationId": self.name,
-            "responses": {"200": {"description": "Done"}},
-        }
+        failure = _json("AnthropicError" if self.path.startswith("/v1/messages") else "Error")
+        responses: dict[str, Any] = {"200": {"description": "Done"}}
+        if self.body is not None:
+            responses |= {str(status): {"description": text, **failure} for status, text in _FAILURES.items()}
+        responses["default"] = {"description": "What went wrong", **failure}
+        operation: dict[str, Any] = {"summary": self.summary, "operationId": self.name, "responses": responses}
         if self.param_convertors:
             operation["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -87,8 +101,6 @@ class Endpoint(Route):
             ]
         if self.body is not None:
             operation["requestBody"] = {"required": True, **_json(self.body.__name__)}
-            for status, description in _FAILURES.items():
-                operation["responses"][str(status)] = {"description": description, **_json("Error")}
         return operation
 
 
@@ -101,12 +113,22 @@ def openapi_document(endpoints: Iterable[Endpoint], version: str) -> dict[str, A
         if endpoint.body is not None:
             bodies.append(endpoint.body)
     _, schemas = msgspec.json.schema_components(bodies, ref_template=_SCHEMAS + "{name}")
+    for body in bodies:
+        _let_be_null(schemas[body.__name__])
     return {
         "openapi": "3.1.0",
         "info": {"title": "Octavo", "version": version, "description": "An OpenAI-compatible LLM server."},
         "paths": paths,
-        "components": {"schemas": {**schemas, "Error": _ERROR}},
+        "components": {"schemas": {**schemas, "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}},
     }
+
+
+def _let_be_null(schema: dict[str, Any]) -> None:
+    """Say of every field that need not be there that it may be null, which is the same."""
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", ()):
+            default = {"default": field.pop("default")} if "default" in field else {}
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **default}
 
 
 def _json(schema: str) -> dict[str, Any]:
