@@ -86,8 +86,9 @@ def test_what_only_the_host_samples_may_be_in_any_step(checkpoint: Path) -> None
         {"temperature": 0, "presence_penalty": 0.5, "logprobs": 2},
         {"temperature": 0.9, "top_k": 30, "repetition_penalty": 1.2},
         {"temperature": 0, "prompt_logprobs": 1},
+        {"temperature": 0.9, "allowed_token_ids": tuple(range(0, VOCAB, 7))},
     ]
-    params = [SamplingParams(seed=i, max_tokens=30, ignore_eos=True, **kinds[i % 4]) for i in range(12)]
+    params = [SamplingParams(seed=i, max_tokens=30, ignore_eos=True, **kinds[i % 5]) for i in range(12)]
     settings: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 100}
     found = generate(checkpoint, some, params, **settings)
     with LLM(str(checkpoint), device="cpu", **settings) as llm:

@@ -14,7 +14,8 @@ from octavo.server import wire
 from octavo.types import EngineStats, Output, Request, TokenLogprobs
 from tests.server.fake_engine import INFO
 
-REQUEST = Request(7, [1, 2], SamplingParams(temperature=0.5, stop=("a",), seed=3), max_tokens=4, seed=2**64 - 1)
+PARAMS = SamplingParams(temperature=0.5, stop=("a",), seed=3, bad_words=("b",), allowed_token_ids=(3, 4))
+REQUEST = Request(7, [1, 2], PARAMS, max_tokens=4, seed=2**64 - 1, banned_sequences=((5,), (6, 5)))
 LOGPROBS = [TokenLogprobs(5, -0.5, 1, [5, 6], [-0.5, -1.0])]
 OUTPUT = Output(7, [5], "stop", 5, 2, 1.5, LOGPROBS, LOGPROBS, 1)
 TO_ENGINE: list[wire.ToEngine] = [
