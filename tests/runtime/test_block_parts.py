@@ -1,0 +1,67 @@
+"""Blocks that are reused in part, by real tensors: the tokens are those of a model that computes everything."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+
+from octavo.cache.kv_cache import KVCache
+from octavo.engine.engine import Engine
+from octavo.engine.scheduler import Scheduler
+from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.model_runner import ModelRunner
+from octavo.runtime.step_program import StepLimits
+from octavo.runtime.stream_runner import StreamRunner
+from octavo.sampling_params import SamplingParams
+from octavo.types import Request
+from tests.runtime.test_model_runner import CPU, MIXED, VOCAB, Loaded, run, tokens_of
+
+BLOCK_SIZE = 8
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return Loaded(tmp_path_factory.mktemp("model"))
+
+
+def test_the_first_positions_are_copied_in_every_layer_and_nothing_else_changes(loaded: Loaded) -> None:
+    storage = KVStorage(loaded.config, 4, BLOCK_SIZE, torch.bfloat16, CPU)
+    storage.pool.copy_(torch.randn(storage.pool.shape))
+    before = storage.pool.clone()
+    storage.copy_slots(1, 3, 5)
+    want = before.clone()
+    want[:, :, 3, :, :5] = before[:, :, 1, :, :5]
+    assert torch.equal(storage.pool, want)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_blocks", [16, 60])
+@pytest.mark.parametrize("streams", [False, True], ids=["plain", "stream"])
+def test_tokens_are_those_of_whole_prompts(loaded: Loaded, streams: bool, num_blocks: int, depth: int) -> None:
+    """Some rows are sampled by the host, so that steps wait for each other; every block begins with no numbers."""
+    rng = random.Random(num_blocks + depth)
+    shared = rng.choices(range(VOCAB), k=40)
+    some = [
+        Request(
+            i,
+            [*shared[: rng.randrange(1, 40)], *rng.choices(range(VOCAB), k=rng.randrange(1, 6))],
+            SamplingParams(**rng.choice(MIXED)),
+            6,
+            seed=i,
+        )
+        for i in range(16)
+    ]
+    expected = {request.id: tokens_of(run(loaded.engine(), [request]))[request.id] for request in some}
+    storage = KVStorage(loaded.config, num_blocks, BLOCK_SIZE, torch.float32, CPU)
+    storage.pool.fill_(torch.nan)
+    runner: ModelRunner | StreamRunner = ModelRunner(loaded.model, storage, VOCAB)
+    if streams:
+        runner = StreamRunner(loaded.model, storage, VOCAB, StepLimits(4, 32, 120 // BLOCK_SIZE))
+    cache = KVCache(num_blocks, BLOCK_SIZE)
+    cache.copy_slots = lambda *part: runner.precede(partial(storage.copy_slots, *part))
+    engine = Engine(Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=32), runner, depth=depth)
+    assert tokens_of(run(engine, some)) == expected
+    assert cache.num_copied > 30
