@@ -154,4 +154,4 @@ def _size(num_bytes: float) -> str:
 
 
 def _row(name: str, value: str) -> str:
-    return f"{name:<16}{value}"
+    return f"{name:<20}{value}"

@@ -158,6 +158,11 @@ def wrapped(wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> It
         _forget_choices()
 
 
+def is_wrapped() -> bool:
+    """Whether somebody watches each operation, so that several must not be made one."""
+    return _wrap is not None
+
+
 def _forget_choices() -> None:
     for item in _ops.values():
         item._chosen.clear()

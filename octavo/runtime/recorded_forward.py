@@ -19,6 +19,7 @@ from torch import Tensor
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.cpu.calls import Arena, Recording, recording
+from octavo.ops.dispatch import is_wrapped
 from octavo.runtime.forward_batch import ForwardBatch
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ class RecordedForward:
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """The last layer's output [T, D]; see ``CausalLM.forward``."""
         T = len(batch.token_ids_T)
-        if not self._is_recordable or T > MOST_ROWS or batch.rows.max_query_len != 1:
+        is_short = T <= MOST_ROWS and batch.rows.max_query_len == 1
+        if not (is_short and self._is_recordable) or is_wrapped():
             return self._forward(batch.token_ids_T, batch.positions_T, batch.rows)
         width = max(LEAST_TABLE, 1 << (batch.rows.block_tables_SB.shape[1] - 1).bit_length())
         step = self._steps.get((T, width))
