@@ -29,8 +29,8 @@ class ChildLost(Exception):
 class ChildProcess:
     """One running ``module``, which speaks as ``ChildWorker`` does. Not safe for several threads at once."""
 
-    def __init__(self, module: str, settings: dict[str, Any]) -> None:
-        """Raises ``ChildLost`` when it cannot be started."""
+    def __init__(self, module: str, settings: dict[str, Any], more: bytes | None = None) -> None:
+        """``more`` is what the module reads besides its settings. Raises ``ChildLost`` when it cannot be started."""
         self._settings = settings
         self._connection, theirs = socket.socketpair()
         with theirs:
@@ -38,7 +38,8 @@ class ChildProcess:
         self.id = self._process.pid
         self.close = weakref.finalize(self, _end, self._process, self._connection)
         """Ends the process; also called when this object or the interpreter goes."""
-        if self._exchange(json.dumps(settings).encode(), START_SECONDS)[:1] != READY:
+        messages = [json.dumps(settings).encode()] if more is None else [json.dumps(settings).encode(), more]
+        if self._exchange(messages, START_SECONDS)[:1] != READY:
             raise ChildLost("its process did not start")
 
     @property
@@ -48,12 +49,12 @@ class ChildProcess:
     def ask(self, question: Any) -> tuple[bytes, str]:
         """The kind of answer and its text; raise ``ChildLost`` if there is none, ``TypeError`` for what is not JSON."""
         message = json.dumps(question).encode()
-        answer = self._exchange(message, self._settings["max_seconds"])
+        answer = self._exchange([message], self._settings["max_seconds"])
         return answer[:1], answer[1:].decode("utf-8", "replace")
 
-    def _exchange(self, message: bytes, seconds: float) -> bytes:
+    def _exchange(self, messages: list[bytes], seconds: float) -> bytes:
         try:
-            return self._exchange_until(message, time.monotonic() + seconds)
+            return self._exchange_until(messages, time.monotonic() + seconds)
         except TimeoutError:
             problem = f"it took more than {seconds:g} seconds"
         except OSError:
@@ -61,9 +62,10 @@ class ChildProcess:
         self.close()
         raise ChildLost(problem)
 
-    def _exchange_until(self, message: bytes, deadline: float) -> bytes:
-        self._connection.settimeout(deadline - time.monotonic())
-        self._connection.sendall(LENGTH.pack(len(message)) + message)
+    def _exchange_until(self, messages: list[bytes], deadline: float) -> bytes:
+        for message in messages:
+            self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            self._connection.sendall(LENGTH.pack(len(message)) + message)
         (size,) = LENGTH.unpack(self._receive(LENGTH.size, deadline))
         if size > 1 + max(self._settings["max_output"], MAX_ERROR_BYTES):
             raise ConnectionError("longer than the other side may send")

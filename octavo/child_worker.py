@@ -2,7 +2,7 @@
 
 It speaks over its standard input: each message is a length (4 bytes, big-endian) and its bytes.
 
-    parent -> child   JSON settings, once; answered by READY
+    parent -> child   JSON settings, once, and whatever else this kind of child needs; answered by READY
     parent -> child   JSON of one question
     child -> parent   one byte, the kind of answer, then text
 """

@@ -53,7 +53,7 @@ def completion(prompt: str, tokens: int, **more: Any) -> bytes:
 def read_streams(port: int, asks: Iterable[Ask]) -> list[Streamed]:
     """Send each request when it is due and read all answers to their ends.
 
-    Raises ``RuntimeError`` for an answer that is not a whole stream, and when it all takes too long.
+    Raises ``RuntimeError`` for a watched answer that is not a whole stream, and when it all takes too long.
     """
     start = time.perf_counter()
     waiting = [(ask.at, number, ask) for number, ask in enumerate(asks)]
@@ -71,7 +71,7 @@ def read_streams(port: int, asks: Iterable[Ask]) -> list[Streamed]:
                     selector.unregister(key.fileobj)
                     key.fileobj.close()  # type: ignore[union-attr]
                     done.append(key.data)
-    broken = [one for one in done if END not in one.tail]
+    broken = [one for one in done if one.ask.watched and END not in one.tail]
     if broken:
         raise RuntimeError(f"{len(broken)} of {len(done)} streams did not end well; one ends with {broken[0].tail!r}")
     return done

@@ -64,12 +64,9 @@ def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     quality.set_defaults(measure=_quality)
     yield quality
 
-    fidelity = kinds.add_parser(
-        "fidelity", help="what `octavo simulate` predicts beside what the engine does, on a CPU"
-    )
+    fidelity = kinds.add_parser("fidelity", help="what `octavo simulate` predicts beside what the engine does")
     add_settings(fidelity, EngineConfig)
     fidelity.add_argument("--num-prompts", type=int, default=120, help="requests of each workload")
-    fidelity.add_argument("--cost-log", type=Path, help="keep the timed steps, for `octavo simulate --cost-log`")
     fidelity.set_defaults(measure=_fidelity)
     yield fidelity
 
@@ -105,8 +102,9 @@ def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     front.add_argument("--streams", type=bench_peer.numbers, default=[16, 64])
     front.add_argument("--tokens", type=int, default=200, help="tokens of each stream")
     front.add_argument("--steps-ms", type=bench_peer.reals, default=[10.0], help="paces of the engine behind it")
-    front.add_argument("--newcomers", type=float, default=0.0, help="other requests a second, in a second measurement")
+    front.add_argument("--newcomers", type=float, default=0.0, help="as a load: requests a second with long prompts")
     front.add_argument("--burst", type=int, default=1, help="newcomers that come together")
+    front.add_argument("--schemas", type=float, default=0.0, help="as a load: requests a second with hostile schemas")
     front.add_argument("--rounds", type=int, default=1)
     front.set_defaults(measure=_front)
     yield front
@@ -234,12 +232,13 @@ def _overhead(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _front(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo.bench.front import measure
+    from octavo.bench.front import Loads, measure
     from octavo.weights.hub import resolve_model
 
     model = resolve_model(ModelSettings(model=DEFAULT_MODEL))
-    loads = (args.streams, args.tokens, args.steps_ms, args.newcomers, args.burst, args.rounds)
-    return {"rows": measure(*loads, model), "newcomers_per_second": args.newcomers, "burst": args.burst}
+    loads = Loads(args.newcomers, args.burst, args.schemas)
+    found = measure(args.streams, args.tokens, args.steps_ms, loads, args.rounds, model)
+    return {"loads": loads._asdict(), **found}
 
 
 def _startup(args: argparse.Namespace) -> dict[str, Any]:
@@ -258,11 +257,7 @@ def _quality(args: argparse.Namespace) -> dict[str, Any]:
 def _fidelity(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.build import build_engine
     from octavo.sim.fidelity import compare
-    from octavo.sim.fitted import write_log
 
     config = engine_config(args)
     engine, info = build_engine(config)
-    result, steps = compare(engine, info, config, args.num_prompts)
-    if args.cost_log is not None:
-        write_log(args.cost_log, *steps)
-    return {**_engine(config, info), **result}
+    return {**_engine(config, info), **compare(engine, info, config, args.num_prompts)}

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 from octavo.child_process import ChildLost, ChildProcess
 from octavo.child_worker import RENDERED
 from octavo.grammar.forms import MAX_BYTES
-from octavo.grammar.vocabulary import Vocabulary
+from octavo.grammar.vocabulary import PackedVocabulary
 
 WORKER = "octavo.grammar.worker"
 MAX_KEPT_BYTES = 4 << 20
@@ -32,11 +30,10 @@ class GrammarCompiler:
     kept, good and bad, so that a client that repeats itself costs nothing.
     """
 
-    def __init__(self, load: Callable[[], Vocabulary], max_seconds: float = MAX_SECONDS) -> None:
-        """``load`` gives the vocabulary when it is first needed."""
+    def __init__(self, load: Callable[[], PackedVocabulary], max_seconds: float = MAX_SECONDS) -> None:
+        """``load`` gives the vocabulary whenever a process is started."""
         self._load = load
         self._limits = {"max_seconds": max_seconds, "max_memory": MAX_MEMORY, "max_output": 8 * MAX_BYTES}
-        self._settings: dict[str, Any] | None = None
         self._process: ChildProcess | None = None
         self._turn = asyncio.Lock()
         self._closing = threading.Lock()
@@ -80,18 +77,13 @@ class GrammarCompiler:
     def _ask(self, text: str) -> tuple[str | None, str]:
         try:
             if self._process is None or not self._process.is_alive:
-                self._process = ChildProcess(WORKER, self._with_vocabulary())
+                tokens, special_ids, eos_ids = self._load()
+                settings = {**self._limits, "special_ids": special_ids, "eos_ids": eos_ids}
+                self._process = ChildProcess(WORKER, settings, tokens)
             kind, answer = self._process.ask(text)
         except ChildLost as error:
             return None, f"cannot be used: {error}"
         return (answer, "") if kind == RENDERED else (None, answer)
-
-    def _with_vocabulary(self) -> dict[str, Any]:
-        if self._settings is None:
-            tokens, special_ids, eos_ids, _ = self._load()
-            encoded = [base64.b64encode(token).decode() for token in tokens]
-            self._settings = {**self._limits, "tokens": encoded, "special_ids": special_ids, "eos_ids": eos_ids}
-        return self._settings
 
     def close(self) -> None:
         """End the process. Compiling again starts a new one."""

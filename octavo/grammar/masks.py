@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 MAX_KEPT_BYTES = 1 << 20
 """Grammars are kept for further requests while their texts are no longer than this together."""
+NICENESS = 10
 FREE_SECONDS = 0.5
 SECONDS_PER_TOKEN = 0.005
 """Processor time that the masks of one text may take; whoever needs more would slow down everybody else."""
@@ -62,6 +66,13 @@ class ComingMasks(Mapping[int, list[Mask]]):
         return len(self._future.result())
 
 
+def _give_way() -> None:
+    """Leave the cores to the steps: on Linux, where threads have priorities of their own."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
+
+
 class MatcherMasks:
     """The ``Grammars`` of an engine, over llguidance. ``load`` reads the vocabulary when it is first needed.
 
@@ -71,7 +82,7 @@ class MatcherMasks:
 
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
         self._load = load
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=_give_way)
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
+
 LONGEST_BYTES = 64
 """Longer tokens are rare, and mostly rulers of blanks; texts are not cut into them."""
 
@@ -20,6 +22,19 @@ class Vocabulary(NamedTuple):
     """Tokens that may end a text that is complete."""
     encode: Callable[[str], list[int]] | None = None
     """How a model would write a text; ``None`` when it is enough that it can be written somehow."""
+
+
+class PackedVocabulary(NamedTuple):
+    """A vocabulary on its way to another process. Packing looks at every token, so it is done once and ahead."""
+
+    tokens: bytes
+    """What ``pack_tokens`` made."""
+    special_ids: list[int]
+    eos_ids: list[int]
+
+
+pack_tokens: Callable[[list[bytes]], bytes] = msgspec.msgpack.Encoder().encode
+unpack_tokens: Callable[[bytes], list[bytes]] = msgspec.msgpack.Decoder(list[bytes]).decode
 
 
 class Splitter:

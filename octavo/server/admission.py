@@ -19,7 +19,7 @@ import msgspec
 from octavo.errors import ContextLengthExceeded, DeadlineExceeded, InvalidParameter, QueueFull
 from octavo.grammar.compiler import GrammarCompiler, Refused
 from octavo.grammar.forms import FormError
-from octavo.grammar.vocabulary import Vocabulary
+from octavo.grammar.vocabulary import PackedVocabulary
 from octavo.sampling_params import SamplingParams, choice_key, resolve_max_tokens
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import RETRY_AFTER_SECONDS
@@ -137,9 +137,10 @@ class Admission:
         check_something_is_left(params, banned, {*self._eos_token_ids(params), *params.stop_token_ids})
         return banned
 
-    def _vocabulary(self) -> Vocabulary:
+    def _vocabulary(self) -> PackedVocabulary:
         assert self.tokenizer is not None, "without a tokenizer, no grammar is let in"
-        return self.tokenizer.vocabulary(self.engine.info.eos_token_ids)
+        _, special_ids, eos_ids, _ = self.tokenizer.vocabulary(self.engine.info.eos_token_ids)
+        return PackedVocabulary(self.tokenizer.packed_tokens, special_ids, eos_ids)
 
     @contextlib.contextmanager
     def _reserved(self, count: int) -> Iterator[None]:

@@ -54,6 +54,7 @@ class Front:
         the settings that is not sound; without the model's own, all but chat can still be served."""
         if self.tokenizer is not None:
             Detokenizer(self.tokenizer)
+            _ = self.tokenizer.packed_tokens
             self.tokenizer.encode("The first text takes longer.")
         try:
             self.chat_template.check()

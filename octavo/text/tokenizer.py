@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from octavo.errors import InvalidParameter
-from octavo.grammar.vocabulary import Vocabulary
+from octavo.grammar.vocabulary import Vocabulary, pack_tokens
 from octavo.text import folder_tokenizer, gguf_tokenizer
 from octavo.text.token_bytes import token_bytes_table
 from octavo.text.tokenizer_parts import TokenizerParts
@@ -112,6 +112,11 @@ class Tokenizer:
         ends = {*eos_token_ids, *self.eos_token_ids}.intersection(range(self.vocab_size))
         specials = sorted(self.special_token_ids | ends)
         return Vocabulary(self._bytes, specials, sorted(ends), lambda text: self.encode(text, add_special_tokens=False))
+
+    @cached_property
+    def packed_tokens(self) -> bytes:
+        """All tokens' bytes, as a process that tries out grammars gets them."""
+        return pack_tokens(self._bytes)
 
     def _id_of(self, text: str | None) -> int | None:
         return None if text is None else self._backend.token_to_id(text)

@@ -13,14 +13,16 @@ import pytest
 
 from octavo.grammar import forms
 from octavo.grammar.compiler import GrammarCompiler, Refused
+from octavo.grammar.vocabulary import PackedVocabulary, pack_tokens
 from tests.grammar.walks import VOCABULARY
 
+PACKED = PackedVocabulary(pack_tokens(VOCABULARY.tokens), VOCABULARY.special_ids, VOCABULARY.eos_ids)
 GOOD = forms.whole(forms.json_schema({"type": "object"}))
 
 
 def run(test: Callable[[GrammarCompiler], Coroutine[Any, Any, None]], max_seconds: float = 2.0) -> None:
     async def inside() -> None:
-        compiler = GrammarCompiler(lambda: VOCABULARY, max_seconds)
+        compiler = GrammarCompiler(lambda: PACKED, max_seconds)
         try:
             await test(compiler)
         finally:
