@@ -16,6 +16,7 @@ from octavo.config import EngineConfig, ModelSettings, parse_speculative_config
 from octavo.engine.engine import Engine
 from octavo.engine.ngram import NgramProposer
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.step_times import logged
 from octavo.errors import ConfigError
 from octavo.grammar.masks import MatcherMasks
 from octavo.grammar.matchers import GrammarError
@@ -33,7 +34,7 @@ from octavo.runtime.cpu_threads import num_physical_cores
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import LAST_TOKEN, Forward, ModelRunner
 from octavo.runtime.offloading import make_offload
-from octavo.runtime.step_program import StepLimits
+from octavo.runtime.step_program import StepLimits, load_compiler
 from octavo.runtime.stream_runner import StreamRunner
 from octavo.telemetry.phases import Phases
 from octavo.text.tokenizer import load_tokenizer
@@ -53,6 +54,8 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     device = resolve_device(config.model.device)
     if device.type == "cpu":
         _share_cores(num_physical_cores())
+    else:
+        load_compiler()
     path = resolve_model(config.model)
     checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed, str(device))
     generation = chosen_config(config.model.generation_config, checkpoint.generation_config)
@@ -105,7 +108,8 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     ngram = parse_speculative_config(config.speculative.speculative_config)
     proposer = None if ngram is None else NgramProposer(ngram)
     depth = 1 if ngram else DEPTH[device.type]  # guesses follow the last token, so it must be known
-    return Engine(scheduler, runner, grammars=grammars, proposer=proposer, adapters=adapters, depth=depth), info
+    timed = logged(runner, config.scheduler.step_log)
+    return Engine(scheduler, timed, grammars=grammars, proposer=proposer, adapters=adapters, depth=depth), info
 
 
 def _scheduler(config: EngineConfig, limits: memory.Limits, window: int) -> Scheduler:

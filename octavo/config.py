@@ -145,6 +145,9 @@ class SchedulerSettings:
     max_itl: float | None = setting(
         None, "seconds between two tokens that no prompt of somebody else may exceed: prompts are sliced", low=0.0001
     )
+    step_log: str | None = setting(
+        None, "file to which each step's work and seconds are added, for `octavo simulate --cost-log`"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

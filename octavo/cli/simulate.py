@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import sys
 import time
 from dataclasses import asdict
@@ -27,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-parallel-size", type=_positive, default=1, help="devices of a replica")
     parser.add_argument("--router", default="least-loaded", help="round-robin, least-loaded or prefix-aware")
     parser.add_argument("--weight-bits", type=float, default=16, help="bits of a weight")
-    parser.add_argument("--cost-log", type=Path, help="timed steps to learn the time of a step from; default: roofline")
+    parser.add_argument(
+        "--cost-log",
+        type=Path,
+        help="what a server with --step-log wrote, to learn the time of a step from; default: roofline",
+    )
     parser.add_argument("--depth", type=_positive, default=2, help="steps in flight; a CPU has 1")
     work = parser.add_argument_group("workload")
     work.add_argument("--workload", default="chat", help="single, chat, agent, summary, W1 to W5, or a recorded trace")
@@ -49,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in GROUPS:
         group = parser.add_argument_group(f"{name} settings", "as for `octavo serve`")
         for item in settings(EngineConfig):
-            if item.group == name:
+            if item.group == name and item.name != "step_log":
                 add_flag(group, item)
     parser.add_argument("--policy", dest="scheduling_policy", help=f"short for {flag_name('scheduling_policy')}")
 
@@ -62,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.sim.setup import Asked
 
     known = {item.name: item for item in settings(EngineConfig) if item.group in GROUPS}
-    given = {name: getattr(args, name) for name in known if getattr(args, name) is not None}
+    given = {name: value for name in known if (value := getattr(args, name, None)) is not None}
     engine = EngineConfig.from_flat({name: known[name].parse(value) for name, value in given.items()})
     asked = Asked(
         args.model,
@@ -100,10 +105,16 @@ def run(args: argparse.Namespace) -> int:
 def _simulate(asked: Any, engine: EngineConfig, targets: Any) -> dict[str, Any]:
     from octavo.sim.simulate import Simulation
 
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     figures = Simulation(asked.fleet(engine), asked.clients(), targets).run()
-    print(f"octavo: simulated in {time.perf_counter() - started:.1f} s", file=sys.stderr)
-    return {"asked": _plain(asked), **figures}
+    took = {
+        "seconds": round(time.perf_counter() - started, 1),
+        "processor_seconds": round(time.process_time() - cpu_started, 1),
+        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+    words = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in took.items())
+    print(f"octavo: simulated in {words}", file=sys.stderr)
+    return {"asked": _plain(asked), **figures, "took": took}
 
 
 def _search(args: argparse.Namespace, asked: Any, engine: EngineConfig, targets: Any) -> dict[str, Any]:

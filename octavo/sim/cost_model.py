@@ -2,42 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from octavo.bench.roofline import Shape
+from octavo.engine.step_times import StepWork
 from octavo.errors import ConfigError
 from octavo.sim.devices import LAYER_SECONDS, LINK_LATENCY, Device
-from octavo.types import Plan
 
 VALUE_BYTES = 2
-
-
-class StepWork(NamedTuple):
-    """What the time of a step depends on."""
-
-    tokens: int
-    rows: int
-    """Positions after which a token is sampled."""
-    context: int
-    """Cached positions read: the sum of the sequences' ends."""
-    pairs: int
-    """Pairs of a query and a key, over all sequences."""
-
-
-def work_of(plan: Plan) -> StepWork:
-    """What ``plan`` asks of a device."""
-    chunks = [item for item in plan if len(item.tokens) + len(item.drafts) > 1]
-    num_singles = len(plan) - len(chunks)
-    context = sum([item.start for item in plan]) + num_singles
-    pairs = context
-    tokens, rows = num_singles, len(plan)
-    for item in chunks:
-        count = len(item.tokens) + len(item.drafts)
-        tokens += count
-        rows += len(item.drafts) if item.samples else -1
-        context += count
-        pairs += (count - 1) * item.start + count * (count + 1) // 2
-    return StepWork(tokens, rows, context, pairs)
 
 
 class CostModel(Protocol):

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from octavo.engine.step_times import StepWork
 from octavo.errors import ConfigError
-from octavo.sim.cost_model import StepWork
 
 Array = npt.NDArray[np.float64]
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Where the time may bend as tokens or rows of a step grow: kernels change their form with the number of rows."""
 RIDGE = 1e-3
-NUM_QUANTILES = 201
+NUM_GROUPS = 8
+"""Steps are grouped by their time: what short ones differ by, relatively, is more than what long ones do."""
+MAX_RATIOS = 4096
 LEAST_STEPS = 50
 
 
@@ -27,14 +32,17 @@ LEAST_STEPS = 50
 class Fitted:
     """``seconds`` is linear in the context and the pairs, and piecewise linear in tokens and in rows.
 
-    What steps of equal work differ by is drawn from what was seen: ``spread`` holds quantiles of measured over
-    fitted time. A simulation without it would have no tail.
+    What steps of about this length differed by, measured over fitted time, is drawn from as it was seen. A simulation
+    without it would have no tail.
     """
 
     coefficients: tuple[float, ...]
     least: float
     """No step was faster."""
-    spread: tuple[float, ...]
+    bounds: tuple[float, ...]
+    """Fitted seconds between one group of steps and the next."""
+    ratios: tuple[tuple[float, ...], ...]
+    """Measured over fitted time, for each group."""
     rng: random.Random
     num_steps: int
     error: float
@@ -46,7 +54,42 @@ class Fitted:
         return max(self.least, total)
 
     def seconds(self, work: StepWork) -> float:
-        return self.expected(work) * self.rng.choice(self.spread)
+        expected = self.expected(work)
+        return expected * self.rng.choice(self.ratios[bisect_right(self.bounds, expected)])
+
+    def as_of(self, works: Sequence[StepWork], seconds: Sequence[float]) -> Fitted:
+        """The same form with the ratios of these steps: how fast and how even the machine was then."""
+        expected = np.array([self.expected(work) for work in works])
+        return replace(self, **_grouped(expected, np.array(seconds) / expected), rng=random.Random(len(works)))
+
+
+class Replayed:
+    """A fit with the ratios of one run, at the time of the run at which they were: its pauses come when they came."""
+
+    def __init__(self, fitted: Fitted, works: Sequence[StepWork], seconds: Sequence[float]) -> None:
+        self.fitted = fitted
+        self._ends = list(itertools.accumulate(seconds))
+        self._ratios = [taken / fitted.expected(work) for work, taken in zip(works, seconds, strict=True)]
+        self._spent = 0.0
+
+    def seconds(self, work: StepWork) -> float:
+        index = min(bisect_right(self._ends, self._spent + 1e-9), len(self._ends) - 1)  # sums are rounded
+        taken = self.fitted.expected(work) * self._ratios[index]
+        self._spent += taken
+        return taken
+
+
+def _grouped(expected_S: Array, ratios_S: Array) -> dict[str, Any]:
+    """``bounds`` and ``ratios``: groups of about as many steps each; of very many, some evenly chosen ones."""
+    cuts = np.quantile(expected_S, np.linspace(0, 1, NUM_GROUPS + 1)[1:-1], method="lower")
+    bounds = np.unique(cuts[cuts > expected_S.min()]) * (1 - 1e-9)  # sums may be rounded another way later
+    group_S = np.searchsorted(bounds, expected_S, side="right")
+    ratios = []
+    for number in range(len(bounds) + 1):
+        own = np.sort(ratios_S[group_S == number])
+        stride = -(-len(own) // MAX_RATIOS)
+        ratios.append(tuple(map(float, own[stride // 2 :: stride])))
+    return {"bounds": tuple(map(float, bounds)), "ratios": tuple(ratios)}
 
 
 def features(work: StepWork) -> list[float]:
@@ -69,14 +112,13 @@ def fit(works: Sequence[StepWork], seconds: Sequence[float], seed: int = 0) -> F
     least = float(np.quantile(y_S, 0.001))
     fitted_S = np.maximum(least, x_SF @ coefficients)
     ratios = y_S / fitted_S
-    spread = np.quantile(ratios, np.linspace(0, 1, NUM_QUANTILES))
     return Fitted(
         tuple(map(float, coefficients)),
         least,
-        tuple(map(float, spread)),
-        random.Random(seed),
-        len(works),
-        float(np.median(np.abs(ratios - 1))),
+        **_grouped(fitted_S, ratios),
+        rng=random.Random(seed),
+        num_steps=len(works),
+        error=float(np.median(np.abs(ratios - 1))),
     )
 
 
@@ -101,16 +143,8 @@ def _robust_weights(x_SF: Array, y_S: Array) -> Array:
     return weights_S
 
 
-def write_log(path: Path, works: Sequence[StepWork], seconds: Sequence[float]) -> None:
-    """One JSON line for each step: what it computed and how long it took."""
-    lines = [
-        json.dumps({**work._asdict(), "seconds": round(taken, 9)}) for work, taken in zip(works, seconds, strict=True)
-    ]
-    path.write_text("\n".join(lines) + "\n")
-
-
 def read_log(path: Path) -> tuple[list[StepWork], list[float]]:
-    """The inverse; raise ``ConfigError`` for a file that is not such a log."""
+    """What ``step_times.logged`` wrote; raise ``ConfigError`` for a file that is no such log."""
     works, seconds = [], []
     try:
         for line in path.read_text().splitlines():

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from octavo.engine.step_times import work_of
 from octavo.sim.clock import Clock
-from octavo.sim.cost_model import CostModel, work_of
+from octavo.sim.cost_model import CostModel
 from octavo.types import Masks, Plan, Sampled
 
 NOTHING = Sampled([])
 """What an item gives that samples nothing; the scheduler only reads it."""
+
+
+MAX_ANSWERS = 4096
+"""Kept at a time: more than run at once."""
+
+
+class Answers(dict[int, Sampled]):
+    """What an item samples, by the token; made once for all its steps, since nobody changes it."""
+
+    def __missing__(self, token: int) -> Sampled:
+        if len(self) == MAX_ANSWERS:
+            self.clear()
+        made = self[token] = Sampled([token])
+        return made
 
 
 class SimRunner:
@@ -22,24 +37,26 @@ class SimRunner:
         self.free_at = 0.0
         """When the device has done all that was submitted."""
         self.busy_seconds = 0.0
+        self.answers = Answers()
 
     def submit(self, plan: Plan) -> SimStep:
         seconds = self.cost.seconds(work_of(plan))
         self.free_at = max(self.free_at, self.clock.now) + seconds
         self.busy_seconds += seconds
-        return SimStep(plan, self.free_at, self.clock)
+        return SimStep(plan, self.free_at, self)
 
 
 class SimStep:
     """A submitted step, done at ``done_at``."""
 
-    __slots__ = ("clock", "done_at", "plan")
+    __slots__ = ("done_at", "plan", "runner")
 
-    def __init__(self, plan: Plan, done_at: float, clock: Clock) -> None:
+    def __init__(self, plan: Plan, done_at: float, runner: SimRunner) -> None:
         self.plan = plan
         self.done_at = done_at
-        self.clock = clock
+        self.runner = runner
 
     def sample(self, masks: Masks) -> list[Sampled]:
-        self.clock.now = max(self.clock.now, self.done_at)
-        return [Sampled([item.seq.request.seed]) if item.samples else NOTHING for item in self.plan]
+        clock, answers = self.runner.clock, self.runner.answers
+        clock.now = max(clock.now, self.done_at)
+        return [answers[item.seq.request.seed] if item.samples else NOTHING for item in self.plan]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 
 from octavo.bench.dummy_models import SHAPES
 from octavo.bench.roofline import decode_work, prefill_work, shape_of
+from octavo.engine.step_times import StepWork, work_of
 from octavo.errors import ConfigError
-from octavo.sim.cost_model import Roofline, StepWork, num_blocks_of, work_of
+from octavo.sim.cost_model import Roofline, num_blocks_of
 from octavo.sim.devices import LAYER_SECONDS, find_device
-from octavo.sim.fitted import fit, read_log, write_log
+from octavo.sim.fitted import Replayed, fit, read_log
 from octavo.sim.jobs import Job
 from octavo.sim.sketch import Sketch
 from octavo.types import Scheduled, Sequence
@@ -96,10 +98,48 @@ def test_a_fit_learns_bends_and_is_not_led_astray_by_pauses() -> None:
     assert max(drawn) > 5 * fitted.expected(works[0]), "what was seen of pauses is lost"
 
 
-def test_logs_round_trip_and_bad_ones_are_named(tmp_path: Path) -> None:
+def uneven_steps(seed: int) -> tuple[list[StepWork], list[float]]:
+    """Steps of 2 ms, one in 500 of which takes thirty times as long, and even ones of 40 ms."""
+    rng = np.random.default_rng(seed)
+    works = [StepWork(1, 1, 100, 100), StepWork(256, 1, 256, 32_896)] * 2000
+    seconds = [
+        0.002 * (30 if rng.random() < 1 / 500 else float(rng.lognormal(0, 0.05))) if work.tokens == 1 else 0.04
+        for work in works
+    ]
+    return works, seconds
+
+
+def test_pauses_are_drawn_as_often_as_they_were_seen_and_for_steps_of_the_same_length() -> None:
+    works, seconds = uneven_steps(7)
+    fitted = fit(works, seconds)
+    for work in works[:2]:
+        own = [taken for other, taken in zip(works, seconds, strict=True) if other == work]
+        drawn = [fitted.seconds(work) for _ in range(20_000)]
+        assert np.mean(drawn) == pytest.approx(np.mean(own), rel=0.03)
+        assert np.quantile(drawn, 0.99) == pytest.approx(np.quantile(own, 0.99), rel=0.05)
+
+
+def test_the_same_form_on_a_slower_machine() -> None:
+    fitted = fit(*random_steps(2000, 1))
+    works, seconds = random_steps(500, 2)
+    slower = fitted.as_of(works, [1.5 * taken for taken in seconds])
+    drawn = [slower.seconds(works[0]) for _ in range(2000)]
+    assert np.median(drawn) == pytest.approx(1.5 * fitted.expected(works[0]), rel=0.05)
+
+
+def test_a_replay_gives_a_run_its_own_times_back() -> None:
+    fitted = fit(*random_steps(2000, 1))
+    works, seconds = random_steps(500, 2)
+    replayed = Replayed(fitted, works, seconds)
+    assert [replayed.seconds(work) for work in works] == pytest.approx(seconds)
+    assert replayed.seconds(works[-1]) == pytest.approx(seconds[-1]), "past the end, the last of it goes on"
+
+
+def test_logs_are_read_and_bad_ones_are_named(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     works, seconds = random_steps(60, 3)
-    write_log(path, works, seconds)
+    lines = [{**work._asdict(), "seconds": taken} for work, taken in zip(works, seconds, strict=True)]
+    path.write_text("\n".join(map(json.dumps, lines)))
     got_works, got_seconds = read_log(path)
     assert got_works == works
     assert got_seconds == pytest.approx(seconds)

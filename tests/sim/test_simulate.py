@@ -12,8 +12,8 @@ import pytest
 from octavo.bench.virtual import StepCost, VirtualEngine
 from octavo.cli import main
 from octavo.config import SchedulerSettings
+from octavo.engine.step_times import StepWork
 from octavo.sim.clock import START
-from octavo.sim.cost_model import StepWork
 from octavo.sim.jobs import Job, Workload
 from octavo.sim.replica import Sizes
 from octavo.sim.report import Targets

@@ -1,0 +1,119 @@
+"""What each step computes and how long it takes, for ``octavo simulate`` to learn from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from octavo.errors import ConfigError
+from octavo.types import Masks, Pending, Plan, Runner, Sampled
+
+
+class StepWork(NamedTuple):
+    """What the time of a step depends on."""
+
+    tokens: int
+    rows: int
+    """Positions after which a token is sampled."""
+    context: int
+    """Cached positions read: the sum of the sequences' ends."""
+    pairs: int
+    """Pairs of a query and a key, over all sequences."""
+
+
+def work_of(plan: Plan) -> StepWork:
+    """What ``plan`` asks of a device."""
+    chunks = [item for item in plan if len(item.tokens) > 1 or item.drafts]
+    num_singles = len(plan) - len(chunks)
+    context = sum([item.start for item in plan]) + num_singles
+    pairs = context
+    tokens, rows = num_singles, len(plan)
+    for item in chunks:
+        count = len(item.tokens) + len(item.drafts)
+        tokens += count
+        rows += len(item.drafts) if item.samples else -1
+        context += count
+        pairs += (count - 1) * item.start + count * (count + 1) // 2
+    return StepWork(tokens, rows, context, pairs)
+
+
+Note = Callable[[StepWork, float], None]
+"""Takes what a step computed, and its seconds."""
+
+
+class TimedRunner:
+    """Another runner, whose steps are timed from one result to the next, so that all around them is counted in.
+
+    A step that goes on with nobody of the step before may follow a pause: it counts from where it was submitted, and
+    what the host took between the last two steps that did follow each other is added.
+    """
+
+    def __init__(self, runner: Runner, note: Note, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.runner = runner
+        self.note = note
+        self.clock = clock
+        self._members: set[int] = set()
+        """Sequences of the step submitted last."""
+        self._done_at = 0.0
+        self._between = 0.0
+        """Seconds of the host from a result to the next submission; none where steps overlap."""
+
+    def submit(self, plan: Plan) -> TimedStep:
+        work, submitted_at = work_of(plan), self.clock()
+        members = {item.seq.id for item in plan}
+        goes_on = not members.isdisjoint(self._members)
+        self._members = members
+        return TimedStep(self, work, submitted_at, goes_on, self.runner.submit(plan))
+
+    def finish(self, step: TimedStep) -> None:
+        """The result of ``step`` is there."""
+        now = self.clock()
+        if step.goes_on:
+            self._between = max(0.0, step.submitted_at - self._done_at)
+            began = self._done_at
+        else:
+            began = max(self._done_at, step.submitted_at - self._between)
+        self._done_at = now
+        self.note(step.work, now - began)
+
+
+class TimedStep:
+    """A submitted step."""
+
+    __slots__ = ("goes_on", "pending", "runner", "submitted_at", "work")
+
+    def __init__(
+        self, runner: TimedRunner, work: StepWork, submitted_at: float, goes_on: bool, pending: Pending
+    ) -> None:
+        self.runner = runner
+        self.work = work
+        self.submitted_at = submitted_at
+        self.goes_on = goes_on
+        self.pending = pending
+
+    def sample(self, masks: Masks) -> list[Sampled]:
+        sampled = self.pending.sample(masks)
+        self.runner.finish(self)
+        return sampled
+
+
+def logged(runner: Runner, path: str | None) -> Runner:
+    """``runner``, with each step added to the file ``path``, if one is given, as a JSON line; raises ``ConfigError``.
+
+    Lines are whole, however this process ends.
+    """
+    if path is None:
+        return runner
+    try:
+        file = Path(path).expanduser().open("ab", buffering=0)
+    except OSError as error:
+        raise ConfigError(f"step_log: cannot write {path}: {error.strerror}") from None
+
+    def note(work: StepWork, seconds: float) -> None:
+        file.write(msgspec.json.encode({**work._asdict(), "seconds": round(seconds, 9)}) + b"\n")
+
+    return TimedRunner(runner, note)
