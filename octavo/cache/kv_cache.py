@@ -73,6 +73,7 @@ class KVCache:
         """Token positions in all block tables, but for those given back; a shared block counts in each."""
         self.num_filled = 0
         """Of those, computed or in flight."""
+        self._asks_for_turns = eviction == "session"
         self._last_turns: OrderedDict[tuple[str, str], Node] = OrderedDict()
         """The end of the latest turn of each session, by salt and session; as many as there are blocks."""
 
@@ -292,7 +293,7 @@ class KVCache:
         if seq.published is not None:
             if request.cache_ttl:
                 self.tree.keep(seq.published, self.clock() + request.cache_ttl)
-            if request.session:
+            if request.session and self._asks_for_turns:
                 self._note_turn((request.cache_salt, request.session), seq)
         self.num_slots -= (len(seq.block_table) - seq.first_block) * self.block_size
         self.num_filled -= seq.num_computed_tokens - seq.first_block * self.block_size

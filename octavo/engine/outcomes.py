@@ -13,18 +13,22 @@ def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats
 
     Returns what there is to tell, if anything; with a ``finish_reason`` if the sequence is to end.
     """
-    seq = item.seq
-    num_committed = item.start + len(item.tokens)
-    if item.start < seq.num_prompt_tokens:
-        num_prompt_tokens = min(num_committed, seq.num_prompt_tokens) - item.start
+    seq, start = item.seq, item.start
+    num_committed = start + len(item.tokens)
+    if start < seq.num_prompt_tokens:
+        num_prompt_tokens = min(num_committed, seq.num_prompt_tokens) - start
         stats.num_prompt_tokens += num_prompt_tokens
-        events.note(seq.id, "chunk", start=item.start, tokens=num_prompt_tokens)
+        events.note(seq.id, "chunk", start=start, tokens=num_prompt_tokens)
     tokens: list[int] = []
     reason: FinishReason | None = None
     if item.samples:
-        position = num_committed
-        tokens, reason = stopping.cut(seq, position, result.tokens)
-        seq.tokens[position : position + 1] = tokens
+        tokens = result.tokens
+        if num_committed + len(tokens) >= seq.max_computed_tokens or not seq.stop_token_ids.isdisjoint(tokens):
+            tokens, reason = stopping.cut(seq, num_committed, tokens)
+        if len(tokens) == 1:
+            seq.tokens[num_committed] = tokens[0]
+        else:
+            seq.tokens[num_committed : num_committed + 1] = tokens
         stats.num_output_tokens += len(tokens)
         if item.drafts:
             num_rejected = 1 + len(item.drafts) - len(result.tokens)
@@ -32,8 +36,7 @@ def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats
             stats.num_accepted_drafts += len(result.tokens) - 1
             cache.truncate(seq, seq.num_computed_tokens - num_rejected)
             num_committed += len(tokens) - 1
-    block_size = cache.block_size
-    if num_committed // block_size > item.start // block_size:
+    if num_committed % cache.block_size < num_committed - start:  # a block ends between the two
         cache.publish(seq, num_committed)
     if cache.window:
         cache.slide(seq, num_committed)
@@ -48,7 +51,7 @@ def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats
         seq.first_scheduled,
         result.logprobs and result.logprobs[: len(tokens)],
         result.prompt_logprobs,
-        item.start + 1 if result.prompt_logprobs else 0,
+        start + 1 if result.prompt_logprobs else 0,
         values=result.values,
     )
 

@@ -155,7 +155,7 @@ class Scheduler:
                 rest = budget + num_aside
                 break
             plan.append(take(seq, num_tokens, drafts))
-            budget -= num_tokens + len(drafts)
+            budget -= end - start
         else:
             rest = self._admit(plan, budget + num_aside)
         self.cache.num_filled += whole - rest

@@ -16,14 +16,13 @@ MAX_POINTS = 256
 class Told:
     """What one client has seen so far."""
 
-    __slots__ = ("arrival", "first", "job", "last", "num_tokens")
+    __slots__ = ("arrival", "first", "job", "last")
 
     def __init__(self, job: Job, arrival: float) -> None:
         self.job = job
         self.arrival = arrival
         self.first = 0.0
         self.last = 0.0
-        self.num_tokens = 0
 
 
 @dataclass(frozen=True)
@@ -67,39 +66,43 @@ class Ledger:
 
     def take(self, outputs: list[Output], live: dict[int, Told], previous: float, now: float) -> list[Told]:
         """``outputs`` came at ``now``; the ones before, of the same replica, at ``previous``. Returns who is done."""
-        num_even = 0
+        num_even = len(outputs)  # nearly all of them: counted together below
         done = []
         for output in outputs:
             told = live[output.request_id]
-            count = len(output.tokens)
-            if count:
-                if told.last == previous and count == 1:
-                    num_even += 1  # nearly all of them: counted together below
-                elif told.last:
-                    self.itl.add(now - told.last)
-                else:
-                    told.first = now
-                    self.ttft.add(now - told.arrival)
-                told.last = now
-                told.num_tokens += count
+            if told.last != previous or not output.tokens:
+                num_even -= 1
+                self._take_odd(told, output, now)
+            told.last = now
             if output.finish_reason is not None:
                 done.append(live.pop(output.request_id))
-                self._finish(done[-1], output)
+                self._finish(told, output)
         if num_even:
             self.itl.add(now - previous, num_even)
         return done
+
+    def _take_odd(self, told: Told, output: Output, now: float) -> None:
+        """A first token, one after a pause, or none."""
+        if not output.tokens:
+            return
+        if told.last:
+            self.itl.add(now - told.last)
+        else:
+            told.first = now
+            self.ttft.add(now - told.arrival)
 
     def _finish(self, told: Told, output: Output) -> None:
         self.ended_at = max(self.ended_at, told.last)
         if output.finish_reason == "error":
             self.num_failed += 1
             return
+        num_tokens = told.job.output_len
         self.num_finished += 1
-        self.num_output_tokens += told.num_tokens
+        self.num_output_tokens += num_tokens
         self.num_prompt_tokens += sum(count for _, count in told.job.prompt)
         self.e2el.add(told.last - told.arrival)
-        per_token = (told.last - told.first) / (told.num_tokens - 1) if told.num_tokens > 1 else 0.0
-        if told.num_tokens > 1:
+        per_token = (told.last - told.first) / (num_tokens - 1) if num_tokens > 1 else 0.0
+        if num_tokens > 1:
             self.tpot.add(per_token)
         self.num_good += told.first - told.arrival <= self.targets.ttft and per_token <= self.targets.itl
 

@@ -181,13 +181,16 @@ def test_kept_blocks_go_last_until_their_time_is_over(policy: str) -> None:
 
 
 def test_hints_do_not_pile_up() -> None:
-    cache = KVCache(8, 1, clock=Clock())
+    cache = KVCache(8, 1, eviction="session", clock=Clock())
     for _ in range(1000):
         run_through(cache, [1, 2, 3], ttl=1000.0, session="s")
     assert len(cache.tree.idle._expiring) < 50
     for number in range(1000):
         run_through(cache, [1, 2], session=f"s{number}")
-    assert len(cache._last_turns) <= 8
+    assert len(cache._last_turns) == 8
+    cache = KVCache(8, 1)
+    run_through(cache, [1, 2, 3], session="s")
+    assert not cache._last_turns, "nobody asks for them, and they would keep what is evicted in memory"
 
 
 def test_admission_leaves_the_watermark_to_those_who_run() -> None:
