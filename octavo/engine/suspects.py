@@ -40,8 +40,8 @@ class Suspects:
 
     @property
     def is_active(self) -> bool:
-        """Whether someone is being tried, or still has to be."""
-        return self._trial is not None or bool(self._groups)
+        """Whether someone is being tried, or still has to be. Who has ended meanwhile has not."""
+        return self._trial is not None or any(_unfinished(group) for group in self._groups)
 
     def next_group(self) -> Plan:
         """What to repeat next; empty when that has to wait for steps in flight.
@@ -51,7 +51,7 @@ class Suspects:
         """
         while self._groups and self._trial is None:
             group = self._groups[0]
-            items = [item for item in group.items if item.seq.status is not Status.FINISHED]
+            items = _unfinished(group)
             if any(item.seq.num_in_flight for item in items):
                 break
             self._tried = self._groups.popleft()
@@ -83,3 +83,7 @@ class Suspects:
             if items:
                 self._groups.appendleft(Group(items, failed_alone=False))
         return None
+
+
+def _unfinished(group: Group) -> Plan:
+    return [item for item in group.items if item.seq.status is not Status.FINISHED]

@@ -41,6 +41,16 @@ def test_halves_are_tried_one_after_the_other() -> None:
     assert not suspects.is_active
 
 
+def test_who_has_ended_is_not_suspected() -> None:
+    a, b = make_sequences(2)
+    suspects = Suspects()
+    plan = make_plan(a, b)
+    suspects.accuse(plan, plan)
+    a.status = b.status = Status.FINISHED
+    assert not suspects.is_active
+    assert suspects.next_group() == []
+
+
 def test_nobody_is_convicted_for_one_failure_alone() -> None:
     (a,) = make_sequences(1)
     suspects = Suspects()
