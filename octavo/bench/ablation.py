@@ -231,20 +231,3 @@ def measure(config: EngineConfig, work: Work, rounds: int, told: Callable[[str],
             for stage in rows
         ],
     }
-
-
-def table(result: dict[str, Any]) -> str:
-    """The progression for people to read; medians over the rounds."""
-    from octavo.bench.report_tables import markdown_table
-
-    columns = {
-        "output_tok_s": "tokens/s",
-        "ttft_ms": "TTFT median",
-        "ttft_max_ms": "TTFT most",
-        "itl_ms": "ITL median",
-        "itl_p99_ms": "ITL p99",
-    }
-    rows = [[row["stage"], *(f"{row[name]['median']:,.1f}" for name in columns)] for row in result["rows"]]
-    lines = [markdown_table(["each with all above it", *columns.values()], rows)]
-    lines += [f"Not there: {name}, for {reason}." for name, reason in result["missing"].items()]
-    return "\n\n".join(lines)

@@ -19,6 +19,13 @@ SERVED_COLUMNS = {
     "itl_p99_ms": "ITL p99 ms",
     "tpot_p50_ms": "TPOT p50 ms",
 }
+ABLATION_COLUMNS = {
+    "output_tok_s": "tokens/s",
+    "ttft_ms": "TTFT p50 ms",
+    "ttft_max_ms": "longest TTFT ms",
+    "itl_ms": "ITL p50 ms",
+    "itl_p99_ms": "ITL p99 ms",
+}
 STEP_CLASSES = (*(label for label, _ in CLASSES), "other")
 PLACE = re.compile(r"<!-- report (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -41,6 +48,8 @@ def render(file: Path) -> str:
         tables = _served(result)
     elif record["benchmark"] == "profile":
         tables = _profile(result)
+    elif record["benchmark"] == "ablation":
+        tables = ablation(result)
     else:
         tables = _plain(result.get("rows", [result]))
     return f"{title}\n\n{tables}"
@@ -98,6 +107,13 @@ def _served(result: Mapping[str, Any]) -> str:
 def _pair(row: Mapping[str, Any]) -> str:
     times = f" ({row['times_better']:.2f})" if "times_better" in row else ""
     return ", ".join(number(row.get(engine, "-")) for engine in ("octavo", "vllm")) + times
+
+
+def ablation(result: Mapping[str, Any]) -> str:
+    """One row for each engine, which has what the rows above it have and one thing more."""
+    lines = [[row["stage"], *(number(row[name]) for name in ABLATION_COLUMNS)] for row in result["rows"]]
+    missing = "".join(f"\n\nNot there: {name}, for {reason}." for name, reason in result["missing"].items())
+    return markdown_table(["and all above", *ABLATION_COLUMNS.values()], lines) + missing
 
 
 def _profile(result: Mapping[str, Any]) -> str:

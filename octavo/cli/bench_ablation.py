@@ -37,8 +37,9 @@ def add_kinds(kinds: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from octavo.bench.ablation import Work, measure, table
+    from octavo.bench.ablation import Work, measure
     from octavo.bench.report import keep
+    from octavo.bench.report_tables import ablation
     from octavo.cli.bench import with_folder
 
     config = with_folder(load_config(EngineConfig, args))
@@ -47,5 +48,5 @@ def _run(args: argparse.Namespace) -> int:
         given["max_num_seqs"] = config.scheduler.max_num_seqs
     result = measure(config, Work(**given), args.rounds, lambda line: print(f"octavo: {line}", file=sys.stderr))
     keep("ablation", result, args.output)
-    print(table(result))
+    print(ablation(result))
     return 0
