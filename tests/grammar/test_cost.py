@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+from llguidance import LLTokenizer
 
 from octavo.grammar import forms
 from octavo.grammar.matchers import compile_matcher, fill_mask, make_tokenizer, new_mask, normalised
@@ -22,6 +24,11 @@ def test_a_mask_costs_less_than_a_tenth_of_a_millisecond(default_model_path: Pat
     tokenizer = load_tokenizer(default_model_path)
     assert tokenizer is not None
     matchers = make_tokenizer(tokenizer.vocabulary(()))
+    seconds = min(_seconds_of_a_mask(matchers, tokenizer.eos_token_ids) for _ in range(3))  # neighbours only add
+    assert seconds < MAX_SECONDS, f"{seconds * 1e6:.0f} microseconds"
+
+
+def _seconds_of_a_mask(matchers: LLTokenizer, eos_token_ids: Collection[int]) -> float:
     rng = random.Random(0)
     mask = new_mask(matchers)
     seconds, count = 0.0, 0
@@ -33,10 +40,10 @@ def test_a_mask_costs_less_than_a_tenth_of_a_millisecond(default_model_path: Pat
             seconds += time.thread_time() - started
             count += 1
             token = rng.choice(allowed(mask))
-            if token in tokenizer.eos_token_ids:
+            if token in eos_token_ids:
                 break
             started = time.thread_time()
             matcher.consume_token(token)
             seconds += time.thread_time() - started
     assert count > 500
-    assert seconds / count < MAX_SECONDS, f"{seconds / count * 1e6:.0f} microseconds"
+    return seconds / count
