@@ -72,7 +72,7 @@ def test_guesses_and_stop_strings(tiny_checkpoint: Path) -> None:
         for number, result in enumerate(whole):
             text = result.outputs[0].text
             stop = text[len(text) // 2 :][:2]
-            params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=[stop])
+            params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=(stop,))
             want, found = (llm.generate([prompts[number]], params)[0].outputs[0] for llm in (plain, guessing))
             assert (found.text, found.finish_reason) == (want.text, want.finish_reason)
             assert found.finish_reason == "stop"
