@@ -38,7 +38,7 @@ class Adjustments(NamedTuple):
     bias_ids_RB: Tensor
     """int32; no id twice in a row."""
     bias_RB: Tensor
-    """float32; what is added to the logits of these ids."""
+    """float32; what is added to the logits of these ids; ``BANNED`` takes a token out."""
     banned_ids_RE: Tensor
     """int32; tokens that are out."""
     mask_RW: Tensor
@@ -69,7 +69,9 @@ def adjust_logits(logits_RV: Tensor, adjustments: Adjustments) -> Tensor:
     for r in range(R):
         banned = adjustments.banned_ids_RE[r]
         is_out_RV[r, _known(banned, V)] = True
-        rows.append(_penalized(_biased(given_RV[r], adjustments, r), adjustments, r))
+        biased_V = _biased(given_RV[r], adjustments, r)
+        is_out_RV[r] |= biased_V == BANNED
+        rows.append(_penalized(biased_V, adjustments, r))
     adjusted_RV = torch.stack(rows) if rows else given_RV
     adjusted_RV = adjusted_RV.masked_fill(is_out_RV, BANNED).clamp(BANNED, OVERFLOWN)
     return adjusted_RV.masked_fill(~given_RV.isfinite(), math.nan)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from octavo.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from octavo.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from octavo.types import Sequence, Status
 
 MAX_BANS = 2 * MAX_STOP_TOKEN_IDS
 """Most ids that the device keeps from ending a text too early."""
+MAX_BIASES = MAX_LOGIT_BIAS + 2 * MAX_BAD_WORDS
+"""Most ids that the device is told a bias of; a bad word that is a single token is banned by one."""
 
 
 class Cells:
@@ -84,13 +86,13 @@ class Cells:
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self.repetition[cell], self.frequency[cell], self.presence[cell] = penalties
         self.has_penalties[cell] = penalties != (1, 0, 0)
-        self.has_biases[cell] = bool(params.logit_bias)
+        self.has_biases[cell] = bool(params.logit_bias or seq.request.banned_sequences)
         self.wants_logprobs[cell] = params.logprobs is not None
         self.num_prompt_tokens[cell] = seq.num_prompt_tokens
         has_bans = params.min_tokens > 0 and bool(seq.stop_token_ids)
         self.free_to_stop_at[cell] = seq.num_prompt_tokens + params.min_tokens if has_bans else 0
         self.has_extras[cell] = (
-            has_bans or bool(params.logit_bias) or penalties != (1, 0, 0) or params.logprobs is not None
+            has_bans or bool(self.has_biases[cell]) or penalties != (1, 0, 0) or params.logprobs is not None
         )
         self.num_told[cell] = -1
 
@@ -110,6 +112,6 @@ def _is_sampled_by_host(seq: Sequence) -> bool:
         or params.grammar is not None
         or params.prompt_logprobs is not None
         or params.allowed_token_ids is not None
-        or bool(seq.request.banned_sequences)
+        or any(len(sequence) > 1 for sequence in seq.request.banned_sequences)
         or (params.min_tokens > 0 and len(seq.stop_token_ids) > MAX_BANS)
     )

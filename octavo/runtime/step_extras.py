@@ -18,9 +18,10 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops.adjust_logits import Adjustments
-from octavo.runtime.cells import MAX_BANS, Cells
+from octavo.ops.sample import BANNED
+from octavo.runtime.cells import MAX_BANS, MAX_BIASES, Cells
 from octavo.runtime.step_inputs import DeviceStep, ExtraInputs, HostStep
-from octavo.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from octavo.sampling_params import MAX_LOGPROBS
 from octavo.types import Plan, Sequence, TokenLogprobs
 
 NOBODY = -1
@@ -35,8 +36,8 @@ class ExtraTables:
     def __init__(self, num_cells: int, max_len: int, most_seqs: int, vocab_size: int, device: torch.device) -> None:
         C, self._num_likeliest = num_cells + 1, min(MAX_LOGPROBS, vocab_size)
         self._histories_CL = torch.zeros(C, max_len, dtype=torch.int32, device=device)
-        self._bias_ids_CB = torch.full((C, MAX_LOGIT_BIAS), -1, dtype=torch.int32, device=device)
-        self._biases_CB = torch.zeros(C, MAX_LOGIT_BIAS, device=device)
+        self._bias_ids_CB = torch.full((C, MAX_BIASES), -1, dtype=torch.int32, device=device)
+        self._biases_CB = torch.zeros(C, MAX_BIASES, device=device)
         self._banned_ids_CE = torch.full((C, MAX_BANS), -1, dtype=torch.int32, device=device)
         self._masks_S0 = torch.zeros(most_seqs, 0, dtype=torch.uint8, device=device)
         self._has_mask_S = torch.zeros(most_seqs, dtype=torch.bool, device=device)
@@ -97,10 +98,11 @@ class ExtraTables:
 
     def _tell_lists(self, cell: int, seq: Sequence) -> None:
         params = seq.request.params
-        if params.logit_bias:
-            padding = MAX_LOGIT_BIAS - len(params.logit_bias)
-            _send([*params.logit_bias, *[-1] * padding], self._bias_ids_CB[cell])
-            _send([*params.logit_bias.values(), *[0.0] * padding], self._biases_CB[cell])
+        biases = {**params.logit_bias, **dict.fromkeys((s[-1] for s in seq.request.banned_sequences), BANNED)}
+        if biases:
+            padding = MAX_BIASES - len(biases)
+            _send([*biases, *[-1] * padding], self._bias_ids_CB[cell])
+            _send([*biases.values(), *[0.0] * padding], self._biases_CB[cell])
         if params.min_tokens:
             _send([*seq.stop_token_ids, *[-1] * (MAX_BANS - len(seq.stop_token_ids))], self._banned_ids_CE[cell])
 

@@ -33,7 +33,8 @@ def make_rows(R: int, V: int, seed: int = 0) -> list[Row]:
             force_setattr(params, "repetition_penalty", float(rng.choice([0.5, 1.3, 1e-40])))
         mask = rng.integers(0, 256, int(rng.integers(1, -(-V // 8) + 1)), dtype=np.uint8) if r & 16 else None
         stops = frozenset(int(i) for i in rng.integers(0, V + 2, 9))
-        rows.append(Row(params, 0, len(tokens), [*tokens, 1, 2, 3], num_prompt, stops, mask))
+        banned = tuple((int(i),) for i in rng.integers(0, V + 2, 100)) if r % 3 == 2 else ()
+        rows.append(Row(params, 0, len(tokens), [*tokens, 1, 2, 3], num_prompt, stops, mask, banned))
     return rows
 
 
@@ -42,7 +43,7 @@ def packed(rows: list[Row], V: int) -> Adjustments:
     R = len(rows)
     slots = torch.randperm(R + 3, generator=torch.Generator().manual_seed(0))[:R].int()
     history = torch.zeros(R + 3, 3100, dtype=torch.int32)
-    bias_ids, biases = torch.full((R, 300), -1, dtype=torch.int32), torch.full((R, 300), 50.0)
+    bias_ids, biases = torch.full((R, 400), -1, dtype=torch.int32), torch.full((R, 400), 50.0)
     banned = torch.full((R, 10), -1, dtype=torch.int32)
     masks, has_mask = torch.zeros(R, -(-V // 8), dtype=torch.uint8), torch.zeros(R, dtype=torch.bool)
     for r, row in enumerate(rows):
@@ -50,7 +51,8 @@ def packed(rows: list[Row], V: int) -> Adjustments:
         history[slots[r], : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int32)
         if params.repetition_penalty == 1 and params.frequency_penalty == params.presence_penalty == 0:
             slots[r] = -1
-        for i, (token, bias) in enumerate(params.logit_bias.items()):
+        banned_ids = [] if row.must_stop else row.completing
+        for i, (token, bias) in enumerate({**params.logit_bias, **dict.fromkeys(banned_ids, BANNED)}.items()):
             bias_ids[r, i], biases[r, i] = token, bias
         if row.bans_stops and not row.must_stop:
             banned[r, : len(row.stop_token_ids)] = torch.tensor(sorted(row.stop_token_ids), dtype=torch.int32)

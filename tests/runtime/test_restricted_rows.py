@@ -23,7 +23,7 @@ from octavo.runtime.sampler import NOTHING_LEFT
 from octavo.sampling_params import SamplingParams
 from octavo.types import Masks, Plan, Request
 from tests.runtime.test_model_runner import VOCAB, Loaded, run, tokens_of
-from tests.runtime.test_stream_runner import stream_engine
+from tests.runtime.test_stream_runner import stream_engine, without_host
 
 ENDS = (5, 96)
 NUM_TOKENS = 10
@@ -187,6 +187,30 @@ def test_drawn_tokens_keep_to_them_too(loaded: Loaded) -> None:
         assert not {(18, 27), (18, 36)}.intersection(itertools.pairwise(output))
     pairs = {pair for r in some for pair in zip(together[r.id], together[r.id][1:], strict=False)}
     assert any(first == 18 for first, _ in pairs), "nothing was banned, for its beginning never came"
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_blocks": 16, "depth": 3}], ids=str)
+def test_words_of_one_token_need_no_host(loaded: Loaded, settings: dict[str, Any]) -> None:
+    """Beside biases and penalties of the same tokens, and with as many of both as there may be."""
+    said = loaded.greedy([1, 2], NUM_TOKENS)
+    bias = dict.fromkeys((*said, *range(1000, 1290)), 100.0)
+    penalties = {"repetition_penalty": 0.5, "presence_penalty": -2.0, "min_tokens": 4}
+    banned = tuple((token,) for token in (*said, *range(2000, 2118)))
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"logit_bias": bias},
+        penalties,
+        {**penalties, "logit_bias": bias, "logprobs": 2},
+    ]
+    some = [
+        Request(i, [1, 2], SamplingParams(temperature=i % 2, **kinds[i // 2]), NUM_TOKENS, i, ENDS, banned)
+        for i in range(8)
+    ]
+    some.append(Request(8, [1, 2], SamplingParams(temperature=0), NUM_TOKENS))
+    found = tokens_of(run(without_host(stream_engine(loaded, **settings)), some))
+    assert found == {r.id: tokens_of(run(loaded.engine(), [r]))[r.id] for r in some}
+    assert all(not set(said) & set(found[i]) for i in range(8))
+    assert found[8] == said
 
 
 def test_a_row_with_nothing_left_ends_alone(loaded: Loaded) -> None:

@@ -135,7 +135,8 @@ def _ban_and_bias(
         tl.debug_barrier()
         old = tl.load(out + bias_ids, mask=is_biased, other=0.0)
         bias = tl.load(bias_RB + row * B + b, mask=is_biased, other=0.0)
-        tl.store(out + bias_ids, old + bias, mask=is_biased)  # in a number as large as BANNED, a bias is lost
+        biased = _in_range(old + bias)  # in a number as large as BANNED, a bias is lost
+        tl.store(out + bias_ids, biased, mask=is_biased)
         tl.debug_barrier()
         old = tl.load(out + banned_ids, mask=is_banned, other=0.0)
         tl.store(out + banned_ids, tl.where(old == old, _BANNED, old), mask=is_banned)
