@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench.report import publish, spread
-from octavo.cli import bench_ablation, bench_deciding, bench_peer, bench_tools
+from octavo.cli import bench_ablation, bench_deciding, bench_peer, bench_suites, bench_tools
 from octavo.cli.settings import add_settings, load_config
 from octavo.config import DEFAULT_MODEL, EngineConfig, ModelSettings, cache_dir
 
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_deciding.add_kinds(kinds)
     bench_tools.add_kinds(kinds)
     bench_ablation.add_kinds(kinds)
+    bench_suites.add_kinds(kinds)
 
 
 def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:

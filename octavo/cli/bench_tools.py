@@ -33,6 +33,7 @@ def add_kinds(kinds: Any) -> None:
     lora.add_argument("--sequences", type=int, default=16)
     lora.add_argument("--rank", type=int, default=16)
     lora.add_argument("--steps", type=int, default=32)
+    lora.add_argument("--output", type=Path, help="also write the raw JSON to this file")
     lora.set_defaults(run=_lora)
 
     report = kinds.add_parser("report", help="the tables of raw JSON files, as Markdown")
@@ -78,11 +79,17 @@ def _lora(args: argparse.Namespace) -> int:
     import tempfile
 
     from octavo.bench.lora import step_times
-    from octavo.bench.report_tables import markdown_table
+    from octavo.bench.report import publish
 
     with tempfile.TemporaryDirectory() as folder:
         times = step_times(args.model, Path(folder), args.adapters, args.sequences, args.rank, args.steps)
-    print(markdown_table(["adapters", "ms a step"], [[count, f"{ms:.2f}"] for count, ms in times.items()]))
+    plain = times.get(0)
+    rows = [
+        {"adapters": count, "step_ms": round(ms, 3), **({"times_plain": round(ms / plain, 3)} if plain else {})}
+        for count, ms in times.items()
+    ]
+    work = {"sequences": args.sequences, "rank": args.rank, "steps": args.steps}
+    publish("lora", {"model": args.model.name, **work, "rows": rows}, args.output)
     return 0
 
 
