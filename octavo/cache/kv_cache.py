@@ -73,6 +73,10 @@ class KVCache:
         """Token positions in all block tables, but for those given back; a shared block counts in each."""
         self.num_filled = 0
         """Of those, computed or in flight."""
+        root = self.tree.root
+        self._last_border = (root, root, root)
+        """The node whose path was looked at last, the deepest held block on it, and the first idle one: who is first
+        in line, and has no room, asks again in every step."""
         self._asks_for_turns = eviction == "session"
         self._last_turns: OrderedDict[tuple[str, str], Node] = OrderedDict()
         """The end of the latest turn of each session, by salt and session; as many as there are blocks."""
@@ -121,25 +125,41 @@ class KVCache:
         """
         num_blocks, salt = (len(seq.tokens) - 1) // self.block_size, seq.request.cache_salt
         if self.window:
-            return self.tree.find_recent(
-                seq.tokens, num_blocks, salt, lambda depth: self.blocks_behind(depth * self.block_size)
-            )
+            version = (self.tree.num_born, len(self.tree.node_of))
+            if seq.matched is None or seq.matched[0] != version:
+                found = self.tree.find_recent(
+                    seq.tokens, num_blocks, salt, lambda depth: self.blocks_behind(depth * self.block_size)
+                )
+                seq.matched = (version, found)
+            recent: Node = seq.matched[1]
+            return recent
         node = seq.matched = self.tree.find(seq.tokens, num_blocks, salt, seq.matched)
         return node
 
     def fits(self, node: Node, num_tokens: int, num_spare: int = 0) -> bool:
         """Whether there are blocks for ``num_tokens`` positions of which those up to ``node`` are cached, and
         ``num_spare`` for others, if there are any: not less than the watermark then."""
-        num_missing = self.blocks_for(num_tokens) - node.depth
-        refs, num_behind = self.pool.refs, self.blocks_behind(node.depth * self.block_size)
-        while node.parent is not None and node.depth > num_behind:
-            if refs[node.block] == 0:  # idle: counted as to be had, but needed here
-                num_missing += 1
-            elif not self.window:  # held, and so are all above it
-                break
-            node = node.parent
+        num_idle = self._num_idle(node)  # counted as to be had, but needed here
+        num_missing = self.blocks_for(num_tokens) - node.depth + num_idle
         num_spare = max(num_spare, self.num_reserved) if num_spare else 0
         return num_missing + num_spare <= self.num_free + self.num_cached
+
+    def _num_idle(self, node: Node) -> int:
+        """How many blocks on the path to ``node``, of those that it looks back to, nobody holds."""
+        if self.window:
+            num_behind = self.blocks_behind(node.depth * self.block_size)
+            return sum(self.pool.refs[block] == 0 for block in node.path()[num_behind:])
+        # All above a held block are held, and all below an idle one idle, so the place between them says it all.
+        asked, held, idle = self._last_border
+        if asked is not node or not self._is_held(held) or (held is not node and self._is_held(idle)):
+            held = idle = node
+            while not self._is_held(held):
+                idle, held = held, held.parent or self.tree.root
+            self._last_border = (node, held, idle)
+        return node.depth - held.depth
+
+    def _is_held(self, node: Node) -> bool:
+        return node.parent is None or self.pool.refs[node.block] > 0
 
     def adopt(self, seq: Sequence, node: Node) -> None:
         """Start ``seq``, which holds nothing, with the blocks up to ``node``, as ``match`` gave it."""

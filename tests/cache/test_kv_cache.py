@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -114,6 +115,48 @@ def test_fits_does_not_count_the_idle_blocks_that_it_builds_on() -> None:
     cache.adopt(seq, node)
     assert cache.reserve(seq, 6)
     cache.check([running, seq])
+
+
+def test_asking_again_for_room_sees_what_was_given_back_or_taken_since() -> None:
+    """Against counting one by one, for one path that is held to ever other depths."""
+    cache = KVCache(40, 1)
+    cache.release(compute(cache, list(range(20))))
+    nodes = {depth: cache.match(make_sequence([*range(depth), 99])) for depth in (0, 7, 20)}
+    holders: dict[int, Sequence] = {}
+    rng = random.Random(3)
+    for _ in range(300):
+        depth = rng.randrange(1, 21)
+        if depth in holders:
+            cache.release(holders.pop(depth))
+        else:
+            cache.adopt(holder := make_sequence([*range(20), 99]), cache.match(make_sequence([*range(depth), 99])))
+            holders[depth] = holder
+        asked, node = rng.choice(list(nodes.items()))
+        num_idle = max(0, asked - max(holders, default=0))
+        for _ in range(2):
+            assert cache.fits(node, 20 + asked - num_idle + cache.num_cached)
+            assert not cache.fits(node, 21 + asked - num_idle + cache.num_cached)
+    cache.check(holders.values())
+
+
+def test_asking_again_for_room_does_not_walk_the_path_again() -> None:
+    cache = KVCache(3000, 1)
+    cache.release(compute(cache, list(range(2900))))
+    node = cache.match(make_sequence([*range(2900), 1]))
+    asked = 0
+
+    class Refs(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            return super().__getitem__(index)
+
+    cache.pool.refs = Refs(cache.pool.refs)
+    assert not cache.fits(node, 3001)
+    assert asked >= 2900
+    asked = 0
+    assert not cache.fits(node, 3001)
+    assert asked <= 2
 
 
 def test_a_repeated_match_looks_only_at_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from octavo.cache.kv_cache import KVCache
 from octavo.types import Sequence
 from tests.cache.test_kv_cache import fill, make_sequence
@@ -105,3 +107,19 @@ def test_random_sequences_never_hold_more_than_a_window_and_a_step() -> None:
             assert walk(cache, seq, len(tokens), chunk) <= most
             cache.release(seq)
             cache.check([])
+
+
+def test_a_match_is_repeated_only_when_the_tree_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(10, 2, window=5)
+    seq = begin(cache, TOKENS)
+    walk(cache, seq, 20, 4)
+    cache.release(seq)
+    waiting, searches = make_sequence([*TOKENS, 99]), []
+    find = cache.tree.find_recent
+    monkeypatch.setattr(cache.tree, "find_recent", lambda *given: searches.append(given) or find(*given))
+    assert [cache.match(waiting).depth for _ in range(3)] == [10, 10, 10]
+    assert len(searches) == 1
+    cache.evict(10)
+    assert cache.match(waiting).depth == 0
+    walk(cache, begin(cache, TOKENS), 20, 4)
+    assert cache.match(waiting).depth == 10
