@@ -312,6 +312,8 @@ def _check_combinations(config: EngineConfig) -> None:
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(config.server, name) is not None:
                 raise ConfigError(f"{name} needs ssl_certfile: without a certificate, there is no HTTPS")
+    if isinstance(config, ServeConfig) and config.server.isolate_keys and cache.enable_kv_events:
+        raise ConfigError("isolate_keys and enable_kv_events: the events tell every key what the others ask")
     _check_policy(scheduler, cache)
     parse_speculative_config(config.speculative.speculative_config)
 

@@ -8,6 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from octavo.config import ServeConfig
+from octavo.errors import ConfigError
 from octavo.types import Request
 from tests.engine.making import make_engine, run_to_end
 from tests.server.conftest import Served
@@ -69,6 +73,11 @@ def test_every_api_is_isolated(serve_app: Any, tmp_path: Path) -> None:
         assert served.engine.requests[-1].cache_salt == "alice/", path
     ask(served, "a", "/v1/responses", input=PROMPT, cache_salt="x")
     assert served.engine.requests[-1].cache_salt == "alice/x"
+
+
+def test_events_of_the_cache_would_tell_it_all() -> None:
+    with pytest.raises(ConfigError, match="isolate_keys and enable_kv_events"):
+        ServeConfig.from_flat({"isolate_keys": True, "enable_kv_events": True})
 
 
 def test_otherwise_all_keys_share_and_a_salt_still_separates(serve_app: Any, tmp_path: Path) -> None:
