@@ -88,16 +88,29 @@ def graph_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = Fal
 
 
 def first_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = False) -> list[StepShape]:
-    """A few shapes between which every step that has a graph finds one that it fits into, the largest first."""
-    sizes = {min(size, max_num_seqs) for size in (1, 16, 64, max_num_seqs)}
+    """A few shapes between which every step without extras that has a graph finds one to fit into, the largest first.
+
+    They are what a start waits for, so each stands for kernels that are worth it.
+    """
+    sizes = {min(size, max_num_seqs) for size in (1, 16, max_num_seqs)}
     shapes = {padded_shape(size, size, 1, max_num_seqs)[0] for size in sizes}
-    for rows in (64, 256, 512, max_num_rows):
+    for rows in (256, 512, max_num_rows):
         if 1 < rows <= min(max_num_rows, MIXED_ROWS[-1]):
             shapes.add(padded_shape(rows, min(rows - 1, max_num_seqs), rows, max_num_seqs)[0])
-    widest = max((shape for shape in shapes if shape.max_query_len > 1), default=max(shapes))
-    for shape in (max(shape for shape in shapes if shape.max_query_len == 1), widest):
-        shapes.update(padded_shape(*shape[:3], max_num_seqs, kind)[0] for kind in kinds(with_adapters))
+    if with_adapters:
+        shapes |= {shape._replace(has_adapters=True) for shape in _largest(shapes)}
     return sorted(shapes, reverse=True)
+
+
+def first_extra_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = False) -> list[StepShape]:
+    """The same for steps with extras."""
+    kind, largest = Kind(True, with_adapters), _largest(set(first_shapes(max_num_seqs, max_num_rows)))
+    return sorted((padded_shape(*shape[:3], max_num_seqs, kind)[0] for shape in largest), reverse=True)
+
+
+def _largest(shapes: set[StepShape]) -> set[StepShape]:
+    """The largest of steps of single rows, and the largest of all."""
+    return {max(shape for shape in shapes if shape.max_query_len == 1), max(shapes)}
 
 
 class Graphs:

@@ -6,6 +6,8 @@ Shapes: T rows, S sequences, C cells, Q steps whose results are kept, W numbers 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -117,6 +119,20 @@ class StepProgram:
             return contextlib.nullcontext()
         assert self._adapter_rows is not None, "the model was loaded without adapters"
         return self._adapter_rows.on_device(step.adapters_T)
+
+
+def load_compiler() -> None:
+    """Import the kernels and their compiler in a thread, while weights are read.
+
+    The compiler knows itself by a digest of all its files, which it takes when it is first used.
+    """
+
+    def load() -> None:
+        importlib.import_module("octavo.ops.triton")
+        with contextlib.suppress(ImportError, AttributeError):  # there is no promise that it is called so
+            importlib.import_module("triton.runtime.cache").triton_key()
+
+    threading.Thread(target=load, name="load compiler", daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from octavo.ops.sample import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE
 from octavo.ops.stacked_lora import NOBODY
 from octavo.runtime import sampler
 from octavo.runtime.cells import Cells
-from octavo.runtime.graphs import Graphs, Kind, first_shapes, graph_shapes, padded_shape
+from octavo.runtime.graphs import Graphs, Kind, first_extra_shapes, first_shapes, graph_shapes, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import LAST_TOKEN, ModelRunner
 from octavo.runtime.step_extras import pack_extras, read_report
@@ -106,6 +106,9 @@ class StreamRunner:
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._graphs = Graphs(self._program, launched_early) if self._is_cuda and not enforce_eager else None
         self._host_steps: dict[tuple[int, StepShape], HostStep] = {}
+        self._has_extra_kernels = threading.Event()
+        """Steps with extras wait for it, for a second or two after a start."""
+        self._has_extra_kernels.set()
         self._num_unfinished = 0
         self._last_finish = 0.0
         self._lock = threading.Lock()
@@ -129,6 +132,7 @@ class StreamRunner:
             return
         limits = self._limits
         first = first_shapes(limits.max_num_seqs, limits.max_num_batched_tokens, self._adapter_rows is not None)
+        self._has_extra_kernels.clear()
         started = time.perf_counter()
         with self._on_stream():
             self._compile(self._program, first)
@@ -143,10 +147,16 @@ class StreamRunner:
     def _prepare_the_rest(self) -> None:
         """Compile what all other shapes launch, beside the steps that run; then capture their graphs between steps."""
         limits = self._limits
-        shapes = graph_shapes(limits.max_num_seqs, limits.max_num_batched_tokens, self._adapter_rows is not None)
+        most = limits.max_num_seqs, limits.max_num_batched_tokens, self._adapter_rows is not None
+        shapes = graph_shapes(*most)
         started = time.perf_counter()
         with torch.cuda.stream(torch.cuda.Stream()), self._around():  # type: ignore[no-untyped-call]
-            self._compile(self._make_program(), shapes)
+            program = self._make_program()
+            try:
+                self._compile(program, first_extra_shapes(*most))
+            finally:
+                self._has_extra_kernels.set()
+            self._compile(program, shapes)
         compiled = time.perf_counter()
         if self._graphs is not None:
             self._graphs.allow_captures()
@@ -169,7 +179,7 @@ class StreamRunner:
                 time.sleep(IDLE_SECONDS)
 
     def _compile(self, program: StepProgram, shapes: list[StepShape]) -> None:
-        with compiled_only(), launched_early() if self._graphs is not None else contextlib.nullcontext():
+        with compiled_only(), self._as_in_graphs():
             for shape in shapes:
                 program(shape)
 
@@ -177,6 +187,8 @@ class StreamRunner:
         """Start a plan, or let it wait behind one whose tokens the host chooses; never wait for the device."""
         cells = [self._cells.of(item.seq) for item in plan]
         by_host = any(item.drafts or self._cells.by_host[cell] for item, cell in zip(plan, cells, strict=True))
+        if any(self._cells.has_extras[cell] for cell in cells):
+            self._has_extra_kernels.wait()
         before, self._before = self._before, []
         pending = PendingStep(self, plan, by_host, before)
         with self._lock:
@@ -218,7 +230,7 @@ class StreamRunner:
     def _finish_by_host(self, pending: PendingStep, masks: Masks) -> list[Sampled]:
         """Compute a plan from beginning to end, then start what waited for it."""
         try:
-            with self._on_stream():
+            with self._on_stream(), self._as_in_graphs():
                 for act in pending.before:
                     act()
                 results = self._by_host.submit(pending.plan).sample(masks)
@@ -333,6 +345,10 @@ class StreamRunner:
     def _on_stream(self) -> Iterator[None]:
         with torch.cuda.stream(self._stream), self._around():  # no stream is no change
             yield
+
+    def _as_in_graphs(self) -> contextlib.AbstractContextManager[None]:
+        """Kernels are launched as graphs launch them, so that none has to be compiled twice."""
+        return launched_early() if self._graphs is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _around(self) -> Iterator[None]:

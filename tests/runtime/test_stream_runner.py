@@ -6,6 +6,8 @@ It runs here on the CPU with the reference operations, without graphs but with a
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.runtime.graphs import Kind, first_shapes, graph_shapes, kinds, padded_shape
+from octavo.runtime.graphs import Kind, first_extra_shapes, first_shapes, graph_shapes, kinds, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.sampler import NOT_NUMBERS
 from octavo.runtime.step_program import StepLimits
@@ -327,7 +329,8 @@ def test_logits_that_are_no_numbers_end_their_row_alone(loaded: Loaded) -> None:
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 9, 33, 250, 256])
 def test_padding(num_seqs: int, with_adapters: bool, kind: Kind) -> None:
     shape, has_graph = padded_shape(num_seqs, num_seqs, 1, 256, kind)
-    all_shapes, first = (shapes(256, 2048, with_adapters) for shapes in (graph_shapes, first_shapes))
+    all_shapes = graph_shapes(256, 2048, with_adapters)
+    first = (first_extra_shapes if kind.has_extras else first_shapes)(256, 2048, with_adapters)
     assert has_graph
     assert num_seqs <= shape.num_seqs == shape.num_rows <= 256
     assert shape in all_shapes
@@ -345,5 +348,19 @@ def test_padding(num_seqs: int, with_adapters: bool, kind: Kind) -> None:
 
 def test_steps_look_for_adapters_only_where_there_are_any() -> None:
     assert not any(shape.has_adapters for shape in graph_shapes(8, 64))
-    found = {shape[3:] for shape in first_shapes(8, 64, with_adapters=True)}
-    assert found == {(False, False), (False, True), (True, True)}
+    assert {shape[3:] for shape in first_shapes(8, 64, with_adapters=True)} == {(False, False), (False, True)}
+    assert {shape[3:] for shape in first_extra_shapes(8, 64, with_adapters=True)} == {(True, True)}
+
+
+def test_steps_with_extras_wait_for_their_kernels(loaded: Loaded) -> None:
+    engine = stream_engine(loaded)
+    runner: Any = engine.runner
+    runner._has_extra_kernels.clear()
+    plain = [Request(i, [i, 3], SamplingParams(temperature=0), 9) for i in range(3)]
+    assert_same(run(engine, plain), run(loaded.engine(), plain))  # the others do not
+    timer = threading.Timer(0.2, runner._has_extra_kernels.set)
+    timer.start()
+    some, started = with_extras(4), time.monotonic()
+    assert_same(run(engine, some), run(loaded.engine(), some))
+    assert time.monotonic() - started > 0.15
+    timer.join()

@@ -10,6 +10,10 @@ from octavo.ops.publish_tokens import publish_tokens
 from octavo.ops.triton.launch import after_predecessor, launch
 
 
+FEWEST = 256
+"""One kernel serves all steps of up to so many sequences."""
+
+
 @publish_tokens.kernel(device="cuda", name="triton", preference=10, supports=lambda dtype: None)
 def publish_tokens_triton(
     tokens_S: Tensor, cells_S: Tensor, last_tokens_C: Tensor, results_QS: Tensor, counter: Tensor
@@ -27,7 +31,7 @@ def publish_tokens_triton(
         S,
         results_QS.stride(0),
         Q=len(results_QS),
-        BLOCK=triton.next_power_of_2(S),
+        BLOCK=max(FEWEST, triton.next_power_of_2(S)),
         num_warps=4,
     )
 

@@ -1,0 +1,74 @@
+"""What every kernel launches passes the front end of the compiler, as for an H200, without one.
+
+The interpreter runs kernels as Python, which lets a variable change its type between two branches, say.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.triton_interpreter import DEVICE
+
+SCRIPT = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compiler
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+class Device:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+driver.set_active(Device())
+passed, made = [], compiler.ASTSource.make_ir
+
+class Passed(BaseException):
+    pass
+
+def make_ir(self, *args, **kwargs):
+    made(self, *args, **kwargs)
+    passed.append(self.name)
+    raise Passed
+
+compiler.ASTSource.make_ir = make_ir
+run = JITFunction.run
+
+def passing(self, *args, **kwargs):
+    try:
+        return run(self, *args, **kwargs)
+    except Passed:
+        return None
+
+JITFunction.run = passing
+
+from octavo.ops import dispatch
+from octavo.ops.triton import launch
+choose = dispatch.Op._choose
+dispatch.Op._choose = lambda self, device, dtype: choose(self, "cuda", dtype)
+from octavo.bench.kernel_runs import calls
+
+launch._compiling.set(True)
+launch._pdl.set(True)
+for name, call in calls(torch.device("cpu")):
+    if name.endswith("float32"):
+        continue
+    try:
+        call()
+    except Exception as error:
+        print("FAILED", name, error)
+print(len(passed), "passed,", len(set(passed)), "of them different")
+"""
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there they are compiled to the end")
+def test_every_launch_passes_the_front_end(tmp_path_factory: pytest.TempPathFactory) -> None:
+    environment = {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "FAILED" not in done.stdout, done.stdout[-4000:]
+    assert int(done.stdout.split()[0]) > 30, done.stdout
