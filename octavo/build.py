@@ -52,10 +52,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     """Load the model and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
     phases = Phases()
     device = resolve_device(config.model.device)
-    if device.type == "cpu":
-        _share_cores(num_physical_cores())
-    else:
-        load_compiler()
+    _prepare(device)
     path = resolve_model(config.model)
     checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed, str(device))
     generation = chosen_config(config.model.generation_config, checkpoint.generation_config)
@@ -102,8 +99,8 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     if config.cache.enable_partial_reuse:
         scheduler.cache.copy_slots = lambda *part: runner.precede(partial(storage.copy_slots, *part))
     forms = f"{form.dtype} {form.scheme} {info.kernels}"
-    stream = runner.stream if isinstance(runner, StreamRunner) else None
-    if (offload := make_offload(config.cache, storage, stream, path, forms)) is not None:
+    queue = runner.queue if isinstance(runner, StreamRunner) else None
+    if (offload := make_offload(config.cache, storage, queue, path, forms)) is not None:
         scheduler.cache.use_offload(offload)
     ngram = parse_speculative_config(config.speculative.speculative_config)
     proposer = None if ngram is None else NgramProposer(ngram)
@@ -167,6 +164,14 @@ def _recorded(model: CausalLM, storage: KVStorage) -> Forward | None:
     from octavo.runtime.recorded_forward import RecordedForward
 
     return RecordedForward(model, storage.layers)
+
+
+def _prepare(device: torch.device) -> None:
+    """What is to be done before, or beside, the loading of the model."""
+    if device.type == "cpu":
+        _share_cores(num_physical_cores())
+    else:
+        load_compiler()
 
 
 def _share_cores(count: int) -> None:

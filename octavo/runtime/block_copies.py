@@ -5,11 +5,20 @@ Shapes: L layers, P parts (keys and values), N blocks, K kv heads, S block size,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from octavo.runtime.kv_storage import KVStorage
+
+
+class StepQueue(NamedTuple):
+    """Where steps run: their stream, and a lock that is held by whoever uses it, or captures a graph on it."""
+
+    stream: torch.cuda.Stream
+    lock: threading.Lock
 
 
 class HostBlockCopies:
@@ -34,25 +43,25 @@ class HostBlockCopies:
 class DeviceBlockCopies:
     """Blocks of a storage on a CUDA device, by way of pinned memory and a stream of their own.
 
-    A copy waits for the steps submitted before it, and the steps submitted after it wait for the copy; the host waits
-    for nothing but the end of a copy out, in the thread that wants its content. ``stream`` is that of the steps.
+    A copy waits for the steps submitted before it, and the steps submitted after it wait until the block has been read
+    or written; the host waits for nothing but the end of a copy out, in the thread that wants its content.
     """
 
-    def __init__(self, storage: KVStorage, stream: torch.cuda.Stream) -> None:
+    def __init__(self, storage: KVStorage, steps: StepQueue) -> None:
         self._pool_LPNKSH = storage.pool
         self.num_bytes = storage.pool[:, :, 0].numel() * storage.pool.element_size()
-        self._steps = stream
+        self._steps, self._lock = steps
         self._copies = torch.cuda.Stream(storage.pool.device)  # type: ignore[no-untyped-call]
 
     def read(self, block: int) -> Callable[[], bytes]:
         """Start to copy ``block`` out; what is returned waits for it."""
-        self._copies.wait_stream(self._steps)
-        with torch.cuda.stream(self._copies):
+        with self._lock, torch.cuda.stream(self._copies):
+            self._copies.wait_stream(self._steps)
             place = self._pool_LPNKSH[:, :, block].contiguous()
+            self._steps.wait_event(self._copies.record_event())
             pinned = torch.empty(place.shape, dtype=place.dtype, pin_memory=True)
             pinned.copy_(place, non_blocking=True)
             done = self._copies.record_event()
-        self._steps.wait_event(done)
 
         def content() -> bytes:
             done.synchronize()
@@ -64,9 +73,8 @@ class DeviceBlockCopies:
         """Start to put ``content`` into ``block``."""
         place = self._pool_LPNKSH[:, :, block]
         raw = torch.frombuffer(bytearray(content), dtype=torch.uint8).pin_memory()
-        self._copies.wait_stream(self._steps)
-        with torch.cuda.stream(self._copies):
+        with self._lock, torch.cuda.stream(self._copies):
             on_device = raw.to(place.device, non_blocking=True)
+            self._copies.wait_stream(self._steps)
             place.copy_(on_device.view(place.dtype).view(place.shape))
-            done = self._copies.record_event()
-        self._steps.wait_event(done)
+            self._steps.wait_event(self._copies.record_event())

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from octavo.cache.offload import BlockStore, Offload
 from octavo.cache.tiers import DiskTier, HostTier
 from octavo.config import CacheSettings
-from octavo.runtime.block_copies import DeviceBlockCopies, HostBlockCopies
+from octavo.runtime.block_copies import DeviceBlockCopies, HostBlockCopies, StepQueue
 from octavo.runtime.kv_storage import KVStorage
 
 GIB = 1 << 30
@@ -17,16 +15,16 @@ DEFAULT_DISK_GIB = 32.0
 
 
 def make_offload(
-    settings: CacheSettings, storage: KVStorage, stream: torch.cuda.Stream | None, model: Path, forms: str
+    settings: CacheSettings, storage: KVStorage, steps: StepQueue | None, model: Path, forms: str
 ) -> Offload | None:
-    """The tiers for ``storage``, whose steps run on ``stream``; ``None`` when the settings ask for none.
+    """The tiers for ``storage``; ``steps`` is for one on a CUDA device. ``None`` when the settings ask for none.
 
     ``forms`` says in what precision and by which kernels ``model`` computes: what another model, or the same in another
     form, left on the disk is never found. Raises ``ConfigError`` when the folder cannot be used.
     """
     if settings.kv_offload_memory is None:
         return None
-    store: BlockStore = HostBlockCopies(storage) if stream is None else DeviceBlockCopies(storage, stream)
+    store: BlockStore = HostBlockCopies(storage) if steps is None else DeviceBlockCopies(storage, steps)
     disk = None
     if settings.kv_offload_dir is not None:
         capacity = settings.kv_offload_disk or DEFAULT_DISK_GIB

@@ -32,6 +32,7 @@ from octavo.models.registry import CausalLM
 from octavo.ops.sample import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE
 from octavo.ops.stacked_lora import NOBODY
 from octavo.runtime import sampler
+from octavo.runtime.block_copies import StepQueue
 from octavo.runtime.cells import Cells
 from octavo.runtime.graphs import Graphs, Kind, first_extra_shapes, first_shapes, graph_shapes, padded_shape
 from octavo.runtime.kv_storage import KVStorage
@@ -117,9 +118,9 @@ class StreamRunner:
         self._before: list[Callable[[], None]] = []
 
     @property
-    def stream(self) -> torch.cuda.Stream | None:
-        """The stream of the steps; ``None`` on a CPU."""
-        return self._stream
+    def queue(self) -> StepQueue | None:
+        """Where steps run; ``None`` on a CPU."""
+        return None if self._stream is None else StepQueue(self._stream, self._lock)
 
     # ---- steps come and go
 
