@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +21,9 @@ PROMPT_TOKENS = 16
 
 
 def step_times(
-    model: Path, folder: Path, counts: Sequence[int], num_seqs: int, rank: int, steps: int
-) -> dict[int, float]:
-    """Median milliseconds of a decode step by the number of adapters in the batch, 0 for none.
+    model: Path, folder: Path, counts: Sequence[int], num_seqs: int, rank: int, steps: int, rounds: int
+) -> dict[int, list[float]]:
+    """Milliseconds of decode steps by the number of adapters in the batch, 0 for none; numbers take turns in rounds.
 
     Weights are random, and so are adapters of every linear map of the layers, which are written to ``folder``.
     """
@@ -37,7 +36,11 @@ def step_times(
     for i in range(max(counts)):
         _write(adapters, folder / str(i), rank)
         adapters.load(str(i), str(folder / str(i)))
-    return {count: _step_ms(engine, count, num_seqs, steps) for count in counts}
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(rounds):
+        for count in counts:
+            times[count] += _step_ms(engine, count, num_seqs, steps)
+    return times
 
 
 def _write(adapters: Adapters, folder: Path, rank: int) -> None:
@@ -51,7 +54,7 @@ def _write(adapters: Adapters, folder: Path, rank: int) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": rank}))
 
 
-def _step_ms(engine: Engine, count: int, num_seqs: int, steps: int) -> float:
+def _step_ms(engine: Engine, count: int, num_seqs: int, steps: int) -> list[float]:
     params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
     for i in range(num_seqs):
         adapter = str(i % count) if count else ""
@@ -63,4 +66,4 @@ def _step_ms(engine: Engine, count: int, num_seqs: int, steps: int) -> float:
         outputs = engine.step()
         if sum(len(output.tokens) for output in outputs) == num_seqs:
             times.append(time.perf_counter() - started)
-    return statistics.median(times[len(times) // 4 :]) * 1e3
+    return [seconds * 1e3 for seconds in times[len(times) // 4 :]]

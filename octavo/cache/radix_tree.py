@@ -105,7 +105,7 @@ class RadixTree:
                 break
             node = child
             num_there = num_there + 1 if node.block >= 0 else 0
-            if num_there >= node.depth - num_behind(node.depth):
+            if num_there and num_there >= node.depth - num_behind(node.depth):  # it may go if it has no block
                 found = node
         return found
 

@@ -33,6 +33,7 @@ def add_kinds(kinds: Any) -> None:
     lora.add_argument("--sequences", type=int, default=16)
     lora.add_argument("--rank", type=int, default=16)
     lora.add_argument("--steps", type=int, default=32)
+    lora.add_argument("--rounds", type=int, default=3, help="in which the numbers of adapters take turns")
     lora.add_argument("--output", type=Path, help="also write the raw JSON to this file")
     lora.set_defaults(run=_lora)
 
@@ -79,16 +80,12 @@ def _lora(args: argparse.Namespace) -> int:
     import tempfile
 
     from octavo.bench.lora import step_times
-    from octavo.bench.report import publish
+    from octavo.bench.report import publish, spread
 
+    work = {"sequences": args.sequences, "rank": args.rank, "steps": args.steps, "rounds": args.rounds}
     with tempfile.TemporaryDirectory() as folder:
-        times = step_times(args.model, Path(folder), args.adapters, args.sequences, args.rank, args.steps)
-    plain = times.get(0)
-    rows = [
-        {"adapters": count, "step_ms": round(ms, 3), **({"times_plain": round(ms / plain, 3)} if plain else {})}
-        for count, ms in times.items()
-    ]
-    work = {"sequences": args.sequences, "rank": args.rank, "steps": args.steps}
+        times = step_times(args.model, Path(folder), args.adapters, args.sequences, args.rank, args.steps, args.rounds)
+    rows = [{"adapters": count, "step_ms": spread(ms), "least_ms": round(min(ms), 3)} for count, ms in times.items()]
     publish("lora", {"model": args.model.name, **work, "rows": rows}, args.output)
     return 0
 

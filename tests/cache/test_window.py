@@ -90,9 +90,15 @@ def test_nodes_without_blocks_go_when_nothing_needs_them() -> None:
     cache.evict(cache.num_cached)
     cache.check([seq])
     assert len(list(cache.tree.walk())) == 10, "the path to the end of a sequence"
+    waiting = make_sequence([*TOKENS, 99])
+    assert cache.match(waiting).depth == 0, "it would be found by a node that may go"
     cache.release(seq)
     cache.check([])
     assert not list(cache.tree.walk())
+    cache.adopt(waiting, cache.match(waiting))
+    walk(cache, waiting, 21, 4)
+    cache.release(waiting)
+    cache.check([])
 
 
 def test_random_sequences_never_hold_more_than_a_window_and_a_step() -> None:

@@ -67,6 +67,7 @@ VARIANTS = {
     "drafts": Features(tight=True, drafts=True, grammar=True, depth=2),
     "fair": Features(tight=True, policy="fair", depth=2),
     "longest prefix": Features(tight=True, policy="longest-prefix"),
+    "windows": Features(tight=True, window=True, depth=2),
 }
 
 
