@@ -11,7 +11,7 @@ NOTHING = Sampled([])
 """What an item gives that samples nothing; the scheduler only reads it."""
 
 
-MAX_ANSWERS = 4096
+MAX_ANSWERS = 1024
 """Kept at a time: more than run at once."""
 
 

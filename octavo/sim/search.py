@@ -15,6 +15,8 @@ from octavo.sim.simulate import Simulation
 MAX_REPLICAS = 1024
 PARALLEL = (1, 2, 4, 8)
 STEP_TOKENS = (1024, 2048, 8192)
+IDLE = 0.5
+"""Replicas that are busy for less of the time do not get faster by being more."""
 
 
 @dataclass(frozen=True)
@@ -63,25 +65,28 @@ def cheapest(
 
 def _fewest(asked: Asked, engine: EngineConfig, tokens: int, targets: Targets, share: float) -> Found | None:
     best: Found | None = None
-    low, high = 0, 1
-    while (
-        high <= MAX_REPLICAS and (best := _tried(replace(asked, replicas=high), engine, tokens, targets, share)) is None
-    ):
-        low, high = high, 2 * high
-    while best is not None and high - low > 1:
-        middle = (low + high) // 2
-        better = _tried(replace(asked, replicas=middle), engine, tokens, targets, share)
-        if better is None:
-            low = middle
+    low, high, before = 0, 1, -1.0
+    while best is None:
+        tried = _simulated(replace(asked, replicas=high), engine, tokens, targets)
+        good_share = tried.figures["good_share"]
+        if good_share >= share:
+            best = tried
+        elif high == MAX_REPLICAS or (good_share == before and tried.figures["busy_share"] < IDLE):
+            return None  # more replicas change nothing any more
         else:
-            best, high = better, middle
+            low, high, before = high, 2 * high, good_share
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = _simulated(replace(asked, replicas=middle), engine, tokens, targets)
+        if tried.figures["good_share"] >= share:
+            best, high = tried, middle
+        else:
+            low = middle
     return best
 
 
-def _tried(asked: Asked, engine: EngineConfig, tokens: int, targets: Targets, share: float) -> Found | None:
-    clients = asked.clients()
-    figures = Simulation(asked.fleet(engine), clients, targets).run()
-    return Found(asked, tokens, figures) if figures["good_share"] >= share else None
+def _simulated(asked: Asked, engine: EngineConfig, tokens: int, targets: Targets) -> Found:
+    return Found(asked, tokens, Simulation(asked.fleet(engine), asked.clients(), targets).run())
 
 
 def _with(engine: EngineConfig, tokens: int) -> EngineConfig:

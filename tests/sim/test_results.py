@@ -1,0 +1,103 @@
+"""What comes out of simulations: the fewest devices, pictures, equal decisions, memory that does not grow."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.sim import runner, search
+from octavo.sim.plots import plot
+from octavo.sim.report import Targets
+from octavo.sim.search import cheapest
+from octavo.sim.setup import Asked
+from octavo.sim.simulate import Simulation
+
+ASKED = Asked("llama-3.1-8b", "h200", "single", 60, rate=20, input_len=256, output_len=64)
+
+
+def run(asked: Asked, **settings: Any) -> dict[str, Any]:
+    return Simulation(asked.fleet(EngineConfig.from_flat(settings)), asked.clients(), Targets()).run()
+
+
+def test_more_devices_for_each_replica_where_one_is_too_slow_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its weights alone take one H200 3.5 ms; and that is seen before 1,024 replicas are tried."""
+    tried: list[int] = []
+    simulated = search._simulated
+    monkeypatch.setattr(
+        search, "_simulated", lambda asked, *rest: tried.append(asked.replicas) or simulated(asked, *rest)
+    )
+    found = cheapest(ASKED, EngineConfig(), Targets(itl=0.0035), 0.9, parallel=(1, 2), step_tokens=(2048,))
+    assert [one.asked.tensor_parallel for one in found] == [2]
+    assert max(tried) <= 64
+
+
+def test_the_cheapest_of_several_comes_first_and_none_is_an_error() -> None:
+    found = cheapest(ASKED, EngineConfig(), Targets(ttft=0.5), 0.99, parallel=(1, 4), step_tokens=(1024, 2048))
+    assert len(found) == 4
+    assert [one.num_devices for one in found] == sorted(one.num_devices for one in found)
+    assert found[0].asked.tensor_parallel == 1
+    with pytest.raises(ConfigError, match="search"):
+        cheapest(ASKED, EngineConfig(), Targets(ttft=1e-6), parallel=(1,), step_tokens=(2048,))
+
+
+def test_the_picture_shows_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    from matplotlib.figure import Figure
+
+    figures = run(ASKED)
+    drawn: list[Any] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **more: drawn.append(self) or save(self, *args, **more))
+    path = tmp_path / "fleet.png"
+    plot(figures, path)
+    queue, latency = drawn[0].axes
+    lines = {line.get_label(): list(line.get_ydata()) for axes in (queue, latency) for line in axes.lines}
+    assert lines["running"] == [point["running"] for point in figures["queue"]]
+    assert lines["waiting"] == [point["waiting"] for point in figures["queue"]]
+    assert lines["p99"] == [figures[name]["p99"] for name in ("ttft", "itl", "tpot", "e2el")]
+    pixels = np.round(image.imread(path)[..., :3] * 255).astype(int)
+    assert pixels.shape == (400, 1000, 3)
+    colours = set(map(tuple, np.unique(pixels.reshape(-1, 3), axis=0).tolist()))
+    assert {(31, 119, 180), (255, 127, 14), (44, 160, 44)} <= colours, "a line of the three is missing"
+
+
+def test_decisions_are_those_that_they_always_were() -> None:
+    """Counted by a simulator that was slower; whoever makes it faster, or the scheduler, changes none of them."""
+    figures = run(
+        Asked("llama-3.1-8b", "h200", "chat", 120, rate=60, replicas=2),
+        num_kv_blocks=600,
+        block_size=16,
+        max_num_seqs=24,
+    )
+    assert {name: figures[name] for name in ("requests", "steps", "preemptions")} == {
+        "requests": 120,
+        "steps": 10_659,
+        "preemptions": 0,
+    }
+    assert figures["prefix_hit_rate"] == pytest.approx(0.5557, abs=5e-5)
+
+
+def test_memory_does_not_grow_with_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "MAX_ANSWERS", 64)
+
+    def peak(num_requests: int) -> int:
+        asked = Asked(
+            "llama-3.1-8b", "h200", "W1", num_requests, concurrency=16, replicas=2, input_len=192, output_len=8
+        )
+        tracemalloc.start()
+        try:
+            run(asked, num_kv_blocks=64)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak(50)
+    assert peak(1000) < 1.3 * peak(250)
