@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.step_times import StepWork, TimedRunner
@@ -62,10 +64,13 @@ class Driver:
         engine.runner = TimedRunner(engine.runner, lambda work, seconds: self.steps.note(work, seconds))
         self.vocab_size = vocab_size
         self.num_requests = 0
+        self.num_served = 0
+        """Workloads; what one leaves in the prefix cache is not for the next, since the simulator starts empty."""
 
     def serve(self, workload: Workload) -> tuple[dict[str, Any], Steps]:
         """The figures of ``Ledger``, and the steps."""
         self.steps = Steps()
+        self.num_served += 1
         ledger = Ledger(Targets())
         live: dict[int, Told] = {}
         texts: dict[int, list[int]] = {}
@@ -103,7 +108,8 @@ class Driver:
         for token, count in job.prompt:
             tokens += texts.get(token) or [token % self.vocab_size] * count
         live[self.num_requests] = Told(job, arrival)
-        self.engine.add(job.request(self.num_requests, time.monotonic(), tokens))
+        request = job.request(self.num_requests, time.monotonic(), tokens)
+        self.engine.add(msgspec.structs.replace(request, cache_salt=str(self.num_served)))
 
 
 def _sleep_until(moment: float) -> None:
