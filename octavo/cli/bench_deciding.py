@@ -26,7 +26,7 @@ def add_kinds(kinds: Any) -> None:
     waiting.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=POLICY_NAMES)
     waiting.add_argument("--running", type=int, default=256)
     waiting.add_argument("--waiting", type=int, default=10_000)
-    waiting.add_argument("--seen", type=int, default=0, help="requests that came and went before")
+    waiting.add_argument("--seen", nargs="+", type=int, default=[0], help="requests that came and went before")
     waiting.set_defaults(measure=_waiting)
 
     fairness = kinds.add_parser("fairness", help="what a tenant gets while another floods, under each policy")
@@ -46,7 +46,9 @@ def _synthetic(args: argparse.Namespace) -> dict[str, Any]:
 def _waiting(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.bench.overhead import measure_waiting
 
-    rows = [measure_waiting(policy, args.running, args.waiting, args.seen) for policy in args.policies]
+    rows = [
+        measure_waiting(policy, args.running, args.waiting, seen) for policy in args.policies for seen in args.seen
+    ]
     return {"rows": rows}
 
 
