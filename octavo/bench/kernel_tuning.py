@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -116,39 +116,55 @@ def _released(config: LinearConfig, release: str) -> LinearConfig:
     return None if config is None else replace(config, release=release)
 
 
-def tune(models: Sequence[str], rows: Sequence[int], keep: Callable[[], object] = lambda: None) -> list[dict[str, Any]]:
-    """Find the best configurations for these models and numbers of rows, and write them into the device's table.
+def tune(
+    models: Sequence[str],
+    rows: Sequence[int],
+    keep: Callable[[], object] = lambda: None,
+    deadline: float = float("inf"),
+) -> list[dict[str, Any]]:
+    """Find the best configurations for these numbers of rows and models, and write them into the device's table.
 
-    Returns all times on the way. ``keep`` is called whenever the table has grown.
+    They are taken in the order in which they are given, all models for the first number of rows first. What could not
+    be done within ``deadline`` seconds is left as it was. Returns all times on the way. ``keep`` is called whenever the
+    table has grown.
     """
     device = torch.device("cuda")
     path = table_path(torch.cuda.get_device_name(device))
-    buckets = sorted({bucket for bucket in map(bucket_of, rows) if bucket is not None})
-    start = time.perf_counter()
+    buckets = dict.fromkeys(bucket for bucket in map(bucket_of, rows) if bucket is not None)
+    start, longest = time.perf_counter(), 0.0
     compiler = Compiler()
-    count = compiler.compile(_jobs(models, buckets, num_multiprocessors(device)))
-    print(f"octavo: {count} kernels compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    turns = list(itertools.product(buckets, models))
+    multiprocessors = num_multiprocessors(device)
+    compiled = {(n, model): compiler.start(_jobs(n, model, multiprocessors)) for n, model in turns}
     tuner, chosen = Tuner(device, Weights(CHAIN_BYTES, device)), {}
-    for bucket, model in itertools.product(buckets, models):
+    for bucket, model in turns:
+        if time.perf_counter() - start + longest > deadline:
+            print(f"octavo: no time is left for {model}, {bucket} rows", file=sys.stderr)
+            continue
+        for kernel in compiled[bucket, model]:
+            kernel.result()
+        begun = time.perf_counter()
         configs = chosen[model, bucket] = tuner.tune(model, bucket)
+        longest = max(longest, time.perf_counter() - begun)
         found = {str(Shape(case.N, case.K, bucket)): config for case, config in configs.items()}
         write_table(path, {**read_table(path), **found})
         keep()
         print(f"octavo: {model}, {bucket} rows: done after {time.perf_counter() - start:.0f} s", file=sys.stderr)
     table_of.cache_clear()
     # How much the launch itself is worth: the same without it.
-    compiler.compile(((case, n, c) for (_, n), found in chosen.items() for case, c in found.items()), with_pdl=False)
-    compiler.close()
     for (_, bucket), configs in chosen.items():
-        tuner.compare_chains(list(configs.items())[:-1], bucket)
+        if time.perf_counter() - start < deadline:
+            for kernel in compiler.start(((case, bucket, c) for case, c in configs.items()), with_pdl=False):
+                kernel.result()
+            tuner.compare_chains(list(configs.items())[:-1], bucket)
+    compiler.close()
     return tuner.notes
 
 
-def _jobs(models: Sequence[str], buckets: Sequence[int], multiprocessors: int) -> Iterator[Job]:
-    for bucket, model in itertools.product(buckets, models):
-        for case in [*layer_cases(model), head_case(model)]:
-            for config in candidates(case, bucket, multiprocessors):
-                yield case, bucket, config
+def _jobs(bucket: int, model: str, multiprocessors: int) -> Iterator[Job]:
+    for case in [*layer_cases(model), head_case(model)]:
+        for config in candidates(case, bucket, multiprocessors):
+            yield case, bucket, config
 
 
 class Tuner:
@@ -234,18 +250,24 @@ class Compiler:
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self._pool = ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), context, _launch_nothing)
 
-    def compile(self, jobs: Iterable[Job], with_pdl: bool = True) -> int:
-        """Compile what these launch, each kernel once; how many there were."""
-        kernels = {_kernel_key(*job): job for job in jobs}
-        for done in [self._pool.submit(_compile, *job, with_pdl) for job in kernels.values()]:
-            done.result()
-        return len(kernels)
+        self._started: dict[object, Future[None]] = {}
+
+    def start(self, jobs: Iterable[Job], with_pdl: bool = True) -> list[Future[None]]:
+        """Start to compile what these launch, each kernel once; all that there is to wait for."""
+        found = {}
+        for job in jobs:
+            key = (*_kernel_key(*job), with_pdl)
+            if key not in self._started:
+                self._started[key] = self._pool.submit(_compile, *job, with_pdl)
+            found[key] = self._started[key]
+        return list(found.values())
 
     def close(self) -> None:
-        self._pool.shutdown()
+        """Leave what has not begun."""
+        self._pool.shutdown(cancel_futures=True)
 
 
-def _kernel_key(case: LinearCase, rows: int, config: LinearConfig) -> object:
+def _kernel_key(case: LinearCase, rows: int, config: LinearConfig) -> tuple[object, ...]:
     """What differs between kernels: a GEMV is compiled for its columns and for whether its rows come out even."""
     parts = (rows, _released(config, "early"), case.has_norm, case.has_residual, case.activation)
     return (*parts, case.K, case.outputs) if isinstance(config, GemvConfig) else parts

@@ -6,6 +6,8 @@ Times are those of a CUDA graph whose calls read other weights each, with progra
 from __future__ import annotations
 
 import functools
+import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,20 +26,23 @@ from octavo.ops.triton.linear_configs import config_for
 ALONE_BYTES = 400_000_000
 """Weights or rows that take turns: several times any cache."""
 DEVICE = torch.device("cuda")
+TUNING_SHARE = 0.8
+"""Of the time, where both are asked for."""
 
 
-def measure(models: Sequence[str], rows: Sequence[int], tuned: bool) -> dict[str, Any]:
+def measure(models: Sequence[str], rows: Sequence[int], tuned: bool, deadline: float = float("inf")) -> dict[str, Any]:
     """Figures of the kernels of these models' layers for each number of rows, each beside cuBLAS with kernels around.
 
-    With ``tuned``, the device's table of configurations is made first. Raises ``ConfigError`` without a GPU, and for
-    models that are not known.
+    With ``tuned``, the device's table of configurations is made first, in most of ``deadline`` seconds. What there is
+    no time for is left out. Raises ``ConfigError`` without a GPU, and for models that are not known.
     """
     if not torch.cuda.is_available():
         raise ConfigError("kernels: there is no CUDA device here")
     cases = [[*layer_cases(model), head_case(model)] for model in models]
-    notes = kernel_tuning.tune(models, rows) if tuned else []
+    end = time.monotonic() + deadline
+    notes = kernel_tuning.tune(models, rows, deadline=TUNING_SHARE * deadline) if tuned else []
     limits = ceilings.measure()
-    figures = list(figures_of(cases, rows, limits))
+    figures = list(itertools.takewhile(lambda figure: time.monotonic() < end, figures_of(cases, rows, limits)))
     return {**limits, "rows": figures, "tuning": notes}
 
 

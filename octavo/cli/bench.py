@@ -82,6 +82,7 @@ def _add_kernels(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     kernels.add_argument("models", nargs="*", default=["qwen3-8b", "llama-3.2-1b", "qwen3-0.6b"], help="shapes' names")
     kernels.add_argument("--rows", type=bench_peer.numbers, default=[1, 2, 4, 8, 16, 32, 64, 128], help="rows of x")
     kernels.add_argument("--tune", action="store_true", help="first find the best configurations and keep them")
+    kernels.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
     kernels.set_defaults(measure=_kernels)
     yield kernels
 
@@ -208,7 +209,7 @@ def _ceilings(args: argparse.Namespace) -> dict[str, Any]:
 def _kernels(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.bench.kernels import measure
 
-    return measure(args.models, args.rows, args.tune)
+    return measure(args.models, args.rows, args.tune, args.deadline)
 
 
 def _least_work(config: EngineConfig, info: Any, row: dict[str, Any]) -> dict[str, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +86,44 @@ def test_layers_of_weights_differ(device: str) -> None:
     assert len({weight.data_ptr() for layer in layers for weight in layer}) == 6
     with pytest.raises(ConfigError, match="two layers do not fit"):
         Weights(100, torch.device(device)).layers(cases, 1 << 20)
+
+
+class Unhurried:
+    """Instead of a tuner on a device: every turn takes ten seconds."""
+
+    now = 0.0
+
+    def __init__(self, *args: object) -> None:
+        self.notes: list[dict[str, object]] = []
+
+    def tune(self, model: str, rows: int) -> dict[LinearCase, LinearConfig]:
+        Unhurried.now += 10
+        return {LinearCase(model, "qkv", len(model), 64): GemvConfig(rows, 64, 4)}
+
+    def compare_chains(self, chosen: Sequence[tuple[LinearCase, LinearConfig]], rows: int) -> None:
+        self.notes.append({"rows": rows})
+
+
+class NoCompiler:
+    def start(self, jobs: object, with_pdl: bool = True) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_comes_first_is_tuned_first_until_the_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"Tuner": Unhurried, "Compiler": NoCompiler, "Weights": lambda *args: None}.items():
+        monkeypatch.setattr(kernel_tuning, name, value)
+    monkeypatch.setattr(kernel_tuning, "table_path", lambda gpu: tmp_path / "table.json")
+    monkeypatch.setattr(kernel_tuning, "num_multiprocessors", lambda device: H200_MULTIPROCESSORS)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(kernel_tuning.time, "perf_counter", lambda: Unhurried.now)
+    kept: list[float] = []
+    notes = kernel_tuning.tune(["long", "tiny0"], [100, 3, 9, 1], lambda: kept.append(Unhurried.now), deadline=45)
+    assert kept == [10, 20, 30, 40]
+    assert set(kernel_tuning.read_table(tmp_path / "table.json")) == {"4x64, 128", "5x64, 128", "4x64, 16", "5x64, 16"}
+    assert [note["rows"] for note in notes] == [128, 128, 16, 16]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells that there is no CUDA device")
