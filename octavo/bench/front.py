@@ -8,7 +8,9 @@ holds them up. Loads are measured in turns, so that a machine that is busy with 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import random
 import statistics
 import sys
@@ -20,7 +22,14 @@ from typing import Any, NamedTuple
 from octavo.bench.server_process import ServerProcess, free_port
 from octavo.bench.stream_reader import Ask, Streamed, completion, read_streams
 
-READY_SECONDS = 60.0
+READY_SECONDS = 300.0
+START_SECONDS = 0.3
+"""After which others come."""
+INSTANT_TOKENS = 1000
+"""Of a stream when steps take no time."""
+MODEL_NAME = "paced"
+PACED_VLLM = "octavo.bench.paced_vllm.PacedExecutor"
+STEP_VARIABLE = "OCTAVO_PACED_STEP_MS"
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "how", "many", "birds", "flew", "over", "old", "houses")
 MAX_PROMPT_BYTES = 8 << 10
 
@@ -44,12 +53,16 @@ def text_of(length: int, source: random.Random) -> str:
 
 
 def newcomers(rate: float, seconds: float, burst: int, seed: int) -> Iterator[Ask]:
-    """Requests of 4 tokens with prompts of 0.5 to 8 KiB, ``rate`` a second, ``burst`` at a time, from 1 second on."""
+    """Requests of 4 tokens with prompts of 0.5 to 8 KiB, ``rate`` a second, ``burst`` at a time."""
     source = random.Random(seed)
     for number in range(int(rate * seconds / burst)):
         for _ in range(burst):
             size = source.choice((512, 1 << 10, 2 << 10, 4 << 10, MAX_PROMPT_BYTES))
-            yield Ask(1.0 + number * burst / rate, completion(text_of(size, source), 4), watched=False)
+            yield Ask(
+                START_SECONDS + number * burst / rate,
+                completion(text_of(size, source), 4, model=MODEL_NAME),
+                watched=False,
+            )
 
 
 def schemas(rate: float, seconds: float, seed: int) -> Iterator[Ask]:
@@ -63,21 +76,35 @@ def schemas(rate: float, seconds: float, seed: int) -> Iterator[Ask]:
             for _ in range(8):
                 schema = {"allOf": [{"anyOf": [schema, {"type": kind}]} for kind in ("integer", "boolean")]}
         wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-        yield Ask(0.2 + number / rate, completion("Say it", 4, response_format=wanted), watched=False)
+        yield Ask(
+            START_SECONDS + number / rate,
+            completion("Say it", 4, model=MODEL_NAME, response_format=wanted),
+            watched=False,
+        )
 
 
 class FrontProcess:
-    """A front process before a paced engine, and what it used so far."""
+    """A front process before a paced engine, and what it used so far; of vLLM when ``peer`` is its interpreter."""
 
-    def __init__(self, step_ms: float, model: Path) -> None:
+    def __init__(self, step_ms: float, model: Path, peer: str | None = None) -> None:
         self.port = free_port()
-        module = "octavo.bench.front_process"
-        command = [sys.executable, "-m", module, str(self.port), str(step_ms), str(model)]
-        self.server = ServerProcess(command, f"http://127.0.0.1:{self.port}")
+        if peer is None:
+            command = [sys.executable, "-m", "octavo.bench.front_process", str(self.port), str(step_ms), str(model)]
+            self.server = ServerProcess(command, f"http://127.0.0.1:{self.port}")
+            return
+        settings = f"""--served-model-name {MODEL_NAME} --load-format dummy --max-model-len 4096 --max-num-seqs 256
+            --max-num-batched-tokens 8192 --no-enable-prefix-caching --disable-uvicorn-access-log
+            --no-enable-log-requests --disable-log-stats --distributed-executor-backend {PACED_VLLM}"""
+        command = [peer, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(self.port)]
+        root = str(Path(__file__).parents[2])
+        env = {**os.environ, "PYTHONPATH": root, STEP_VARIABLE: str(step_ms), "HF_HUB_OFFLINE": "1"}
+        log = Path(os.devnull)
+        url = f"http://127.0.0.1:{self.port}"
+        self.server = ServerProcess([*command, *settings.split()], url, "/health", log=log, env=env)
 
     def __enter__(self) -> FrontProcess:
         self.server.wait_ready(READY_SECONDS)
-        read_streams(self.port, [Ask(0.0, completion("Once upon a time", 20))] * 4)
+        read_streams(self.port, [Ask(0.0, completion("Once upon a time", 20, model=MODEL_NAME))] * 4)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -86,7 +113,7 @@ class FrontProcess:
     def measure(self, streams: int, tokens: int, others: Iterable[Ask] = ()) -> dict[str, Any]:
         """One row: what ``streams`` at a time cost and saw while ``others`` came."""
         pid = self.server.process.pid
-        asks = [Ask(0.0, completion("Once upon a time", tokens))] * streams
+        asks = [Ask(0.0, completion("Once upon a time", tokens, model=MODEL_NAME))] * streams
         before, start = cpu_seconds(pid), time.perf_counter()
         answers = read_streams(self.port, [*asks, *others])
         used, seconds = cpu_seconds(pid) - before, time.perf_counter() - start
@@ -129,28 +156,43 @@ class Loads(NamedTuple):
         """Each load's name and requests, for a stream of so many seconds."""
         yield "none", []
         if self.newcomers:
-            yield "newcomers", list(newcomers(self.newcomers, seconds - 1.0, self.burst, seed))
+            yield "newcomers", list(newcomers(self.newcomers, seconds - START_SECONDS, self.burst, seed))
         if self.schemas:
-            yield "schemas", list(schemas(self.schemas, seconds - 0.2, seed))
+            yield "schemas", list(schemas(self.schemas, seconds - START_SECONDS, seed))
 
 
-def measure(
-    sizes: Sequence[int], tokens: int, steps_ms: Sequence[float], loads: Loads, rounds: int, model: Path
-) -> dict[str, Any]:
-    """Each pace and number of streams with each load, in turns, ``rounds`` times; medians and all single runs."""
+class Plan(NamedTuple):
+    """What is measured: every pace with every number of streams, each load in turns, ``rounds`` times."""
+
+    streams: Sequence[int]
+    steps_ms: Sequence[float]
+    """0 is an engine that takes no time."""
+    seconds: float
+    """Length of each stream, if nothing holds it up."""
+    rounds: int
+    loads: Loads = Loads()
+
+
+def measure(plan: Plan, model: Path, peer: str | None = None) -> dict[str, Any]:
+    """Medians and all single runs; of the two engines in turns when there is a ``peer``, vLLM's interpreter."""
     medians, runs = [], []
-    for step_ms in steps_ms:
-        with FrontProcess(step_ms, model) as front:
-            for streams in sizes:
-                found: dict[str, list[dict[str, Any]]] = {}
-                for number in range(rounds):
-                    for name, others in loads.asks(tokens * step_ms / 1e3, number):
-                        found.setdefault(name, []).append(front.measure(streams, tokens, others))
-                for name, rows in found.items():
-                    place = {"step_ms": step_ms, "streams": streams, "load": name}
+    for step_ms in plan.steps_ms:
+        tokens = round(plan.seconds * 1e3 / step_ms) if step_ms else INSTANT_TOKENS
+        with contextlib.ExitStack() as servers:
+            fronts = {"octavo": servers.enter_context(FrontProcess(step_ms, model))}
+            if peer is not None:
+                fronts["vllm"] = servers.enter_context(FrontProcess(step_ms, model, peer))
+            for streams in plan.streams:
+                found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+                for number in range(plan.rounds):
+                    for load, others in plan.loads.asks(plan.seconds, number):
+                        for engine, front in fronts.items():
+                            found.setdefault((engine, load), []).append(front.measure(streams, tokens, others))
+                for (engine, load), rows in found.items():
+                    place = {"engine": engine, "step_ms": step_ms, "streams": streams, "load": load}
                     runs += [{**place, **row} for row in rows]
-                    medians.append({**place, **median_of(rows, found["none"])})
-    return {"rows": medians, "runs": runs}
+                    medians.append({**place, **median_of(rows, found[engine, "none"])})
+    return {"plan": {**plan._asdict(), "loads": plan.loads._asdict()}, "rows": medians, "runs": runs}
 
 
 def median_of(rows: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import Any
 from octavo.bench.report import publish, spread
 from octavo.cli import bench_ablation, bench_deciding, bench_peer, bench_suites, bench_tools
 from octavo.cli.settings import add_settings, load_config
-from octavo.config import DEFAULT_MODEL, EngineConfig, ModelSettings, cache_dir
+from octavo.config import DEFAULT_MODEL, EngineConfig, cache_dir
 
 NAME = "bench"
 HELP = "measure throughput, start-up and overheads, alone or beside another engine"
@@ -102,12 +102,13 @@ def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
 
     front = kinds.add_parser("front", help="processor time of the front process per streamed token")
     front.add_argument("--streams", type=bench_peer.numbers, default=[16, 64])
-    front.add_argument("--tokens", type=int, default=200, help="tokens of each stream")
+    front.add_argument("--seconds", type=float, default=2.0, help="length of each stream")
     front.add_argument("--steps-ms", type=bench_peer.reals, default=[10.0], help="paces of the engine behind it")
     front.add_argument("--newcomers", type=float, default=0.0, help="as a load: requests a second with long prompts")
     front.add_argument("--burst", type=int, default=1, help="newcomers that come together")
     front.add_argument("--schemas", type=float, default=0.0, help="as a load: requests a second with hostile schemas")
     front.add_argument("--rounds", type=int, default=1)
+    front.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM, whose server is measured in turns")
     front.set_defaults(measure=_front)
     yield front
 
@@ -234,13 +235,12 @@ def _overhead(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _front(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo.bench.front import Loads, measure
-    from octavo.weights.hub import resolve_model
+    from octavo.bench.dummy_models import model_folder
+    from octavo.bench.front import Loads, Plan, measure
 
-    model = resolve_model(ModelSettings(model=DEFAULT_MODEL))
     loads = Loads(args.newcomers, args.burst, args.schemas)
-    found = measure(args.streams, args.tokens, args.steps_ms, loads, args.rounds, model)
-    return {"loads": loads._asdict(), **found}
+    plan = Plan(args.streams, args.steps_ms, args.seconds, args.rounds, loads)
+    return measure(plan, model_folder("llama-3.2-1b", cache_dir() / "shapes"), args.vllm)
 
 
 def _startup(args: argparse.Namespace) -> dict[str, Any]:
@@ -258,8 +258,8 @@ def _quality(args: argparse.Namespace) -> dict[str, Any]:
 
 def _fidelity(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.build import build_engine
-    from octavo.sim.fidelity import compare
+    from octavo.sim.fidelity import Driver, compare
 
     config = engine_config(args)
     engine, info = build_engine(config)
-    return {**_engine(config, info), **compare(engine, info, config, args.num_prompts)}
+    return {**_engine(config, info), **compare(Driver(engine, info.vocab_size), info, config, args.num_prompts)}
