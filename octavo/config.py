@@ -72,7 +72,9 @@ class ModelSettings:
     batch_invariant: bool = setting(
         False, "on a GPU, let no token depend on what else is in its batch, to the bit; slower (a CPU always does)"
     )
-    enforce_eager: bool = setting(False, "on a GPU, launch every kernel by itself instead of replaying CUDA graphs")
+    enforce_eager: bool = setting(
+        False, "launch every kernel by itself instead of replaying CUDA graphs on a GPU, recorded steps on a CPU"
+    )
     max_model_len: int | None = setting(None, "longest context in tokens; default: the model's own", low=1)
     seed: int = setting(0, "seed of dummy weights, and of what LLM generates without one")
     revision: str | None = setting(None, "branch, tag or commit of a Hugging Face id")
