@@ -34,7 +34,7 @@ class Served:
         self._thread.start()
         while not self._server.started:
             threading.Event().wait(0.005)
-        self.client = httpx.Client(base_url=self.url, timeout=20)
+        self.client = httpx.Client(base_url=self.url, timeout=60)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
