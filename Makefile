@@ -1,6 +1,7 @@
-# Two commands do all the set-up they need: `make serve` and `make test`.
+# Three commands do all the set-up they need: `make serve`, `make test` and `make test-clients`.
 PYTHON ?= python3
 VENV ?= .venv
+CLIENTS ?= .venv-clients
 MODEL ?= smollm2-135m
 HOST ?= 127.0.0.1
 PORT ?= 8000
@@ -10,7 +11,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: serve test lint clean
+.PHONY: serve test test-clients lint clean
 
 serve: $(VENV)/.run  ## serve MODEL on HOST:PORT; more flags in ARGS
 	@exec $(BIN)/octavo serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -18,13 +19,16 @@ serve: $(VENV)/.run  ## serve MODEL on HOST:PORT; more flags in ARGS
 test: $(VENV)/.dev  ## run every test; those that need a GPU are skipped without one
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
+test-clients: $(VENV)/.dev $(CLIENTS)/.done  ## drive a server with other projects' clients: docs/clients.md
+	OCTAVO_CLIENTS=$(abspath $(CLIENTS)) $(BIN)/python -m pytest tests/clients $(ARGS)
+
 lint: $(VENV)/.dev  ## style and types
 	$(BIN)/ruff check octavo tests
 	$(BIN)/ruff format --check octavo tests
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(CLIENTS)
 
 $(BIN)/python:
 	@echo "octavo: making a virtual environment in $(VENV)"
@@ -39,4 +43,14 @@ $(VENV)/.run: pyproject.toml | $(BIN)/python
 
 $(VENV)/.dev: $(VENV)/.run
 	$(PIP) install -e ".[test,lint]"
+	@touch $@
+
+# Clients have dependencies of their own, so they never meet the server's. Without npm those of Node are skipped.
+$(CLIENTS)/.done: tests/clients/requirements.txt tests/clients/package.json
+	@echo "octavo: installing client packages in $(CLIENTS)"
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install uv "$(TORCH)"
+	$(CLIENTS)/bin/uv pip install --python $(CLIENTS)/bin/python -r tests/clients/requirements.txt
+	cp tests/clients/package.json $(CLIENTS)/
+	-cd $(CLIENTS) && npm install --no-audit --no-fund
 	@touch $@
