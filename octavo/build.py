@@ -12,7 +12,7 @@ from octavo import ops
 from octavo.build_encoder import build_encoder
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
-from octavo.config import EngineConfig, ModelSettings, parse_speculative_config
+from octavo.config import EngineConfig, ModelSettings
 from octavo.engine.engine import Engine
 from octavo.engine.ngram import NgramProposer
 from octavo.engine.scheduler import Scheduler
@@ -36,6 +36,7 @@ from octavo.runtime.model_runner import LAST_TOKEN, Forward, ModelRunner
 from octavo.runtime.offloading import make_offload
 from octavo.runtime.step_program import StepLimits, load_compiler
 from octavo.runtime.stream_runner import StreamRunner
+from octavo.speculative_config import parse_speculative_config
 from octavo.telemetry.phases import Phases
 from octavo.text.tokenizer import load_tokenizer
 from octavo.types import EngineInfo

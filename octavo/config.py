@@ -14,12 +14,11 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.setting import Setting, setting
+from octavo.speculative_config import parse_speculative_config
 
 DEFAULT_MODEL = "smollm2-135m"
 POLICY_NAMES = (
@@ -362,30 +361,6 @@ def parse_lora_modules(text: str | None) -> dict[str, str]:
             raise ConfigError(f"lora_modules: {part!r} is not NAME=PATH with a name of its own")
         modules[name] = path
     return modules
-
-
-class Ngram(msgspec.Struct, frozen=True, tag_field="method", tag="ngram", forbid_unknown_fields=True):
-    """Guesses from the sequence itself; the names are vLLM's."""
-
-    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] = 4
-    """Most guesses in a step."""
-    prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=16)] = 3
-    """Most tokens that are looked for, and tried first."""
-    prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
-
-
-def parse_speculative_config(text: str | None) -> Ngram | None:
-    """How to guess, from JSON; ``None`` for no guesses. Raises ``ConfigError``."""
-    if text is None:
-        return None
-    try:
-        found = msgspec.json.decode(text, type=Ngram)
-    except msgspec.DecodeError as error:
-        example = '{"method": "ngram", "num_speculative_tokens": 4}'
-        raise ConfigError(f"speculative_config: {error}; expected such as {example}") from None
-    if found.prompt_lookup_min > found.prompt_lookup_max:
-        raise ConfigError("speculative_config: prompt_lookup_min must be at most prompt_lookup_max")
-    return found
 
 
 def to_flat(config: EngineConfig) -> dict[str, Any]:

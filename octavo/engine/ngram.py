@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
-from octavo.config import Ngram
+from octavo.speculative_config import Ngram
 from octavo.types import Plan, Sequence, Status
 
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from octavo.config import Ngram
 from octavo.engine.engine import Engine
 from octavo.engine.ngram import NgramProposer, Seen
+from octavo.speculative_config import Ngram
 from tests.engine.making import make_engine, make_request, run_to_end, tokens_of
 from tests.operations import count_lines
 from tests.oracle import expected_output
