@@ -1,0 +1,54 @@
+"""A model of windows on a CUDA device, with blocks for little more than one of them. Skipped where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+WINDOW, STEP = 20, 48
+PROMPTS = [[(7 * i + 3 * j) % 128 for j in range(length)] for i, length in enumerate([300, 5, 150, 64, 301])]
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Mistral, wide enough in its logits that no two tokens are nearly tied."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        sliding_window=WINDOW,
+        initializer_range=0.5,
+        tie_word_embeddings=False,
+    )
+    folder = tmp_path_factory.mktemp("mistral")
+    MistralForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def generate(folder: Path, device: str, **settings: Any) -> list[list[int]]:
+    sizes = {"block_size": 16, "max_num_batched_tokens": STEP, "max_num_seqs": 4, **settings}
+    with LLM(str(folder), device=device, dtype="float32", **sizes) as llm:
+        results = [*llm.generate(PROMPTS, GREEDY), *llm.generate([*PROMPTS, PROMPTS[0] + PROMPTS[2]], GREEDY)]
+        llm.engine.check()
+    return [list(result.outputs[0].token_ids) for result in results]
+
+
+@pytest.mark.parametrize("num_blocks", [8, 14, 200])
+def test_few_blocks_give_the_tokens_of_the_cpu(checkpoint: Path, num_blocks: int) -> None:
+    expected = generate(checkpoint, "cpu", num_kv_blocks=200)
+    assert generate(checkpoint, "cuda", num_kv_blocks=num_blocks, max_model_len=512) == expected
