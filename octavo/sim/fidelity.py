@@ -58,10 +58,18 @@ class Steps:
 class Driver:
     """Serves a workload with a real engine, as time goes by."""
 
-    def __init__(self, engine: Engine, vocab_size: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.engine = engine
+        self.clock = clock
+        self.sleep = sleep
         self.steps = Steps()
-        engine.runner = TimedRunner(engine.runner, lambda work, seconds: self.steps.note(work, seconds))
+        engine.runner = TimedRunner(engine.runner, lambda work, seconds: self.steps.note(work, seconds), clock)
         self.vocab_size = vocab_size
         self.num_requests = 0
         self.num_served = 0
@@ -76,9 +84,9 @@ class Driver:
         texts: dict[int, list[int]] = {}
         due: list[tuple[float, int, Job]] = []
         coming = workload.next_job()
-        zero, previous = time.perf_counter() - START, -1.0
+        zero, previous = self.clock() - START, -1.0
         while coming is not None or due or self.engine.has_work:
-            began = time.perf_counter() - zero
+            began = self.clock() - zero
             while coming is not None and coming.arrival + START <= began:
                 self._add(coming, coming.arrival + START, live, texts)
                 coming = workload.next_job()
@@ -87,10 +95,10 @@ class Driver:
                 self._add(job, arrival, live, texts)
             if not self.engine.has_work:
                 upcoming = [coming.arrival + START] if coming is not None else []
-                _sleep_until(zero + min(upcoming + [arrival for arrival, _, _ in due[:1]]))
+                self._sleep_until(zero + min(upcoming + [arrival for arrival, _, _ in due[:1]]))
                 continue
             outputs = self.engine.step()
-            now = time.perf_counter() - zero
+            now = self.clock() - zero
             for output in outputs:
                 texts.setdefault(live[output.request_id].job.output_token, []).extend(output.tokens)
             for told in ledger.take(outputs, live, previous, now):
@@ -111,10 +119,9 @@ class Driver:
         request = job.request(self.num_requests, time.monotonic(), tokens)
         self.engine.add(msgspec.structs.replace(request, cache_salt=str(self.num_served)))
 
-
-def _sleep_until(moment: float) -> None:
-    """Until just before ``moment`` of ``perf_counter``: sleeps end late."""
-    time.sleep(max(0.0, moment - time.perf_counter() - 0.0002))
+    def _sleep_until(self, moment: float) -> None:
+        """Until just before ``moment`` of the clock: sleeps end late."""
+        self.sleep(max(0.0, moment - self.clock() - 0.0002))
 
 
 def calibrate(driver: Driver, seed: int) -> tuple[float, Steps]:
@@ -143,9 +150,8 @@ def predict(cost: CostModel, info: EngineInfo, engine: EngineConfig, depth: int,
     return Simulation(Fleet(cost, sizes, cache=engine.cache, scheduler=engine.scheduler), workload, Targets()).run()
 
 
-def compare(engine: Engine, info: EngineInfo, config: EngineConfig, count: int) -> dict[str, Any]:
+def compare(driver: Driver, info: EngineInfo, config: EngineConfig, count: int) -> dict[str, Any]:
     """Measure and predict each workload, of ``count`` requests; calibration comes before and after each."""
-    driver = Driver(engine, info.vocab_size)
     calibrate(driver, seed=99)  # the first steps compile and warm caches
     speed, last = calibrate(driver, seed=0)
     calibrations, runs = [last], []
@@ -161,7 +167,7 @@ def compare(engine: Engine, info: EngineInfo, config: EngineConfig, count: int) 
             "predicted": cost.as_of(near.works, near.seconds),
             "replayed": Replayed(cost, own.works, own.seconds),
         }
-        said = {how: predict(model, info, config, engine.depth, make()) for how, model in models.items()}
+        said = {how: predict(model, info, config, driver.engine.depth, make()) for how, model in models.items()}
         rows.append(_row(name, said, figures))
     return {
         "steps_timed": cost.num_steps,

@@ -84,12 +84,13 @@ def _grouped(expected_S: Array, ratios_S: Array) -> dict[str, Any]:
     cuts = np.quantile(expected_S, np.linspace(0, 1, NUM_GROUPS + 1)[1:-1], method="lower")
     bounds = np.unique(cuts[cuts > expected_S.min()]) * (1 - 1e-9)  # sums may be rounded another way later
     group_S = np.searchsorted(bounds, expected_S, side="right")
+    used = np.unique(group_S)
     ratios = []
-    for number in range(len(bounds) + 1):
+    for number in used:
         own = np.sort(ratios_S[group_S == number])
         stride = -(-len(own) // MAX_RATIOS)
         ratios.append(tuple(map(float, own[stride // 2 :: stride])))
-    return {"bounds": tuple(map(float, bounds)), "ratios": tuple(ratios)}
+    return {"bounds": tuple(map(float, bounds[used[1:] - 1])), "ratios": tuple(ratios)}
 
 
 def features(work: StepWork) -> list[float]:

@@ -101,6 +101,8 @@ class Simulation:
             for told in self.ledger.take(replica.news, replica.live, replica.previous, now):
                 self._follow(told.job, now)
             replica.previous = now
+            while self._due and self._due[0][0] <= now:  # who asks again at once is there for the next step
+                self._send(heapq.heappop(self._due)[2], now)
         if not replica.engine.has_work:
             replica.news = []
             replica.is_awake = False

@@ -42,6 +42,7 @@ class Sessions:
     """Conversations whose first turns come by themselves, at ``rate`` requests a second over all turns.
 
     Times between first turns are gamma distributed: ``burstiness`` 1 is Poisson, below it bursts, above it evener.
+    What a conversation is like does not depend on when it is answered, so that fleets can be compared.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Sessions:
         self.num_left = num_requests
         self.mean_gap = profile.turns / rate
         self.burstiness = burstiness
+        self.seed = seed
         self.rng = random.Random(seed)
         self.now = 0.0
         self.texts = itertools.count(1 + profile.applications)
@@ -60,14 +62,15 @@ class Sessions:
     def next_job(self) -> Job | None:
         if self.num_left <= 0:
             return None
-        self.num_left -= 1
+        num_later = min(self._turns(), self.num_left - 1)
+        self.num_left -= 1 + num_later
         rng, profile = self.rng, self.profile
         self.now += rng.gammavariate(self.burstiness, self.mean_gap / self.burstiness)
         application = rng.randrange(profile.applications)
         shared = ((1 + application, profile.shared),) if profile.shared else ()
         prompt = (*shared, (next(self.texts), profile.first.draw(rng)))
         output = profile.output.draw(rng)
-        return Job(self.now, prompt, output, next(self.texts), next(self.sessions), self._turns(), f"app{application}")
+        return Job(self.now, prompt, output, next(self.texts), next(self.sessions), num_later, f"app{application}")
 
     def _turns(self) -> int:
         """How many turns follow the first."""
@@ -77,10 +80,10 @@ class Sessions:
         return more
 
     def after(self, job: Job, now: float) -> Job | None:
-        if not job.turns_left or self.num_left <= 0:
+        if not job.turns_left:
             return None
-        self.num_left -= 1
-        rng, profile = self.rng, self.profile
+        profile = self.profile
+        rng = random.Random(f"{self.seed} {job.session} {job.turns_left}")
         prompt = (*job.prompt, (job.output_token, job.output_len), (next(self.texts), profile.later.draw(rng)))
         pause = rng.expovariate(1 / profile.pause) if profile.pause else 0.0
         output = profile.output.draw(rng)

@@ -1,0 +1,83 @@
+"""The comparison of engine and simulator, on a machine that is even, or uneven in a known way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from octavo.bench.overhead import InstantStep
+from octavo.cache.kv_cache import KVCache
+from octavo.config import EngineConfig
+from octavo.engine.engine import Engine
+from octavo.engine.scheduler import Scheduler
+from octavo.engine.step_times import work_of
+from octavo.sim.fidelity import Driver, compare
+from octavo.types import EngineInfo, Masks, Plan, Sampled
+
+HOST_SECONDS = 0.0005
+LIMITS = {"block_size": 16, "num_kv_blocks": 2000, "max_num_seqs": 32, "max_num_batched_tokens": 256}
+
+
+class Machine:
+    """A clock that a device moves: a step takes 4 ms and 40 us a token, times what ``factor`` says of the moment."""
+
+    def __init__(self, factor: Callable[[float], float]) -> None:
+        self.now = 50.0
+        self.factor = factor
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(seconds, 1e-4)
+
+    def submit(self, plan: Plan) -> Step:
+        self.now += HOST_SECONDS
+        return Step(plan, self)
+
+
+class Step(InstantStep):
+    def __init__(self, plan: Plan, machine: Machine) -> None:
+        super().__init__(plan)
+        self.machine = machine
+
+    def sample(self, masks: Masks) -> list[Sampled]:
+        seconds = 0.004 + 4e-5 * work_of(self.plan).tokens
+        self.machine.now += seconds * self.machine.factor(self.machine.now)
+        return super().sample(masks)
+
+
+def compared(factor: Callable[[float], float], count: int) -> dict[str, Any]:
+    machine = Machine(factor)
+    cache = KVCache(LIMITS["num_kv_blocks"], LIMITS["block_size"])
+    scheduler = Scheduler(cache, max_num_seqs=LIMITS["max_num_seqs"], max_num_batched_tokens=256)
+    named = dict.fromkeys(("architecture", "dtype", "device"), "")
+    info = EngineInfo(1024, 32_000, (), **LIMITS, **named, num_parameters=0, memory={}, kernels={})
+    driver = Driver(Engine(scheduler, machine), info.vocab_size, machine, machine.sleep)
+    return compare(driver, info, EngineConfig.from_flat({"enable_partial_reuse": False}), count)
+
+
+def test_on_an_even_machine_both_predictions_are_right() -> None:
+    result = compared(lambda now: 1.0, 40)
+    assert result["figures"] == 25
+    assert result["within_predicted"] == result["within_replayed"] == 25, result["rows"]
+    errors = [abs(row["output_tokens_per_second"]["predicted"]) for row in result["rows"]]
+    assert max(errors) < 0.02
+
+
+def test_noise_of_single_steps_is_drawn_as_it_was() -> None:
+    rng = random.Random(1)
+    result = compared(lambda now: rng.lognormvariate(0, 0.1) * (8 if rng.random() < 0.002 else 1), 120)
+    assert result["within_replayed"] == 25, result["rows"]
+    assert result["within_predicted"] >= 20, "most of the rest are 99th percentiles: a few requests that met a pause"
+    errors = [abs(row["output_tokens_per_second"]["predicted"]) for row in result["rows"]]
+    assert max(errors) < 0.05
+
+
+def test_a_machine_that_becomes_slower_is_followed() -> None:
+    """It is half as fast in the end, which calibrations before and after a workload see."""
+    result = compared(lambda now: 1 + (now - 50) / 100, 40)
+    for row in result["rows"]:
+        assert abs(row["output_tokens_per_second"]["predicted"]) < 0.1, row
+        assert abs(row["itl_p50"]["predicted"]) < 0.1, row
