@@ -42,7 +42,7 @@ Settings = dict[str, Any]
 class Work:
     """The requests: one comes every ``gap`` seconds, and all begin with the same tokens."""
 
-    num_prompts: int = 16
+    num_prompts: int = 24
     shared_len: int = 100
     input_len: int = 100
     output_len: int = 48

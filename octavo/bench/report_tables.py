@@ -20,6 +20,7 @@ SERVED_COLUMNS = {
     "tpot_p50_ms": "TPOT p50 ms",
 }
 ABLATION_COLUMNS = {
+    "num_steps": "steps",
     "output_tok_s": "tokens/s",
     "ttft_ms": "TTFT p50 ms",
     "ttft_max_ms": "longest TTFT ms",
