@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from octavo.bench.overhead import InstantStep
@@ -12,8 +13,15 @@ from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_times import work_of
+from octavo.llm import LLM
+from octavo.sampling_params import SamplingParams
 from octavo.sim.fidelity import Driver, compare
+from octavo.sim.fitted import read_log
+from octavo.sim.report import Targets
+from octavo.sim.setup import Asked
+from octavo.sim.simulate import Simulation
 from octavo.types import EngineInfo, Masks, Plan, Sampled
+from tests.llm.tiny import write_checkpoint
 
 HOST_SECONDS = 0.0005
 LIMITS = {"block_size": 16, "num_kv_blocks": 2000, "max_num_seqs": 32, "max_num_batched_tokens": 256}
@@ -81,3 +89,22 @@ def test_a_machine_that_becomes_slower_is_followed() -> None:
     for row in result["rows"]:
         assert abs(row["output_tokens_per_second"]["predicted"]) < 0.1, row
         assert abs(row["itl_p50"]["predicted"]) < 0.1, row
+
+
+def test_a_fleet_predicted_from_the_log_of_an_engine_that_served(tmp_path: Path) -> None:
+    log = tmp_path / "steps.jsonl"
+    checkpoint = write_checkpoint(tmp_path)
+    settings: dict[str, Any] = {"load_format": "dummy", "block_size": 4, "num_kv_blocks": 64, "max_model_len": 64}
+    with LLM(checkpoint, **settings, step_log=str(log)) as llm:
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        llm.generate([[1 + i, 2, 3] for i in range(6)] + [[7] * 20], params)
+        for number in range(3):
+            llm.generate([[9 + number] * 8], params)
+    works, seconds = read_log(log)
+    assert len(works) > 100
+    assert sum(work.tokens for work in works) >= 6 * 32 + 49
+    assert min(seconds) > 0
+    asked = Asked("llama-3.1-8b", "h200", "single", 20, rate=50, input_len=16, output_len=8, cost_log=log, depth=1)
+    figures = Simulation(asked.fleet(EngineConfig()), asked.clients(), Targets()).run()
+    assert figures["requests"] == 20
+    assert 0.5 * min(seconds) < figures["itl"]["p50"] < 2 * max(seconds)
