@@ -124,11 +124,16 @@ class Graphs:
         self._run = run
         self._around = around
         self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
+        self._compiled: list[StepShape] = []
         self._pool = torch.cuda.graph_pool_handle()
         self._next_capture = float("inf")
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def prefer(self, shapes: list[StepShape]) -> None:
+        """Where no graph is there that a step fits into, one of these is captured: their kernels are compiled."""
+        self._compiled = shapes
 
     def allow_captures(self) -> None:
         """From now on any shape may be captured: its kernels are compiled, so it takes no longer than a few steps."""
@@ -144,7 +149,8 @@ class Graphs:
         if time.monotonic() >= self._next_capture:
             self._next_capture = time.monotonic() + SECONDS_BETWEEN_CAPTURES
             return shape
-        return min((known for known in self._graphs if known.holds(shape)), default=shape)
+        known = [known for known in self._graphs if known.holds(shape)]
+        return min(known or [compiled for compiled in self._compiled if compiled.holds(shape)], default=shape)
 
     def __contains__(self, shape: StepShape) -> bool:
         return shape in self._graphs

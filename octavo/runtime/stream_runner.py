@@ -152,9 +152,11 @@ class StreamRunner:
         shapes = graph_shapes(*most)
         started = time.perf_counter()
         with torch.cuda.stream(torch.cuda.Stream()), self._around():  # type: ignore[no-untyped-call]
-            program = self._make_program()
             try:
-                self._compile(program, first_extra_shapes(*most))
+                program = self._make_program()
+                self._compile(program, extra := first_extra_shapes(*most))
+                if self._graphs is not None:
+                    self._graphs.prefer(extra)
             finally:
                 self._has_extra_kernels.set()
             self._compile(program, shapes)

@@ -5,6 +5,7 @@ It runs here on the CPU with the reference operations, without graphs but with a
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -20,9 +21,10 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.runtime.graphs import Kind, first_extra_shapes, first_shapes, graph_shapes, kinds, padded_shape
+from octavo.runtime.graphs import Graphs, Kind, first_extra_shapes, first_shapes, graph_shapes, kinds, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.sampler import NOT_NUMBERS
+from octavo.runtime.step_inputs import StepShape
 from octavo.runtime.step_program import StepLimits
 from octavo.runtime.stream_runner import StreamRunner
 from octavo.sampling_params import SamplingParams
@@ -364,3 +366,19 @@ def test_steps_with_extras_wait_for_their_kernels(loaded: Loaded) -> None:
     assert_same(run(engine, some), run(loaded.engine(), some))
     assert time.monotonic() - started > 0.15
     timer.join()
+
+
+def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    graphs: Any = Graphs(lambda shape: None, contextlib.nullcontext)
+    plain, extra = first_shapes(64, 512), first_extra_shapes(64, 512)
+    graphs._graphs = dict.fromkeys(plain)
+    small, mixed = StepShape(4, 4, 1), StepShape(48, 8, 48)
+    assert graphs.fit(small) == StepShape(16, 16, 1)
+    assert graphs.fit(small._replace(has_extras=True)) == small._replace(has_extras=True)
+    graphs.prefer(extra)
+    assert graphs.fit(small._replace(has_extras=True)) == StepShape(64, 64, 1, has_extras=True)
+    assert graphs.fit(mixed._replace(has_extras=True)) == extra[0]
+    graphs.allow_captures()
+    assert graphs.fit(small) == small
+    assert graphs.fit(small) == StepShape(16, 16, 1), "the next capture may come a second later"

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.ops.apply_rope import apply_rope
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
+from octavo.ops.paged_attention import paged_attention
+from octavo.ops.rms_norm import rms_norm
 from octavo.ops.triton.attention import attention_triton
 from octavo.ops.triton.launch import invariant
 
@@ -32,8 +35,8 @@ class Contexts:
         self.angles = [torch.rand(length, H // 2, generator=generator) * 6 for length in lengths]
         self.tables = torch.randperm(NUM_BLOCKS, generator=generator)[: len(lengths) * 8].int().view(len(lengths), 8)
 
-    def cache(self) -> LayerCache:
-        keys = torch.full((NUM_BLOCKS, K, BLOCK_SIZE, H), float("nan"))
+    def cache(self, dtype: torch.dtype = torch.float32) -> LayerCache:
+        keys = torch.full((NUM_BLOCKS, K, BLOCK_SIZE, H), float("nan")).to(dtype)
         return LayerCache(keys, keys.clone())
 
     def step(
@@ -79,6 +82,36 @@ def test_steps_are_those_of_the_reference(spans: list[tuple[int, int]]) -> None:
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
     for a, b in zip(cache, expected_cache, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+def attend_stored(
+    qkv_TW: Tensor, heads: HeadLayout, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, rows: PagedRows
+) -> Tensor:
+    """The reference's attention to keys and values that are in the cache already."""
+    q_TNH, k_TKH, _ = (part.reshape(len(qkv_TW), -1, H) for part in qkv_TW.split(heads.sizes, dim=-1))
+    assert heads.q_norm_H is not None
+    q_TNH = rms_norm.reference(q_TNH, heads.q_norm_H, heads.norm_eps)
+    q_TNH, _ = apply_rope.reference(q_TNH, k_TKH, cos_TR, sin_TR)
+    place = rows.block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S
+    rule = heads.scale, heads.window, heads.softcap, heads.sinks_N
+    out_TNH: Tensor = paged_attention.reference(q_TNH, *cache, *place, *rule)
+    return out_TNH.flatten(1)
+
+
+def test_steps_over_an_8_bit_cache() -> None:
+    """Free slots and blocks are NaN, all bits set; what is stored is the nearest 8-bit number, or the one beside it."""
+    contexts, heads = Contexts([100, 100, 100]), make_heads()
+    cache, expected_cache = contexts.cache(torch.float8_e4m3fn), contexts.cache()
+    at = [0, 0, 0]
+    for counts in ((20, 1, 35), (1, 1, 1), (1, 5, 0)):
+        spans = [(start, start + count) for start, count in zip(at, counts, strict=True)]
+        at = [end for _, end in spans]
+        got = contexts.step(attention_triton, heads, cache, spans)
+        contexts.step(attention.reference, heads, expected_cache, spans)
+        for a, b in zip(got, contexts.step(attend_stored, heads, cache, spans), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+    for a, b in zip(cache, expected_cache, strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=2**-3, atol=2**-9, equal_nan=True)
 
 
 def test_rows_are_the_same_in_any_step_where_asked_for() -> None:
