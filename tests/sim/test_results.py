@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.sim import runner, search
@@ -99,3 +101,24 @@ def test_memory_does_not_grow_with_the_requests(monkeypatch: pytest.MonkeyPatch)
 
     peak(50)
     assert peak(1000) < 1.3 * peak(250)
+
+
+COMMANDS = [
+    line.split()[1:]
+    for line in (Path(__file__).parents[2] / "docs/simulator.md").read_text().splitlines()
+    if line.strip().startswith("octavo simulate")
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_commands_of_the_page(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "--plot" in command:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    lines = [{"timestamp": 100 * i, "input_length": 300, "output_length": 9, "hash_ids": [7]} for i in range(8)]
+    Path("trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    steps = [{"tokens": 1 + i % 8, "rows": 1, "context": 50 + i, "pairs": 50 + i, "seconds": 0.01} for i in range(80)]
+    Path("steps.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    model = ["--model", "llama-3.1-8b"] if "MODEL" in command else []
+    assert main([*command, *model, "--num-prompts", "20"]) == 0
+    assert ("fleet.png" in command) == Path("fleet.png").exists()
