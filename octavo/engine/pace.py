@@ -69,7 +69,7 @@ class Pace:
 
     def budget(self, num_running: int, limit: int) -> int:
         """Tokens for the next step, at most ``limit``; never fewer than one for each that runs."""
-        if not self._anyone_waits_for_tokens:
+        if not num_running or not self._anyone_waits_for_tokens:
             return limit
         room = self.limit - self.predict(0, num_running)
         if room >= self.per_chunk_token * limit:

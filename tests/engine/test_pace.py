@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -92,7 +93,11 @@ def test_a_single_slow_step_is_not_believed() -> None:
 
 
 def test_a_prompt_alone_is_not_sliced() -> None:
-    engine, runner = make_engine(num_blocks=400, max_num_batched_tokens=500, settings=SchedulerSettings(max_itl=0.001))
+    """Also where steps took longer than the limit, and the last of them ended somebody."""
+    settings = SchedulerSettings(max_itl=0.001)
+    engine, runner = make_engine(
+        num_blocks=400, max_num_batched_tokens=500, settings=settings, clock=itertools.count(1.0).__next__
+    )
     for number in range(3):
         engine.add(make_request(number, prompt=400, max_tokens=1))
         engine.step()
