@@ -21,7 +21,7 @@ POLICIES = "engine/policies/"
 MUTANTS = [
     # Who gets what of a step.
     Mutant(SCHEDULER, "num_tokens = min(num_tokens, budget - num_behind)", "num_tokens = min(num_tokens, budget)"),
-    Mutant(SCHEDULER, "budget -= num_tokens + len(drafts)", "budget -= num_tokens"),
+    Mutant(SCHEDULER, "budget -= end - start", "budget -= num_tokens"),
     Mutant(SCHEDULER, "end = start + num_tokens + len(drafts)", "end = start + num_tokens"),
     Mutant(
         SCHEDULER, "if num_running + len(self.leaving) >= self.max_num_seqs:", "if num_running >= self.max_num_seqs:"
@@ -99,7 +99,7 @@ MUTANTS = [
         "num_blocks, salt = (len(seq.tokens) - 1) // self.block_size",
         "num_blocks, salt = len(seq.tokens) // self.block_size",
     ),
-    Mutant("cache/kv_cache.py", "while node.parent is not None and node.depth > num_behind:", "while False:"),
+    Mutant("cache/kv_cache.py", "- node.depth + num_idle", "- node.depth"),
     Mutant(
         "cache/kv_cache.py",
         "for block in reversed(seq.block_table[seq.first_block :]):",
