@@ -82,7 +82,7 @@ def _linears(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         residual = make.floats(T, 200, dtype=dtype)
         yield f"linear {T}x{K}", functools.partial(ops.linear, x, weight, bias, residual_TN=residual)
         yield f"linear {T}x{K} gated", functools.partial(ops.linear, x, weight, None, norm, 1e-6, None, "silu")
-    x, weight, norm = (make.floats(*shape, dtype=dtype) for shape in ((1, 4096), (1030, 4096), (4096,)))
+    x, weight, norm = (make.floats(*shape, dtype=dtype) for shape in ((1, 4096), (2100, 4096), (4096,)))
     yield "linear of a wide row", functools.partial(ops.linear, x, weight, None, norm, 1e-6)
     x, weight = make.floats(70, 96, dtype=dtype), make.floats(200, 96, dtype=dtype)
     yield "invariant linear", functools.partial(_invariantly, functools.partial(ops.linear, x, weight))
