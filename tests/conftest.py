@@ -47,12 +47,13 @@ class Server:
     process: subprocess.Popen[str]
     url: str = ""
     lines: list[str] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)
 
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, **kwargs)
+        return httpx.get(self.url + path, timeout=60, headers=self.headers, **kwargs)
 
     def post(self, path: str, body: dict[str, Any], **kwargs: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=300, **kwargs)
+        return httpx.post(self.url + path, json=body, timeout=300, headers=self.headers, **kwargs)
 
     def engine_pid(self) -> int:
         return int(self.get("/stats").json()["engine_pid"])
@@ -68,8 +69,9 @@ class Server:
             return self.process.wait()
 
 
-def start_server(*args: str, env: dict[str, str] | None = None, timeout: float = 120) -> Server:
-    """Start `octavo serve --port 0 ARGS` and wait until it says where it listens."""
+def start_server(*args: str, env: dict[str, str] | None = None, timeout: float = 120, key: str = "") -> Server:
+    """Start `octavo serve --port 0 ARGS` and wait until it is ready; with ``key`` it asks for one."""
+    args = (*args, "--api-key", key) if key else args
     process = subprocess.Popen(
         [sys.executable, "-m", "octavo", "serve", "--port", "0", *args],
         stdout=subprocess.PIPE,
@@ -77,7 +79,7 @@ def start_server(*args: str, env: dict[str, str] | None = None, timeout: float =
         text=True,
         env={**os.environ, **(env or {})},
     )
-    server = Server(process)
+    server = Server(process, headers={"Authorization": f"Bearer {key}"} if key else {})
     assert process.stdout is not None
 
     def read() -> None:

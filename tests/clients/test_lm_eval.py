@@ -24,6 +24,7 @@ dataset_path: json
 dataset_kwargs: {{data_files: {{test: {path}}}}}
 test_split: test
 output_type: multiple_choice
+target_delimiter: ""
 doc_to_text: "{{{{question}}}}"
 doc_to_choice: "{{{{choices}}}}"
 doc_to_target: answer
