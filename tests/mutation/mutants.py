@@ -68,7 +68,12 @@ MUTANTS = [
     ),
     Mutant("engine/ngram.py", "self._num_seen = max(self._num_seen, last - 1)", "self._num_seen = last"),
     Mutant("engine/ngram.py", "grown[len(grown) - (last - start)]", "grown[0]"),
-    Mutant("engine/ngram.py", "seq.status is Status.RUNNING and not", "not"),
+    Mutant(
+        "engine/ngram.py",
+        "seq.status is Status.RUNNING and not",
+        "not",
+        "guesses for those who have ended are never looked at, and who is preempted forgets them: it saves time only",
+    ),
     # Queues and policies.
     Mutant(
         "engine/waiting.py", "return self._entry_of.get(entry[2].id) is entry", "return entry[2].id in self._entry_of"
