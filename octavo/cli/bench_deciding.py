@@ -46,9 +46,7 @@ def _synthetic(args: argparse.Namespace) -> dict[str, Any]:
 def _waiting(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.bench.overhead import measure_waiting
 
-    rows = [
-        measure_waiting(policy, args.running, args.waiting, seen) for policy in args.policies for seen in args.seen
-    ]
+    rows = [measure_waiting(policy, args.running, args.waiting, seen) for policy in args.policies for seen in args.seen]
     return {"rows": rows}
 
 

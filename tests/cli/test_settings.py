@@ -16,9 +16,9 @@ from octavo.setting import Setting
 
 SETTINGS = list(settings(ServeConfig))
 SAMPLES: dict[type, Any] = {int: 3, float: 0.5, str: "text"}
-EXCLUSIVE = {"num_kv_blocks", "enable_prefix_caching", "merge_lora", "decode_interval", *OWNERS}
-"""Refused beside ``kv_cache_memory``, ``kv_offload_dir`` or ``max_itl``, off beside ``enable_kv_events``, or under
-other policies than their own."""
+EXCLUSIVE = {"num_kv_blocks", "enable_prefix_caching", "merge_lora", "decode_interval", "isolate_keys", *OWNERS}
+"""Refused beside ``kv_cache_memory``, ``kv_offload_dir``, ``max_itl`` or ``enable_kv_events``, off beside the last, or
+under other policies than their own."""
 
 
 NEEDED = {

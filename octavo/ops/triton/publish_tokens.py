@@ -9,7 +9,6 @@ from torch import Tensor
 from octavo.ops.publish_tokens import publish_tokens
 from octavo.ops.triton.launch import after_predecessor, launch
 
-
 FEWEST = 256
 """One kernel serves all steps of up to so many sequences."""
 
