@@ -150,7 +150,12 @@ MUTANTS = [
     Mutant("cache/radix_tree.py", "[: limit + num_salts]", ""),
     Mutant("cache/radix_tree.py", "_num_equal(edge, wanted) - num_salts", "_num_equal(edge, wanted)"),
     Mutant("cache/radix_tree.py", "return edge if index else (salt, *edge)", "return edge"),
-    Mutant("cache/radix_tree.py", "self.node_of.get(node.block) is not node:", "self.node_of.get(node.block) is None:"),
+    Mutant(
+        "cache/radix_tree.py",
+        "self.node_of.get(node.block) is not node:",
+        "self.node_of.get(node.block) is None:",
+        "a node that was given up has no block any more",
+    ),
     Mutant("cache/radix_tree.py", "if parent.is_idle and not parent.children and parent.entry is None:", "if False:"),
     Mutant("cache/radix_tree.py", "if on_path or not all(", "if not all("),
     Mutant("cache/eviction.py", "return (node.uses, node.rested)", "return (-node.uses, node.rested)"),
