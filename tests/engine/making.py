@@ -59,6 +59,14 @@ def run_to_end(engine: Engine, max_steps: int = 2000) -> dict[int, list[Output]]
     return outputs
 
 
+def serve(engine: Engine, requests: list[Request]) -> dict[int, list[Output]]:
+    """Serve these requests, and all else that the engine has. Returns their outputs by id, in their order."""
+    for request in requests:
+        engine.add(request)
+    outputs = run_to_end(engine)
+    return {request.id: outputs.get(request.id, []) for request in requests}
+
+
 def tokens_of(outputs: list[Output]) -> list[int]:
     return [token for output in outputs for token in output.tokens]
 

@@ -18,6 +18,7 @@ from octavo.engine.engine import Engine
 from octavo.errors import CheckpointError, ConfigError, ModelNotFound
 from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Request
+from tests.engine.making import serve
 from tests.models.adapter_files import LLAMA_MAPS, make_adapter
 from tests.models.families import VOCAB_SIZE, make_checkpoint
 
@@ -62,17 +63,6 @@ class Made:
             assert entry.logprob == pytest.approx(wanted[entry.token_id].item(), abs=1e-4)
 
 
-def run(engine: Engine, requests: list[Request]) -> dict[int, list[Output]]:
-    outputs: dict[int, list[Output]] = {request.id: [] for request in requests}
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-        engine.check()
-    return outputs
-
-
 def ask(number: int, adapter: str, tokens: list[int]) -> Request:
     return Request(number, tokens, PARAMS, NEW_TOKENS, adapter=adapter, cache_salt=adapter)
 
@@ -88,21 +78,21 @@ def test_sixteen_adapters_and_none_in_one_batch_are_those_that_peft_merges(made:
     engine = made.build()
     for again in (0, 1):
         requests = [ask(100 * again + i, name, PROMPT) for i, name in enumerate(made.models)]
-        for request, outputs in zip(requests, run(engine, requests).values(), strict=True):
+        for request, outputs in zip(requests, serve(engine, requests).values(), strict=True):
             made.check(request.adapter, PROMPT, outputs)
             assert outputs[0].num_cached_tokens == (len(PROMPT) - 1 if again else 0)
 
 
 def test_rows_of_no_adapter_have_the_bits_of_a_model_without_any(made: Made) -> None:
-    plain = run(made.build([], enable_lora=False), [ask(0, "", PROMPT)])[0]
-    beside = run(made.build(), [ask(0, "", PROMPT), ask(1, "a0", PROMPT), ask(2, "a3", PROMPT)])[0]
+    plain = serve(made.build([], enable_lora=False), [ask(0, "", PROMPT)])[0]
+    beside = serve(made.build(), [ask(0, "", PROMPT), ask(1, "a0", PROMPT), ask(2, "a3", PROMPT)])[0]
     assert [output.logprobs for output in plain] == [output.logprobs for output in beside]
 
 
 def test_an_adapter_has_the_same_bits_alone(made: Made) -> None:
     engine = made.build()
-    alone = run(engine, [Request(0, PROMPT, PARAMS, NEW_TOKENS, adapter="a0", cache_salt="x")])[0]
-    beside = run(engine, [ask(1, "a0", PROMPT), ask(2, "", PROMPT[:9]), ask(3, "a1", PROMPT)])[1]
+    alone = serve(engine, [Request(0, PROMPT, PARAMS, NEW_TOKENS, adapter="a0", cache_salt="x")])[0]
+    beside = serve(engine, [ask(1, "a0", PROMPT), ask(2, "", PROMPT[:9]), ask(3, "a1", PROMPT)])[1]
     assert [output.logprobs for output in alone] == [output.logprobs for output in beside]
 
 
@@ -112,17 +102,17 @@ def test_adapters_come_and_go_while_the_engine_runs(made: Made) -> None:
         engine.add(ask(0, "a1", PROMPT))
     engine.adapters.load("a1", made.paths["a1"])
     requests = [ask(1, "a0", PROMPT), ask(2, "a1", PROMPT)]
-    for request, outputs in zip(requests, run(engine, requests).values(), strict=True):
+    for request, outputs in zip(requests, serve(engine, requests).values(), strict=True):
         made.check(request.adapter, PROMPT, outputs)
     engine.adapters.unload("a0")
     with pytest.raises(ModelNotFound):
         engine.add(ask(3, "a0", PROMPT))
-    made.check("a1", PROMPT, run(engine, [ask(4, "a1", PROMPT)])[4])
+    made.check("a1", PROMPT, serve(engine, [ask(4, "a1", PROMPT)])[4])
 
 
 def test_one_adapter_may_be_merged(made: Made) -> None:
     engine = made.build(["a4"], enable_lora=False, merge_lora=True)
-    made.check("a4", PROMPT, run(engine, [ask(0, "", PROMPT)])[0])
+    made.check("a4", PROMPT, serve(engine, [ask(0, "", PROMPT)])[0])
 
 
 @pytest.mark.parametrize(
@@ -139,7 +129,7 @@ def test_one_adapter_may_be_merged(made: Made) -> None:
 def test_other_families(row: str, targets: list[str], merges: bool, tmp_path: Path) -> None:
     made = Made(tmp_path, row, [{"target_modules": targets, "fan_in_fan_out": row.startswith("gpt2")}])
     engine = made.build(enable_lora=not merges, merge_lora=merges)
-    made.check("a0", PROMPT, run(engine, [ask(0, "" if merges else "a0", PROMPT)])[0])
+    made.check("a0", PROMPT, serve(engine, [ask(0, "" if merges else "a0", PROMPT)])[0])
 
 
 @pytest.mark.parametrize(
@@ -188,7 +178,7 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_loaded(
         engine.adapters.load("bad", str(tmp_path))
     assert "bad" not in engine.adapters
     engine.adapters.load("bad", made.paths["a0"])
-    made.check("a0", PROMPT, run(engine, [Request(0, PROMPT, PARAMS, NEW_TOKENS, adapter="bad")])[0])
+    made.check("a0", PROMPT, serve(engine, [Request(0, PROMPT, PARAMS, NEW_TOKENS, adapter="bad")])[0])
 
 
 @pytest.mark.parametrize(

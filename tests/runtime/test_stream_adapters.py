@@ -26,6 +26,7 @@ from octavo.runtime.step_program import StepLimits
 from octavo.runtime.stream_runner import StreamRunner
 from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Request
+from tests.engine.making import serve
 from tests.models.adapter_files import make_adapter
 from tests.models.checkpoints import FolderSource
 from tests.models.families import VOCAB_SIZE, make_checkpoint
@@ -94,17 +95,6 @@ def ask(number: int, adapter: str, **params: Any) -> Request:
     return Request(number, PROMPT, chosen, NEW_TOKENS, adapter=adapter, cache_salt=adapter)
 
 
-def run(engine: Engine, requests: list[Request]) -> dict[int, list[Output]]:
-    outputs: dict[int, list[Output]] = {request.id: [] for request in requests}
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-        engine.check()
-    return outputs
-
-
 @pytest.mark.parametrize("settings", [{}, {"batch_invariant": True}], ids=str)
 def test_several_adapters_and_none_in_one_batch(made: Made, settings: dict[str, Any]) -> None:
     if settings and not importlib.util.find_spec("triton"):
@@ -113,14 +103,14 @@ def test_several_adapters_and_none_in_one_batch(made: Made, settings: dict[str, 
     some = [ask(i, name, **params) for i, (name, params) in enumerate(
         [("a0", {}), ("", {}), ("a1", {"logprobs": 1}), ("a2", {}), ("a0", {}), ("", {"logprobs": 0})]
     )]  # fmt: skip
-    for request, outputs in zip(some, run(engine, some).values(), strict=True):
+    for request, outputs in zip(some, serve(engine, some).values(), strict=True):
         made.check(request.adapter, outputs)
 
 
 def test_adapters_of_rows_that_the_host_computes(made: Made) -> None:
     engine = made.build(["a3"])
     some = [ask(0, "a3", prompt_logprobs=0), ask(1, ""), ask(2, "a3")]
-    for request, outputs in zip(some, run(engine, some).values(), strict=True):
+    for request, outputs in zip(some, serve(engine, some).values(), strict=True):
         made.check(request.adapter, outputs)
 
 
@@ -134,7 +124,7 @@ def test_adapters_take_the_places_of_those_that_went(made: Made) -> None:
     engine.adapters.unload("a0")
     engine.adapters.load("a1", str(made.home / "a1"))  # it changes less than what was there
     some = [ask(i, name) for i, name in enumerate(["a1", "a2", "a3", ""])]
-    for request, outputs in zip(some, run(engine, some).values(), strict=True):
+    for request, outputs in zip(some, serve(engine, some).values(), strict=True):
         made.check(request.adapter, outputs)
 
 

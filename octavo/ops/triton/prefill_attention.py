@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.triton.launch import after_predecessor, launch
+from octavo.ops.triton.split_sums import LOG2_E
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_DIM = 256
 NO_SCORE = tl.constexpr(-1.0e30)
 """The running maximum before the first key: finite, so that no difference of maxima is NaN."""

@@ -25,7 +25,8 @@ from octavo.ops.sample import (
 )
 from octavo.ops.triton.launch import after_predecessor, declines_floats, launch
 from octavo.ops.triton.noise import minus_log_exponentials, row_key
-from octavo.ops.triton.truncation import GROUP, LOG2_E, least_kept, ordered
+from octavo.ops.triton.split_sums import LOG2_E
+from octavo.ops.triton.truncation import GROUP, least_kept, ordered
 
 CHUNK = 2048
 """Tokens of a program; masses are sums over a chunk, so it must not depend on the number of rows."""

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from octavo.ops.token_logprobs import Logprobs, token_logprobs
 from octavo.ops.triton.launch import after_predecessor, declines_floats, launch
-from octavo.ops.triton.truncation import LOG2_E, LOWEST, ordered
+from octavo.ops.triton.split_sums import LOG2_E
+from octavo.ops.triton.truncation import LOWEST, ordered
 
 CHUNK = 2048
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.ops.triton.split_sums import LOG2_E
+
 GROUP = 128
 """Neighbouring tokens whose largest logit is known."""
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 _GROUP = tl.constexpr(GROUP)
 _GROUPS_AT_ONCE = tl.constexpr(32)

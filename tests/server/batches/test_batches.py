@@ -164,9 +164,8 @@ def test_a_file_that_is_too_large(serve_app: Any) -> None:
     assert served.client.post("/v1/files", files={"file": b"x" * 20_000}).status_code == 413
 
 
-def test_cancelling_keeps_what_is_done(serve_app: Any) -> None:
-    engine = InProcessEngine(max_num_seqs=4, runs=False)
-    served = serve_app(engine)
+def begin_and_do_two(served: Served, engine: InProcessEngine) -> Any:
+    """A batch of ten of which two are done; the engine stands still."""
     batch = begin(served, lines(10))
     while engine.num_live < 2:
         time.sleep(0.005)
@@ -174,6 +173,13 @@ def test_cancelling_keeps_what_is_done(serve_app: Any) -> None:
         served.call(engine.step)
     while client(served).batches.retrieve(batch.id).request_counts.completed < 2:  # type: ignore[union-attr]
         time.sleep(0.005)
+    return batch
+
+
+def test_cancelling_keeps_what_is_done(serve_app: Any) -> None:
+    engine = InProcessEngine(max_num_seqs=4, runs=False)
+    served = serve_app(engine)
+    batch = begin_and_do_two(served, engine)
     ended = client(served).batches.cancel(batch.id)
     assert ended.status == "cancelled"
     assert len(results(served, ended.output_file_id)) == 2
@@ -184,13 +190,7 @@ def test_a_batch_outlives_the_process(tmp_path: Path) -> None:
     engine = InProcessEngine(max_num_seqs=4, runs=False)
     settings = {"state_dir": str(tmp_path)}
     first = Served(engine, byte_tokenizer(), settings)
-    batch = begin(first, lines(10))
-    while engine.num_live < 2:
-        time.sleep(0.005)
-    for _ in range(3):
-        first.call(engine.step)
-    while client(first).batches.retrieve(batch.id).request_counts.completed < 2:  # type: ignore[union-attr]
-        time.sleep(0.005)
+    batch = begin_and_do_two(first, engine)
     first.stop()
     second = Served(InProcessEngine(), byte_tokenizer(), settings)
     try:
