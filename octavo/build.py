@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +29,7 @@ from octavo.models.registry import CausalLM, read_config
 from octavo.ops import dispatch
 from octavo.quant.scheme import WeightFormat, best_scheme
 from octavo.runtime import memory
+from octavo.runtime.block_copies import DeviceBlockCopies, HostBlockCopies
 from octavo.runtime.cpu_threads import num_physical_cores
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import LAST_TOKEN, Forward, ModelRunner
@@ -97,11 +97,12 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
     scheduler = _scheduler(config, limits, model_config.window)
-    if config.cache.enable_partial_reuse:
-        scheduler.cache.copy_slots = lambda *part: runner.precede(partial(storage.copy_slots, *part))
-    forms = f"{form.dtype} {form.scheme} {info.kernels}"
     queue = runner.queue if isinstance(runner, StreamRunner) else None
-    if (offload := make_offload(config.cache, storage, queue, path, forms)) is not None:
+    copies = HostBlockCopies(storage) if queue is None else DeviceBlockCopies(storage, queue)
+    if config.cache.enable_partial_reuse:
+        scheduler.cache.copy_slots = copies.copy_slots
+    forms = f"{form.dtype} {form.scheme} {info.kernels}"
+    if (offload := make_offload(config.cache, storage, copies, path, forms)) is not None:
         scheduler.cache.use_offload(offload)
     ngram = parse_speculative_config(config.speculative.speculative_config)
     proposer = None if ngram is None else NgramProposer(ngram)

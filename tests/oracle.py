@@ -11,13 +11,18 @@ garbage behind. It keeps its own copies of the block tables, and refreshes only 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from octavo.errors import RunnerError
 from octavo.types import FinishReason, Masks, Plan, Request, Sampled, Scheduled, Sequence, TokenLogprobs
+
+Act = Callable[[dict[int, int]], None]
+"""Changes slots between two steps."""
 
 VOCAB_SIZE = 50
 GARBAGE = -1
@@ -167,8 +172,9 @@ class OracleRunner:
         self.reads_live_tables = reads_live_tables
         """Whether a step uses the block table as it is when executed, and not as it was when submitted."""
         self.slots: dict[int, int] = {}
-        self.copies: list[tuple[int, int, int]] = []
+        self.acts: list[Act] = []
         """Asked for since the last step was submitted."""
+        self.unfinished: deque[PendingStep] = deque()
         self.tables: dict[Sequence, tuple[int, list[int]]] = {}
         self.digests: dict[Sequence, list[int]] = {}
         self.plans: list[Plan] = []
@@ -181,13 +187,36 @@ class OracleRunner:
         assert plan, "an empty plan was submitted"
         assert len({item.seq for item in plan}) == len(plan), "a sequence is twice in a plan"
         self.plans.append(plan)
-        copies, self.copies = self.copies, []
-        return PendingStep(self, plan, [list(self._refreshed_table(item.seq)) for item in plan], copies)
+        acts, self.acts = self.acts, []
+        pending = PendingStep(self, plan, [list(self._refreshed_table(item.seq)) for item in plan], acts)
+        self.unfinished.append(pending)
+        return pending
 
     def copy_slots(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first positions of a block, between the steps submitted before and those after."""
+        """Copy the first positions of a block; what the others of the target hold is not to be relied upon."""
         assert 0 < num_tokens < self.block_size, "not a part of a block"
-        self.copies.append((source, target, num_tokens))
+
+        def copy(slots: dict[int, int]) -> None:
+            copied = [slots[source * self.block_size + place] for place in range(num_tokens)]
+            copied += [GARBAGE] * (self.block_size - num_tokens)
+            slots.update(enumerate(copied, target * self.block_size))
+
+        self.acts.append(copy)
+        self.num_copied += num_tokens
+
+    def read_block(self, block: int) -> list[int]:
+        """What ``block`` will hold when all that was asked for has happened; no step may be about to write to it."""
+        slots = dict(self.slots)
+        for act in [*chain.from_iterable(pending.acts for pending in self.unfinished), *self.acts]:
+            act(slots)
+        return [slots[slot] for slot in self._block_slots(block)]
+
+    def write_block(self, block: int, content: Iterable[int]) -> None:
+        digests = dict(zip(self._block_slots(block), content, strict=True))
+        self.acts.append(lambda slots: slots.update(digests))
+
+    def _block_slots(self, block: int) -> range:
+        return range(block * self.block_size, (block + 1) * self.block_size)
 
     def _refreshed_table(self, seq: Sequence) -> list[int]:
         """The runner's own copy of a block table, brought up to date the cheap way."""
@@ -200,7 +229,12 @@ class OracleRunner:
         self.tables[seq] = (seq.table_version, table)
         return table
 
-    def execute(self, plan: Plan, tables: list[list[int]], masks: Masks) -> list[Sampled]:
+    def execute(self, pending: PendingStep, masks: Masks) -> list[Sampled]:
+        """Do what was asked for between the plan before and this one, then this one."""
+        assert self.unfinished.popleft() is pending, "results are asked for out of order"
+        plan, tables = pending.plan, pending.tables
+        for act in pending.acts:
+            act(self.slots)
         if self.trouble.strikes(plan):
             self.num_failed_steps += 1
             for item, table in zip(plan, tables, strict=True):
@@ -225,14 +259,6 @@ class OracleRunner:
         if item.samples:
             self._sample(item, table, masks.get(item.seq.id), result)
         return result
-
-    def copy(self, copies: list[tuple[int, int, int]]) -> None:
-        """Carry out copies in order; what the other positions of a target hold is not to be relied upon."""
-        for source, target, num_tokens in copies:
-            copied = [self.slots[source * self.block_size + place] for place in range(num_tokens)]
-            copied += [GARBAGE] * (self.block_size - num_tokens)
-            self.slots.update(enumerate(copied, target * self.block_size))
-            self.num_copied += num_tokens
 
     def _slot(self, table: list[int], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
@@ -299,11 +325,8 @@ class OracleRunner:
 class PendingStep:
     """A submitted step; it is executed when its result is asked for, so that masks can take part."""
 
-    def __init__(
-        self, runner: OracleRunner, plan: Plan, tables: list[list[int]], copies: list[tuple[int, int, int]]
-    ) -> None:
-        self.runner, self.plan, self.tables, self.copies = runner, plan, tables, copies
+    def __init__(self, runner: OracleRunner, plan: Plan, tables: list[list[int]], acts: list[Act]) -> None:
+        self.runner, self.plan, self.tables, self.acts = runner, plan, tables, acts
 
     def sample(self, masks: Masks) -> list[Sampled]:
-        self.runner.copy(self.copies)
-        return self.runner.execute(self.plan, self.tables, masks)
+        return self.runner.execute(self, masks)

@@ -1,4 +1,8 @@
-"""Copies of single blocks between a device's storage and host memory, for the tiers behind the prefix cache.
+"""Copies of single blocks: to host memory and back for the tiers behind the prefix cache, and of a block's beginning.
+
+Each takes place, for the storage, where it is asked for: after the steps that were started and the copies asked for
+before it, and before all others. A step that still waits to be started may follow as well: it touches only blocks that
+its sequences hold, and those of a sequence that lost them are left out of it.
 
 Shapes: L layers, P parts (keys and values), N blocks, K kv heads, S block size, H head dim.
 """
@@ -27,6 +31,7 @@ class HostBlockCopies:
     def __init__(self, storage: KVStorage) -> None:
         self._pool_LPNKSH = storage.pool
         self.num_bytes = storage.pool[:, :, 0].numel() * storage.pool.element_size()
+        self.copy_slots = storage.copy_slots
 
     def read(self, block: int) -> Callable[[], bytes]:
         """Copy ``block`` out at once: the next step may write to it."""
@@ -48,6 +53,7 @@ class DeviceBlockCopies:
     """
 
     def __init__(self, storage: KVStorage, steps: StepQueue) -> None:
+        self._storage = storage
         self._pool_LPNKSH = storage.pool
         self.num_bytes = storage.pool[:, :, 0].numel() * storage.pool.element_size()
         self._steps, self._lock = steps
@@ -78,3 +84,11 @@ class DeviceBlockCopies:
             self._copies.wait_stream(self._steps)
             place.copy_(on_device.view(place.dtype).view(place.shape))
             self._steps.wait_event(self._copies.record_event())
+
+    def copy_slots(self, source: int, target: int, num_tokens: int) -> None:
+        """Start ``KVStorage.copy_slots``, on the steps' own stream."""
+        with self._lock, torch.cuda.stream(self._steps):
+            self._storage.copy_slots(source, target, num_tokens)
+
+
+BlockCopies = HostBlockCopies | DeviceBlockCopies

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,16 +51,12 @@ class PendingStep:
 
     runner: Computer
     plan: Plan
-    before: Iterable[Callable[[], None]] = ()
-    """What is done to the cache first, even if nothing else is left to do."""
 
     def sample(self, masks: Masks) -> list[Sampled]:
         """Compute the plan; items that are stale by now give an empty ``Sampled``. Raise ``RunnerError``."""
         live = [item for item in self.plan if not item.is_stale]
         try:
             with torch.inference_mode():
-                for act in self.before:
-                    act()
                 results = iter(self.runner.compute(live, masks) if live else [])
         except Exception as error:
             logger.exception("a forward pass of %d sequences failed", len(live))
@@ -90,7 +86,6 @@ class ModelRunner:
         self._sampler = Sampler(vocab_size, device)
         self._pooler = ChunkPooler(model, pooling)
         self._adapter_rows = adapter_rows
-        self._before: list[Callable[[], None]] = []
 
     def warm_up(self) -> None:
         """Compute a chunk and a single token that nobody asked for, so that no request waits for a compiler.
@@ -105,12 +100,7 @@ class ModelRunner:
 
     def submit(self, plan: Plan) -> PendingStep:
         """Take a plan; the steps before it may still be without a result."""
-        before, self._before = self._before, []
-        return PendingStep(self, plan, before)
-
-    def precede(self, act: Callable[[], None]) -> None:
-        """Let the next plan submitted begin with ``act``: after all plans before it."""
-        self._before.append(act)
+        return PendingStep(self, plan)
 
     def compute(self, plan: Plan, masks: Masks) -> list[Sampled]:
         """Compute and sample a plan of which no item is stale."""

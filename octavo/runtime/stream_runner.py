@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -64,8 +64,6 @@ class PendingStep:
     runner: StreamRunner
     plan: Plan
     by_host: bool
-    before: list[Callable[[], None]]
-    """What is done to the cache first."""
     is_started: bool = False
     is_computed: list[bool] = field(default_factory=list)
     """For each item, whether it was started: those that were stale then were left out."""
@@ -115,7 +113,6 @@ class StreamRunner:
         self._lock = threading.Lock()
         """Held by whoever uses the buffers and the stream: who starts a step, or who captures a graph."""
         self._waiting: deque[PendingStep] = deque()
-        self._before: list[Callable[[], None]] = []
 
     @property
     def queue(self) -> StepQueue | None:
@@ -192,8 +189,7 @@ class StreamRunner:
         by_host = any(item.drafts or self._cells.by_host[cell] for item, cell in zip(plan, cells, strict=True))
         if any(self._cells.has_extras[cell] for cell in cells):
             self._has_extra_kernels.wait()
-        before, self._before = self._before, []
-        pending = PendingStep(self, plan, by_host, before)
+        pending = PendingStep(self, plan, by_host)
         with self._lock:
             self._num_unfinished += 1
             if by_host or self._waiting:
@@ -201,10 +197,6 @@ class StreamRunner:
             else:
                 self._start(pending)
         return pending
-
-    def precede(self, act: Callable[[], None]) -> None:
-        """Let the next plan submitted begin with ``act``, on its stream: after all plans before it."""
-        self._before.append(act)
 
     def finish(self, pending: PendingStep, masks: Masks) -> list[Sampled]:
         """The results of a plan, which must be the oldest one; see ``PendingStep.sample``."""
@@ -234,8 +226,6 @@ class StreamRunner:
         """Compute a plan from beginning to end, then start what waited for it."""
         try:
             with self._on_stream(), self._as_in_graphs():
-                for act in pending.before:
-                    act()
                 results = self._by_host.submit(pending.plan).sample(masks)
                 cells = {item.seq.cell: r.tokens[-1] for item, r in zip(pending.plan, results, strict=True) if r.tokens}
                 if cells:
@@ -259,10 +249,6 @@ class StreamRunner:
         plan = list(itertools.compress(pending.plan, pending.is_computed))
         index = self._program.num_steps % STEPS_IN_FLIGHT
         pending.tokens_S = self._program.results_QS[index].numpy()
-        if pending.before:
-            with self._on_stream():
-                for act in pending.before:
-                    act()
         if not plan:
             return
         try:

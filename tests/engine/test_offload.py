@@ -30,16 +30,12 @@ class OracleStore:
         self.runner = runner
         self.num_bytes = runner.block_size * SLOT
 
-    def _slots(self, block: int) -> range:
-        return range(block * self.runner.block_size, (block + 1) * self.runner.block_size)
-
     def read(self, block: int) -> Callable[[], bytes]:
-        content = struct.pack(f"<{self.runner.block_size}q", *[self.runner.slots[slot] for slot in self._slots(block)])
+        content = struct.pack(f"<{self.runner.block_size}q", *self.runner.read_block(block))
         return lambda: content
 
     def write(self, block: int, content: bytes) -> None:
-        values = struct.unpack(f"<{self.runner.block_size}q", content)
-        self.runner.slots.update(zip(self._slots(block), values, strict=True))
+        self.runner.write_block(block, struct.unpack(f"<{self.runner.block_size}q", content))
 
 
 def damage_some(folder: Path, rng: random.Random) -> None:
@@ -143,10 +139,14 @@ class Conversations:
             for text in texts:
                 text += self.answer(text)
                 text += [rng.randrange(VOCAB_SIZE) for _ in range(5)]
-                if self.offload is not None:
-                    wait_until(lambda: not self.offload or not self.offload._pending)
+                self.settle()
         stats = self.engine.stats()
         return stats.prefix_hits / stats.prefix_queries
+
+    def settle(self) -> None:
+        """Wait until what was given up is where it belongs."""
+        if (offload := self.offload) is not None:
+            wait_until(lambda: not offload._pending)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -177,6 +177,7 @@ def test_files_that_are_damaged_or_gone_cost_time_and_nothing_else(tmp_path: Pat
     for _ in range(5):
         for text in texts:
             text += talks.answer(text)  # compares every token with what a plain loop gives
+            talks.settle()
         damage_some(tmp_path, rng)
     assert disk.num_bad > 10
     assert talks.offload.stats.num_restored > 100

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import pytest
 import torch
 
 from octavo.cache.kv_cache import KVCache
+from octavo.cache.offload import Offload
+from octavo.cache.tiers import HostTier
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
+from octavo.runtime.block_copies import HostBlockCopies
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.step_program import StepLimits
 from octavo.runtime.stream_runner import StreamRunner
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
+from tests.cache.test_kv_cache import compute, make_sequence
 from tests.runtime.test_model_runner import CPU, MIXED, VOCAB, Loaded, run, tokens_of
 
 BLOCK_SIZE = 8
@@ -61,7 +64,33 @@ def test_tokens_are_those_of_whole_prompts(loaded: Loaded, streams: bool, num_bl
     if streams:
         runner = StreamRunner(loaded.model, storage, VOCAB, StepLimits(4, 32, 120 // BLOCK_SIZE))
     cache = KVCache(num_blocks, BLOCK_SIZE)
-    cache.copy_slots = lambda *part: runner.precede(partial(storage.copy_slots, *part))
+    cache.copy_slots = HostBlockCopies(storage).copy_slots
     engine = Engine(Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=32), runner, depth=depth)
     assert tokens_of(run(engine, some)) == expected
     assert cache.num_copied > 30
+
+
+def test_a_block_that_was_copied_from_may_be_filled_from_a_tier_at_once(loaded: Loaded) -> None:
+    """Both may be asked for before the same step."""
+    storage = KVStorage(loaded.config, 4, BLOCK_SIZE, torch.float32, CPU)
+    storage.pool.copy_(torch.randn(storage.pool.shape))
+    copies = HostBlockCopies(storage)
+    cache = KVCache(4, BLOCK_SIZE)
+    cache.copy_slots = copies.copy_slots
+    cache.use_offload(Offload(copies, BLOCK_SIZE, "", HostTier(1 << 30)))
+    first = [1] * (3 * BLOCK_SIZE)
+    cache.release(compute(cache, first))
+    second = compute(cache, [2] * (4 * BLOCK_SIZE))  # takes the place of the first
+    storage.pool.copy_(torch.randn(storage.pool.shape))
+    source = second.block_table[0]
+    content = storage.pool[:, :, source].clone()
+    cache.release(second)
+    part, whole = make_sequence([2, 2, 2, 7]), make_sequence(first)
+    cache.start(part, cache.match(part), shares=True)
+    cache.start(whole, cache.match(whole), shares=True)
+    assert (part.num_computed_tokens, whole.num_computed_tokens) == (3, 2 * BLOCK_SIZE)
+    assert source in whole.block_table[:2]
+    assert not torch.equal(storage.pool[:, :, source], content)
+    assert torch.equal(storage.pool[:, :, part.block_table[0], :, :3], content[:, :, :, :3])
+    assert cache.offload is not None
+    cache.offload.close()
