@@ -18,11 +18,11 @@ from numba import types
 from octavo.ops.cpu.compiled import emitted
 from octavo.ops.cpu.vector_ir import (
     F32,
-    I8,
     I32,
     LANES,
     F32x16,
     Loop,
+    ask_for,
     call,
     constant,
     exp,
@@ -199,9 +199,7 @@ def prefetch(context: Any, address: Any, num_lines: Any) -> Any:
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
         with Loop(b, args[1], []) as loop:
-            pointer = b.inttoptr(offset(b, args[0], (loop.index, VECTOR_BYTES)), I8.as_pointer())
-            hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # to read, to the second level, data
-            call(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, *hints])
+            ask_for(b, offset(b, args[0], (loop.index, VECTOR_BYTES)))
         return c.get_dummy_value()
 
     return types.void(types.intp, types.intp), emit

@@ -1,7 +1,7 @@
-"""The inner loop of ``block_linear``: sixteen output rows times a few tokens, over all groups of K.
+"""The inner loops of ``block_linear``: sixteen output rows times a few tokens, over all groups of K.
 
-Activations come in two terms, of which the second is there for few groups; see ``quantize``. ``order`` lists the
-terms to go over: g < G is the first of group g, G + g the second.
+Activations come in two terms, of which the second is there for few groups; see ``quantize``. ``block_dot`` multiplies
+the first terms, a few tokens at a time; ``add_second_terms`` goes over those (group, token) pairs that have one.
 
 A panel is 16 rows of the weight, group by group, in the order in which they are used::
 
@@ -13,19 +13,19 @@ A panel is 16 rows of the weight, group by group, in the order in which they are
 so that one 64-byte load is one operand of ``vpdpbusd``: lane r gets row r's next four k. The other operand is
 four quantised activations of one token, repeated in every lane.
 
-For each term, in this order and no other::
+For each term, the first ones of all groups and then the second ones, in this order and no other::
 
     total  = sum of weight * activation over the group, exact in int32 (starting from the correction for the
              formats' zero point)
     result = fma(float(total) * activation_scale, weight_scale, result)
     result = fma(minimum, activation_sum, result)                       formats with minima
 
-A token's result is the same instructions on the same numbers whatever the number of tokens beside it. A second
-term that only another token has counts with a scale and an offset of 0, and so changes nothing.
+A token's result is the same instructions on the same numbers whatever the number of tokens beside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -42,6 +42,7 @@ from octavo.ops.cpu.vector_ir import (
     F32x16,
     I32x16,
     Loop,
+    ask_for,
     constant,
     dot4,
     fma,
@@ -54,6 +55,8 @@ from octavo.ops.cpu.vector_ir import (
 )
 
 STEP_BYTES = 4 * LANES
+AHEAD = 4096
+"""Bytes of numbers between those that are multiplied and those that are asked for."""
 TOKEN_COUNTS = (12, 8, 4, 2, 1) if HAS_VNNI else (4, 1)
 """Weights are loaded and taken apart once for so many tokens; with the most, all sums just fit the registers."""
 
@@ -67,19 +70,10 @@ def _weights(b: ir.IRBuilder, bits: int, values: ir.Value, step: int) -> list[ir
     return [b.and_(packed, nibble), b.and_(b.lshr(packed, constant(I32x16, 4)), nibble)]
 
 
-def _group_totals(
-    b: ir.IRBuilder, bits: int, group: int, values: ir.Value, activations: list[ir.Value], totals: list[ir.Value]
-) -> list[ir.Value]:
-    """Add one group's products to each token's ``totals``."""
-    k = 0
+def _steps(b: ir.IRBuilder, bits: int, group: int, values: ir.Value) -> Iterator[ir.Value]:
+    """The unsigned weights of a group, four k after four k; loaded one by one, so that they need few registers."""
     for step in range(group * bits // 32):
-        for weights in _weights(b, bits, values, step):
-            totals = [
-                dot4(b, total, weights, splat(b, load(b, I32, x, k)))
-                for x, total in zip(activations, totals, strict=True)
-            ]
-            k += 4
-    return totals
+        yield from _weights(b, bits, values, step)
 
 
 @inlined
@@ -89,6 +83,67 @@ def tokens_at_once(left: int) -> Any:
         if count <= left and not (count == 12 and left == 16):
             return count
     return 1
+
+
+class _Groups:
+    """What is known of a panel while code is emitted for it: where its groups are, and how a term is added."""
+
+    def __init__(
+        self,
+        variant: tuple[int, int, int, int],
+        values: ir.Value,
+        scales: ir.Value,
+        x_scales: ir.Value,
+        x_sums: ir.Value,
+    ) -> None:
+        self.bits, self.group, self.has_minima, self.scale_format = variant
+        self._values, self._scales, self._x_scales, self._x_sums = values, scales, x_scales, x_sums
+
+    def values(self, b: ir.IRBuilder, g: ir.Value) -> ir.Value:
+        """Address of a group's numbers."""
+        return offset(b, self._values, (g, self.group * self.bits // 8 * LANES))
+
+    def scales(self, b: ir.IRBuilder, g: ir.Value) -> tuple[ir.Value, ir.Value | None]:
+        """A group's scales, and its minima if there are any."""
+        row_bytes = LANES * FORMAT_BYTES[self.scale_format]
+        pair = offset(b, self._scales, (g, (1 + self.has_minima) * row_bytes))
+        scale = load_floats(b, self.scale_format, pair)
+        return scale, load_floats(b, self.scale_format, pair, row_bytes) if self.has_minima else None
+
+    def ask_ahead(self, b: ir.IRBuilder, g: ir.Value) -> None:
+        """Have what is multiplied about a panel further on brought near: processors by themselves stop at a page's end."""
+        value_bytes = self.group * self.bits // 8 * LANES
+        scale_bytes = (1 + self.has_minima) * LANES * FORMAT_BYTES[self.scale_format]
+        for base, num_bytes in ((self._values, value_bytes), (self._scales, scale_bytes)):
+            at = offset(b, base, (g, num_bytes))
+            for line in range(0, num_bytes, STEP_BYTES):
+                ask_for(b, at, AHEAD * num_bytes // value_bytes + line)
+
+    def start(self, b: ir.IRBuilder, side: ir.Value) -> ir.Value:
+        """What a total starts from; ``side`` is the place of a token's term among scales and offsets, in bytes."""
+        return constant(I32x16, 0) if self.has_minima else splat(b, load(b, I32, b.add(self._x_sums, side)))
+
+    def add(
+        self,
+        b: ir.IRBuilder,
+        total: ir.Value,
+        side: ir.Value,
+        scales: tuple[ir.Value, ir.Value | None],
+        result: ir.Value,
+    ) -> ir.Value:
+        """``result`` with a term's total added."""
+        scale, minimum = scales
+        x_scale = splat(b, load(b, F32, b.add(self._x_scales, side)))
+        result = fma(b, b.fmul(b.sitofp(total, F32x16), x_scale), scale, result)
+        if minimum is None:
+            return result
+        return fma(b, minimum, splat(b, load(b, F32, b.add(self._x_sums, side))), result)
+
+
+def _variant(*constants: Any) -> tuple[Any, ...] | None:
+    if all(isinstance(value, types.IntegerLiteral) for value in constants):
+        return tuple(value.literal_value for value in constants)
+    return None
 
 
 @emitted
@@ -105,70 +160,95 @@ def block_dot(
     activation_offsets: Any,
     out: Any,
     num_groups: Any,
-    order: Any,
-    num_ordered: Any,
     num_tokens: Any,
 ) -> Any:
-    """One panel times ``num_tokens`` rows of activations, one of TOKEN_COUNTS. The first four are constants.
+    """First terms: one panel times ``num_tokens`` rows of activations, one of TOKEN_COUNTS. Four are constants.
 
     ``activations`` int8 [tokens, 2 K]; ``activation_scales`` float32 [tokens, 2 groups]; ``activation_offsets``
     [tokens, 2 groups]: float32 scaled sums where the format has minima, else the int32 each total starts from.
-    ``order`` int32 [num_ordered]; ``out`` float32 [tokens, 16]. All are addresses.
+    ``out`` float32 [tokens, 16]. All are addresses.
     """
     constants = (bits, group, has_minima, scale_format)
-    if not all(isinstance(value, types.IntegerLiteral) for value in constants):
+    if (variant := _variant(*constants)) is None:
         return None
-    variant = tuple(value.literal_value for value in constants)
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        values, scales, x, x_scales, x_sums, out, num_groups, num_tokens = args[4:]
+        panel = _Groups(variant, values, scales, x_scales, x_sums)
         for count in TOKEN_COUNTS:
-            with b.if_then(b.icmp_signed("==", args[-1], i64(count))):
-                _emit_block_dot(b, count, *variant, *args[4:-1])
+            with b.if_then(b.icmp_signed("==", num_tokens, i64(count))):
+                _emit_block_dot(b, count, panel, x, out, num_groups)
         return c.get_dummy_value()
 
-    return types.void(*constants, *([types.intp] * 10)), emit
+    return types.void(*constants, *([types.intp] * 8)), emit
 
 
 def _emit_block_dot(
-    b: ir.IRBuilder,
-    num_tokens: int,
-    bits: int,
-    group: int,
-    has_minima: int,
-    scale_format: int,
-    values: ir.Value,
-    scales: ir.Value,
-    activations: ir.Value,
-    activation_scales: ir.Value,
-    activation_offsets: ir.Value,
-    out: ir.Value,
-    num_groups: ir.Value,
-    order: ir.Value,
-    num_ordered: ir.Value,
+    b: ir.IRBuilder, num_tokens: int, panel: _Groups, x: ir.Value, out: ir.Value, num_groups: ir.Value
 ) -> None:
-    rows = [b.add(activations, b.mul(num_groups, i64(2 * group * token))) for token in range(num_tokens)]
+    rows = [offset(b, x, (num_groups, 2 * panel.group * token)) for token in range(num_tokens)]
     sides = [b.mul(num_groups, i64(8 * token)) for token in range(num_tokens)]
-    row_bytes = LANES * FORMAT_BYTES[scale_format]
-    with Loop(b, num_ordered, [constant(F32x16, 0.0)] * num_tokens) as loop:
-        term = b.sext(load(b, I32, offset(b, order, (loop.index, 4))), I64)
-        g = b.select(b.icmp_signed("<", term, num_groups), term, b.sub(term, num_groups))
-        here = [offset(b, row, (term, group)) for row in rows]
-        at = [offset(b, side, (term, 4)) for side in sides]
-        starts = [constant(I32x16, 0)] * num_tokens
-        if not has_minima:
-            starts = [splat(b, load(b, I32, b.add(activation_offsets, side))) for side in at]
-        totals = _group_totals(b, bits, group, offset(b, values, (g, group * bits // 8 * LANES)), here, starts)
-        pair = offset(b, scales, (g, (1 + has_minima) * row_bytes))
-        scale = load_floats(b, scale_format, pair)
-        minimum = load_floats(b, scale_format, pair, row_bytes) if has_minima else None
-        results = []
-        for side, total, result in zip(at, totals, loop.carried, strict=True):
-            x_scale = splat(b, load(b, F32, b.add(activation_scales, side)))
-            result = fma(b, b.fmul(b.sitofp(total, F32x16), x_scale), scale, result)
-            if minimum is not None:
-                x_sum = splat(b, load(b, F32, b.add(activation_offsets, side)))
-                result = fma(b, minimum, x_sum, result)
-            results.append(result)
-        loop.carried = results
+    with Loop(b, num_groups, [constant(F32x16, 0.0)] * num_tokens) as loop:
+        g = loop.index
+        here = [offset(b, row, (g, panel.group)) for row in rows]
+        at = [offset(b, side, (g, 4)) for side in sides]
+        totals = [panel.start(b, side) for side in at]
+        for i, weights in enumerate(_steps(b, panel.bits, panel.group, panel.values(b, g))):
+            pairs = zip(here, totals, strict=True)
+            totals = [dot4(b, total, weights, splat(b, load(b, I32, row, 4 * i))) for row, total in pairs]
+        panel.ask_ahead(b, g)
+        scales = panel.scales(b, g)
+        terms = zip(totals, at, loop.carried, strict=True)
+        loop.carried = [panel.add(b, total, side, scales, result) for total, side, result in terms]
     for token, result in enumerate(loop.results):
         store(b, result, out, STEP_BYTES * token)
+
+
+@emitted
+def add_second_terms(
+    context: Any,
+    bits: Any,
+    group: Any,
+    has_minima: Any,
+    scale_format: Any,
+    values: Any,
+    scales: Any,
+    activations: Any,
+    activation_scales: Any,
+    activation_offsets: Any,
+    out: Any,
+    num_groups: Any,
+    starts: Any,
+    tokens: Any,
+) -> Any:
+    """Second terms of one panel, added to what ``block_dot`` gave for all tokens.
+
+    ``tokens`` int32, group after group: those of group g are at ``starts[g]`` to before ``starts[g + 1]``, int32 too.
+    """
+    constants = (bits, group, has_minima, scale_format)
+    if (variant := _variant(*constants)) is None:
+        return None
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        values, scales, x, x_scales, x_sums, out, num_groups, starts, tokens = args[4:]
+        panel = _Groups(variant, values, scales, x_scales, x_sums)
+        with Loop(b, num_groups, []) as groups:
+            g = groups.index
+            at = offset(b, starts, (g, 4))
+            first, last = (b.sext(load(b, I32, at, place), I64) for place in (0, 4))
+            with b.if_then(b.icmp_signed("<", first, last)):
+                weights = list(_steps(b, panel.bits, panel.group, panel.values(b, g)))
+                factors = panel.scales(b, g)
+                term = b.add(num_groups, g)
+                with Loop(b, b.sub(last, first), []) as loop:
+                    token = b.sext(load(b, I32, offset(b, tokens, (b.add(first, loop.index), 4))), I64)
+                    row = offset(b, x, (b.mul(token, num_groups), 2 * panel.group), (term, panel.group))
+                    side = offset(b, i64(0), (b.mul(token, num_groups), 8), (term, 4))
+                    total = panel.start(b, side)
+                    for i, weight in enumerate(weights):
+                        total = dot4(b, total, weight, splat(b, load(b, I32, row, 4 * i)))
+                    place = offset(b, out, (token, STEP_BYTES))
+                    store(b, panel.add(b, total, side, factors, load(b, F32x16, place)), place)
+        return c.get_dummy_value()
+
+    return types.void(*constants, *([types.intp] * 9)), emit

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from octavo.ops.block_linear import PANEL, PackedBlocks, block_linear
-from octavo.ops.cpu.block_dot import TOKEN_COUNTS, block_dot, tokens_at_once
+from octavo.ops.cpu.block_dot import add_second_terms, block_dot, tokens_at_once
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import compiled, compiled_driver, compiled_task
-from octavo.ops.cpu.epilogue import EPILOGUE, GATES, finish
+from octavo.ops.cpu.epilogue import EPILOGUE, GATES, TILE_BYTES, finish
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.ops.cpu.memory import fields, keep, read, view
 from octavo.ops.cpu.quantize import quantize_row
@@ -44,7 +44,8 @@ ARGUMENTS = fields(
     q=int,
     q_scales=int,
     q_offsets=int,
-    order=int,
+    second_starts=int,
+    second_tokens=int,
 )
 
 
@@ -70,26 +71,24 @@ def _prepare_task() -> int:
 
 
 @compiled
-def _list_terms(order: int, q_scales: int, T: int, G: int) -> None:
-    """For the tokens that are multiplied at once: which terms there are, group by group.
+def _list_second_terms(starts: int, tokens: int, q_scales: int, T: int, G: int) -> None:
+    """Which tokens have a second term, group by group; for each TOKENS_AT_ONCE rows on their own.
 
-    ``order`` int32 [T, 1 + 2 G] gets the number of terms and then the terms, in the row of the first of the tokens.
+    ``tokens`` int32 [T * G] gets them, counted from the first of those rows; ``starts`` int32 [.., G + 1] where each
+    group's begin.
     """
-    rows, scales = view(order, T * (1 + 2 * G), np.int32), view(q_scales, T * 2 * G, np.float32)
-    for first in range(0, T, TOKENS_AT_ONCE):
-        t, last = first, min(first + TOKENS_AT_ONCE, T)
-        while t < last:
-            n, start, count = tokens_at_once(last - t), t * (1 + 2 * G) + 1, 0
-            for g in range(G):
-                rows[start + count] = g
-                count += 1
-                for token in range(t, t + n):
-                    if scales[token * 2 * G + G + g] != 0:
-                        rows[start + count] = G + g
-                        count += 1
-                        break
-            rows[start - 1] = count
-            t += n
+    num_parts = (T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE
+    begins, listed = view(starts, num_parts * (G + 1), np.int32), view(tokens, T * G, np.int32)
+    scales, count = view(q_scales, T * 2 * G, np.float32), 0
+    for part in range(num_parts):
+        first = part * TOKENS_AT_ONCE
+        for g in range(G):
+            begins[part * (G + 1) + g] = count
+            for t in range(first, min(first + TOKENS_AT_ONCE, T)):
+                if scales[t * 2 * G + G + g] != 0:
+                    listed[count] = t - first
+                    count += 1
+        begins[part * (G + 1) + G] = count
 
 
 @functools.cache
@@ -100,22 +99,21 @@ def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) ->
 
     def multiply(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
-        tiles = np.empty((2, TOKEN_COUNTS[0], PANEL), np.float32)
+        tiles = np.empty((2, min(a.T, TOKENS_AT_ONCE), PANEL), np.float32)
         sums, ups = tiles[0].ctypes.data, tiles[1].ctypes.data
         for first in range(0, a.T, TOKENS_AT_ONCE):
-            last = min(first + TOKENS_AT_ONCE, a.T)
+            last, side = min(first + TOKENS_AT_ONCE, a.T), 8 * a.G * first
+            q, q_scales, q_offsets = a.q + 2 * a.G * group * first, a.q_scales + side, a.q_offsets + side
+            starts = a.second_starts + 4 * (first // TOKENS_AT_ONCE) * (a.G + 1)
             for panel in range(begin, end):
-                t = first
-                while t < last:
-                    n = tokens_at_once(last - t)
-                    side, order = 8 * t * a.G, a.order + 4 * t * (1 + 2 * a.G)
-                    q, q_scales, q_offsets = a.q + 2 * t * a.G * group, a.q_scales + side, a.q_offsets + side
-                    num_terms = view(order, 1, np.int32)[0]
-                    for half in range(2 if a.gate else 1):
-                        at = (panel + half * (a.N // (2 * PANEL))) * a.G
-                        values, scales, out = a.values + at * value_bytes, a.scales + at * scale_bytes, sums
-                        if half:
-                            out = ups
+                for half in range(2 if a.gate else 1):
+                    at = (panel + half * (a.N // (2 * PANEL))) * a.G
+                    values, scales, out = a.values + at * value_bytes, a.scales + at * scale_bytes, sums
+                    if half:
+                        out = ups
+                    t = first
+                    while t < last:
+                        n, row = tokens_at_once(last - t), t - first
                         block_dot(
                             bits,
                             group,
@@ -123,17 +121,30 @@ def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) ->
                             scale_format,
                             values,
                             scales,
-                            q,
-                            q_scales,
-                            q_offsets,
-                            out,
+                            q + 2 * a.G * group * row,
+                            q_scales + 8 * a.G * row,
+                            q_offsets + 8 * a.G * row,
+                            out + TILE_BYTES * row,
                             a.G,
-                            order + 4,
-                            num_terms,
                             n,
                         )
-                    finish(a, sums, ups, t, n, panel * PANEL)
-                    t += n
+                        t += n
+                    add_second_terms(
+                        bits,
+                        group,
+                        has_minima,
+                        scale_format,
+                        values,
+                        scales,
+                        q,
+                        q_scales,
+                        q_offsets,
+                        out,
+                        a.G,
+                        starts,
+                        a.second_tokens,
+                    )
+                finish(a, sums, ups, first, last - first, panel * PANEL)
         keep(tiles)
 
     return compiled_task(multiply)
@@ -144,16 +155,17 @@ def _driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, ARGUMENTS)
         numbers = a.T * a.G * a.group
-        q, order = np.empty(2 * numbers, np.int8), np.empty(a.T * (1 + 2 * a.G), np.int32)
+        q, tokens = np.empty(2 * numbers, np.int8), np.empty(a.T * a.G, np.int32)
+        starts = np.empty((a.T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE * (a.G + 1), np.int32)
         q_scales, q_offsets = np.empty(2 * a.T * a.G, np.float32), np.empty(2 * a.T * a.G, np.float32)
-        a.order = order.ctypes.data
+        a.second_starts, a.second_tokens = starts.ctypes.data, tokens.ctypes.data
         a.q, a.q_scales, a.q_offsets = q.ctypes.data, q_scales.ctypes.data, q_offsets.ctypes.data
         run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_CHUNK // (a.G * a.group)))
-        _list_terms(a.order, a.q_scales, a.T, a.G)
+        _list_second_terms(a.second_starts, a.second_tokens, a.q_scales, a.T, a.G)
         panels = ((a.N // 2 if a.gate else a.N) + PANEL - 1) // PANEL
         chunks = max(1, numbers * a.N // MULTIPLICATIONS_A_CHUNK)
         run(pool, a.multiply, arguments, panels, (panels + chunks - 1) // chunks)
-        keep((q, q_scales, q_offsets, order))
+        keep((q, q_scales, q_offsets, starts, tokens))
         return 0
 
     return compiled_driver(drive)
@@ -192,7 +204,7 @@ def block_linear_numba(
         *(address(bias_N), address(residual_TN), out_TN.data_ptr(), GATES[activation], T, N),
         *(_prepare_task(), _multiply_task(packed.bits, packed.group, has_minima, scale_format)),
         *(x.data_ptr(), address(norm_K), eps, packed.values.data_ptr(), packed.scales.data_ptr()),
-        *(packed.zero_point, has_minima, packed.group, G, 0, 0, 0, 0),
+        *(packed.zero_point, has_minima, packed.group, G, 0, 0, 0, 0, 0),
     )
     call(_driver(), arguments)
     return out_TN

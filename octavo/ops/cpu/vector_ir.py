@@ -57,6 +57,13 @@ def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, displacement: int
     b.store(value, b.inttoptr(b.add(address, i64(displacement)), value.type.as_pointer()), align=1)
 
 
+def ask_for(b: ir.IRBuilder, address: ir.Value, displacement: int = 0) -> None:
+    """Have a cache line that will be read soon brought to the second level."""
+    pointer = b.inttoptr(b.add(address, i64(displacement)), I8.as_pointer())
+    hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # to read, to the second level, data
+    call(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, *hints])
+
+
 def splat(b: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
     """All sixteen lanes set to ``scalar``."""
     kind = ir.VectorType(scalar.type, LANES)
