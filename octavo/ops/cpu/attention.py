@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
+from octavo.ops.cpu.attention_passes import PART, first_seen
 from octavo.ops.cpu.attention_rows import STEP, prepare_task
-from octavo.ops.cpu.attention_tiles import PART, STATE, TILE, TILE_ROWS, attend_task, first_seen, merge_task
+from octavo.ops.cpu.attention_tiles import STATE, TILE, TILE_ROWS, attend_task, merge_task
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import compiled_driver, inlined
 from octavo.ops.cpu.memory import fields, keep, read, view

@@ -1,6 +1,6 @@
-"""The two inner loops of attention, over float32 rows whose length is a multiple of 16.
+"""The two inner loops of attention, over rows whose length is a multiple of 16, of any number format.
 
-``score``: a query with a run of keys. Sixteen partial sums along the head, added up in a fixed order, for one
+``score``: queries with a run of keys. Sixteen partial sums along the head, added up in a fixed order, for one
 key as for sixteen, so that a score's bits do not depend on which keys lie beside it.
 
 ``gather``: out += weight * value, position after position, each step one fused multiply-add on every number.
@@ -18,6 +18,7 @@ from numba import types
 from octavo.ops.cpu.compiled import emitted
 from octavo.ops.cpu.vector_ir import (
     F32,
+    FORMAT_BYTES,
     I32,
     LANES,
     F32x16,
@@ -27,12 +28,14 @@ from octavo.ops.cpu.vector_ir import (
     constant,
     exp,
     fma,
+    halve,
     i64,
     load,
+    load_floats,
     offset,
     splat,
     store,
-    sum_lanes,
+    sum_halved,
     sum_one,
 )
 
@@ -40,36 +43,104 @@ VECTOR_BYTES = 4 * LANES
 STATE_BYTES = VECTOR_BYTES
 """In front of the outputs of a part: its largest score and the sum of its weights."""
 LOWEST = -3.0e38
+SCORE_ROWS = 3
+"""Queries that ``score`` takes at a time: with eight keys each, their sums just fit the registers."""
 MAX_ROWS = 6
 WIDTHS = (4, 1)
 """Vectors of the head that ``gather`` takes at a time; 6 rows of 4 just fit the registers."""
 
 
 @emitted
-def score(context: Any, query: Any, keys: Any, num_steps: Any, out: Any, num_keys: Any) -> Any:
-    """Dot products of a query with 16 keys or 1, which lie one after the other; ``num_steps`` vectors each."""
+def score(
+    context: Any,
+    number_format: Any,
+    asks: Any,
+    queries: Any,
+    query_stride: Any,
+    num_rows: Any,
+    keys: Any,
+    num_steps: Any,
+    out: Any,
+    out_stride: Any,
+    ahead: Any,
+) -> Any:
+    """Dot products of 1 to SCORE_ROWS queries with 16 keys of a format, which lie one after the other.
+
+    ``num_steps`` vectors each. If it ``asks``, as many bytes as it reads are brought near from ``ahead`` on. The first
+    two are constants.
+    """
+    if not isinstance(number_format, types.IntegerLiteral) or not isinstance(asks, types.IntegerLiteral):
+        return None
+    variant = number_format.literal_value, bool(asks.literal_value)
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        query, keys, num_steps, out, num_keys = args
-        for count in (LANES, 1):
-            with b.if_then(b.icmp_signed("==", num_keys, i64(count))):
-                row_bytes = b.mul(num_steps, i64(VECTOR_BYTES))
-                rows = [offset(b, keys, (row_bytes, i)) for i in range(count)]
-                with Loop(b, num_steps, [constant(F32x16, 0.0)] * count) as loop:
-                    along = b.mul(loop.index, i64(VECTOR_BYTES))
-                    q = load(b, F32x16, b.add(query, along))
-                    pairs = zip(rows, loop.carried, strict=True)
-                    loop.carried = [fma(b, q, load(b, F32x16, b.add(row, along)), total) for row, total in pairs]
-                sums = loop.results
-                store(b, sum_lanes(b, sums) if count == LANES else sum_one(b, sums[0]), out)
+        queries, query_stride, num_rows, keys, num_steps, out, out_stride, ahead = args[2:]
+        for count in range(1, SCORE_ROWS + 1):
+            with b.if_then(b.icmp_signed("==", num_rows, i64(count))):
+                rows = [offset(b, queries, (query_stride, row)) for row in range(count)]
+                # Eight keys at a time, such that the first step of ``sum_lanes`` is among them: the sums fit registers.
+                halves = [_emit_score(b, *variant, rows, keys, num_steps, ahead, half) for half in (0, 1)]
+                for row, parts in enumerate(zip(*halves, strict=True)):
+                    store(b, sum_halved(b, [*parts[0], *parts[1]]), offset(b, out, (out_stride, row)))
         return c.get_dummy_value()
 
-    return types.void(*([types.intp] * 5)), emit
+    return types.void(number_format, asks, *([types.intp] * 8)), emit
+
+
+def _emit_score(
+    b: ir.IRBuilder,
+    number_format: int,
+    asks: bool,
+    queries: list[ir.Value],
+    keys: ir.Value,
+    num_steps: ir.Value,
+    ahead: ir.Value,
+    half: int,
+) -> list[list[ir.Value]]:
+    """For each query, what ``halve`` makes of its partial sums with one half of the 16 keys."""
+    step_bytes = LANES * FORMAT_BYTES[number_format]
+    row_bytes = b.mul(num_steps, i64(step_bytes))
+    chosen = [start + 4 * half + i for start in (0, LANES // 2) for i in range(4)]
+    rows = [offset(b, keys, (row_bytes, i)) for i in chosen]
+    with Loop(b, num_steps, [constant(F32x16, 0.0)] * (len(queries) * len(rows))) as loop:
+        q = [load(b, F32x16, offset(b, query, (loop.index, VECTOR_BYTES))) for query in queries]
+        totals = list(loop.carried)
+        for i, row in enumerate(rows):
+            key = load_floats(b, number_format, offset(b, row, (loop.index, step_bytes)))
+            for j, query in enumerate(q):
+                totals[j * len(rows) + i] = fma(b, query, key, totals[j * len(rows) + i])
+        if asks:
+            at = offset(b, ahead, (row_bytes, half * len(rows)), (loop.index, len(rows) * step_bytes))
+            for line in range(0, len(rows) * step_bytes, VECTOR_BYTES):
+                ask_for(b, at, line)
+        loop.carried = totals
+    return [halve(b, loop.results[j * len(rows) : (j + 1) * len(rows)], LANES // 2) for j in range(len(queries))]
+
+
+@emitted
+def score_one(context: Any, number_format: Any, query: Any, key: Any, num_steps: Any, out: Any) -> Any:
+    """The dot product of a query with one key of a format, a constant."""
+    if not isinstance(number_format, types.IntegerLiteral):
+        return None
+    kind = number_format.literal_value
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        query, key, num_steps, out = args[1:]
+        with Loop(b, num_steps, [constant(F32x16, 0.0)]) as loop:
+            q = load(b, F32x16, offset(b, query, (loop.index, VECTOR_BYTES)))
+            k = load_floats(b, kind, offset(b, key, (loop.index, LANES * FORMAT_BYTES[kind])))
+            loop.carried = [fma(b, q, k, loop.carried[0])]
+        store(b, sum_one(b, loop.results[0]), out)
+        return c.get_dummy_value()
+
+    return types.void(number_format, *([types.intp] * 4)), emit
 
 
 @emitted
 def gather(
     context: Any,
+    number_format: Any,
+    asks: Any,
     weights: Any,
     weight_stride: Any,
     values: Any,
@@ -78,31 +149,40 @@ def gather(
     out: Any,
     out_stride: Any,
     num_rows: Any,
+    ahead: Any,
 ) -> Any:
-    """Add weighted values to 1 to MAX_ROWS rows of ``out``; values and rows are ``num_steps`` vectors each.
+    """Add weighted values of a format to 1 to MAX_ROWS rows of ``out``, ``num_steps`` vectors each.
 
     Row r is at ``out + out_stride * r``, and its weight of position j at ``weights + weight_stride * r + 4 * j``.
+    ``asks`` and ``ahead`` as for ``score``.
     """
+    if not isinstance(number_format, types.IntegerLiteral) or not isinstance(asks, types.IntegerLiteral):
+        return None
+    kind, is_asking = number_format.literal_value, bool(asks.literal_value)
+    step_bytes = LANES * FORMAT_BYTES[kind]
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        weights, weight_stride, values, num_steps, num_positions, out, out_stride, num_rows = args
-        row_bytes = b.mul(num_steps, i64(VECTOR_BYTES))
+        weights, weight_stride, values, num_steps, num_positions, out, out_stride, num_rows, ahead = args[2:]
+        row_bytes = b.mul(num_steps, i64(step_bytes))
         wide = b.sdiv(num_steps, i64(WIDTHS[0]))
         done = b.mul(wide, i64(WIDTHS[0]))
         for rows in range(1, MAX_ROWS + 1):
             with b.if_then(b.icmp_signed("==", num_rows, i64(rows))):
                 for width, first, turns in ((WIDTHS[0], i64(0), wide), (1, done, b.sub(num_steps, done))):
                     with Loop(b, turns, []) as part:
-                        at = b.mul(b.add(first, b.mul(part.index, i64(width))), i64(VECTOR_BYTES))
-                        places = b.add(values, at), row_bytes, num_positions, b.add(out, at), out_stride
-                        _emit_gather(b, rows, width, weights, weight_stride, *places)
+                        step = b.add(first, b.mul(part.index, i64(width)))
+                        at = offset(b, out, (step, VECTOR_BYTES))
+                        source, asked = (offset(b, x, (step, step_bytes)) for x in (values, ahead))
+                        places = source, row_bytes, num_positions, at, out_stride, asked if is_asking else None
+                        _emit_gather(b, kind, rows, width, weights, weight_stride, *places)
         return c.get_dummy_value()
 
-    return types.void(*([types.intp] * 8)), emit
+    return types.void(number_format, asks, *([types.intp] * 9)), emit
 
 
 def _emit_gather(
     b: ir.IRBuilder,
+    number_format: int,
     num_rows: int,
     width: int,
     weights: ir.Value,
@@ -112,15 +192,20 @@ def _emit_gather(
     num_positions: ir.Value,
     out: ir.Value,
     out_stride: ir.Value,
+    ahead: ir.Value | None,
 ) -> None:
+    step_bytes = LANES * FORMAT_BYTES[number_format]
     rows = [offset(b, out, (out_stride, row)) for row in range(num_rows)]
     before = [load(b, F32x16, row, VECTOR_BYTES * i) for row in rows for i in range(width)]
     with Loop(b, num_positions, before) as loop:
-        value_row = b.add(values, b.mul(row_bytes, loop.index))
-        value = [load(b, F32x16, value_row, VECTOR_BYTES * i) for i in range(width)]
+        along = b.mul(row_bytes, loop.index)
+        value = [load_floats(b, number_format, b.add(values, along), step_bytes * i) for i in range(width)]
         at = offset(b, weights, (loop.index, 4))
         weight = [splat(b, load(b, F32, offset(b, at, (weight_stride, row)))) for row in range(num_rows)]
         products = [(w, v) for w in weight for v in value]
+        if ahead is not None:
+            for line in range(0, width * step_bytes, VECTOR_BYTES):
+                ask_for(b, b.add(ahead, along), line)
         loop.carried = [fma(b, w, v, total) for (w, v), total in zip(products, loop.carried, strict=True)]
     for i, total in enumerate(loop.results):
         store(b, total, rows[i // width], VECTOR_BYTES * (i % width))
@@ -191,15 +276,3 @@ def merge(context: Any, total: Any, part: Any, num_steps: Any) -> Any:
         return c.get_dummy_value()
 
     return types.void(*([types.intp] * 3)), emit
-
-
-@emitted
-def prefetch(context: Any, address: Any, num_lines: Any) -> Any:
-    """Ask for cache lines that will be read soon."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        with Loop(b, args[1], []) as loop:
-            ask_for(b, offset(b, args[0], (loop.index, VECTOR_BYTES)))
-        return c.get_dummy_value()
-
-    return types.void(types.intp, types.intp), emit

@@ -111,7 +111,7 @@ class _Groups:
         return scale, load_floats(b, self.scale_format, pair, row_bytes) if self.has_minima else None
 
     def ask_ahead(self, b: ir.IRBuilder, g: ir.Value) -> None:
-        """Have what is multiplied about a panel further on brought near: processors by themselves stop at a page's end."""
+        """Have what comes about a panel further on brought near: processors by themselves stop at a page's end."""
         value_bytes = self.group * self.bits // 8 * LANES
         scale_bytes = (1 + self.has_minima) * LANES * FORMAT_BYTES[self.scale_format]
         for base, num_bytes in ((self._values, value_bytes), (self._scales, scale_bytes)):

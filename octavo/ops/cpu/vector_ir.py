@@ -130,21 +130,27 @@ def sum_lanes(b: ir.IRBuilder, vectors: Sequence[ir.Value]) -> ir.Value:
 
     Each step adds lanes 8, 4, 2, 1 apart, of two vectors at a time.
     """
-    parts, distance = list(vectors), LANES // 2
+    return sum_halved(b, halve(b, vectors, LANES // 2))
+
+
+def sum_halved(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
+    """``sum_lanes`` after its first step, which gave eight vectors."""
     while len(parts) > 1:
-        # Before this step a vector holds LANES / (2 * distance) sums, each still spread over 2 * distance lanes.
-        low = [lane for start in range(0, 2 * LANES, 2 * distance) for lane in range(start, start + distance)]
-        high = [lane + distance for lane in low]
-        half = len(parts) // 2
-        pairs = zip(parts[:half], parts[half:], strict=True)
-        parts = [b.fadd(shuffle(b, x, y, low), shuffle(b, x, y, high)) for x, y in pairs]
-        distance //= 2
-    return _undo_interleave(b, parts[0])
+        parts = halve(b, parts, len(parts) // 2)
+    return parts[0]
 
 
-def _undo_interleave(b: ir.IRBuilder, sums: ir.Value) -> ir.Value:
-    """Put the sums back into the order of the vectors: pairing halves leaves lane i with bits of i reversed."""
-    return shuffle(b, sums, sums, [int(f"{lane:04b}"[::-1], 2) for lane in range(LANES)])
+def halve(b: ir.IRBuilder, parts: Sequence[ir.Value], distance: int) -> list[ir.Value]:
+    """One step of ``sum_lanes``: the first half of ``parts`` with the second, adding lanes ``distance`` apart.
+
+    Lanes without the bit ``distance`` get the sums of the first of two vectors, those with it the sums of the second:
+    half of the numbers stay where they are, which needs no shuffle.
+    """
+    stay = [lane + LANES * bool(lane & distance) for lane in range(LANES)]
+    move = [lane ^ distance for lane in stay]
+    half = len(parts) // 2
+    pairs = zip(parts[:half], parts[half:], strict=True)
+    return [b.fadd(shuffle(b, x, y, stay), shuffle(b, x, y, move)) for x, y in pairs]
 
 
 def sum_one(b: ir.IRBuilder, vector: ir.Value) -> ir.Value:
