@@ -213,9 +213,8 @@ def add_second_terms(
     scale_format: Any,
     values: Any,
     scales: Any,
-    activations: Any,
-    activation_scales: Any,
-    activation_offsets: Any,
+    terms: Any,
+    sides: Any,
     out: Any,
     num_groups: Any,
     starts: Any,
@@ -223,15 +222,16 @@ def add_second_terms(
 ) -> Any:
     """Second terms of one panel, added to what ``block_dot`` gave for all tokens.
 
-    ``tokens`` int32, group after group: those of group g are at ``starts[g]`` to before ``starts[g + 1]``, int32 too.
+    ``terms`` int8 [terms, group], ``sides`` [terms, 2]: scale and offset, ``tokens`` int32 [terms], group after group:
+    those of group g are at ``starts[g]`` to before ``starts[g + 1]``, int32 too.
     """
     constants = (bits, group, has_minima, scale_format)
     if (variant := _variant(*constants)) is None:
         return None
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        values, scales, x, x_scales, x_sums, out, num_groups, starts, tokens = args[4:]
-        panel = _Groups(variant, values, scales, x_scales, x_sums)
+        values, scales, terms, sides, out, num_groups, starts, tokens = args[4:]
+        panel = _Groups(variant, values, scales, sides, b.add(sides, i64(4)))
         with Loop(b, num_groups, []) as groups:
             g = groups.index
             at = offset(b, starts, (g, 4))
@@ -239,11 +239,10 @@ def add_second_terms(
             with b.if_then(b.icmp_signed("<", first, last)):
                 weights = list(_steps(b, panel.bits, panel.group, panel.values(b, g)))
                 factors = panel.scales(b, g)
-                term = b.add(num_groups, g)
                 with Loop(b, b.sub(last, first), []) as loop:
-                    token = b.sext(load(b, I32, offset(b, tokens, (b.add(first, loop.index), 4))), I64)
-                    row = offset(b, x, (b.mul(token, num_groups), 2 * panel.group), (term, panel.group))
-                    side = offset(b, i64(0), (b.mul(token, num_groups), 8), (term, 4))
+                    term = b.add(first, loop.index)
+                    token = b.sext(load(b, I32, offset(b, tokens, (term, 4))), I64)
+                    row, side = offset(b, terms, (term, panel.group)), b.mul(term, i64(8))
                     total = panel.start(b, side)
                     for i, weight in enumerate(weights):
                         total = dot4(b, total, weight, splat(b, load(b, I32, row, 4 * i)))
@@ -251,4 +250,4 @@ def add_second_terms(
                     store(b, panel.add(b, total, side, factors, load(b, F32x16, place)), place)
         return c.get_dummy_value()
 
-    return types.void(*constants, *([types.intp] * 9)), emit
+    return types.void(*constants, *([types.intp] * 8)), emit

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.ops.block_linear import PANEL, PackedBlocks, block_linear
 from octavo.ops.cpu.block_dot import add_second_terms, block_dot, tokens_at_once
 from octavo.ops.cpu.calls import call
-from octavo.ops.cpu.compiled import compiled, compiled_driver, compiled_task
+from octavo.ops.cpu.compiled import compiled_driver, compiled_task
 from octavo.ops.cpu.epilogue import EPILOGUE, GATES, TILE_BYTES, finish
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.ops.cpu.memory import fields, keep, read, view
@@ -26,11 +26,12 @@ TOKENS_AT_ONCE = 256
 """Rows of activations that stay in the second-level cache while panel after panel goes over them."""
 MULTIPLICATIONS_A_CHUNK = 400_000
 """About three microseconds of work: less is not worth handing to another thread."""
-NUMBERS_A_CHUNK = 16384
+NUMBERS_A_CHUNK = 2048
 
 ARGUMENTS = fields(
     **EPILOGUE,
     prepare=int,
+    collect=int,
     multiply=int,
     x=int,
     norm=int,
@@ -44,8 +45,10 @@ ARGUMENTS = fields(
     q=int,
     q_scales=int,
     q_offsets=int,
-    second_starts=int,
+    seconds=int,
+    second_sides=int,
     second_tokens=int,
+    second_starts=int,
 )
 
 
@@ -70,25 +73,37 @@ def _prepare_task() -> int:
     return compiled_task(prepare)
 
 
-@compiled
-def _list_second_terms(starts: int, tokens: int, q_scales: int, T: int, G: int) -> None:
-    """Which tokens have a second term, group by group; for each TOKENS_AT_ONCE rows on their own.
+@functools.cache
+def _collect_task() -> int:
+    """Task over parts of TOKENS_AT_ONCE rows: second terms, wherever there are some, group by group in one place.
 
-    ``tokens`` int32 [T * G] gets them, counted from the first of those rows; ``starts`` int32 [.., G + 1] where each
-    group's begin.
+    ``seconds`` int8 [T * G, group] gets them, with their scales and offsets in ``second_sides`` [T * G, 2] and their
+    rows, counted from the part's first, in ``second_tokens`` int32 [T * G]. Those of group g of part p begin where
+    ``second_starts`` int32 [parts, G + 1] says.
     """
-    num_parts = (T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE
-    begins, listed = view(starts, num_parts * (G + 1), np.int32), view(tokens, T * G, np.int32)
-    scales, count = view(q_scales, T * 2 * G, np.float32), 0
-    for part in range(num_parts):
-        first = part * TOKENS_AT_ONCE
-        for g in range(G):
-            begins[part * (G + 1) + g] = count
-            for t in range(first, min(first + TOKENS_AT_ONCE, T)):
-                if scales[t * 2 * G + G + g] != 0:
-                    listed[count] = t - first
-                    count += 1
-        begins[part * (G + 1) + G] = count
+
+    def collect(arguments: int, begin: int, end: int) -> None:
+        a = read(arguments, ARGUMENTS)
+        G, words = a.G, a.group // 8
+        begins, tokens = view(a.second_starts, end * (G + 1), np.int32), view(a.second_tokens, a.T * G, np.int32)
+        scales, offsets = view(a.q_scales, a.T * 2 * G, np.int32), view(a.q_offsets, a.T * 2 * G, np.int32)
+        sides, terms = view(a.second_sides, a.T * 2 * G, np.int32), view(a.seconds, a.T * G * words, np.int64)
+        q = view(a.q, a.T * 2 * G * words, np.int64)
+        for part in range(begin, end):
+            first = part * TOKENS_AT_ONCE
+            n = first * G
+            for g in range(G):
+                begins[part * (G + 1) + g] = n
+                for t in range(first, min(first + TOKENS_AT_ONCE, a.T)):
+                    term = t * 2 * G + G + g
+                    if scales[term] != 0:
+                        tokens[n], sides[2 * n], sides[2 * n + 1] = t - first, scales[term], offsets[term]
+                        for i in range(words):
+                            terms[n * words + i] = q[term * words + i]
+                        n += 1
+            begins[part * (G + 1) + G] = n
+
+    return compiled_task(collect)
 
 
 @functools.cache
@@ -136,9 +151,8 @@ def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) ->
                         scale_format,
                         values,
                         scales,
-                        q,
-                        q_scales,
-                        q_offsets,
+                        a.seconds,
+                        a.second_sides,
                         out,
                         a.G,
                         starts,
@@ -155,17 +169,20 @@ def _driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, ARGUMENTS)
         numbers = a.T * a.G * a.group
-        q, tokens = np.empty(2 * numbers, np.int8), np.empty(a.T * a.G, np.int32)
-        starts = np.empty((a.T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE * (a.G + 1), np.int32)
+        num_parts = (a.T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE
+        q, seconds = np.empty(2 * numbers, np.int8), np.empty(numbers, np.int8)
+        sides, tokens = np.empty(2 * a.T * a.G, np.float32), np.empty(a.T * a.G, np.int32)
+        starts = np.empty(num_parts * (a.G + 1), np.int32)
         q_scales, q_offsets = np.empty(2 * a.T * a.G, np.float32), np.empty(2 * a.T * a.G, np.float32)
-        a.second_starts, a.second_tokens = starts.ctypes.data, tokens.ctypes.data
+        a.seconds, a.second_sides = seconds.ctypes.data, sides.ctypes.data
+        a.second_tokens, a.second_starts = tokens.ctypes.data, starts.ctypes.data
         a.q, a.q_scales, a.q_offsets = q.ctypes.data, q_scales.ctypes.data, q_offsets.ctypes.data
         run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_CHUNK // (a.G * a.group)))
-        _list_second_terms(a.second_starts, a.second_tokens, a.q_scales, a.T, a.G)
+        run(pool, a.collect, arguments, num_parts, 1)
         panels = ((a.N // 2 if a.gate else a.N) + PANEL - 1) // PANEL
         chunks = max(1, numbers * a.N // MULTIPLICATIONS_A_CHUNK)
         run(pool, a.multiply, arguments, panels, (panels + chunks - 1) // chunks)
-        keep((q, q_scales, q_offsets, starts, tokens))
+        keep((q, q_scales, q_offsets, seconds, sides, tokens, starts))
         return 0
 
     return compiled_driver(drive)
@@ -202,9 +219,9 @@ def block_linear_numba(
     arguments = np.empty(1, ARGUMENTS)
     arguments[0] = (
         *(address(bias_N), address(residual_TN), out_TN.data_ptr(), GATES[activation], T, N),
-        *(_prepare_task(), _multiply_task(packed.bits, packed.group, has_minima, scale_format)),
+        *(_prepare_task(), _collect_task(), _multiply_task(packed.bits, packed.group, has_minima, scale_format)),
         *(x.data_ptr(), address(norm_K), eps, packed.values.data_ptr(), packed.scales.data_ptr()),
-        *(packed.zero_point, has_minima, packed.group, G, 0, 0, 0, 0, 0),
+        *(packed.zero_point, has_minima, packed.group, G, *[0] * 7),
     )
     call(_driver(), arguments)
     return out_TN
