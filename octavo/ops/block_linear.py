@@ -108,11 +108,11 @@ def _pad_rows(rows: npt.NDArray[Number]) -> npt.NDArray[Number]:
 
 def _value_panels(groups: Groups, bits: int) -> npt.NDArray[np.uint8]:
     numbers, G = _pad_rows(groups.numbers), groups.scales.shape[1]
-    steps = numbers.reshape(len(numbers) // PANEL, PANEL, G, -1, 8 // bits, 4).transpose(0, 2, 4, 3, 1, 5)
+    fours = numbers.view(np.uint32).reshape(len(numbers) // PANEL, PANEL, G, -1, 8 // bits).transpose(0, 2, 4, 3, 1)
+    panels = np.ascontiguousarray(fours[:, :, 0])
     if bits == 4:
-        low, high = steps[:, :, 0], steps[:, :, 1]
-        return np.ascontiguousarray(low | high << np.uint8(4))
-    return np.ascontiguousarray(steps[:, :, 0])
+        panels |= fours[:, :, 1] << np.uint32(4)  # no number is wider than a half
+    return panels[..., None].view(np.uint8)
 
 
 def _scale_panels(groups: Groups) -> npt.NDArray[np.float32]:

@@ -119,6 +119,11 @@ class _Watch(_Mode):  # type: ignore[misc]
         super().__init__()
         self._made, self._arena = made, arena
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch asks. To leave its compiler aside it would import it, which takes longer than the rest of a start."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
