@@ -45,9 +45,10 @@ STATE_BYTES = VECTOR_BYTES
 LOWEST = -3.0e38
 SCORE_ROWS = 3
 """Queries that ``score`` takes at a time: with eight keys each, their sums just fit the registers."""
-MAX_ROWS = 6
+MAX_ROWS = 4
+"""Rows that ``gather`` takes at a time. Six would fit, save little, and take a second more to compile."""
 WIDTHS = (4, 1)
-"""Vectors of the head that ``gather`` takes at a time; 6 rows of 4 just fit the registers."""
+"""Vectors of the head that ``gather`` takes at a time."""
 
 
 @emitted

@@ -28,6 +28,8 @@ from octavo.ops.cpu.vector_ir import FLOAT32, FORMAT_BYTES, LANES
 PART = 128
 RUN = 64
 """Most positions at a time: their float32 keys stay in the first-level cache at usual head sizes."""
+IN_PLACE_ROWS = 8
+"""Most rows of a tile for which converting 16-bit numbers each time is quicker than a copy."""
 COLUMN, COUNT, PLACE, ROOM = range(4)
 """Of a run: where it begins in its part; its positions; the row of the caches that holds the first; how many from there
 on lie in the same block."""
@@ -57,7 +59,7 @@ def list_runs(a: Any, table: Any, head: int, begin: int, end: int, runs: Any) ->
 @inlined
 def _are_read_in_place(number_format: int, a: Any, num_rows: int) -> bool:
     """Whether cached rows are multiplied as they are: for a few rows, it takes no longer to convert them each time."""
-    return a.width == a.H and (number_format == FLOAT32 or num_rows <= MAX_ROWS)
+    return a.width == a.H and (number_format == FLOAT32 or num_rows <= IN_PLACE_ROWS)
 
 
 @inlined
@@ -123,8 +125,10 @@ def weigh_rows(a: Any, begin: int, end: int, work: Any, parts: Any) -> None:
         at = scores[row].ctypes.data
         if a.softcap:
             soft_cap(at, vectors, np.float32(a.softcap))
-        scores[row, : min(low, vectors * LANES)] = -np.inf
-        scores[row, max(0, high) : vectors * LANES] = -np.inf
+        for i in range(min(low, vectors * LANES)):
+            scores[row, i] = -np.inf
+        for i in range(max(0, high), vectors * LANES):
+            scores[row, i] = -np.inf
         exponentials(at, vectors, parts[row].ctypes.data)
 
 
@@ -159,34 +163,19 @@ def _gather_run(
         n = min(MAX_ROWS, len(scores) - first)
         low = max(0, first_seen(a, positions[first + n - 1]) - start)
         high = max(low, min(count, positions[first] + 1 - start))
-        if low > 0:
-            for row in range(first, first + n):
-                alone = max(0, first_seen(a, positions[row]) - start), min(low, count, positions[row] + 1 - start)
-                _gather(kind, asks, a, scores, parts, values, ahead, row, 1, column, alone[0], alone[1])
-        _gather(kind, asks, a, scores, parts, values, ahead, first, n, column, low, min(count, high))
-        if high < count:
-            for row in range(first, first + n):
-                end = min(count, positions[row] + 1 - start)
-                _gather(kind, asks, a, scores, parts, values, ahead, row, 1, column, high, end)
-
-
-@inlined
-def _gather(
-    kind: int,
-    asks: int,
-    a: Any,
-    scores: Any,
-    parts: Any,
-    values: int,
-    ahead: int,
-    row: int,
-    num_rows: int,
-    column: int,
-    low: int,
-    high: int,
-) -> None:
-    if high > low:
-        weights, out = scores[row].ctypes.data + 4 * (column + low), parts[row].ctypes.data + STATE_BYTES
-        strides, along = (scores.strides[0], parts.strides[0]), FORMAT_BYTES[kind] * a.width * low
-        source, asked, num_steps = values + along, ahead + along, a.width // LANES
-        gather(kind, asks, weights, strides[0], source, num_steps, high - low, out, strides[1], num_rows, asked)
+        # What some rows see and not all comes before the rest, row by row, and after it; in one loop, since each call
+        # is compiled on its own.
+        for i in range(-n if low > 0 else 0, n + 1 if high < count else 1):
+            row, num_rows, begin_at, end_at = first, n, low, min(count, high)
+            if i != 0:
+                row, num_rows = first + (n + i if i < 0 else i - 1), 1
+                seen = min(count, positions[row] + 1 - start)
+                begin_at = max(0, first_seen(a, positions[row]) - start) if i < 0 else high
+                end_at = min(low, seen) if i < 0 else seen
+            if begin_at >= end_at:
+                continue
+            weights, out = scores[row].ctypes.data + 4 * (column + begin_at), parts[row].ctypes.data + STATE_BYTES
+            strides, along = (scores.strides[0], parts.strides[0]), FORMAT_BYTES[kind] * a.width * begin_at
+            source, asked, num_steps = values + along, ahead + along, a.width // LANES
+            num_positions = end_at - begin_at
+            gather(kind, asks, weights, strides[0], source, num_steps, num_positions, out, strides[1], num_rows, asked)

@@ -69,6 +69,20 @@ def _keys_after(number_format: int, a: Any, item: int, part: int, last_item: int
     return a.k_cache + FORMAT_BYTES[number_format] * a.H * place
 
 
+@inlined
+def _copy(source: Any, out: Any) -> None:
+    for i in range(len(out)):  # numba takes much longer to compile an assignment of slices
+        out[i] = source[i]
+
+
+@inlined
+def _begin(total: Any) -> None:
+    """Make a row of STATE and outputs one that nothing was added to."""
+    total[0] = LOWEST
+    for i in range(1, len(total)):
+        total[i] = 0
+
+
 @functools.cache
 def attend_task(number_format: int) -> int:
     """Task over (tile, kv head), the last tiles first: they see the most positions."""
@@ -85,12 +99,13 @@ def attend_task(number_format: int) -> int:
             table, num_rows = _table_of(a, tile), tile.num_tokens * group
             for row in range(num_rows):
                 at = ((tile.row + row // group) * a.N + head * group + row % group) * a.width
-                queries[row], positions[row] = source[at : at + a.width], tile.start + row // group
-            totals[:num_rows] = 0
-            totals[:num_rows, 0] = LOWEST
+                _copy(source[at : at + a.width], queries[row])
+                positions[row] = tile.start + row // group
+                _begin(totals[row])
             work = queries[:num_rows], positions, scores[:num_rows], runs, copy
             for part in range(tile.first_part, tile.last_part):
-                parts[:num_rows] = 0
+                for row in range(num_rows):
+                    _begin(parts[row])
                 low, high = _first_of(a, tile, part), min((part + 1) * PART, tile.start + tile.num_tokens)
                 num_runs = list_runs(a, table, head, low, high, runs)
                 score_rows(number_format, a, low, num_runs, work)
@@ -104,7 +119,7 @@ def attend_task(number_format: int) -> int:
                 if tile.slot < 0:
                     _finish(a, tile.row + row // group, head * group + row % group, totals[row])
                 else:
-                    _slot(a, tile.slot, head * group + row)[:] = parts[row]
+                    _copy(parts[row], _slot(a, tile.slot, head * group + row))
         keep((queries, positions, scores, totals, parts, runs, copy))
 
     return compiled_task(attend)
@@ -140,8 +155,7 @@ def merge_task() -> int:
             tile = view(a.tiles, a.num_tiles, TILE)[item]
             if tile.num_slots > 0:
                 for head in range(a.N):
-                    total[:] = 0
-                    total[0] = LOWEST
+                    _begin(total)
                     for slot in range(tile.slot, tile.slot + tile.num_slots):
                         merge(total.ctypes.data, _slot(a, slot, head).ctypes.data, a.width // LANES)
                     _finish(a, tile.row, head, total)
