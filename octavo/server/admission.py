@@ -21,10 +21,10 @@ from octavo.grammar.compiler import GrammarCompiler, Refused
 from octavo.grammar.forms import FormError
 from octavo.grammar.vocabulary import PackedVocabulary
 from octavo.sampling_params import SamplingParams, choice_key, resolve_max_tokens
+from octavo.server.caller import Caller
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import RETRY_AFTER_SECONDS
 from octavo.server.generation import Choice, Generation, Prompt
-from octavo.server.quotas import Account
 from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
 from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer
@@ -42,6 +42,8 @@ thread."""
 class Asked:
     """What a client asks for, the same for every API."""
 
+    caller: Caller
+    """Whose quota it counts for, and who may read what became of it."""
     prompts: Sequence[PromptSource]
     prompt_field: str
     """The field that the prompts came in, for error messages."""
@@ -56,8 +58,6 @@ class Asked:
     ttft_target: float = 0.0
     session: str = ""
     cache_ttl: float = 0.0
-    account: Account | None = None
-    """Whose quota it counts for."""
     timeout: float | None = None
     """Seconds after which it ends with an error, wherever it stands then."""
     grammar: Callable[[str], str] | None = None
@@ -101,8 +101,7 @@ class Admission:
         arrival = asyncio.get_running_loop().time()
         deadline = None if asked.timeout is None else arrival + asked.timeout
         with self._reserved(count):
-            if asked.account is not None:
-                asked.account.admit()
+            asked.caller.account.admit()
             try:
                 async with asyncio.timeout_at(deadline):
                     prompts = await self._encode_all(asked)
@@ -153,7 +152,7 @@ class Admission:
             self._num_reserved -= count
 
     def _start(self, asked: Asked, prompts: list[tuple[Prompt, int]], banned: Sequences) -> Generation:
-        generation = Generation(self.engine, asked.account)
+        generation = Generation(self.engine, asked.caller.account)
         adapters = self.engine.adapters
         adapter = asked.model if asked.model in adapters.paths else ""
         arrival = time.monotonic()
@@ -185,12 +184,12 @@ class Admission:
                 generation.add(Choice(generation, len(generation.choices), prompt, request, text_stream))
         try:
             for choice in generation.choices:
+                self.engine.timelines.own(choice.request.id, asked.caller.name)
                 self.engine.add(choice.request, choice)
         except BaseException:
             generation.close()
             raise
-        if asked.account is not None:
-            asked.account.charge(sum(len(prompt.tokens) for prompt, _ in prompts))
+        asked.caller.account.charge(sum(len(prompt.tokens) for prompt, _ in prompts))
         return generation
 
     def _eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:

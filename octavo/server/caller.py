@@ -17,6 +17,8 @@ class Caller:
     """An API key's owner; without keys there is one, whose name is empty."""
 
     name: str = ""
+    sees_all: bool = False
+    """Also what others have asked for."""
     account: Account = field(default_factory=Account)
 
 

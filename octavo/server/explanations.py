@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
+from octavo.server.caller import caller_of
 from octavo.server.errors import HTTPRefusal, UnsupportedParameter, printable
 from octavo.server.front import front_of
 from octavo.server.openai.rendering import json_response
@@ -13,9 +14,9 @@ from octavo.server.openai.schema import Endpoint
 
 
 async def timeline(request: Request) -> Response:
-    """What was decided about the answer of this id, for each of its choices."""
-    name = request.path_params["request_id"]
-    report = front_of(request).engine.timelines.report(name)
+    """What was decided about the answer of this id, for each of its choices; only its own key may know."""
+    name, caller = request.path_params["request_id"], caller_of(request)
+    report = front_of(request).engine.timelines.report(name, None if caller.sees_all else caller.name)
     if report is None:
         raise HTTPRefusal(404, f"Nothing is known of a request with the id '{printable(name)}'.", "not_found")
     return json_response({"id": name, "choices": report}, {})

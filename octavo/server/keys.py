@@ -21,6 +21,8 @@ from octavo.server.caller import Caller
 from octavo.server.errors import HTTPRefusal
 
 ADMIN_PREFIX = "/admin/"
+REPORTS_PREFIX = "/v1/requests/"
+"""Paths of reports on requests: each key's on its own, and the admin's key opens them too, on all."""
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LIMITS = ("requests_per_minute", "tokens_per_minute")
@@ -43,7 +45,7 @@ class Keys:
         self._file = None if settings.api_key_file is None else Path(settings.api_key_file).expanduser()
         self._admin = None if settings.admin_key is None else _digest(settings.admin_key.encode())
         self._own = None if settings.api_key is None else _digest(settings.api_key.encode())
-        self._callers: dict[str, Caller] = {"": Caller()}
+        self._callers: dict[str, Caller] = {"": Caller(sees_all=not self.are_asked_for)}
         self._entries: list[tuple[bytes, Caller]] = []
         self.load()
 
@@ -76,6 +78,8 @@ class Keys:
         """Who has the key ``secret``, which must open ``path``. Raises ``RequestError``."""
         if path.startswith(ADMIN_PREFIX):
             return self._check_admin(secret)
+        if path.startswith(REPORTS_PREFIX) and self._is_admin(secret):
+            return Caller(sees_all=True)
         if not self.are_asked_for:
             return self._callers[""]
         if secret is None:
@@ -93,9 +97,14 @@ class Keys:
     def _check_admin(self, secret: bytes | None) -> Caller:
         if self._admin is None:
             raise HTTPRefusal(403, "This server has no admin key, so nobody may do this.", "permission_denied")
-        if secret is None or not hmac.compare_digest(_digest(secret), self._admin):
+        if not self._is_admin(secret):
             raise AuthenticationError("This needs the admin key.")
-        return Caller()
+        return Caller(sees_all=True)
+
+    def _is_admin(self, secret: bytes | None) -> bool:
+        if self._admin is None or secret is None:
+            return False
+        return hmac.compare_digest(_digest(secret), self._admin)
 
 
 def _digest(secret: bytes) -> bytes:

@@ -40,6 +40,7 @@ async def ask(
     size = front.engine.info.max_num_seqs
     for first in range(0, len(sources), size):
         asked = Asked(
+            caller=caller_of(request),
             prompts=sources[first : first + size],
             prompt_field=field,
             params=SamplingParams(max_tokens=0),
@@ -47,7 +48,6 @@ async def ask(
             add_special_tokens=add_special_tokens,
             priority=priority,
             tenant=front.tenant(request, user),
-            account=caller_of(request).account,
             task=task,
             model=model,
         )

@@ -24,6 +24,7 @@ class Timelines:
     def __init__(self) -> None:
         self._events: OrderedDict[int, list[Event]] = OrderedDict()
         self._names: OrderedDict[str, list[int]] = OrderedDict()
+        self._owners: OrderedDict[int, str] = OrderedDict()
 
     def hear(self, events: Iterable[Event]) -> None:
         """Take events of a step."""
@@ -38,16 +39,27 @@ class Timelines:
             if len(known) < MAX_EVENTS_EACH or event.kind == "ended":
                 known.append(event)
 
+    def own(self, request_id: int, owner: str) -> None:
+        """The request is that of ``owner``, the name of a key."""
+        self._owners[request_id] = owner
+        if len(self._owners) > MAX_REQUESTS:
+            self._owners.popitem(last=False)
+
     def name(self, name: str, request_ids: Sequence[int]) -> None:
         """The answer called ``name`` is that of these requests."""
         self._names[name] = list(request_ids)
         if len(self._names) > MAX_REQUESTS:
             self._names.popitem(last=False)
 
-    def report(self, name: str) -> list[dict[str, Any]] | None:
-        """What happened to each choice of an answer, or to the request of a number; ``None``: nothing is known."""
+    def report(self, name: str, reader: str | None = None) -> list[dict[str, Any]] | None:
+        """What happened to each choice of an answer, or to the request of a number; ``None``: nothing is known, or
+        nothing that a ``reader`` owns."""
         request_ids = self._names.get(name) or ([int(name)] if name.isascii() and name.isdigit() else [])
-        found = {request_id: self._events[request_id] for request_id in request_ids if request_id in self._events}
+        found = {
+            request_id: self._events[request_id]
+            for request_id in request_ids
+            if request_id in self._events and (reader is None or self._owners.get(request_id) == reader)
+        }
         return [
             explain(events, (other for number, other in self._events.items() if number != request_id))
             for request_id, events in found.items()

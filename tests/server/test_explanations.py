@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from octavo.cache.kv_events import Removed, Stored
 from octavo.cli import main
 from octavo.server.timelines import MAX_KV_EVENTS_AT_ONCE, MAX_REQUESTS, KVEventRing, Timelines
 from octavo.telemetry.events import Event
+from tests.server.test_keys import bearer, key_file, line
 
 
 def life(number: int, start: float = 1.0) -> list[Event]:
@@ -59,6 +61,56 @@ def test_timelines_of_the_other_apis(serve_app: Any) -> None:
         assert [choice["request"] for choice in timeline["choices"]] == [served.engine.requests[-1].id]
 
 
+def test_a_timeline_is_for_the_key_that_asked_and_for_the_admin(serve_app: Any, tmp_path: Path) -> None:
+    path = key_file(tmp_path, line("alice", "a"), line("bob", "b"))
+    served = serve_app(api_key_file=path, api_key="own", admin_key="root")
+    body = {"prompt": "Hi", "max_tokens": 2}
+    for key, others in (("a", ("b", "own")), ("b", ("a", "own")), ("own", ("a", "b"))):
+        answer = served.client.post("/v1/completions", json=body, headers=bearer(key)).json()
+        number = served.engine.requests[-1].id
+        served.engine.timelines.hear(life(number))
+        for name in (answer["id"], str(number), f"0{number}"):
+            timeline = f"/v1/requests/{name}/timeline"
+            assert served.client.get(timeline, headers=bearer(key)).status_code == 200
+            assert served.client.get(timeline, headers=bearer("root")).status_code == 200
+            assert served.client.get(timeline, headers=bearer("wrong")).status_code == 401
+            assert served.client.get(timeline).status_code == 401
+            nobody = served.client.get("/v1/requests/x/timeline", headers=bearer("a")).text
+            for other in others:
+                refused = served.client.get(timeline, headers=bearer(other))
+                assert refused.status_code == 404
+                assert refused.text == nobody.replace("'x'", f"'{name}'")
+    assert served.client.get("/v1/models", headers=bearer("root")).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 2}),
+        ("/infer/v1/completions", {"model": "test", "prompt": "Hi"}),
+        ("/v1/generate", {"prompt": "Hi"}),
+        ("/generate", {"prompt": "Hi"}),
+    ],
+)
+def test_requests_of_every_api_are_owned(serve_app: Any, tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+    served = serve_app(api_key_file=key_file(tmp_path, line("alice", "a"), line("bob", "b")))
+    assert served.client.post(path, json={"max_tokens": 2, **body}, headers=bearer("a")).status_code == 200
+    number = served.engine.requests[-1].id
+    served.engine.timelines.hear(life(number))
+    assert served.client.get(f"/v1/requests/{number}/timeline", headers=bearer("a")).status_code == 200
+    assert served.client.get(f"/v1/requests/{number}/timeline", headers=bearer("b")).status_code == 404
+
+
+def test_an_admin_key_alone_closes_no_timeline(serve_app: Any) -> None:
+    served = serve_app(admin_key="root")
+    answer = served.complete().json()
+    served.engine.timelines.hear(life(served.engine.requests[0].id))
+    for headers in ({}, bearer("root"), bearer("anything")):
+        assert served.client.get(f"/v1/requests/{answer['id']}/timeline", headers=headers).status_code == 200
+
+
 @pytest.mark.parametrize("name", ["cmpl-unknown", "99999", "%00", "ٱ"])
 def test_a_timeline_of_nobody(serve_app: Any, name: str) -> None:
     response = serve_app().client.get(f"/v1/requests/{name}/timeline")
@@ -85,6 +137,7 @@ def test_the_command(serve_app: Any, capsys: pytest.CaptureFixture[str]) -> None
 def test_timelines_are_bounded() -> None:
     timelines = Timelines()
     for number in range(MAX_REQUESTS + 50):
+        timelines.own(number, "alice")
         timelines.hear(life(number))
         timelines.name(f"a{number}", [number])
     assert timelines.report("a0") is None
@@ -92,6 +145,9 @@ def test_timelines_are_bounded() -> None:
     newest = timelines.report(f"a{MAX_REQUESTS + 49}")
     assert newest is not None
     assert newest[0]["status"] == "length"
+    assert timelines.report("50", "alice") is not None, "owners are known for as long as what happened"
+    assert timelines.report("50", "bob") is None
+    assert len(timelines._owners) == MAX_REQUESTS
     timelines.hear([Event(1, "ended", 9.0, 0, 0)])
     assert timelines.report("1") is None, "the end of a request that was forgotten is no request"
 

@@ -120,6 +120,7 @@ def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None)
     field, grammar = _grammar(body, front, tools)
     variables = {**_effort(body, front), **_documents(body, front)}
     return Asked(
+        caller=caller_of(request),
         prompts=[conversation(body.messages, body, front, tools, **variables).prompt],
         prompt_field="messages",
         params=sampling_params(body, front, _max_tokens(body), _logprobs(body), body.prompt_logprobs),
@@ -133,7 +134,6 @@ def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None)
         session=body.prompt_cache_key or "",
         cache_ttl=body.cache_ttl,
         timeout=body.timeout,
-        account=caller_of(request).account,
         grammar=grammar,
         grammar_field=field,
         shown_ids=front.message_format.shown_ids,

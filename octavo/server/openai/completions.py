@@ -88,6 +88,7 @@ def asked_of(body: CompletionBody, front: Front, request: Request) -> Asked:
     # vLLM's own field and the echo ask the engine for the same thing; it gets the larger number.
     scored = max((k for k in (echoed, body.prompt_logprobs) if k is not None), default=None)
     return Asked(
+        caller=caller_of(request),
         prompts=prompts_of(body.prompt, "prompt"),
         prompt_field="prompt",
         params=_among_best_of(body, sampling_params(body, front, body.max_tokens, body.logprobs, scored)),
@@ -101,7 +102,6 @@ def asked_of(body: CompletionBody, front: Front, request: Request) -> Asked:
         session=body.prompt_cache_key or "",
         cache_ttl=body.cache_ttl,
         timeout=body.timeout,
-        account=caller_of(request).account,
         grammar=None if asked_for is None else lambda _: forms.whole(asked_for.form),
         grammar_field="" if asked_for is None else asked_for.field,
     )
