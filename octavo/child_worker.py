@@ -21,8 +21,9 @@ from collections.abc import Callable
 from typing import Any
 
 LENGTH = struct.Struct(">I")
-READY, RENDERED, REFUSED, FAILED, INVALID = b"R", b"T", b"X", b"F", b"I"
-"""Kinds of answer: started, the result, refused on purpose, an error in doing it, an error in what is to be done."""
+READY, RENDERED, REFUSED, LATE, FAILED, INVALID = b"R", b"T", b"X", b"L", b"F", b"I"
+"""Kinds of answer: started, the result, refused on purpose, refused for the time that it took, an error in doing it, an
+error in what is to be done."""
 OUT_OF_MEMORY = 3
 """Exit status; there is no memory left to say it in words."""
 MAX_ERROR_BYTES = 500

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from octavo.child_process import ChildLost, ChildProcess
-from octavo.child_worker import RENDERED
+from octavo.child_worker import LATE, RENDERED
 from octavo.grammar.forms import MAX_BYTES
 from octavo.grammar.vocabulary import PackedVocabulary
 
@@ -27,7 +27,8 @@ class GrammarCompiler:
     """Tries grammars out in a child process with bounded time and memory, one at a time.
 
     A grammar that hangs or explodes costs its own request an error, and the next one gets a fresh process. Verdicts are
-    kept, good and bad, so that a client that repeats itself costs nothing.
+    kept, good and bad, so that a client that repeats itself costs nothing; but not where time ran out or the process
+    was lost, because on a machine with less to do the same grammar may pass.
     """
 
     def __init__(self, load: Callable[[], PackedVocabulary], max_seconds: float = MAX_SECONDS) -> None:
@@ -64,6 +65,7 @@ class GrammarCompiler:
         return self._kept.get(text)
 
     async def _try_out(self, text: str) -> tuple[str | None, str]:
+        """The verdict, which is kept. Raises ``Refused``, which is not."""
         try:
             verdict = await asyncio.to_thread(self._ask, text)
         except asyncio.CancelledError:
@@ -82,7 +84,9 @@ class GrammarCompiler:
                 self._process = ChildProcess(WORKER, settings, tokens)
             kind, answer = self._process.ask(text)
         except ChildLost as error:
-            return None, f"cannot be used: {error}"
+            raise Refused(f"cannot be used: {error}") from None
+        if kind == LATE:
+            raise Refused(answer)
         return (answer, "") if kind == RENDERED else (None, answer)
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from octavo.child_worker import FAILED, REFUSED, RENDERED, Answer, described
+from octavo.child_worker import FAILED, LATE, REFUSED, RENDERED, Answer, described
 from octavo.grammar.matchers import GrammarError, compile_matcher, make_tokenizer, normalised
 from octavo.grammar.vocabulary import Vocabulary
 
@@ -25,7 +25,7 @@ class Tester:
             started = time.process_time()
             compile_matcher(grammar, self._tokenizer)
             if time.process_time() - started > MAX_COMPILE_SECONDS:
-                return REFUSED, "cannot be used: compiling it takes too long"
+                return LATE, "cannot be used: compiling it takes too long"
         except GrammarError as error:
             return REFUSED, str(error)
         except MemoryError:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from octavo.grammar import forms
+from octavo.child_process import ChildLost
+from octavo.child_worker import Answer
+from octavo.grammar import forms, tester
 from octavo.grammar.compiler import GrammarCompiler, Refused
 from octavo.grammar.vocabulary import PackedVocabulary, pack_tokens
 from tests.grammar.walks import VOCABULARY
@@ -90,17 +92,20 @@ def test_a_bomb_costs_little_and_leaves_nothing_behind() -> None:
 
 
 def test_a_grammar_that_hangs_is_cut_off_and_the_next_one_served() -> None:
+    hanging = forms.whole(forms.regex("a+"))
+
     async def test(compiler: GrammarCompiler) -> None:
         await compiler.compile(GOOD)
         first = compiler.process_id
         assert first is not None
         os.kill(first, 19)  # SIGSTOP: it does not answer any more
         with pytest.raises(Refused, match=r"more than 0\.5 seconds"):
-            await compiler.compile(forms.whole(forms.regex("a+")))
+            await compiler.compile(hanging)
         await compiler.compile(forms.whole(forms.regex("b+")))
         assert compiler.process_id != first
         with pytest.raises(ProcessLookupError):
             os.kill(first, 0)
+        await compiler.compile(hanging)
 
     run(test, max_seconds=0.5)
 
@@ -116,6 +121,44 @@ def test_verdicts_are_kept() -> None:
         with pytest.raises(Refused, match="uses 'not'"):
             await compiler.compile(bad)
         assert compiler.process_id is None, "a process was started for what is known"
+
+    run(test)
+
+
+def late_answer(text: str, monkeypatch: pytest.MonkeyPatch) -> Answer:
+    """What the tester says of a grammar whose compilation takes longer than it may."""
+    with monkeypatch.context() as patch:
+        patch.setattr(tester, "MAX_COMPILE_SECONDS", -1.0)
+        return tester.Tester(VOCABULARY).serve(text)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_took_too_long_once_is_tried_again(is_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = forms.whole(forms.regex("a+"))
+    first = ChildLost("it used up its memory or processor time") if is_lost else late_answer(text, monkeypatch)
+    answers = [first, tester.Tester(VOCABULARY).serve(text)]
+
+    class Child:
+        """A worker that is slow for its first question, and is asked two."""
+
+        is_alive = True
+
+        def __init__(self, *settings: object) -> None: ...
+        def close(self) -> None: ...
+
+        def ask(self, question: str) -> Answer:
+            answer = answers.pop(0)
+            if isinstance(answer, ChildLost):
+                raise answer
+            return answer
+
+    monkeypatch.setattr("octavo.grammar.compiler.ChildProcess", Child)
+
+    async def test(compiler: GrammarCompiler) -> None:
+        with pytest.raises(Refused, match="processor time" if is_lost else "compiling it takes too long"):
+            await compiler.compile(text)
+        form = await compiler.compile(text)
+        assert await compiler.compile(text) == form, "what passed is kept"
 
     run(test)
 
