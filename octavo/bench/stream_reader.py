@@ -40,8 +40,8 @@ class Streamed:
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
-def completion(prompt: str, tokens: int, **more: Any) -> bytes:
-    """A request for ``tokens`` tokens after ``prompt``."""
+def completion(prompt: str | list[int], tokens: int, **more: Any) -> bytes:
+    """A request for ``tokens`` tokens after ``prompt``, a text or tokens."""
     fields = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True, **more}
     body = json.dumps(fields).encode()
     return (

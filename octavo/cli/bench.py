@@ -93,6 +93,12 @@ def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     bench_peer.add_arguments(peer)
     yield peer
 
+    served = kinds.add_parser("served", help="decoding through the server beside the same in this process")
+    add_settings(served, EngineConfig)
+    bench_peer.add_work(served)
+    served.set_defaults(measure=_served)
+    yield served
+
     overhead = kinds.add_parser("overhead", help="the engine's own time per step, with an instant runner")
     overhead.add_argument("--sequences", type=bench_peer.numbers, default=[1, 64, 256])
     overhead.add_argument("--prompt", type=int, default=256)
@@ -226,6 +232,15 @@ def _least_work(config: EngineConfig, info: Any, row: dict[str, Any]) -> dict[st
     if row["kind"] == "decode":
         return decode_work(shape, row["batch"], row["context"], *sizes)._asdict()
     return prefill_work(shape, row["context"], *sizes)._asdict()
+
+
+def _served(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo.bench.offline import bench_config
+    from octavo.bench.served import served_beside_in_process
+
+    config = bench_config(engine_config(args), args.sequences)
+    rows = served_beside_in_process(config, args.sequences, args.prompt, args.decode, args.rounds)
+    return {"model": config.model.model, "rows": list(rows)}
 
 
 def _overhead(args: argparse.Namespace) -> dict[str, Any]:
