@@ -1,0 +1,102 @@
+"""``AsyncEngine`` over a child process that has no model (see ``fake_engine.py``), and streams from it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from octavo.config import ModelSettings, ServeConfig, ServerSettings
+from octavo.errors import RequestError
+from octavo.sampling_params import SamplingParams
+from octavo.server.async_engine import AsyncEngine
+from octavo.types import Output, Request
+from tests.server.fake_engine import expected
+
+SCRIPT = Path(__file__).parent / "fake_engine.py"
+SLOW = {"step_seconds": 0.003}
+
+
+class Recorder:
+    """A listener that keeps everything, and complains when something follows the end."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+        self.error: RequestError | None = None
+        self.done = asyncio.Event()
+
+    def on_output(self, output: Output) -> None:
+        assert not self.done.is_set()
+        self.tokens += output.tokens
+        if output.finish_reason is not None:
+            self.finish_reason = output.finish_reason
+            self.done.set()
+
+    def on_error(self, error: RequestError) -> None:
+        assert not self.done.is_set()
+        self.error = error
+        self.done.set()
+
+
+def make_config(timeout: float = 30.0, **knobs: Any) -> ServeConfig:
+    server = ServerSettings(engine_timeout=timeout)
+    return ServeConfig(model=ModelSettings(model=json.dumps(knobs)), server=server)
+
+
+def make_engine(timeout: float = 30.0, **knobs: Any) -> AsyncEngine:
+    # The repository's root must be found by the child, which runs a file from within the tests.
+    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parents[2])!r}); "
+    code += "from tests.server import fake_engine as f; sys.exit(f.engine_process.main(build=f.build))"
+    return AsyncEngine(make_config(timeout, **knobs), [sys.executable, "-c", code])
+
+
+@asynccontextmanager
+async def running(timeout: float = 30.0, **knobs: Any) -> AsyncIterator[AsyncEngine]:
+    engine = make_engine(timeout, **knobs)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop(0)
+        assert engine.num_live == 0
+        assert engine.pid is not None
+        assert not os.path.exists(f"/proc/{engine.pid}")
+
+
+def send(engine: AsyncEngine, mark: int = 1, max_tokens: int = 40) -> tuple[Request, Recorder]:
+    request_id = engine.next_id()
+    request = Request(request_id, [mark, request_id], SamplingParams(), max_tokens)
+    recorder = Recorder()
+    engine.add(request, recorder)
+    return request, recorder
+
+
+async def finish(streams: list[tuple[Request, Recorder]], seconds: float = 30.0) -> None:
+    async with asyncio.timeout(seconds):
+        for _, recorder in streams:
+            await recorder.done.wait()
+
+
+def assert_right(streams: list[tuple[Request, Recorder]]) -> None:
+    for request, recorder in streams:
+        assert recorder.error is None
+        assert recorder.tokens == expected(request)
+        assert recorder.finish_reason == "length"
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def kill(engine: AsyncEngine, how: int = signal.SIGKILL) -> None:
+    assert engine.pid is not None
+    os.kill(engine.pid, how)
