@@ -41,5 +41,7 @@ def _model(front: Front, name: str) -> dict[str, Any]:
         "owned_by": "octavo",
         "max_model_len": front.engine.info.max_model_len,
         "sampling_defaults": front.engine.info.sampling_defaults,
-        **({} if path is None else {"parent": front.model_name, "root": path}),
+        # Load clients take their tokenizer from there.
+        "root": path or front.config.model.model,
+        **({} if path is None else {"parent": front.model_name}),
     }
