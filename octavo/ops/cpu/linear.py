@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import compiled_driver, compiled_task, inlined
-from octavo.ops.cpu.dense_dot import TILES, dense_dot
+from octavo.ops.cpu.dense_dot import TILES, TOKEN_COUNTS, dense_dot
 from octavo.ops.cpu.epilogue import EPILOGUE, GATES, finish
 from octavo.ops.cpu.memory import fields, keep, read
 from octavo.ops.cpu.rms_norm import normalise_row
@@ -47,8 +47,17 @@ def _normalise_task() -> int:
 
 
 @inlined
+def _tokens_at_once(left: int) -> Any:
+    """How many of the tokens that are left to take."""
+    for count in TOKEN_COUNTS:
+        if count <= left:
+            return count
+    return 1
+
+
+@inlined
 def _dot_rows(number_format: int, a: Any, first: int, last: int, x: int, tokens: int, out_at: int) -> None:
-    """Weight rows ``first .. last`` times 1 or TOKENS rows of x, into rows of 16 sums."""
+    """Weight rows ``first .. last`` times one of TOKEN_COUNTS rows of x, into rows of 16 sums."""
     n = first
     while n < last:
         rows = ROWS if n + ROWS <= last else 1
@@ -73,7 +82,7 @@ def _multiply_task(number_format: int) -> int:
             for panel in range(begin, end):
                 t, first = block, panel * PANEL
                 while t < min(block + TOKENS_AT_ONCE, a.T):
-                    tokens = TOKENS if t + TOKENS <= a.T else 1
+                    tokens = _tokens_at_once(a.T - t)
                     x = a.normed + 4 * t * a.width
                     _dot_rows(number_format, a, first, min(first + PANEL, a.N), x, tokens, sums)
                     if a.gate:
