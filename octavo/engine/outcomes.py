@@ -52,7 +52,8 @@ def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats
         result.logprobs and result.logprobs[: len(tokens)],
         result.prompt_logprobs,
         start + 1 if result.prompt_logprobs else 0,
-        values=result.values,
+        None,
+        result.values,  # by place: this is made for every token, and names take longer
     )
 
 

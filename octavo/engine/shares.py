@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from octavo.types import Scheduled, Sequence
 
+PENDING: tuple[int | None, ...] = (None,)
+"""The one token of a share that follows a step in flight: made once, since most shares do."""
+
 
 def take(seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Scheduled:
     """Put the next ``num_tokens`` tokens of ``seq``, then ``drafts``, in flight."""
@@ -11,7 +14,9 @@ def take(seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Schedu
     end = start + num_tokens
     tokens = seq.tokens
     samples = end == len(tokens)
-    taken = (tokens[start],) if num_tokens == 1 else tuple(tokens[start:end])
+    taken = PENDING
+    if tokens[start] is not None:
+        taken = (tokens[start],) if num_tokens == 1 else tuple(tokens[start:end])
     item = Scheduled(seq, start, taken, drafts, samples, seq.epoch)
     if samples:
         tokens.append(None)
