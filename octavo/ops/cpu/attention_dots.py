@@ -111,9 +111,8 @@ def _emit_score(
             for j, query in enumerate(q):
                 totals[j * len(rows) + i] = fma(b, query, key, totals[j * len(rows) + i])
         if asks:
-            at = offset(b, ahead, (row_bytes, half * len(rows)), (loop.index, len(rows) * step_bytes))
-            for line in range(0, len(rows) * step_bytes, VECTOR_BYTES):
-                ask_for(b, at, line)
+            num_bytes = len(rows) * step_bytes
+            ask_for(b, offset(b, ahead, (row_bytes, half * len(rows)), (loop.index, num_bytes)), num_bytes)
         loop.carried = totals
     return [halve(b, loop.results[j * len(rows) : (j + 1) * len(rows)], LANES // 2) for j in range(len(queries))]
 
@@ -205,8 +204,7 @@ def _emit_gather(
         weight = [splat(b, load(b, F32, offset(b, at, (weight_stride, row)))) for row in range(num_rows)]
         products = [(w, v) for w in weight for v in value]
         if ahead is not None:
-            for line in range(0, width * step_bytes, VECTOR_BYTES):
-                ask_for(b, b.add(ahead, along), line)
+            ask_for(b, b.add(ahead, along), width * step_bytes)
         loop.carried = [fma(b, w, v, total) for (w, v), total in zip(products, loop.carried, strict=True)]
     for i, total in enumerate(loop.results):
         store(b, total, rows[i // width], VECTOR_BYTES * (i % width))

@@ -33,6 +33,7 @@ from numba import types
 
 from octavo.ops.cpu.compiled import emitted, inlined
 from octavo.ops.cpu.vector_ir import (
+    AHEAD,
     F32,
     FORMAT_BYTES,
     HAS_VNNI,
@@ -55,8 +56,6 @@ from octavo.ops.cpu.vector_ir import (
 )
 
 STEP_BYTES = 4 * LANES
-AHEAD = 4096
-"""Bytes of numbers between those that are multiplied and those that are asked for."""
 TOKEN_COUNTS = (12, 8, 4, 2, 1) if HAS_VNNI else (4, 1)
 """Weights are loaded and taken apart once for so many tokens; with the most, all sums just fit the registers."""
 
@@ -111,13 +110,11 @@ class _Groups:
         return scale, load_floats(b, self.scale_format, pair, row_bytes) if self.has_minima else None
 
     def ask_ahead(self, b: ir.IRBuilder, g: ir.Value) -> None:
-        """Have what comes about a panel further on brought near: processors by themselves stop at a page's end."""
+        """Have what comes about a panel further on brought near."""
         value_bytes = self.group * self.bits // 8 * LANES
         scale_bytes = (1 + self.has_minima) * LANES * FORMAT_BYTES[self.scale_format]
         for base, num_bytes in ((self._values, value_bytes), (self._scales, scale_bytes)):
-            at = offset(b, base, (g, num_bytes))
-            for line in range(0, num_bytes, STEP_BYTES):
-                ask_for(b, at, AHEAD * num_bytes // value_bytes + line)
+            ask_for(b, offset(b, base, (g, num_bytes)), num_bytes, AHEAD * num_bytes // value_bytes)
 
     def start(self, b: ir.IRBuilder, side: ir.Value) -> ir.Value:
         """What a total starts from; ``side`` is the place of a token's term among scales and offsets, in bytes."""

@@ -13,6 +13,7 @@ from numba import types
 
 from octavo.ops.cpu.compiled import emitted
 from octavo.ops.cpu.vector_ir import (
+    AHEAD,
     FLOAT32,
     FORMAT_BYTES,
     LANES,
@@ -30,8 +31,6 @@ from octavo.ops.cpu.vector_ir import (
     sum_lanes,
 )
 
-LINE, AHEAD = 64, 4096
-"""Bytes between the weights that are multiplied and those that are asked for."""
 TOKEN_COUNTS = (6, 4, 2, 1)
 TILES = (*((4, tokens) for tokens in TOKEN_COUNTS), (1, 1))
 """(weight rows, tokens): 24 sums and their operands just fit 32 registers; the others take what is left."""
@@ -87,9 +86,8 @@ def _emit_tile(
         column = b.mul(loop.index, i64(LANES))
         w = [load_floats(b, number_format, offset(b, row, (column, item))) for row in rows]
         a = [load(b, F32x16, offset(b, token, (column, FORMAT_BYTES[FLOAT32]))) for token in tokens]
-        ahead = offset(b, weight, (loop.index, num_rows * LANES * item))
-        for line in range(0, num_rows * LANES * item, LINE):
-            ask_for(b, ahead, AHEAD + line)
+        num_bytes = num_rows * LANES * item
+        ask_for(b, offset(b, weight, (loop.index, num_bytes)), num_bytes, AHEAD)
         pairs = [(token, row) for token in a for row in w]
         loop.carried = [fma(b, x, y, total) for (x, y), total in zip(pairs, loop.carried, strict=True)]
     for first in range(0, len(pairs), LANES):

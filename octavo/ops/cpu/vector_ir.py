@@ -31,6 +31,10 @@ FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 """Number formats in memory, as the intrinsics take them."""
 FORMAT_BYTES = (4, 2, 2)
 
+LINE_BYTES = 64
+AHEAD = 4096
+"""Bytes between the weights that are multiplied and those that are asked for."""
+
 HAS_VNNI = missing(VNNI_FEATURES) is None
 _LLVM_MAJOR: int = llvmlite.binding.llvm_version_info[0]
 
@@ -57,11 +61,12 @@ def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, displacement: int
     b.store(value, b.inttoptr(b.add(address, i64(displacement)), value.type.as_pointer()), align=1)
 
 
-def ask_for(b: ir.IRBuilder, address: ir.Value, displacement: int = 0) -> None:
-    """Have a cache line that will be read soon brought to the second level."""
-    pointer = b.inttoptr(b.add(address, i64(displacement)), I8.as_pointer())
+def ask_for(b: ir.IRBuilder, address: ir.Value, num_bytes: int, displacement: int = 0) -> None:
+    """Have cache lines that will be read soon brought to the second level: processors stop at the end of a page."""
     hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # to read, to the second level, data
-    call(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, *hints])
+    for line in range(0, num_bytes, LINE_BYTES):
+        pointer = b.inttoptr(b.add(address, i64(displacement + line)), I8.as_pointer())
+        call(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, *hints])
 
 
 def splat(b: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
