@@ -117,6 +117,7 @@ def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfi
     """What the kernel is compiled for."""
     G, H = heads.num_heads // heads.num_kv_heads, heads.head_dim
     padded_G, padded_H = triton.next_power_of_2(G), triton.next_power_of_2(H)
+    dot = config.dot or padded_G >= 16  # Triton turns sums of so many rows' products into a dot of its own, in TF32
     at_once = max(1, _COMBINED_AT_ONCE * 32 * config.warps // (padded_G * padded_H))
     return {
         "K": heads.num_kv_heads,
@@ -125,7 +126,7 @@ def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfi
         "R": 0 if prologue is None or prologue.cos_TR is None else prologue.cos_TR.shape[1],
         "GP": padded_G,
         "HP": padded_H,
-        "ROWS": max(16, padded_G) if config.dot else padded_G,
+        "ROWS": max(16, padded_G) if dot else padded_G,
         "WINDOW": heads.window,
         "CAPPED": heads.softcap > 0,
         "PROLOGUE": prologue is not None,
@@ -133,7 +134,7 @@ def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfi
         "SPLITS": config.splits,
         "MIN_TILES": config.min_tiles,
         "AT_ONCE": min(at_once, triton.next_power_of_2(config.splits)),
-        "DOT": config.dot,
+        "DOT": dot,
         "num_warps": config.warps,
         "maxnreg": config.registers,
     }

@@ -14,15 +14,15 @@ from octavo.ops.paged_attention import paged_attention
 from octavo.ops.rms_norm import rms_norm
 from octavo.ops.triton.attention import attention_triton
 from octavo.ops.triton.launch import invariant
+from tests.triton_interpreter import DEVICE
 
 N, K, H, BLOCK_SIZE, NUM_BLOCKS = 6, 2, 32, 16, 64
 
 
 def make_heads() -> HeadLayout:
-    weights = [1 + torch.rand(H, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    return HeadLayout(
-        N, K, H, H**-0.5, *weights, norm_eps=1e-5, window=70, softcap=20.0, sinks_N=torch.linspace(-2, 2, N)
-    )
+    weights = [(1 + torch.rand(H, generator=torch.Generator().manual_seed(i))).to(DEVICE) for i in range(2)]
+    sinks = torch.linspace(-2, 2, N, device=DEVICE)
+    return HeadLayout(N, K, H, H**-0.5, *weights, norm_eps=1e-5, window=70, softcap=20.0, sinks_N=sinks)
 
 
 class Contexts:
@@ -36,19 +36,19 @@ class Contexts:
         self.tables = torch.randperm(NUM_BLOCKS, generator=generator)[: len(lengths) * 8].int().view(len(lengths), 8)
 
     def cache(self, dtype: torch.dtype = torch.float32) -> LayerCache:
-        keys = torch.full((NUM_BLOCKS, K, BLOCK_SIZE, H), float("nan")).to(dtype)
+        keys = torch.full((NUM_BLOCKS, K, BLOCK_SIZE, H), float("nan"), device=DEVICE).to(dtype)
         return LayerCache(keys, keys.clone())
 
     def step(
         self, run: Callable[..., Tensor], heads: HeadLayout, cache: LayerCache, spans: list[tuple[int, int]]
     ) -> list[Tensor]:
         """Rows ``start`` to ``stop`` of each sequence in one step, then two padded rows; each sequence's results."""
-        parts = list(enumerate(spans))
-        qkv = torch.cat([*(self.qkv[s][a:b] for s, (a, b) in parts), torch.zeros(2, (N + 2 * K) * H)])
-        angles = torch.cat([*(self.angles[s][a:b] for s, (a, b) in parts), torch.zeros(2, H // 2)])
+        runs = list(enumerate(spans))
+        qkv = torch.cat([*(self.qkv[s][a:b] for s, (a, b) in runs), torch.zeros(2, (N + 2 * K) * H)])
+        angles = torch.cat([*(self.angles[s][a:b] for s, (a, b) in runs), torch.zeros(2, H // 2)])
         slots = [
             int(self.tables[s, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE
-            for s, (a, b) in parts
+            for s, (a, b) in runs
             for p in range(a, b)
         ]
         counts = [b - a for a, b in spans]
@@ -57,8 +57,9 @@ class Contexts:
         starts = torch.tensor([0, *counts, *[0] * pads]).cumsum(0).int()
         lens = torch.tensor([*(b if b > a else 0 for a, b in spans), *[0] * pads]).int()
         tables = torch.cat((self.tables, torch.zeros(pads, 8, dtype=torch.int32)))
-        rows = PagedRows(torch.tensor([*slots, -1, -1]), tables, starts, lens, max(counts))
-        out = run(qkv, heads, angles.cos(), angles.sin(), cache, rows)
+        parts = (torch.tensor([*slots, -1, -1]), tables, starts, lens)
+        rows = PagedRows(*(part.to(DEVICE) for part in parts), max(counts))
+        out = run(qkv.to(DEVICE), heads, angles.cos().to(DEVICE), angles.sin().to(DEVICE), cache, rows)
         return list(out.split([*counts, 2]))[:-1]
 
 
