@@ -6,10 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from octavo.bench.offline import random_requests
+from octavo.bench.offline import build_prepared, random_requests
 from octavo.bench.report import spread
 from octavo.bench.suite_sizes import Sizes
-from octavo.build import build_engine
 from octavo.config import EngineConfig, to_flat
 from octavo.engine.engine import Engine
 from octavo.errors import ConfigError
@@ -37,7 +36,7 @@ class Bench:
         self.engine: Engine
         self.info: EngineInfo
         settings = {**to_flat(config), "enable_prefix_caching": False, **changes}
-        self.engine, self.info = build_engine(EngineConfig.from_flat(settings))
+        self.engine, self.info = build_prepared(EngineConfig.from_flat(settings))
         self.next_id = 1
 
     def requests(self, count: int, prompt: int, output: int) -> list[Request]:

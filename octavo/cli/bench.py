@@ -175,11 +175,11 @@ def _engine(config: EngineConfig, info: Any) -> dict[str, Any]:
 
 
 def _throughput(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo.bench.offline import build_prepared
     from octavo.bench.throughput import run_all
-    from octavo.build import build_engine
 
     config = _without_prefix_cache(engine_config(args))
-    engine, info = build_engine(config)
+    engine, info = build_prepared(config)
     work = (args.input_len, args.output_len)
     run_all(engine, info, min(args.num_prompts, info.max_num_seqs), args.input_len, min(args.output_len, 16), 1)
     firsts = range(args.num_prompts, args.num_prompts * (args.rounds + 1), args.num_prompts)
@@ -194,11 +194,11 @@ def _without_prefix_cache(config: EngineConfig) -> EngineConfig:
 
 
 def _profile(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo.bench.offline import build_prepared
     from octavo.bench.step_profile import StepProfiler
-    from octavo.build import build_engine
 
     config = _without_prefix_cache(engine_config(args))
-    engine, info = build_engine(config)
+    engine, info = build_prepared(config)
     traces = args.traces or Path(tempfile.mkdtemp(prefix="octavo_traces_"))
     profiler = StepProfiler(engine, info, traces)
     rows = [profiler.decode(batch, args.context, args.steps) for batch in args.batches]

@@ -51,6 +51,8 @@ from octavo.types import Masks, Plan, Sampled, Scheduled
 
 logger = logging.getLogger(__name__)
 
+PREPARING = "prepare"
+"""Name of the thread that compiles and captures what a start did not wait for; it ends when all is there."""
 IDLE_SECONDS = 0.05
 """So long after the last step, the device is taken to be idle."""
 ERRORS = {NOT_FINITE: sampler.NOT_NUMBERS, NOTHING_LEFT: sampler.NOTHING_LEFT, OUT_OF_RANGE: sampler.OVERFLOW}
@@ -140,7 +142,7 @@ class StreamRunner:
                 self._compute(shape, has_graph=True)
         torch.cuda.synchronize()
         logger.info("kernels: %.1f s; graphs: %.1f s", compiled - started, time.perf_counter() - compiled)
-        threading.Thread(target=self._prepare_the_rest, name="prepare", daemon=True).start()
+        threading.Thread(target=self._prepare_the_rest, name=PREPARING, daemon=True).start()
 
     def _prepare_the_rest(self) -> None:
         """Compile what all other shapes launch, beside the steps that run; then capture their graphs between steps."""
