@@ -40,6 +40,8 @@ class Features:
     """Whether blocks are reused in part."""
     window: bool = False
     """Rows look back to a few positions only."""
+    tiers: str = "none"
+    """Where blocks go that the cache gives up: none, host or disk, which has host memory above it."""
     tight: bool = False
     """Hardly more blocks than one sequence needs, and many sequences at once."""
 
