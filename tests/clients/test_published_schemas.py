@@ -50,16 +50,16 @@ def functions(folder: Path) -> Iterator[Any]:
     for path in [*sorted(folder.glob("BFCL_*.json")), *sorted(folder.glob("multi_turn_func_doc/*.json"))]:
         if path.name != NOT_FUNCTIONS:
             for row in map(json.loads, path.read_text().splitlines()):
-                yield from (function["parameters"] for function in row.get("function", [row]) if "parameters" in function)
+                yield from (
+                    function["parameters"] for function in row.get("function", [row]) if "parameters" in function
+                )
 
 
 def as_json_schema(value: Any, types: dict[str, str]) -> Any:
-    """The same with JSON Schema's words for types, wherever a schema can stand."""
+    """The same with JSON Schema's words for types."""
     if not isinstance(value, dict):
         return value
     made = {key: as_json_schema(child, types) for key, child in value.items()}
-    if isinstance(value.get("properties"), dict):
-        made["properties"] = {name: as_json_schema(child, types) for name, child in value["properties"].items()}
     if isinstance(value.get("type"), str):
         made["type"] = types.get(value["type"], value["type"])
     return made
