@@ -61,8 +61,9 @@ class Fitted(CostModel):
 
     def of_replica(self, number: int) -> Fitted:
         rng = copy(self.rng)
-        seeds = [rng.getrandbits(64) for _ in range(number + 1)]
-        return replace(self, rng=random.Random(seeds[number]))
+        for _ in range(number):
+            rng = random.Random(rng.getrandbits(64))
+        return replace(self, rng=rng)
 
     def as_of(self, works: Sequence[StepWork], seconds: Sequence[float]) -> Fitted:
         """The same form with the ratios of these steps: how fast and how even the machine was then."""

@@ -26,7 +26,7 @@ from octavo.sim.replica import Replica, Result, Sizes
 from octavo.sim.report import Ledger, Targets
 from octavo.sim.router import BLIND, RoundRobin, make_router
 
-TURN = 256
+TURN = 128
 """Jobs for each replica that are made at a time: so many, on average, does one get before it is the next one's turn."""
 
 
