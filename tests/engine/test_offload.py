@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -183,3 +184,19 @@ def test_whoever_wants_probabilities_of_the_prompt_computes_all_of_it() -> None:
     before = talks.runner.num_computed
     list(outputs_of(talks.engine))
     assert talks.runner.num_computed == before + 20
+
+
+def test_a_block_that_is_still_on_its_way_is_found() -> None:
+    talks = Conversations(12, 1000)
+    assert talks.offload is not None
+    may_write = threading.Event()
+    talks.offload._writer.submit(may_write.wait, 60)
+    prompt = list(range(20))
+    talks.answer(prompt)
+    for filler in range(6):
+        talks.answer([filler + 1] * 30)
+    assert not talks.offload.host.num_bytes
+    talks.answer(prompt)
+    assert talks.offload.stats.num_restored == 4
+    may_write.set()
+    talks.offload.close()
