@@ -56,7 +56,6 @@ class Simulation:
     def __init__(
         self, fleet: Fleet, workload: Workload, targets: Targets, numbers: Sequence[int] | None = None
     ) -> None:
-        make_router(fleet.router)
         self.fleet = fleet
         self.workload = workload
         self.replicas = [
@@ -97,9 +96,9 @@ class Simulation:
                     until = NEVER
                     break
                 until = job.arrival + START
-                inbox_or_none = router.choose(job, inboxes)
-                if inbox_or_none is not None:  # else it is for a replica that is simulated elsewhere
-                    inbox_or_none.jobs.append(job)
+                chosen = router.choose(job, inboxes)
+                if chosen is not None:  # else it is for a replica that is simulated elsewhere
+                    chosen.jobs.append(job)
             for queue in queues:
                 queue.advance(until)
 
