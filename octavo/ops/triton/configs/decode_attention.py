@@ -23,6 +23,8 @@ class DecodeConfig(NamedTuple):
     """Tensor cores, which take 16 queries at least, or one multiplication after another."""
     registers: int | None = None
     """Most of a thread, so that more programs share a multiprocessor."""
+    stages: int = 2
+    """Tiles at once: those on their way through shared memory, and the one in use."""
 
 
 CONFIGS: dict[tuple[int, int], DecodeConfig] = {
