@@ -152,6 +152,7 @@ class Scheduler:
             has_room = end <= len(seq.block_table) * block_size
             if not (has_room or self.cache.reserve(seq, end) or self._preempt_for(seq, end)):
                 # Everybody behind is younger and in flight. Left out now, they are idle when it asks again.
+                self.interval.end()
                 rest = budget + num_aside
                 break
             plan.append(take(seq, num_tokens, drafts))
