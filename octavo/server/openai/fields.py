@@ -19,7 +19,7 @@ MAX_USER = 256
 CACHE_RETENTIONS = {"in_memory": 0.0, "in-memory": 0.0, "24h": 86400.0}
 """Values of ``prompt_cache_retention``, and for how many seconds cached blocks are then given up after all others."""
 MAX_TTFT_TARGET = 86400.0
-MAX_TIMEOUT = 86400.0
+MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": (),
@@ -168,8 +168,8 @@ def check_generation_fields(body: GenerationFields, front: Front) -> None:
             raise UnsupportedParameter("ttft_target", "'ttft_target' needs a server with --scheduling-policy deadline.")
         if not 0 < body.ttft_target <= MAX_TTFT_TARGET:
             raise InvalidParameter("ttft_target", f"'ttft_target' must be above 0 and at most {MAX_TTFT_TARGET:g}.")
-    if body.timeout is not None and not 0 < body.timeout <= MAX_TIMEOUT:
-        raise InvalidParameter("timeout", f"'timeout' must be above 0 and at most {MAX_TIMEOUT:g} seconds.")
+    if body.timeout is not None and not MIN_TIMEOUT <= body.timeout <= MAX_TIMEOUT:
+        raise InvalidParameter("timeout", f"'timeout' must be from {MIN_TIMEOUT:g} to {MAX_TIMEOUT:g} seconds.")
     for name in ("stop", "bad_words"):
         if getattr(body, name):
             front.need_tokenizer(name)
