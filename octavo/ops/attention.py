@@ -47,6 +47,8 @@ class LayerCache(NamedTuple):
 
     keys: Tensor
     values: Tensor
+    is_whole: bool = False
+    """The layer sees all positions where others have windows, so that its blocks are of another pool than theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,15 @@ class PagedRows:
     """int32: length of each context, the rows of this step included."""
     max_query_len: int
     """No sequence has more rows. With 1, row s is sequence s."""
+    whole: PagedRows | None = None
+    """The same rows in the other pool, for layers that see all positions where others have windows."""
+
+    def of(self, cache: LayerCache) -> PagedRows:
+        """The rows in the pool of ``cache``."""
+        if not cache.is_whole:
+            return self
+        assert self.whole is not None, "a layer's pool has no block tables"
+        return self.whole
 
 
 @op
@@ -77,7 +88,7 @@ def attention(
     A row of ``qkv`` holds N query heads, then K key heads, then K value heads. Angles are float32, or ``None``
     for a model without rotary positions. What padded rows give is unspecified, and nothing is stored for them.
     """
-    T = qkv_TW.shape[0]
+    T, rows = qkv_TW.shape[0], rows.of(cache)
     parts = qkv_TW.split_with_sizes(heads.sizes, dim=-1)
     q_TNH, k_TKH, v_TKH = (part.view(T, -1, heads.head_dim) for part in parts)
     if heads.q_norm_H is not None and heads.k_norm_H is not None:

@@ -46,6 +46,12 @@ FEATURES = {
     "windows, tight": Features(window=True, tight=True),
     "windows, tight, faults and overlap": Features(window=True, tight=True, fault_rate=0.03, depth=2),
     "windows without prefix caching": Features(window=True, prefix_caching=False, depth=2, aborts=True),
+    "hybrid": Features(hybrid=True),
+    "hybrid, drafts and overlap": Features(hybrid=True, drafts=True, depth=2),
+    "hybrid, tight": Features(hybrid=True, tight=True),
+    "hybrid, tight, faults and overlap": Features(hybrid=True, tight=True, fault_rate=0.03, depth=2),
+    "hybrid, no partial blocks, prompts first": Features(hybrid=True, parts=False, decode_interval=9, depth=2),
+    "hybrid without prefix caching": Features(hybrid=True, prefix_caching=False, depth=2, aborts=True, drafts=True),
     "everything": Features(2, True, True, 0.03, True, True, True, "priority", tight=True),
 }
 
@@ -93,6 +99,7 @@ def test_there_were_many_steps() -> None:
         parts=st.booleans(),
         tight=st.booleans(),
         window=st.booleans(),
+        hybrid=st.booleans(),
     ),
 )
 @settings(max_examples=150, deadline=None)
