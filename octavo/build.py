@@ -31,7 +31,7 @@ from octavo.models.registry import CausalLM, read_config
 from octavo.ops import dispatch
 from octavo.quant.scheme import WeightFormat, best_scheme
 from octavo.runtime import memory
-from octavo.runtime.block_copies import DeviceBlockCopies, HostBlockCopies
+from octavo.runtime.block_copies import BlockCopies, DeviceBlockCopies, HostBlockCopies
 from octavo.runtime.cpu_threads import num_physical_cores
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import LAST_TOKEN, Forward, ModelRunner
@@ -74,9 +74,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     limits, budget = memory.settle(
         config, model_config, kv_dtype, form.dtype, device.type, weights=loaded.num_bytes, free=free
     )
-    storage = KVStorage(
-        model_config, limits.num_kv_blocks, limits.block_size, kv_dtype, device, limits.num_window_blocks
-    )
+    storage = _storage(model_config, limits, kv_dtype, device)
     runner = make_runner(config.model, loaded.model, storage, model_config.vocab_size, limits, pooling, adapters)
     phases.done("memory")
     runner.warm_up()
@@ -102,12 +100,9 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
     scheduler = _scheduler(config, limits, model_config)
-    queue = runner.queue if isinstance(runner, StreamRunner) else None
-    copies = HostBlockCopies(storage) if queue is None else DeviceBlockCopies(storage, queue)
+    copies = _copies(storage, runner)
     if config.cache.enable_partial_reuse:
-        scheduler.cache.copy_slots = copies.copy_slots
-        if limits.num_window_blocks:
-            scheduler.cache.whole.copy_slots = copies.copy_whole_slots
+        _copy_parts(scheduler.cache, copies)
     forms = f"{form.dtype} {form.scheme} {info.kernels}"
     if (offload := make_offload(config.cache, storage, copies, path, forms)) is not None:
         scheduler.cache.use_offload(offload)
@@ -116,6 +111,21 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     depth = 1 if ngram else DEPTH[device.type]  # guesses follow the last token, so it must be known
     timed = logged(runner, config.scheduler.step_log)
     return Engine(scheduler, timed, grammars=grammars, proposer=proposer, adapters=adapters, depth=depth), info
+
+
+def _storage(model: ModelConfig, limits: memory.Limits, dtype: torch.dtype, device: torch.device) -> KVStorage:
+    return KVStorage(model, limits.num_kv_blocks, limits.block_size, dtype, device, limits.num_window_blocks)
+
+
+def _copies(storage: KVStorage, runner: ModelRunner | StreamRunner) -> BlockCopies:
+    queue = runner.queue if isinstance(runner, StreamRunner) else None
+    return HostBlockCopies(storage) if queue is None else DeviceBlockCopies(storage, queue)
+
+
+def _copy_parts(cache: KVCache, copies: BlockCopies) -> None:
+    cache.copy_slots = copies.copy_slots
+    if cache.whole is not cache:
+        cache.whole.copy_slots = copies.copy_whole_slots
 
 
 def _cache(settings: CacheSettings, limits: memory.Limits, model: ModelConfig) -> KVCache:

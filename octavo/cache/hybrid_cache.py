@@ -1,8 +1,8 @@
 """The cache of a model in which only some layers have windows: a pool of blocks for these, and one for the others.
 
-A block has the same size in both. What the layers with windows hold is a ``KVCache`` with a window, and gives back what
-is behind it; what the others hold is a ``KVCache`` without. Both have a tree of their own, and give up their idle blocks
-in their own order: a prefix is found as far as one tree has all of it, and the other the last window of it::
+Blocks have one size. A ``KVCache`` with a window has those of the layers with windows, and takes back what is behind;
+one without has the others'. Each has a tree of its own, and gives up idle blocks in its own order: a prefix is found as
+far as one tree has all of it, and the other the last window of it::
 
     whole     a a a a b b b c c c .        tables of one sequence, a letter for what was computed together:
     windows   . . . . . . . c c c .        it holds all of the first pool, and a window and a step of the second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.cache.test_kv_cache import fill, make_sequence
 TOKENS = list(range(20))
 
 
-def walk(cache: KVCache, seq: Sequence, num_tokens: int, chunk: int) -> int:
+def walk(cache: KVCache, seq: Sequence, num_tokens: int, chunk: int, others: Iterable[Sequence] = ()) -> int:
     """Compute ``seq`` up to ``num_tokens`` in chunks, as the scheduler does; the most blocks in use on the way."""
     most = 0
     while seq.num_computed_tokens < num_tokens:
@@ -23,7 +24,7 @@ def walk(cache: KVCache, seq: Sequence, num_tokens: int, chunk: int) -> int:
         fill(cache, seq, end)
         cache.publish(seq, end)
         cache.slide(seq, end)
-        cache.check([seq])
+        cache.check([seq, *others])
     return most
 
 
