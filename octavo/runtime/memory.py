@@ -127,10 +127,10 @@ def settle(
     if pools is not None:
         num_blocks, num_window_blocks = pools.divide(size, max_model_len)
         per_block = pools.bytes_per_whole_block
-        room -= num_window_blocks * pools.bytes_per_window_block
-    _check_fit(max_model_len, kept, num_blocks, block_size, per_block, room)
-    limits = Limits(max_model_len, block_size, num_blocks, max_num_seqs, max_num_batched_tokens)
-    return limits, MemoryBudget(weights, num_blocks * per_block, activations, logits)
+    window_bytes = 0 if pools is None else num_window_blocks * pools.bytes_per_window_block
+    _check_fit(max_model_len, kept, num_blocks, block_size, per_block, room - window_bytes)
+    limits = Limits(max_model_len, block_size, num_blocks, max_num_seqs, max_num_batched_tokens, num_window_blocks)
+    return limits, MemoryBudget(weights, num_blocks * per_block + window_bytes, activations, logits)
 
 
 def _batch_limits(settings: SchedulerSettings, defaults: DeviceDefaults) -> tuple[int, int]:
