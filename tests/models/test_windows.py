@@ -138,6 +138,7 @@ def test_more_texts_run_at_once_in_the_same_memory(tmp_path: Path) -> None:
     )
     prompts = [random_tokens(210, i) for i in range(5)]
     sizes: dict[str, Any] = {"kv_cache_memory": None, "num_kv_blocks": 126, "max_num_seqs": 8, "max_model_len": 260}
+    sizes["max_num_batched_tokens"] = 60
     running, results = [], []
     for more in ({"kv_offload_memory": 0.1}, {}):
         with make_hybrid(tmp_path, **sizes, **more) as llm:
