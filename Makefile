@@ -7,6 +7,8 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 TORCH ?= torch==2.13.0
+SCHEMAS ?= jsonschema==4.26.0
+FUNCTIONS ?= bfcl-eval==2026.3.23
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -46,11 +48,15 @@ $(VENV)/.dev: $(VENV)/.run
 	@touch $@
 
 # Clients have dependencies of their own, so they never meet the server's. Without npm those of Node are skipped.
+# Two packages are there for the JSON schemas in them alone.
 $(CLIENTS)/.done: tests/clients/requirements.txt tests/clients/package.json
 	@echo "octavo: installing client packages in $(CLIENTS)"
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install uv "$(TORCH)"
 	$(CLIENTS)/bin/uv pip install --python $(CLIENTS)/bin/python -r tests/clients/requirements.txt
+	$(CLIENTS)/bin/uv pip install --python $(CLIENTS)/bin/python --no-deps "$(FUNCTIONS)"
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check download --no-deps --no-binary jsonschema -d $(CLIENTS) "$(SCHEMAS)"
+	tar -xzf $(CLIENTS)/jsonschema-*.tar.gz -C $(CLIENTS)
 	cp tests/clients/package.json $(CLIENTS)/
 	-cd $(CLIENTS) && npm install --no-audit --no-fund
 	@touch $@

@@ -47,7 +47,8 @@ from octavo.weights.generation_config import chosen_config, sampling_defaults
 from octavo.weights.hub import resolve_model
 
 DEPTH = {"cpu": 1, "cuda": 2}
-"""Steps in flight: beside a GPU, the next step is decided while one is computed."""
+"""Steps in flight: beside a GPU, the next step is decided while one is computed. Not so with guesses: they follow the
+last token, which must be known."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -108,7 +109,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         scheduler.cache.use_offload(offload)
     ngram = parse_speculative_config(config.speculative.speculative_config)
     proposer = None if ngram is None else NgramProposer(ngram)
-    depth = 1 if ngram else DEPTH[device.type]  # guesses follow the last token, so it must be known
+    depth = DEPTH[device.type] if config.scheduler.async_scheduling and ngram is None else 1
     timed = logged(runner, config.scheduler.step_log)
     return Engine(scheduler, timed, grammars=grammars, proposer=proposer, adapters=adapters, depth=depth), info
 

@@ -143,6 +143,9 @@ class SchedulerSettings:
         "while prompts can be computed, let those who decode have a token in one of so many steps only; default: 1",
         low=1,
     )
+    async_scheduling: bool = setting(
+        True, "on a GPU, decide and start the next step while it computes this one; guesses exclude it, and go before"
+    )
     max_itl: float | None = setting(
         None, "seconds between two tokens that no prompt of somebody else may exceed: prompts are sliced", low=0.0001
     )
@@ -208,10 +211,12 @@ class ServerSettings:
         ("warn", "reject", "ignore"),
     )
     isolate_keys: bool = setting(False, "share cached prompts only among requests of one API key, never between keys")
-    tenant_header: str | None = setting(
-        None,
-        "header that names who is charged under the fair policy; default: the field 'user' of the body",
+    tenant_by: str = setting(
+        "user",
+        "who is charged under the fair policy: the body's field 'user', the API key, or the adapter that is asked for",
+        ("user", "key", "adapter"),
     )
+    tenant_header: str | None = setting(None, "header that names who is charged, in place of the field 'user'")
     state_dir: str | None = setting(
         None, "folder of what is kept for clients: responses, files, batches; default: memory, until the server ends"
     )
@@ -315,8 +320,19 @@ def _check_combinations(config: EngineConfig) -> None:
                 raise ConfigError(f"{name} needs ssl_certfile: without a certificate, there is no HTTPS")
     if isinstance(config, ServeConfig) and config.server.isolate_keys and cache.enable_kv_events:
         raise ConfigError("isolate_keys and enable_kv_events: the events tell every key what the others ask")
+    if isinstance(config, ServeConfig):
+        _check_tenants(config.server, config.model)
     _check_policy(scheduler, cache)
     parse_speculative_config(config.speculative.speculative_config)
+
+
+def _check_tenants(server: ServerSettings, model: ModelSettings) -> None:
+    if server.tenant_by != "user" and server.tenant_header is not None:
+        raise ConfigError("tenant_by and tenant_header both say who is charged; give one of them")
+    if server.tenant_by == "key" and server.api_key_file is None:
+        raise ConfigError("tenant_by key needs api_key_file: without it, there is one key at most")
+    if server.tenant_by == "adapter" and not model.enable_lora:
+        raise ConfigError("tenant_by adapter needs enable_lora")
 
 
 def _check_offload(model: ModelSettings, cache: CacheSettings) -> None:

@@ -107,3 +107,21 @@ def test_an_8_bit_cache_is_for_gpus() -> None:
         resolve_kv_dtype("fp8", form, torch.device("cpu"))
     assert resolve_kv_dtype("fp8", form, torch.device("cuda")) == torch.float8_e4m3fn
     assert resolve_kv_dtype("auto", form, torch.device("cuda")) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("settings", "depth"),
+    [
+        ({}, 2),
+        ({"async_scheduling": False}, 1),
+        ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}, 1),
+    ],
+)
+def test_steps_ahead_can_be_switched_off(
+    folder: Path, settings: dict[str, Any], depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a GPU; guesses follow the last token, so with them there are none."""
+    monkeypatch.setattr(build, "DEPTH", {"cpu": 2})
+    config = EngineConfig.from_flat({"model": str(folder), "device": "cpu", "num_kv_blocks": 40, **settings})
+    engine, _ = build_engine(config)
+    assert engine.depth == depth

@@ -35,6 +35,12 @@ CHUNK = 256
 """Tokens of a step from the stage on that computes prompts in chunks."""
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
+COUNTS = (
+    *("num_steps", "num_preemptions", "prefix_hits"),
+    *("num_copied_tokens", "num_drafts", "num_accepted_drafts"),
+)
+"""Counters of an engine that a row holds."""
+
 Settings = dict[str, Any]
 
 
@@ -42,10 +48,10 @@ Settings = dict[str, Any]
 class Work:
     """The requests: one comes every ``gap`` seconds, and all begin with the same tokens."""
 
-    num_prompts: int = 24
+    num_prompts: int = 12
     shared_len: int = 100
     input_len: int = 100
-    output_len: int = 48
+    output_len: int = 32
     gap: float = 0.1
     contexts: int = 8
     """Contexts that the KV cache has room for."""
@@ -181,53 +187,84 @@ def serve(engine: Engine, requests: list[Request], gap: float) -> tuple[Visit, d
     return visit, visit.figures(arrivals)
 
 
-def measure(config: EngineConfig, work: Work, rounds: int, told: Callable[[str], None]) -> dict[str, Any]:
-    """Visit every stage's engine in turn, ``rounds`` times; ``told`` hears of each visit."""
-    from octavo.runtime.memory import DEFAULTS
+def measure(
+    config: EngineConfig,
+    work: Work,
+    rounds: int,
+    told: Callable[[str], None],
+    deadline: float,
+    keep: Callable[[dict[str, Any]], object],
+) -> dict[str, Any]:
+    """Visit every stage's engine in turn, ``rounds`` times; ``told`` hears of each visit.
 
+    No round but the first begins when one as long as the longest so far would end later than ``deadline`` seconds
+    after the start. ``keep`` is given the result after each round.
+    """
     if rounds < 1:
         raise ConfigError(f"rounds: must be at least 1, got {rounds}")
-    device = resolve_device(config.model.device).type
-    path = resolve_model(config.model)
-    has_blocks = open_checkpoint(path, config.model.load_format, config.model.seed, device).has_blocks
-    rows, missing = stages(work, device, has_blocks)
-    figures: dict[str, list[dict[str, float]]] = {stage.name: [] for stage in rows}
-    stats: dict[str, dict[str, int]] = {}
-    tokens: dict[str, dict[int, list[int]]] = {}
-    for number, stage in itertools.product(range(rounds), rows):
-        engine, info = build_engine(configured(config, work, stage, DEFAULTS[device].block_size))
-        warm = make_requests(work, path, info.vocab_size, 1)
-        serve(engine, [Request(1 << 20, warm[0].prompt_tokens[::-1], GREEDY, 4)], 0)
-        visit, found = serve(engine, warm, work.gap)
-        figures[stage.name].append(found)
-        tokens[stage.name] = visit.tokens
-        told_by = engine.stats()
-        names = (
-            "num_steps",
-            "num_preemptions",
-            "prefix_hits",
-            "num_copied_tokens",
-            "num_drafts",
-            "num_accepted_drafts",
-        )
-        stats[stage.name] = {name: getattr(told_by, name) for name in names}
-        told(f"round {number + 1}, {stage.name}: {found['output_tok_s']:.1f} tok/s")
+    if not deadline > 0:
+        raise ConfigError(f"deadline: must be more than 0 seconds, got {deadline}")
+    table = Table(config, work, told)
+    start, longest = time.perf_counter(), 0.0
+    for number in range(rounds):
+        began = time.perf_counter()
+        if number and began - start + longest > deadline:
+            told(f"{number} of {rounds} rounds: another would not end within {deadline:.0f} s")
+            break
+        for stage in table.stages:
+            table.visit(stage)
+        longest = max(longest, time.perf_counter() - began)
+        told(f"round {number + 1} of {rounds} took {time.perf_counter() - began:.0f} s")
+        keep(table.result())
+    return table.result()
+
+
+class Table:
+    """The engines of one model, one for each row, and what each made of the requests in every round."""
+
+    def __init__(self, config: EngineConfig, work: Work, told: Callable[[str], None]) -> None:
+        self.config, self.work, self.told = config, work, told
+        self.device = resolve_device(config.model.device).type
+        self.path = resolve_model(config.model)
+        has_blocks = open_checkpoint(self.path, config.model.load_format, config.model.seed, self.device).has_blocks
+        self.stages, self.missing = stages(work, self.device, has_blocks)
+        self.figures: dict[str, list[dict[str, float]]] = {stage.name: [] for stage in self.stages}
+        self.counts: dict[str, dict[str, int]] = {}
+        self.tokens: dict[str, dict[int, list[int]]] = {}
+
+    def visit(self, stage: Stage) -> None:
+        """Build the engine of a stage, warm it up, and let it serve the requests."""
+        from octavo.runtime.memory import DEFAULTS
+
+        work = self.work
+        engine, info = build_engine(configured(self.config, work, stage, DEFAULTS[self.device].block_size))
+        requests = make_requests(work, self.path, info.vocab_size, 1)
+        serve(engine, [Request(1 << 20, requests[0].prompt_tokens[::-1], GREEDY, 4)], 0)
+        visit, found = serve(engine, requests, work.gap)
+        self.figures[stage.name].append(found)
+        self.tokens[stage.name] = visit.tokens
+        stats = engine.stats()
+        self.counts[stage.name] = {name: getattr(stats, name) for name in COUNTS}
+        self.told(f"{stage.name}: {found['output_tok_s']:.1f} tok/s")
         del engine
         gc.collect()
-    first = {stage.settings["dtype"]: stage.name for stage in reversed(rows)}
-    return {
-        "model": Path(config.model.model).name,
-        "device": device,
-        "work": {**vars(work), "context": work.context},
-        "missing": missing,
-        "rows": [
-            {
-                "stage": stage.name,
-                "settings": stage.settings,
-                "same_tokens": tokens[stage.name] == tokens[first[stage.settings["dtype"]]],
-                **{name: spread([run[name] for run in figures[stage.name]]) for name in figures[stage.name][0]},
-                **stats[stage.name],
-            }
-            for stage in rows
-        ],
-    }
+
+    def result(self) -> dict[str, Any]:
+        """The table after whole rounds, with medians over them."""
+        first = {stage.settings["dtype"]: stage.name for stage in reversed(self.stages)}
+        return {
+            "model": Path(self.config.model.model).name,
+            "device": self.device,
+            "work": {**vars(self.work), "context": self.work.context},
+            "missing": self.missing,
+            "rows": [
+                {
+                    "stage": stage.name,
+                    "settings": stage.settings,
+                    "same_tokens": self.tokens[stage.name] == self.tokens[first[stage.settings["dtype"]]],
+                    **{name: spread([run[name] for run in runs]) for name in runs[0]},
+                    **self.counts[stage.name],
+                }
+                for stage, runs in zip(self.stages, self.figures.values(), strict=True)
+            ],
+        }

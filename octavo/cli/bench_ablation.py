@@ -32,6 +32,12 @@ def add_kinds(kinds: Any) -> None:
         ablation.add_argument("--" + name.replace("_", "-"), type=int, help=help)
     ablation.add_argument("--gap", type=float, help="seconds between two requests")
     ablation.add_argument("--rounds", type=int, default=3, help="visits to each engine, in turns; medians are reported")
+    ablation.add_argument(
+        "--deadline",
+        type=float,
+        default=280,
+        help="seconds; after the first round, none begins that would not end by then",
+    )
     ablation.add_argument("--output", type=Path, help="write the raw JSON to this file")
     ablation.set_defaults(run=_run, config=None)
 
@@ -46,7 +52,13 @@ def _run(args: argparse.Namespace) -> int:
     given = {name: value for name in (*SIZES, "gap") if (value := getattr(args, name)) is not None}
     if config.scheduler.max_num_seqs is not None:
         given["max_num_seqs"] = config.scheduler.max_num_seqs
-    result = measure(config, Work(**given), args.rounds, lambda line: print(f"octavo: {line}", file=sys.stderr))
-    keep("ablation", result, args.output)
+    result = measure(
+        config,
+        Work(**given),
+        args.rounds,
+        lambda line: print(f"octavo: {line}", file=sys.stderr),
+        args.deadline,
+        lambda so_far: keep("ablation", so_far, args.output),
+    )
     print(ablation(result))
     return 0

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="h200", help="what each replica runs on")
     parser.add_argument("--replicas", type=_positive, default=1)
     parser.add_argument("--tensor-parallel-size", type=_positive, default=1, help="devices of a replica")
-    parser.add_argument("--router", default="least-loaded", help="round-robin, least-loaded or prefix-aware")
+    parser.add_argument("--router", default="least-loaded", help="round-robin, session, least-loaded or prefix-aware")
     parser.add_argument("--weight-bits", type=float, default=16, help="bits of a weight")
     parser.add_argument(
         "--cost-log",
@@ -103,15 +101,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _simulate(asked: Any, engine: EngineConfig, targets: Any) -> dict[str, Any]:
-    from octavo.sim.simulate import Simulation
+    from octavo.sim.workers import num_processes, simulate
 
-    started, cpu_started = time.perf_counter(), time.process_time()
-    figures = Simulation(asked.fleet(engine), asked.clients(), targets).run()
-    took = {
-        "seconds": round(time.perf_counter() - started, 1),
-        "processor_seconds": round(time.process_time() - cpu_started, 1),
-        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-    }
+    fleet, workload = asked.fleet(engine), asked.clients()
+    figures, took = simulate(fleet, workload, targets, num_processes(fleet, workload, asked.num_requests))
     words = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in took.items())
     print(f"octavo: simulated in {words}", file=sys.stderr)
     return {"asked": _plain(asked), **figures, "took": took}

@@ -15,6 +15,7 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -140,12 +141,12 @@ class StreamRunner:
             for shape in first:
                 self._pack([], [], shape)  # nothing but padding
                 self._compute(shape, has_graph=True)
-        torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
         logger.info("kernels: %.1f s; graphs: %.1f s", compiled - started, time.perf_counter() - compiled)
-        threading.Thread(target=self._prepare_the_rest, name=PREPARING, daemon=True).start()
+        threading.Thread(target=_prepare_the_rest, args=(weakref.ref(self),), name=PREPARING, daemon=True).start()
 
-    def _prepare_the_rest(self) -> None:
-        """Compile what all other shapes launch, beside the steps that run; then capture their graphs between steps."""
+    def _compile_the_rest(self) -> list[StepShape]:
+        """Compile what all other shapes launch, beside the steps that run; the shapes whose graphs are to follow."""
         limits = self._limits
         most = limits.max_num_seqs, limits.max_num_batched_tokens, self._adapter_rows is not None
         shapes = graph_shapes(*most)
@@ -159,25 +160,21 @@ class StreamRunner:
             finally:
                 self._has_extra_kernels.set()
             self._compile(program, shapes)
-        compiled = time.perf_counter()
-        if self._graphs is not None:
-            self._graphs.allow_captures()
-            for shape in shapes:
-                self._capture_when_idle(shape, self._graphs)
-        done = time.perf_counter()
-        logger.info(
-            "in the background: other kernels: %.1f s; other graphs: %.1f s", compiled - started, done - compiled
-        )
+        logger.info("other kernels, in the background: %.1f s", time.perf_counter() - started)
+        if self._graphs is None:
+            return []
+        self._graphs.allow_captures()
+        return shapes
 
-    def _capture_when_idle(self, shape: StepShape, graphs: Graphs) -> None:
-        while shape not in graphs:
+    def _capture_when_idle(self, shape: StepShape) -> None:
+        while self._graphs is not None and shape not in self._graphs:
             with self._lock:
                 if not self._num_unfinished and time.monotonic() - self._last_finish > IDLE_SECONDS:
                     with self._on_stream():
                         self._pack([], [], shape)  # nothing but padding
                         self._compute(shape, has_graph=True)
-                    torch.cuda.synchronize()
-            if shape not in graphs:
+                        torch.cuda.current_stream().synchronize()
+            if shape not in self._graphs:
                 time.sleep(IDLE_SECONDS)
 
     def _compile(self, program: StepProgram, shapes: list[StepShape]) -> None:
@@ -358,6 +355,19 @@ class StreamRunner:
     def _around(self) -> Iterator[None]:
         with torch.inference_mode(), batch_invariant() if self._batch_invariant else contextlib.nullcontext():
             yield
+
+
+def _prepare_the_rest(weak: weakref.ref[StreamRunner]) -> None:
+    """Compile and capture for a runner until that is done, or nobody else has the runner any more."""
+    runner = weak()
+    shapes = [] if runner is None else runner._compile_the_rest()
+    started = time.perf_counter()
+    for shape in shapes:
+        del runner
+        if (runner := weak()) is None:
+            return
+        runner._capture_when_idle(shape)
+    logger.info("other graphs, between steps: %.1f s", time.perf_counter() - started)
 
 
 def _result(item: Scheduled, token: int, report_W: npt.NDArray[np.int32] | None) -> Sampled:

@@ -74,10 +74,16 @@ class Front:
         if name and name != self.model_name and name not in self.engine.adapters.paths:
             raise ModelNotFound(f"The model `{printable(name)}` does not exist.", param="model")
 
-    def tenant(self, request: Request, user: str | None) -> str:
-        """Who is charged for a request: what the header of the settings says, or else the body's ``user``."""
-        header = self.config.server.tenant_header
-        return (user or "") if header is None else request.headers.get(header, "")[:MAX_TENANT]
+    def tenant(self, request: Request, user: str | None, model: str) -> str:
+        """Who is charged for a request, which says ``user`` and asks for ``model``: what the settings look at."""
+        server = self.config.server
+        if server.tenant_header is not None:
+            return request.headers.get(server.tenant_header, "")[:MAX_TENANT]
+        if server.tenant_by == "key":
+            return caller_of(request).name
+        if server.tenant_by == "adapter":
+            return model if model in self.engine.adapters.paths else ""
+        return user or ""
 
     def cache_salt(self, request: Request, own: str) -> str:
         """Only requests of equal salts share cached blocks: of the body's ``own``, and of one key if keys are isolated.

@@ -47,7 +47,7 @@ async def ask(
             default_max_tokens=None,
             add_special_tokens=add_special_tokens,
             priority=priority,
-            tenant=front.tenant(request, user),
+            tenant=front.tenant(request, user, model),
             task=task,
             model=model,
         )

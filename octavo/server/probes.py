@@ -31,7 +31,7 @@ def version() -> str:
 async def health(request: Request) -> Response:
     if front_of(request).engine.failure is not None:
         raise Unavailable("The engine has failed for good.")
-    return Response(status_code=200)
+    return json_response({"status": "ok"}, {})
 
 
 async def ready(request: Request) -> Response:

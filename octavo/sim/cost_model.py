@@ -19,8 +19,12 @@ class CostModel(Protocol):
         """Seconds from the start of a step to its sampled tokens."""
         ...
 
+    def of_replica(self, number: int) -> CostModel:
+        """The same for one replica, with chances of its own where there is chance."""
+        return self
 
-class Roofline:
+
+class Roofline(CostModel):
     """Matrices, head and attention each take the longer of moving their bytes and doing their arithmetic.
 
     ``tensor_parallel`` devices share all of it evenly and sum up twice a layer: 2 (p - 1) / p of the activations cross

@@ -7,6 +7,7 @@ import json
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from octavo.engine.step_times import StepWork
 from octavo.errors import ConfigError
+from octavo.sim.cost_model import CostModel
 
 Array = npt.NDArray[np.float64]
 
@@ -29,7 +31,7 @@ LEAST_STEPS = 50
 
 
 @dataclass(frozen=True)
-class Fitted:
+class Fitted(CostModel):
     """``seconds`` is linear in the context and the pairs, and piecewise linear in tokens and in rows.
 
     What steps of about this length differed by, measured over fitted time, is drawn from as it was seen. A simulation
@@ -57,13 +59,19 @@ class Fitted:
         expected = self.expected(work)
         return expected * self.rng.choice(self.ratios[bisect_right(self.bounds, expected)])
 
+    def of_replica(self, number: int) -> Fitted:
+        rng = copy(self.rng)
+        for _ in range(number):
+            rng = random.Random(rng.getrandbits(64))
+        return replace(self, rng=rng)
+
     def as_of(self, works: Sequence[StepWork], seconds: Sequence[float]) -> Fitted:
         """The same form with the ratios of these steps: how fast and how even the machine was then."""
         expected = np.array([self.expected(work) for work in works])
         return replace(self, **_grouped(expected, np.array(seconds) / expected), rng=random.Random(len(works)))
 
 
-class Replayed:
+class Replayed(CostModel):
     """A fit with the ratios of one run, at the time of the run at which they were: its pauses come when they came."""
 
     def __init__(self, fitted: Fitted, works: Sequence[StepWork], seconds: Sequence[float]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -64,8 +64,15 @@ class Lengths(NamedTuple):
         return max(1, min(self.most, round(rng.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma))))
 
 
+Awaits = Literal["nobody", "session", "anybody"]
+"""Whose answers a job may wait for, or look like: nobody's, those of earlier turns of its session, or anybody's."""
+
+
 class Workload(Protocol):
     """Where jobs come from. Each is made when it is due, so that memory does not grow with their number."""
+
+    @property
+    def awaits(self) -> Awaits: ...
 
     def next_job(self) -> Job | None:
         """The next in the order of arrival of those that come by themselves; ``None`` when that was all."""

@@ -12,9 +12,9 @@ from octavo.errors import RequestError
 from octavo.sim.clock import Clock
 from octavo.sim.cost_model import CostModel
 from octavo.sim.jobs import Job
-from octavo.sim.report import Told
+from octavo.sim.report import Ledger, Targets, Told
 from octavo.sim.runner import SimRunner
-from octavo.types import Output
+from octavo.types import EngineStats, Output
 
 
 class Sizes(NamedTuple):
@@ -28,15 +28,31 @@ class Sizes(NamedTuple):
     """Steps in flight."""
 
 
+class Result(NamedTuple):
+    """What is left of a replica when all is done."""
+
+    number: int
+    ledger: Ledger
+    stats: EngineStats
+    busy_seconds: float
+
+
 class Replica:
-    """An engine with its own clock, which is ahead of the others' by at most the step it is in."""
+    """An engine with its own clock, which is ahead of events by at most the step it is in."""
 
     def __init__(
-        self, number: int, sizes: Sizes, cost: CostModel, cache: CacheSettings, scheduler: SchedulerSettings
+        self,
+        number: int,
+        sizes: Sizes,
+        cost: CostModel,
+        cache: CacheSettings,
+        scheduler: SchedulerSettings,
+        targets: Targets,
     ) -> None:
         self.number = number
+        self.ledger = Ledger(targets)
         self.clock = Clock()
-        self.runner = SimRunner(cost, self.clock)
+        self.runner = SimRunner(cost.of_replica(number), self.clock)
         self.cache = KVCache(
             sizes.num_blocks,
             sizes.block_size,
@@ -63,13 +79,39 @@ class Replica:
         """When outputs came last."""
         self.is_awake = False
 
-    def add(self, request_id: int, job: Job, tokens: list[int], now: float) -> bool:
+    def add(self, request_id: int, job: Job, now: float) -> bool:
         """Take a job that comes at ``now``; says no when it could never be served."""
+        self._note_queue(now)
         if not self.is_awake:
             self.clock.now = max(self.clock.now, now)
         try:
-            self.engine.add(job.request(request_id, now, tokens))
+            self.engine.add(job.request(request_id, now, job.tokens()))
         except RequestError:
+            self.ledger.num_refused += 1
             return False
         self.live[request_id] = Told(job, now)
         return True
+
+    def tell(self, now: float) -> list[Told]:
+        """The step under way is over: say what it brought. Returns who is done."""
+        self._note_queue(now)
+        if not self.news:
+            return []
+        done = self.ledger.take(self.news, self.live, self.previous, now)
+        self.previous = now
+        self.news = []
+        return done
+
+    def step(self) -> None:
+        """Take the next step, if there is something to do; it is over when the clock says so."""
+        self.is_awake = self.engine.has_work
+        if self.is_awake:
+            self.news = self.engine.step()
+            self.engine.take_events()  # nobody asks for them here, and they would pile up
+
+    def _note_queue(self, now: float) -> None:
+        if now >= self.ledger.timeline.next_at:
+            self.ledger.timeline.note(now, len(self.scheduler.waiting), len(self.scheduler.running))
+
+    def result(self) -> Result:
+        return Result(self.number, self.ledger, self.engine.stats(), self.runner.busy_seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from octavo.sim.clock import START
@@ -33,31 +34,52 @@ class Targets:
     itl: float = float("inf")
 
 
+ANY = Targets()
+
+
 @dataclass
 class Timeline:
-    """The queue over time: at most ``MAX_POINTS`` points; when full, every second one is dropped."""
+    """The queue at evenly spaced moments: fewer than ``MAX_POINTS``; when so many, every second one is dropped."""
 
     interval: float = 0.25
     next_at: float = START
-    points: list[tuple[float, int, int]] = field(default_factory=list)
-    """Seconds from the beginning, requests waiting, requests running."""
+    points: list[tuple[int, int]] = field(default_factory=list)
+    """Requests waiting, requests running, from the beginning on; after the last one there are none."""
 
     def note(self, now: float, waiting: int, running: int) -> None:
-        self.points.append((now - START, waiting, running))
-        if len(self.points) == MAX_POINTS:
-            self.points = self.points[::2]
-            self.interval *= 2
-        self.next_at = now + self.interval
+        """Up to ``now``, where that is not before ``next_at``, so many have been waiting and running."""
+        while self.next_at <= now:
+            self.points.append((waiting, running))
+            if len(self.points) == MAX_POINTS:
+                self.points = self._every(2 * self.interval)
+                self.interval *= 2
+            self.next_at = START + len(self.points) * self.interval
+
+    def _every(self, interval: float) -> list[tuple[int, int]]:
+        """The points that are so far apart."""
+        return self.points[:: round(interval / self.interval)]
+
+    def merge(self, other: Timeline) -> None:
+        """Add the queue of another replica."""
+        interval = max(self.interval, other.interval)
+        pairs = zip_longest(self._every(interval), other._every(interval), fillvalue=(0, 0))
+        self.points = [(own[0] + more[0], own[1] + more[1]) for own, more in pairs]
+        self.interval = interval
 
 
 class Ledger:
-    """Takes the outputs of all replicas in; its size does not depend on how many there were."""
+    """Takes the outputs of a replica in; its size does not depend on how many there were.
 
-    def __init__(self, targets: Targets) -> None:
+    Each replica has its own, and sums are made of theirs in the order of the replicas: so they are the same to the last
+    bit, whatever was simulated between two steps of a replica.
+    """
+
+    def __init__(self, targets: Targets = ANY) -> None:
         self.targets = targets
         self.ttft, self.itl, self.tpot, self.e2el = Sketch(), Sketch(), Sketch(), Sketch()
         self.num_finished = 0
         self.num_failed = 0
+        self.num_refused = 0
         self.num_good = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -106,6 +128,22 @@ class Ledger:
             self.tpot.add(per_token)
         self.num_good += told.first - told.arrival <= self.targets.ttft and per_token <= self.targets.itl
 
+    def merge(self, other: Ledger) -> None:
+        """Take in what another replica's clients saw."""
+        for own, more in zip(self._sketches(), other._sketches(), strict=True):
+            own.merge(more)
+        self.num_finished += other.num_finished
+        self.num_failed += other.num_failed
+        self.num_refused += other.num_refused
+        self.num_good += other.num_good
+        self.num_prompt_tokens += other.num_prompt_tokens
+        self.num_output_tokens += other.num_output_tokens
+        self.ended_at = max(self.ended_at, other.ended_at)
+        self.timeline.merge(other.timeline)
+
+    def _sketches(self) -> tuple[Sketch, ...]:
+        return self.ttft, self.itl, self.tpot, self.e2el
+
     def figures(self) -> dict[str, Any]:
         """All of it, in seconds and tokens, ready for JSON."""
         seconds = self.ended_at - START
@@ -123,5 +161,8 @@ class Ledger:
             "itl": self.itl.summary(),
             "tpot": self.tpot.summary(),
             "e2el": self.e2el.summary(),
-            "queue": [{"second": point[0], "waiting": point[1], "running": point[2]} for point in self.timeline.points],
+            "queue": [
+                {"second": index * self.timeline.interval, "waiting": waiting, "running": running}
+                for index, (waiting, running) in enumerate(self.timeline.points)
+            ],
         }

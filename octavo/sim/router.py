@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from octavo.errors import ConfigError
+from octavo.sim.jobs import Awaits, Job
 
 if TYPE_CHECKING:
     from octavo.sim.replica import Replica
@@ -14,37 +15,60 @@ SLACK = 4
 """Requests that a replica may have above the least loaded one, and a quarter of that one's, and still be chosen."""
 
 
-class Router(Protocol):
-    """Chooses one of the replicas for a prompt."""
+T = TypeVar("T")
 
-    def choose(self, tokens: list[int], replicas: Sequence[Replica]) -> Replica: ...
+
+class Router(Protocol):
+    """Chooses one of the replicas for a job."""
+
+    def choose(self, job: Job, replicas: Sequence[Replica]) -> Replica: ...
+
+
+class BlindRouter(Protocol):
+    """Does not look at the replicas, so that anything may stand for them."""
+
+    separates: ClassVar[tuple[Awaits, ...]]
+    """Workloads of which each replica gets the same jobs at the same times, whatever the others do."""
+
+    def choose(self, job: Job, replicas: Sequence[T]) -> T: ...
 
 
 class RoundRobin:
     """Each in turn."""
 
+    separates: ClassVar[tuple[Awaits, ...]] = ("nobody",)
+
     def __init__(self) -> None:
         self.turn = -1
 
-    def choose(self, tokens: list[int], replicas: Sequence[Replica]) -> Replica:
+    def choose(self, job: Job, replicas: Sequence[T]) -> T:
         self.turn = (self.turn + 1) % len(replicas)
         return replicas[self.turn]
+
+
+class BySession(RoundRobin):
+    """All turns of a session the same, and sessions in turn; what has no session, in turn too."""
+
+    separates: ClassVar[tuple[Awaits, ...]] = ("nobody", "session")
+
+    def choose(self, job: Job, replicas: Sequence[T]) -> T:
+        return replicas[job.session % len(replicas)] if job.session else super().choose(job, replicas)
 
 
 class LeastLoaded:
     """The one with fewest requests under way."""
 
-    def choose(self, tokens: list[int], replicas: Sequence[Replica]) -> Replica:
+    def choose(self, job: Job, replicas: Sequence[Replica]) -> Replica:
         return min(replicas, key=_load)
 
 
 class PrefixAware:
     """The one with most of the prompt cached, of those that are not loaded much more than the least."""
 
-    def choose(self, tokens: list[int], replicas: Sequence[Replica]) -> Replica:
+    def choose(self, job: Job, replicas: Sequence[Replica]) -> Replica:
         limit = 1.25 * min(map(_load, replicas)) + SLACK
         allowed = [replica for replica in replicas if len(replica.live) <= limit]
-        depths = self._depths(tokens, allowed)
+        depths = self._depths(job.tokens(), allowed)
         return min(zip(depths, allowed, strict=True), key=lambda pair: (-pair[0], len(pair[1].live)))[1]
 
     def _depths(self, tokens: list[int], replicas: Sequence[Replica]) -> list[int]:
@@ -72,8 +96,9 @@ def _load(replica: Replica) -> int:
     return len(replica.live)
 
 
+BLIND: dict[str, type[BlindRouter]] = {"round-robin": RoundRobin, "session": BySession}
 ROUTERS: dict[str, type[Router]] = {
-    "round-robin": RoundRobin,
+    **BLIND,
     "least-loaded": LeastLoaded,
     "prefix-aware": PrefixAware,
 }

@@ -10,7 +10,7 @@ from octavo.config import EngineConfig, to_flat
 from octavo.errors import ConfigError
 from octavo.sim.report import Targets
 from octavo.sim.setup import Asked
-from octavo.sim.simulate import Simulation
+from octavo.sim.workers import num_processes, simulate
 
 MAX_REPLICAS = 1024
 PARALLEL = (1, 2, 4, 8)
@@ -86,7 +86,9 @@ def _fewest(asked: Asked, engine: EngineConfig, tokens: int, targets: Targets, s
 
 
 def _simulated(asked: Asked, engine: EngineConfig, tokens: int, targets: Targets) -> Found:
-    return Found(asked, tokens, Simulation(asked.fleet(engine), asked.clients(), targets).run())
+    fleet, workload = asked.fleet(engine), asked.clients()
+    figures, _ = simulate(fleet, workload, targets, num_processes(fleet, workload, asked.num_requests))
+    return Found(asked, tokens, figures)
 
 
 def _with(engine: EngineConfig, tokens: int) -> EngineConfig:

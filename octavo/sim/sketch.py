@@ -28,6 +28,14 @@ class Sketch:
         if value > self.most:
             self.most = value
 
+    def merge(self, other: Sketch) -> None:
+        """What ``other`` has seen was seen here too."""
+        for bucket, count in other._counts.items():
+            self._counts[bucket] += count
+        self.count += other.count
+        self.total += other.total
+        self.most = max(self.most, other.most)
+
     def percentile(self, percent: float) -> float:
         """The value that ``percent`` percent are at most as large as; NaN when there is none."""
         if not self.count:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.sim.jobs import Job, Segment
+from octavo.sim.jobs import Awaits, Job, Segment
 
 MOONCAKE_BLOCK = 512
 OWN_TEXTS = 1 << 32
@@ -26,20 +26,28 @@ OWN_TEXTS = 1 << 32
 
 
 class Trace:
-    """Jobs read from a file as they are due; each comes when it came, times ``1 / speed``."""
+    """Jobs read from a file as they are due; each comes when it came, times ``1 / speed``.
+
+    One that is noted after a later one comes with that.
+    """
+
+    awaits: Awaits = "nobody"
 
     def __init__(self, path: Path, num_requests: int | None = None, speed: float = 1.0) -> None:
         self.path = path
         self.num_left = num_requests
         self.speed = speed
-        self._entries = _entries(path)
+        self._entries: Iterator[Entry] | None = None
+        """None until it is asked, so that a trace can be sent to another process."""
         self._number = 0
-        self._first: float | None = None
+        self._first = self._latest = 0.0
 
     def next_job(self) -> Job | None:
         if self.num_left == self._number:
             return None
         try:
+            if self._entries is None:
+                self._entries = _entries(self.path)
             entry = next(self._entries, None)
         except OSError as error:
             raise ConfigError(f"workload: cannot read {self.path}: {error.strerror}") from None
@@ -48,13 +56,14 @@ class Trace:
         if entry is None:
             return None
         seconds, prompt, output_len = entry
-        self._number += 1
-        if self._first is None:
+        if not self._number:
             self._first = seconds
+        self._number += 1
+        self._latest = max(self._latest, (seconds - self._first) / self.speed)
         own = OWN_TEXTS + 2 * self._number
         if not isinstance(prompt, tuple):
             prompt = ((own, max(1, prompt)),)
-        return Job(max(0.0, seconds - self._first) / self.speed, prompt, max(1, output_len), own + 1)
+        return Job(self._latest, prompt, max(1, output_len), own + 1)
 
     def after(self, job: Job, now: float) -> Job | None:
         return None

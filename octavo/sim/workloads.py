@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import NamedTuple
 
 from octavo.bench.workloads import WORKLOADS as CLOSED
 from octavo.errors import ConfigError
-from octavo.sim.jobs import Job, Lengths, Workload
+from octavo.sim.jobs import Awaits, Job, Lengths, Workload
 
 
 class Profile(NamedTuple):
@@ -55,9 +54,13 @@ class Sessions:
         self.seed = seed
         self.rng = random.Random(seed)
         self.now = 0.0
-        self.texts = itertools.count(1 + profile.applications)
-        """A token for each text."""
-        self.sessions = itertools.count(1)
+        self.next_text = 1 + profile.applications
+        """A token for each text. Those of a session follow each other: user, answer, user, answer."""
+        self.num_sessions = 0
+
+    @property
+    def awaits(self) -> Awaits:
+        return "session" if self.profile.turns > 1 else "nobody"
 
     def next_job(self) -> Job | None:
         if self.num_left <= 0:
@@ -68,9 +71,12 @@ class Sessions:
         self.now += rng.gammavariate(self.burstiness, self.mean_gap / self.burstiness)
         application = rng.randrange(profile.applications)
         shared = ((1 + application, profile.shared),) if profile.shared else ()
-        prompt = (*shared, (next(self.texts), profile.first.draw(rng)))
+        text = self.next_text
+        self.next_text += 2 * (1 + num_later)
+        self.num_sessions += 1
+        prompt = (*shared, (text, profile.first.draw(rng)))
         output = profile.output.draw(rng)
-        return Job(self.now, prompt, output, next(self.texts), next(self.sessions), num_later, f"app{application}")
+        return Job(self.now, prompt, output, text + 1, self.num_sessions, num_later, f"app{application}")
 
     def _turns(self) -> int:
         """How many turns follow the first."""
@@ -84,14 +90,17 @@ class Sessions:
             return None
         profile = self.profile
         rng = random.Random(f"{self.seed} {job.session} {job.turns_left}")
-        prompt = (*job.prompt, (job.output_token, job.output_len), (next(self.texts), profile.later.draw(rng)))
+        text = job.output_token + 1
+        prompt = (*job.prompt, (job.output_token, job.output_len), (text, profile.later.draw(rng)))
         pause = rng.expovariate(1 / profile.pause) if profile.pause else 0.0
         output = profile.output.draw(rng)
-        return Job(now + pause, prompt, output, next(self.texts), job.session, job.turns_left - 1, job.tenant)
+        return Job(now + pause, prompt, output, text + 1, job.session, job.turns_left - 1, job.tenant)
 
 
 class ClosedLoop:
     """``concurrency`` clients, each asking again as soon as it is answered; lengths vary evenly by ``spread``."""
+
+    awaits: Awaits = "anybody"
 
     def __init__(
         self, num_requests: int, input_len: int, output_len: int, spread: float, concurrency: int, seed: int = 0
@@ -101,7 +110,7 @@ class ClosedLoop:
         self.spread = spread
         self.num_to_start = concurrency
         self.rng = random.Random(seed)
-        self.texts = itertools.count(1)
+        self.next_text = 1
 
     def next_job(self) -> Job | None:
         if not self.num_to_start:
@@ -118,7 +127,9 @@ class ClosedLoop:
         self.num_left -= 1
         shares = [1 + self.spread * self.rng.uniform(-1, 1) for _ in self.lengths]
         sizes = [max(1, round(length * share)) for length, share in zip(self.lengths, shares, strict=True)]
-        return Job(now, ((next(self.texts), sizes[0]),), sizes[1], next(self.texts))
+        text = self.next_text
+        self.next_text += 2
+        return Job(now, ((text, sizes[0]),), sizes[1], text + 1)
 
 
 class WithinContext:
@@ -127,12 +138,13 @@ class WithinContext:
     def __init__(self, workload: Workload, max_model_len: int) -> None:
         self.workload = workload
         self.max_model_len = max_model_len
-        self.num_refused = 0
+
+    @property
+    def awaits(self) -> Awaits:
+        return self.workload.awaits
 
     def _fits(self, job: Job) -> bool:
-        fits = sum(count for _, count in job.prompt) + job.output_len <= self.max_model_len
-        self.num_refused += not fits
-        return fits
+        return sum(count for _, count in job.prompt) + job.output_len <= self.max_model_len
 
     def next_job(self) -> Job | None:
         while (job := self.workload.next_job()) is not None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from octavo.bench import ablation
 from octavo.bench.ablation import Work, stages
 from octavo.bench.dummy_models import write_model
 from octavo.cli import main
+from octavo.config import EngineConfig
 
 SMALL = ("--num-prompts", "2", "--shared-len", "20", "--input-len", "6", "--output-len", "4", "--gap", "0.01")
 
@@ -43,7 +45,41 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert by_name["chunked prompts"]["prefix_hits"] == 0
 
 
-@pytest.mark.parametrize(("flag", "named"), [("--num-prompts", "num_prompts"), ("--rounds", "rounds")])
-def test_work_that_is_none_is_refused(flag: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flag", "refusal"),
+    [
+        ("--num-prompts", "num_prompts: must be at least 1"),
+        ("--rounds", "rounds: must be at least 1"),
+        ("--deadline", "deadline: must be more than 0 seconds"),
+    ],
+)
+def test_work_that_is_none_is_refused(flag: str, refusal: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "ablation", flag, "0"]) == 2
-    assert f"{named}: must be at least 1" in capsys.readouterr().err
+    assert refusal in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("deadline", "num_rounds"), [(1, 1), (30, 1), (40, 2), (59, 2), (60, 3), (1000, 4)])
+def test_only_whole_rounds_that_end_in_time(deadline: float, num_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two rows takes 10 seconds; the first round is always there."""
+    now = [100.0]
+    visits: list[str] = []
+
+    class Rows:
+        stages = ("first", "second")
+
+        def __init__(self, *given: object) -> None: ...
+
+        def visit(self, stage: str) -> None:
+            now[0] += 10
+            visits.append(stage)
+
+        def result(self) -> dict[str, object]:
+            return {"visits": len(visits)}
+
+    monkeypatch.setattr(ablation, "Table", Rows)
+    monkeypatch.setattr("octavo.bench.ablation.time.perf_counter", lambda: now[0])
+    kept: list[dict[str, object]] = []
+    result = ablation.measure(EngineConfig(), Work(), 4, lambda line: None, deadline, kept.append)
+    assert visits == ["first", "second"] * num_rounds
+    assert kept == [{"visits": 2 * number} for number in range(1, num_rounds + 1)]
+    assert result == kept[-1]

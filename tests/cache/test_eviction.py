@@ -131,6 +131,15 @@ def test_under_slru_a_share_of_the_pool_stays_with_the_new() -> None:
     assert {50, 51} <= {node.edge[1] for node in cache.tree.root.children.values()}
 
 
+def test_under_slru_a_path_that_is_too_long_loses_its_end_first() -> None:
+    """Eight of ten blocks can have the rank, and nine were used again."""
+    cache = KVCache(10, 1, eviction="slru")
+    for _ in range(2):
+        path = run_through(cache, [*range(10)])
+    (other,) = run_through(cache, [99])  # for which the last goes, which was computed again
+    assert evicted(cache, 3) == [path[8], other, path[7]]
+
+
 def test_what_a_conversation_left_behind_goes_first() -> None:
     cache = KVCache(20, 1, eviction="session")
     other = run_through(cache, [7, 8])

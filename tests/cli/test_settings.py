@@ -16,15 +16,18 @@ from octavo.setting import Setting
 
 SETTINGS = list(settings(ServeConfig))
 SAMPLES: dict[type, Any] = {int: 3, float: 0.5, str: "text"}
-EXCLUSIVE = {"num_kv_blocks", "enable_prefix_caching", "merge_lora", "decode_interval", "isolate_keys", *OWNERS}
-"""Refused beside ``kv_cache_memory``, ``kv_offload_dir``, ``max_itl`` or ``enable_kv_events``, off beside the last, or
-under other policies than their own."""
+EXCLUSIVE = {
+    *("num_kv_blocks", "enable_prefix_caching", "merge_lora", "decode_interval", "isolate_keys", "tenant_by", *OWNERS),
+}
+"""Refused beside ``kv_cache_memory``, ``kv_offload_dir``, ``max_itl``, ``enable_kv_events`` or ``tenant_header``, off
+beside the last but one, or under other policies than their own."""
 
 
 NEEDED = {
     **{name: ["--scheduling-policy", policies[0]] for name, policies in OWNERS.items()},
     "kv_offload_dir": ["--kv-offload-memory", "1"],
     "kv_offload_disk": ["--kv-offload-memory", "1", "--kv-offload-dir", "kv"],
+    "tenant_by": ["--enable-lora"],
     "ssl_keyfile": ["--ssl-certfile", "cert.pem"],
     "ssl_ca_certs": ["--ssl-certfile", "cert.pem"],
 }

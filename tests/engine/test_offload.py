@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,49 +12,14 @@ import pytest
 
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.offload import Offload
-from octavo.cache.tiers import INDEX, DiskTier, HostTier
+from octavo.cache.tiers import DiskTier, HostTier
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Request
+from tests.engine.tiers import OracleStore, attach, damage_some
 from tests.engine.workload import Features, Run
 from tests.oracle import VOCAB_SIZE, OracleRunner, expected_output
-
-SLOT = 8
-
-
-class OracleStore:
-    """Copies the oracle's digests out of and into its slots."""
-
-    def __init__(self, runner: OracleRunner) -> None:
-        self.runner = runner
-        self.num_bytes = runner.block_size * SLOT
-
-    def read(self, block: int) -> Callable[[], bytes]:
-        content = struct.pack(f"<{self.runner.block_size}q", *self.runner.read_block(block))
-        return lambda: content
-
-    def write(self, block: int, content: bytes) -> None:
-        self.runner.write_block(block, struct.unpack(f"<{self.runner.block_size}q", content))
-
-
-def damage_some(folder: Path, rng: random.Random) -> None:
-    """Let a file be gone, cut, or wrong in one bit."""
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(INDEX)]
-    for path in files:
-        chance = rng.random()
-        try:
-            if chance < 0.04:
-                path.unlink()
-            elif chance < 0.1:
-                stored = bytearray(path.read_bytes() or b"?")
-                stored[rng.randrange(len(stored))] ^= 1 << rng.randrange(8)
-                path.write_bytes(stored)
-            elif chance < 0.12:
-                path.write_bytes(path.read_bytes()[: rng.randrange(40)])
-        except FileNotFoundError:
-            pass  # the tier gave it up meanwhile
-
 
 VARIANTS = {
     "plain": Features(tight=True, depth=2),
@@ -81,25 +46,6 @@ def test_random_workloads_with_tiers_and_damaged_files(variant: str, tmp_path: P
             num_prefetched += offload.stats.num_prefetched
     assert num_restored > 20
     assert num_prefetched > 0
-
-
-def attach(run: Run, rng: random.Random, folder: Path) -> Offload:
-    """Give the workload's cache slower tiers of some size, whose files are damaged now and then."""
-    store = OracleStore(run.runner)
-    host = HostTier(rng.choice([1, 2, 4, 1000]) * store.num_bytes)
-    disk = DiskTier(folder, rng.choice([8, 1000, 1000]) * store.num_bytes)
-    offload = Offload(store, run.workload.block_size, "oracle", host, disk)
-    run.cache.must_find = False
-    run.cache.use_offload(offload)
-    engine_step = run.engine.step
-
-    def step() -> list[Output]:
-        if rng.random() < 0.04:
-            damage_some(folder, rng)
-        return engine_step()
-
-    run.engine.step = step  # type: ignore[method-assign]
-    return offload
 
 
 class Conversations:
@@ -238,3 +184,19 @@ def test_whoever_wants_probabilities_of_the_prompt_computes_all_of_it() -> None:
     before = talks.runner.num_computed
     list(outputs_of(talks.engine))
     assert talks.runner.num_computed == before + 20
+
+
+def test_a_block_that_is_still_on_its_way_is_found() -> None:
+    talks = Conversations(12, 1000)
+    assert talks.offload is not None
+    may_write = threading.Event()
+    talks.offload._writer.submit(may_write.wait, 60)
+    prompt = list(range(20))
+    talks.answer(prompt)
+    for filler in range(6):
+        talks.answer([filler + 1] * 30)
+    assert not talks.offload.host.num_bytes
+    talks.answer(prompt)
+    assert talks.offload.stats.num_restored == 4
+    may_write.set()
+    talks.offload.close()

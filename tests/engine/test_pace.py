@@ -123,3 +123,29 @@ def test_it_admits_no_more_than_the_limit_bears() -> None:
     assert max(gaps) <= 0.011
     assert max(gaps) > 0.008
     assert LEAST_CHUNK > 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_targets_for_the_first_token_and_between_tokens_hold_together(depth: int) -> None:
+    """Long prompts that have time, and short ones in between that have none, while others decode."""
+    talkers = [Request(n, [n, 1, 2], SamplingParams(), 1200, arrival=1.0) for n in range(8)]
+    patient = [
+        Request(100 + n, [5000 + n, *range(1999)], SamplingParams(), 2, arrival=2.6, ttft_target=20.0)
+        for n in range(60)
+    ]
+    urgent = [
+        Request(200 + n, [9000 + n, *range(199)], SamplingParams(), 20, arrival=3.0 + n / 2, ttft_target=0.1)
+        for n in range(8)
+    ]
+    late = {}
+    for policy in ("fcfs", "deadline"):
+        settings = SchedulerSettings(scheduling_policy=policy, max_itl=0.012)
+        engine = VirtualEngine(settings, depth=depth, max_num_seqs=16, num_blocks=8192)
+        told = engine.serve([*talkers, *patient, *urgent])
+        gaps = sorted(
+            gap for n in range(8) for gap, when in zip(told[n].gaps, told[n].token_times, strict=False) if when > 2.5
+        )
+        assert gaps[int(0.99 * len(gaps))] <= 0.012
+        late[policy] = sum(one.ttft > one.request.ttft_target for one in told.values() if one.request.ttft_target)
+    assert late["fcfs"] >= 4, "there is nothing to order"
+    assert late["deadline"] == 0

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.config import POLICY_NAMES
+from octavo.config import POLICY_NAMES, EngineConfig
+from octavo.config import settings as engine_settings
+from tests.engine.tiers import attach
 from tests.engine.workload import Features, Run
 
 FEATURES = {
@@ -35,6 +42,7 @@ FEATURES = {
     "tight, priority, drafts": Features(tight=True, policy="priority", drafts=True),
     **{policy: Features(policy=policy) for policy in POLICY_NAMES[2:]},
     **{f"tight, {policy} and overlap": Features(policy=policy, tight=True, depth=2) for policy in POLICY_NAMES[2:]},
+    "youngest victims": Features(tight=True, victim="youngest", policy="fair"),
     "cheapest victims": Features(tight=True, victim="cheapest"),
     "largest victims and overlap": Features(tight=True, victim="largest", depth=2),
     "sliced": Features(max_itl=0.03),
@@ -52,32 +60,74 @@ FEATURES = {
     "hybrid, tight, faults and overlap": Features(hybrid=True, tight=True, fault_rate=0.03, depth=2),
     "hybrid, no partial blocks, prompts first": Features(hybrid=True, parts=False, decode_interval=9, depth=2),
     "hybrid without prefix caching": Features(hybrid=True, prefix_caching=False, depth=2, aborts=True, drafts=True),
+    "memory below": Features(tiers="host", tight=True),
+    "memory and files below": Features(tiers="disk", tight=True, depth=2, fault_rate=0.03),
     "everything": Features(2, True, True, 0.03, True, True, True, "priority", tight=True),
 }
 
 
 NUM_WORKLOADS = 56
 """Of each kind, so that there are 100,000 steps in all."""
-steps_of: dict[str, int] = {}
+LEAST_STEPS = 1000
+"""Of those with each choice of a setting."""
+kinds_done: set[str] = set()
+steps_with: Counter[tuple[str, object]] = Counter()
+"""Steps by what was chosen for a setting."""
+happened: Counter[str] = Counter()
+
+
+def serve(seed: int, features: Features) -> None:
+    """Serve a workload, and count its steps and what happened in them."""
+    run = Run(seed, features)
+    with TemporaryDirectory() as folder:
+        offload = None
+        if features.tiers != "none":
+            offload = attach(run, random.Random(seed), Path(folder) if features.tiers == "disk" else None)
+        run.serve()
+        if offload is not None:
+            offload.close()
+    num_steps, stats = len(run.runner.plans), run.engine.stats()
+    chosen = {**vars(features), "eviction": run.workload.eviction, "watermark": run.workload.watermark > 0}
+    chosen |= {name: chosen[name] not in (None, 0) for name in ("fault_rate", "max_itl", "decode_interval")}
+    happened["steps"] += num_steps
+    steps_with.update(dict.fromkeys(chosen.items(), num_steps))
+    happened.update(
+        preempted=stats.num_preemptions,
+        found=stats.prefix_hits,
+        copied=stats.num_copied_tokens,
+        accepted=stats.num_accepted_drafts,
+        failed=stats.num_faults,
+        restored=offload.stats.num_restored if offload else 0,
+    )
 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_random_workloads(name: str) -> None:
-    num_steps = 0
     for seed in range(NUM_WORKLOADS):
-        run = Run(seed, FEATURES[name])
         try:
-            run.serve()
+            serve(seed, FEATURES[name])
         except AssertionError as error:
             raise AssertionError(f"workload {seed} with {name}: {error}") from error
-        num_steps += len(run.runner.plans)
-    steps_of[name] = num_steps
+    kinds_done.add(name)
 
 
-def test_there_were_many_steps() -> None:
-    if steps_of.keys() != FEATURES.keys():
+def test_there_were_many_steps_with_every_choice_of_every_setting() -> None:
+    if kinds_done != FEATURES.keys():
         pytest.skip("only a part of the workloads ran")
-    assert sum(steps_of.values()) >= 100_000
+    offered = {item.name: item.choices for item in engine_settings(EngineConfig)}
+    choices: dict[str, tuple[object, ...]] = {
+        "policy": offered["scheduling_policy"],
+        "victim": offered["preemption_victim"],
+        "eviction": offered["eviction_policy"],
+        "tiers": ("none", "host", "disk"),
+        "depth": (1, 2, 3),
+    }
+    switches = {name for name, _ in steps_with} - choices.keys()
+    choices |= dict.fromkeys(switches, (False, True))
+    few = {(name, choice) for name in choices for choice in choices[name] if steps_with[name, choice] < LEAST_STEPS}
+    assert not few
+    assert happened["steps"] >= 100_000
+    assert all(happened[name] >= 100 for name in happened), happened
 
 
 @given(
@@ -97,11 +147,12 @@ def test_there_were_many_steps() -> None:
         decode_interval=st.sampled_from([None, 1, 3, 20]),
         prefix_caching=st.booleans(),
         parts=st.booleans(),
+        tiers=st.sampled_from(["none", "host", "disk"]),
         tight=st.booleans(),
         window=st.booleans(),
         hybrid=st.booleans(),
-    ),
+    ).filter(lambda features: features.tiers == "none" or (features.prefix_caching and not features.hybrid)),
 )
 @settings(max_examples=150, deadline=None)
 def test_any_combination_of_features(seed: int, features: Features) -> None:
-    Run(seed, features).serve()
+    serve(seed, features)

@@ -44,6 +44,8 @@ class Features:
     """Rows look back to a few positions only."""
     hybrid: bool = False
     """In some layers alone."""
+    tiers: str = "none"
+    """Where blocks go that the cache gives up: none, host or disk, which has host memory above it."""
     tight: bool = False
     """Hardly more blocks than one sequence needs, and many sequences at once."""
 

@@ -35,9 +35,9 @@ def test_starting_the_child_costs_little_whatever_the_vocabulary() -> None:
     asking = GrammarCompiler(lambda: vocabulary)
     try:
         before = time.thread_time()
-        form, reason = asking._ask(forms.whole(forms.choice(["yes", "no"])))
+        verdict = asking._ask(forms.whole(forms.choice(["yes", "no"])))
         used = time.thread_time() - before
-        assert form is not None, reason
+        assert verdict.form is not None, verdict.reason
         assert used < MAX_ASKING_SECONDS
     finally:
         asking.close()

@@ -169,4 +169,17 @@ MUTANTS = [
     # What is told of it.
     Mutant("telemetry/explain.py", 'if before.kind in ("arrived", "preempted"):', 'if before.kind == "arrived":'),
     Mutant("telemetry/explain.py", "min(a.last, b.last) - max(a.first, b.first)", "min(a.last, b.last) - a.first"),
+    # Slower tiers.
+    Mutant("cache/offload.py", '"" if start else salt', '""'),
+    Mutant("cache/offload.py", "            if index < num_cached:\n                continue\n", ""),
+    Mutant("cache/offload.py", "self.host.get(key) if pending is None else pending()", "self.host.get(key)"),
+    Mutant("cache/offload.py", "self.disk.put(*older)", "pass"),
+    Mutant("cache/tiers.py", "if stored[:CHECKSUM_BYTES] != checksum(key, content):", "if not content:"),
+    Mutant("cache/tiers.py", "digest_size=CHECKSUM_BYTES, key=key)", "digest_size=CHECKSUM_BYTES)"),
+    Mutant(
+        "cache/tiers.py", "            if content is not None:\n                self._contents.move_to_end(key)\n", ""
+    ),
+    Mutant(
+        "cache/kv_cache.py", "contents[: len(seq.block_table) - first - 1]", "contents[: len(seq.block_table) - first]"
+    ),
 ]

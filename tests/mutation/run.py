@@ -1,18 +1,26 @@
 """Apply each breakage to a copy of the package, and see whether the tests of the deciding half fail.
 
-``python -m tests.mutation.run [NUMBER ...]`` prints a line for each, and the share that is caught. It takes some
-minutes, and is not part of the test suite.
+``python -m tests.mutation.run [NUMBER ...] [--output FILE]`` prints a line for each, with the processor time it took,
+and the share that is caught. It takes a quarter of an hour on an idle machine, and is not part of the test suite. Runs
+of some of them may write to one file: it keeps what others found, as long as they broke the same code.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import json
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from octavo.bench.report import machine, portable_command
 from tests.mutation.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +29,7 @@ TESTS = [
     *("tests/engine/test_interval.py", "tests/engine/test_ngram.py", "tests/engine/test_scheduler.py"),
     *("tests/engine/test_policies.py", "tests/engine/test_pace.py", "tests/engine/test_engine.py"),
     *("tests/telemetry/test_explain.py", "tests/cache/test_kv_cache.py", "tests/cache/test_parts.py"),
-    *("tests/cache", "tests/engine/test_workloads.py", "tests/engine/test_fairness.py"),
+    *("tests/cache", "tests/engine/test_offload.py", "tests/engine/test_workloads.py", "tests/engine/test_fairness.py"),
 ]
 SURVIVES = "SURVIVES"
 CPU_SECONDS = 90
@@ -42,23 +50,9 @@ def verdict(mutant: Mutant, folder: Path) -> str:
     if source.count(mutant.old) != 1:
         raise ValueError(f"{mutant.file} has {mutant.old!r} {source.count(mutant.old)} times")
     path.write_text(source.replace(mutant.old, mutant.new))
-    limited = [
-        "bash",
-        "-c",
-        f'ulimit -t {CPU_SECONDS}; exec "$@"',
-        "bash",
-    ]  # a clock would depend on the machine's load
-    command = [
-        *limited,
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *nearest_first(mutant.file),
-    ]
+    limited = ["bash", "-c", f'ulimit -t {CPU_SECONDS}; exec "$@"', "bash"]  # a clock would depend on other work
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command = [*limited, *pytest, *nearest_first(mutant.file)]
     environment = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/bin:/bin"}
     try:
         ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False)
@@ -67,26 +61,82 @@ def verdict(mutant: Mutant, folder: Path) -> str:
     return {0: SURVIVES, 1: "caught"}.get(ended.returncode, "hangs" if ended.returncode < 0 else "broken")
 
 
-def main(numbers: list[int]) -> int:
-    """Try the breakages of these numbers, or all."""
+def processor_seconds() -> float:
+    """What the ended child processes took so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def try_all(numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """Try the breakages of these numbers on a copy of the package; a row for each."""
+    rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in ("octavo", "tests"):
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)
-        caught = 0
         for number in numbers:
-            started = time.monotonic()
+            before = processor_seconds()
             mutant = MUTANTS[number]
             found = verdict(mutant, folder)
-            caught += found in ("caught", "hangs")
-            line = f"{mutant.file}: {' '.join(mutant.new.split())}"
-            print(f"{found:8} {number:3} {time.monotonic() - started:5.0f} s  {line}", flush=True)
+            seconds = round(processor_seconds() - before, 1)
+            rows.append({"number": number, "verdict": found, "seconds": seconds, **mutant._asdict()})
+            print(f"{found:8} {number:3} {seconds:5.0f} s  {mutant.file}: {' '.join(mutant.new.split())}", flush=True)
             if mutant.equal_because and found == SURVIVES:
                 print(f"{'':19}as expected: {mutant.equal_because}", flush=True)
-    print(f"{caught} of {len(numbers)} caught: {caught / len(numbers):.0%}")
-    return 0
+    return rows
+
+
+def state_of(folder: Path) -> str:
+    """A name for the code in which breakages are."""
+    found = hashlib.sha256()
+    for file in sorted({mutant.file for mutant in MUTANTS}):
+        found.update((folder / "octavo" / file).read_bytes())
+    return found.hexdigest()[:16]
+
+
+def merged(rows: list[dict[str, Any]], output: Path, code: str) -> list[dict[str, Any]]:
+    """``rows`` and what a file has of other breakages of the same code, in order."""
+    known: list[dict[str, Any]] = []
+    if output.is_file():
+        result = json.loads(output.read_text())["result"]
+        known = [row for row in result["rows"] if result["code"] == code and row["new"] == MUTANTS[row["number"]].new]
+    by_number: dict[int, dict[str, Any]] = {row["number"]: row for row in [*known, *rows]}
+    return [by_number[number] for number in sorted(by_number)]
+
+
+def keep(rows: list[dict[str, Any]], code: str, output: Path, arguments: Sequence[str]) -> None:
+    """Write the record, with what the file already holds of the same code."""
+    rows = merged(rows, output, code)
+    caught = sum(map(is_caught, rows))
+    record = {
+        "benchmark": "mutations",
+        "date": time.strftime("%Y-%m-%d"),
+        "command": portable_command(["python", "-m", "tests.mutation.run", *arguments]),
+        "machine": machine(),
+        "result": {"breakages": len(MUTANTS), "tried": len(rows), "caught": caught, "code": code, "rows": rows},
+    }
+    output.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def is_caught(row: dict[str, Any]) -> bool:
+    return row["verdict"] in ("caught", "hangs")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Try breakages; fails when fewer than nine of ten are caught."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation.run")
+    parser.add_argument("numbers", nargs="*", type=int, metavar="NUMBER", help="breakages to try; default: all")
+    parser.add_argument("--output", type=Path, help="also write the record as JSON to this file")
+    args = parser.parse_args(arguments)
+    code = state_of(ROOT)
+    rows = try_all(args.numbers or range(len(MUTANTS)))
+    caught = sum(map(is_caught, rows))
+    print(f"{caught} of {len(rows)} caught: {caught / len(rows):.0%}")
+    if args.output is not None:
+        keep(rows, code, args.output, arguments)
+    return 0 if caught >= 0.9 * len(rows) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main([int(number) for number in sys.argv[1:]] or list(range(len(MUTANTS)))))
+    sys.exit(main(sys.argv[1:]))

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from octavo.config import ServeConfig
+from octavo.config import ModelSettings, ServeConfig
 from octavo.errors import ConfigError
+from octavo.server.adapters import FILES, AdapterTable
 from octavo.types import Request
 from tests.engine.making import make_engine, run_to_end
 from tests.server.conftest import Served
+from tests.server.in_process import InProcessEngine
 from tests.server.test_keys import bearer, key_file, line
 
 PROMPT = "A prompt that is longer than a few blocks of four tokens."
@@ -87,3 +89,36 @@ def test_otherwise_all_keys_share_and_a_salt_still_separates(serve_app: Any, tmp
     first, second, third, fourth, fifth = numbers_cached(served.engine.requests)
     assert first == third == fifth == 0
     assert min(second, fourth) >= len(PROMPT) - 4
+
+
+def test_who_is_charged_by_key_and_by_adapter(serve_app: Any, tmp_path: Path) -> None:
+    """Under the fair policy. What the body says of its user would let a key have as many shares as it likes."""
+    served = with_keys(serve_app, tmp_path, scheduling_policy="fair", tenant_by="key")
+    for key in ("a", "b", "own"):
+        ask(served, key, prompt=PROMPT, user="somebody")
+    ask(served, "a", "/v1/chat/completions", messages=[{"role": "user", "content": PROMPT}], user="else")
+    assert [request.tenant for request in served.engine.requests] == ["alice", "bob", "", "alice"]
+    for name in FILES:
+        (tmp_path / name).touch()
+    modules = f"sql={tmp_path},fr={tmp_path}"
+    adapters = AdapterTable(ModelSettings(enable_lora=True, lora_modules=modules))
+    served = serve_app(
+        InProcessEngine(adapters=adapters), scheduling_policy="fair", tenant_by="adapter", enable_lora=True
+    )
+    for model in ({"model": "sql"}, {"model": "fr"}, {}):
+        assert served.complete(**model, user="somebody").status_code == 200
+    assert [request.tenant for request in served.engine.requests] == ["sql", "fr", ""]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tenant_by": "key", "tenant_header": "x-t", "api_key_file": "keys"}, "both say who is charged"),
+        ({"tenant_by": "key", "api_key": "k"}, "tenant_by key needs api_key_file"),
+        ({"tenant_by": "adapter"}, "tenant_by adapter needs enable_lora"),
+        ({"tenant_by": "address"}, "tenant_by"),
+    ],
+)
+def test_nobody_can_be_charged_by_what_there_is_not(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServeConfig.from_flat(settings)

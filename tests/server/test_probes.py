@@ -16,7 +16,8 @@ def test_ready_is_the_truth_and_health_is_liveness(serve_app: Any) -> None:
     response = served.client.get("/ready")
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "engine_unavailable"
-    assert served.client.get("/health").status_code == 200
+    response = served.client.get("/health")
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
     engine.failure = "The engine cannot be restarted: secret"
     response = served.client.get("/health")
     assert response.status_code == 503

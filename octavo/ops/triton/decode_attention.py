@@ -116,7 +116,7 @@ def run_decode_attention(
 def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfig) -> dict[str, Any]:
     """What the kernel is compiled for."""
     G, H = heads.num_heads // heads.num_kv_heads, heads.head_dim
-    padded_G, padded_H = triton.next_power_of_2(G), triton.next_power_of_2(H)
+    padded_G, padded_H = triton.next_power_of_2(G), max(16, triton.next_power_of_2(H))  # tensor cores add up 16
     dot = config.dot or padded_G >= 16  # Triton turns sums of so many rows' products into a dot of its own, in TF32
     at_once = max(1, _COMBINED_AT_ONCE * 32 * config.warps // (padded_G * padded_H))
     return {
@@ -160,7 +160,7 @@ def _decode_kernel(
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``GP`` and ``HP`` are G and H filled up to powers of two, ``ROWS`` the queries of a tile."""
+    """``GP`` and ``HP`` are G and H filled up to powers of two (H to 16 at least), ``ROWS`` the queries of a tile."""
     split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     d, r, t = tl.arange(0, HP), tl.arange(0, ROWS), tl.arange(0, TILE)
     if not PROLOGUE:

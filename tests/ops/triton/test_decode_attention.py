@@ -161,7 +161,9 @@ def test_shared_heads(N: int, K: int, device: str) -> None:
     check(Step([1, 40, 100], layout(N, K), device), SMALL._replace(dot=False))
 
 
-@pytest.mark.parametrize(("H", "rotated"), [(64, 32), (80, 40), (96, 48), (96, 12), (128, 64), (256, 32), (64, 0)])
+@pytest.mark.parametrize(
+    ("H", "rotated"), [(8, 4), (64, 32), (80, 40), (96, 48), (96, 12), (128, 64), (256, 32), (64, 0)]
+)
 def test_head_dims(H: int, rotated: int, device: str) -> None:
     check(Step([1, 17, 70], layout(2, 1, H, norm=True), device, rotated=rotated))
     check(Step([1, 17, 70], layout(2, 1, H), device, rotated=rotated), SMALL._replace(dot=False))

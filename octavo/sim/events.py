@@ -1,0 +1,97 @@
+"""Events of one or several replicas in the order of virtual time."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+
+from octavo.sim.clock import START
+from octavo.sim.jobs import Awaits, Job, Workload
+from octavo.sim.replica import Replica
+from octavo.sim.router import Router
+
+NEVER = float("inf")
+
+
+class Events:
+    """Jobs that come, and steps that end; at one time, steps first."""
+
+    def __init__(self, replicas: Sequence[Replica], router: Router, workload: Workload) -> None:
+        self.replicas = replicas
+        self.router = router
+        self.workload = workload
+        self._num_requests = 0
+        self._awake: list[tuple[float, int, Replica]] = []
+        """When each replica that has work is to be looked at: a heap."""
+        self._due: list[tuple[float, int, Job]] = []
+        """Jobs that follow others: a heap."""
+        self._coming: Job | None = None
+
+    def advance(self, until: float = NEVER) -> None:
+        """Let happen what happens before ``until``, in virtual seconds."""
+        awake = self._awake
+        while True:
+            arrival = self._next_arrival()
+            if awake and awake[0][0] <= arrival:
+                if awake[0][0] >= until:
+                    return
+                now, _, replica = heapq.heappop(awake)
+                self._look_at(replica, now)
+            elif arrival < until:
+                self._send(self._take_job(), arrival)
+            else:
+                return
+
+    def _next_arrival(self) -> float:
+        if self._coming is None:
+            self._coming = self.workload.next_job()
+        coming = self._coming.arrival + START if self._coming is not None else NEVER
+        return min(coming, self._due[0][0]) if self._due else coming
+
+    def _take_job(self) -> Job:
+        coming = self._coming
+        if coming is None or (self._due and self._due[0][0] <= coming.arrival + START):
+            return heapq.heappop(self._due)[2]
+        self._coming = None
+        return coming
+
+    def _send(self, job: Job, now: float) -> None:
+        replica = self.router.choose(job, self.replicas)
+        self._num_requests += 1
+        if not replica.add(self._num_requests, job, now):
+            self._follow(job, now)
+        elif not replica.is_awake:
+            replica.is_awake = True
+            heapq.heappush(self._awake, (now, replica.number, replica))
+
+    def _look_at(self, replica: Replica, now: float) -> None:
+        """A step has ended: tell what it brought, and take the next one."""
+        done = replica.tell(now)
+        if done:
+            for told in done:
+                self._follow(told.job, now)
+            while self._due and self._due[0][0] <= now:  # who asks again at once is there for the next step
+                self._send(heapq.heappop(self._due)[2], now)
+        replica.step()
+        if replica.is_awake:
+            heapq.heappush(self._awake, (replica.clock.now, replica.number, replica))
+
+    def _follow(self, job: Job, now: float) -> None:
+        following = self.workload.after(job, now - START)
+        if following is not None:
+            self._num_requests += 1
+            heapq.heappush(self._due, (following.arrival + START, self._num_requests, following))
+
+
+class Inbox:
+    """The jobs of one replica, as they are brought; what follows them says the workload that they are from."""
+
+    awaits: Awaits = "session"
+
+    def __init__(self, workload: Workload) -> None:
+        self.jobs: deque[Job] = deque()
+        self.after = workload.after
+
+    def next_job(self) -> Job | None:
+        return self.jobs.popleft() if self.jobs else None
