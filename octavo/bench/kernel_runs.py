@@ -97,7 +97,7 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         T, (N, K) = len(rows.slot_mapping_T), (6, 2)
         norm, sinks = make.floats(H, dtype=dtype), make.floats(N)
         angles = make.floats(T, H // 2)
-        cache = LayerCache(make.cache(12, K, H, cache_dtype), make.cache(12, K, H, cache_dtype))
+        cache = LayerCache(*(make.cache(12, K, H, cache_dtype) for _ in range(2)))
         qkv = make.floats(T, (N + 2 * K) * H, dtype=dtype)
         for heads in (
             HeadLayout(N, K, H, 0.1, norm, norm, 1e-6),

@@ -47,8 +47,12 @@ class LayerCache(NamedTuple):
 
     keys: Tensor
     values: Tensor
-    is_whole: bool = False
-    """The layer sees all positions where others have windows, so that its blocks are of another pool than theirs."""
+
+
+class WholeLayerCache(LayerCache):
+    """That of a layer that sees all positions where others have windows: its blocks are of another pool than theirs."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class PagedRows:
 
     def of(self, cache: LayerCache) -> PagedRows:
         """The rows in the pool of ``cache``."""
-        if not cache.is_whole:
+        if not isinstance(cache, WholeLayerCache):
             return self
         assert self.whole is not None, "a layer's pool has no block tables"
         return self.whole

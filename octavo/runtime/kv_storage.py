@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from octavo.models.config import ModelConfig
-from octavo.ops.attention import LayerCache
+from octavo.ops.attention import LayerCache, WholeLayerCache
 
 
 class KVStorage:
@@ -40,10 +40,11 @@ class KVStorage:
         self.pool = pool(config.num_layers - len(whole), num_window_blocks or num_blocks)
         self.whole_pool = pool(len(whole), num_blocks) if whole else None
         own, others = iter(self.pool), iter(() if self.whole_pool is None else self.whole_pool)
-        self.layers = []
+        self.layers: list[LayerCache] = []
         for i in range(config.num_layers):
             layer = next(others if i in whole else own)
-            self.layers.append(LayerCache(layer[0], layer[parts - 1], i in whole))
+            view = WholeLayerCache if i in whole else LayerCache
+            self.layers.append(view(layer[0], layer[parts - 1]))
 
     @property
     def num_pools(self) -> int:

@@ -1,9 +1,10 @@
 """How memory is divided where some layers of a model have windows and others see all positions: a pool for each kind.
 
 The layers with windows hold of a sequence what the others hold, or less. So as many blocks for them as for the others
-are always enough, and so are, for those who run, as many as ``max_num_seqs`` windows and a step take; as many again
-keep prefixes findable. They get the lesser of the two, and what that saves goes to the other layers. However long or
-short the texts, no fewer of them fit than in one pool of blocks of all layers.
+are always enough, and so are, for those who run, as many as ``max_num_seqs`` windows and a step take. They get twice
+that, so that prefixes stay findable, or a quarter of their even share, whichever is more, but never more than the even
+share. What that saves goes to the other layers. However long or short the texts, no fewer of them run than in one pool
+of blocks of all layers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ import torch
 from octavo.models.config import ModelConfig
 from octavo.runtime.kv_storage import kv_bytes_per_token
 
+EVEN_SHARES = 4
+"""One in so many of the blocks that would be theirs by an even division is what layers with windows get at least: what
+is behind windows is found again by those who go on from the middle of a text."""
+
 
 class TwoPools(NamedTuple):
     """What the division follows from."""
@@ -24,8 +29,8 @@ class TwoPools(NamedTuple):
     bytes_per_window_block: int
     least: int
     """Blocks of the layers with windows for one sequence and a step."""
-    most: int
-    """More of them would be of little use."""
+    plenty: int
+    """Twice what all who run hold at once."""
 
     @classmethod
     def of(
@@ -55,6 +60,7 @@ class TwoPools(NamedTuple):
         needed = -(-max_model_len // self.block_size)
         even = size // (self.bytes_per_whole_block + self.bytes_per_window_block)
         spare = (size - needed * self.bytes_per_whole_block) // self.bytes_per_window_block
-        num_windows = max(min(even, self.most, spare), min(needed, self.least))
+        wanted = min(even, max(self.plenty, even // EVEN_SHARES))
+        num_windows = max(min(wanted, spare), min(needed, self.least))
         num_whole = (size - num_windows * self.bytes_per_window_block) // self.bytes_per_whole_block
         return max(num_whole, even), num_windows

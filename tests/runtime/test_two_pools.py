@@ -18,6 +18,7 @@ from octavo.cache.hybrid_cache import HybridCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.ops import dispatch
+from octavo.ops.attention import WholeLayerCache
 from octavo.ops.dispatch import REFERENCE
 from octavo.runtime.kv_storage import KVStorage, kv_bytes_per_token
 from octavo.runtime.model_runner import Forward, ModelRunner
@@ -25,7 +26,7 @@ from octavo.runtime.recorded_forward import RecordedForward
 from octavo.runtime.step_inputs import HostStep, StepShape, layout, num_bytes, view_step
 from octavo.runtime.step_program import StepLimits
 from octavo.runtime.stream_runner import StreamRunner
-from octavo.runtime.two_pools import TwoPools
+from octavo.runtime.two_pools import EVEN_SHARES, TwoPools
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from tests.ops.cpu_cases import needs_float_kernels
@@ -159,7 +160,9 @@ def test_each_layer_has_its_place_in_one_pool(loaded: Loaded) -> None:
     assert [layer.keys.shape[0] for layer in storage.layers] == [
         9 if i in whole else 5 for i in range(config.num_layers)
     ]
-    assert [layer.is_whole for layer in storage.layers] == [i in whole for i in range(config.num_layers)]
+    assert [isinstance(layer, WholeLayerCache) for layer in storage.layers] == [
+        i in whole for i in range(config.num_layers)
+    ]
     places = {part.data_ptr() for layer in storage.layers for part in (layer.keys, layer.values)}
     assert len(places) == 2 * config.num_layers
     assert storage.whole_pool is not None
@@ -177,8 +180,9 @@ def test_memory_is_divided_so_that_no_text_fits_worse(loaded: Loaded) -> None:
     assert pools.bytes_per_whole_block + pools.bytes_per_window_block == both
     assert pools.divide(10 * both, 40) == (10, 10), "little memory is divided evenly"
     num_whole, num_windows = pools.divide(1000 * both, 400)
-    assert num_windows == pools.most
+    assert num_windows == 1000 // EVEN_SHARES > pools.plenty
     assert num_whole > 1000
+    assert pools.divide(200 * both, 400)[1] == pools.plenty > 200 // EVEN_SHARES
     taken = num_whole * pools.bytes_per_whole_block + num_windows * pools.bytes_per_window_block
     assert 0 <= 1000 * both - taken < pools.bytes_per_whole_block
     least = pools.least_bytes(400)

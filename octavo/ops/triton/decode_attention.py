@@ -71,7 +71,7 @@ def run_decode_attention(
 ) -> None:
     """Launch the kernel on projections, or on queries where there is no prologue. ``config`` overrides the table's."""
     S, K, H = len(rows.seq_lens_S), heads.num_kv_heads, heads.head_dim
-    keys, values = cache.keys, cache.values
+    keys, values = cache
     assert H <= MAX_HEAD_DIM, f"head_dim {H} is more than {MAX_HEAD_DIM}"
     assert S * K <= MAX_PAIRS, f"{S} sequences of {K} kv heads are more than {MAX_PAIRS} pairs"
     assert keys.stride() == values.stride(), "keys and values must be laid out alike"
