@@ -236,6 +236,10 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     """Token positions of held blocks in which nothing is: the internal fragmentation."""
     num_cached_blocks: int = 0
     """Idle blocks that the prefix cache keeps for reuse; given up as soon as they are needed."""
+    num_window_blocks: int = 0
+    """Blocks of the layers with windows, where these have a pool of their own; those above are then the others'."""
+    num_used_window_blocks: int = 0
+    """Of these, held by a sequence."""
     num_steps: int = 0
     num_shares: int = 0
     """Sequences in all those steps, one added for each step that it was in."""

@@ -19,6 +19,9 @@ def snapshot(counters: EngineStats, cache: KVCache, num_running: int, num_waitin
         num_cached_blocks=cache.whole.num_cached,
         num_copied_tokens=cache.num_copied,
     )
+    if cache.whole is not cache:
+        stats.num_window_blocks = cache.num_blocks
+        stats.num_used_window_blocks = cache.num_used
     offload = cache.offload
     if offload is not None:
         stats.num_offload_saved = offload.stats.num_saved

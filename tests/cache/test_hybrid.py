@@ -10,9 +10,11 @@ import pytest
 from octavo.cache.hybrid_cache import HybridCache
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents, Removed, Stored
+from octavo.engine.gauges import snapshot
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.victims import largest
 from octavo.errors import ConfigError, ContextLengthExceeded
-from octavo.types import Sequence
+from octavo.types import EngineStats, Sequence
 from tests.cache.test_kv_cache import make_sequence
 from tests.cache.test_window import begin, walk
 from tests.engine.making import make_request
@@ -139,6 +141,18 @@ def test_events_tell_of_the_layers_that_see_everything() -> None:
     cache.evict(6)
     cache.whole.evict(1)
     assert [type(event) for event in events.take()] == [Stored] * 10 + [Removed]
+
+
+def test_gauges_are_of_both_pools_and_the_largest_holds_most_of_the_layers_that_see_everything() -> None:
+    cache = HybridCache(20, 20, 2, window=5)
+    long, short = begin(cache, TOKENS), begin(cache, [50, 51, 52, 53, 54, 55, 56, 57, 58])
+    walk(cache, long, 20, 4, [short])
+    walk(cache, short, 9, 9, [long])
+    stats = snapshot(EngineStats(num_blocks=cache.whole.num_blocks), cache, 0, 0)
+    assert (stats.num_blocks, stats.num_used_blocks, stats.num_empty_slots) == (20, 15, 1)
+    assert (stats.num_window_blocks, stats.num_used_window_blocks) == (20, 2 + 3)
+    assert len(short.block_table) - short.first_block > len(long.block_table) - long.first_block
+    assert largest(iter([short, long])) is long
 
 
 def test_what_cannot_be_is_refused() -> None:
