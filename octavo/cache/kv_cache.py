@@ -83,7 +83,7 @@ class KVCache:
 
     @property
     def whole(self) -> KVCache:
-        """The cache of the layers that see all positions, or most of all, and so need most blocks: itself."""
+        """Where only some layers have windows, the cache of the others; else this one."""
         return self
 
     @property

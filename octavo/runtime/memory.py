@@ -6,6 +6,7 @@ All sizes are in bytes.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from octavo.ops.paged_attention import MAX_SCRATCH
 from octavo.runtime.kv_storage import kv_bytes_per_token
 from octavo.runtime.model_runner import LOGPROB_ROWS
 from octavo.runtime.two_pools import TwoPools
+
+logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 CPU_KV_MEMORY = 1 * GIB
@@ -112,7 +115,9 @@ def settle(
         kept = min(kept, model.window + max_num_batched_tokens + block_size)
     pools = None
     if model.whole_layers:
-        if kept < max_model_len and settings.cache.kv_offload_memory is None:  # tiers keep blocks of all layers
+        if kept < max_model_len and settings.cache.kv_offload_memory is not None:
+            logger.info("nothing is given back behind windows: kv_offload_memory is for blocks of all layers")
+        elif kept < max_model_len:
             pools = TwoPools.of(model, kv_dtype, block_size, kept, max_num_seqs, max_num_batched_tokens)
         kept = max_model_len
     if given is None:
