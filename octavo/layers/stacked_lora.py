@@ -8,6 +8,7 @@ Shapes: T tokens, K inputs, N outputs.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -30,7 +31,8 @@ class StackedRows(AdapterRows):
         super().__init__()
         self.max_adapters = max_adapters
         self.max_rank: int = max_rank
-        self._places_T: Tensor | None = None
+        self._of_thread = threading.local()
+        """Its ``places_T``: while one thread runs steps, another may compile what others will launch."""
 
     def make_linear(self, weights: Sequence[LinearWeight], bias_N: Tensor | None = None) -> StackedLinear:
         """See ``AdapterRows``."""
@@ -39,16 +41,17 @@ class StackedRows(AdapterRows):
     @contextlib.contextmanager
     def on_device(self, places_T: Tensor) -> Iterator[None]:
         """Within this block, rows want the adapters at these places (int32), which are read when kernels run."""
-        self._places_T = places_T
+        self._of_thread.places_T = places_T
         try:
             yield
         finally:
-            self._places_T = None
+            self._of_thread.places_T = None
 
     def places_of(self, x_TK: Tensor) -> Tensor | None:
         """The place of each row of the step, ``None`` where no row wants any."""
-        if self._places_T is not None or not self.by_name:
-            return self._places_T
+        given_T: Tensor | None = getattr(self._of_thread, "places_T", None)
+        if given_T is not None or not self.by_name:
+            return given_T
         places_T = torch.full((len(x_TK),), NOBODY, dtype=torch.int32, device=x_TK.device)
         for name, rows in self.by_name.items():
             places_T[rows] = self.places[name]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from octavo.cache.kv_cache import KVCache
 from octavo.config import SchedulerSettings
+from octavo.engine.engine import Engine
 from octavo.engine.interval import DecodeInterval
+from octavo.engine.scheduler import Scheduler
 from tests.engine.making import make_engine, make_request, planned, run_to_end, tokens_of
-from tests.oracle import expected_output
+from tests.oracle import OracleRunner, expected_output
 
 
 def test_one_step_of_so_many_is_for_everybody() -> None:
@@ -53,3 +56,23 @@ def test_prompts_come_together_and_everybody_has_the_right_tokens() -> None:
             assert tokens_of(outputs[request.id]) == expected_output(request)[0]
         steps.append(len(runner.plans))
     assert steps[1] < steps[0] + 12
+
+
+def test_who_is_left_out_keeps_its_blocks_though_a_younger_prompt_needs_some() -> None:
+    """With a window, a prompt asks for blocks on its way. Who is older is idle then, and no victim all the same."""
+    scheduler = Scheduler(
+        KVCache(5, 4, window=8),
+        max_num_seqs=4,
+        max_num_batched_tokens=8,
+        settings=SchedulerSettings(decode_interval=4),
+    )
+    engine = Engine(scheduler, OracleRunner(4, window=8))
+    older, younger = make_request(0, prompt=4, max_tokens=60), make_request(1, prompt=60, max_tokens=4)
+    engine.add(older)
+    for _ in range(12):
+        engine.step()
+    engine.add(younger)
+    outputs = run_to_end(engine)
+    assert engine.stats().num_preemptions == 0
+    assert tokens_of(outputs[0]) == expected_output(older)[0][12:]
+    assert tokens_of(outputs[1]) == expected_output(younger)[0]

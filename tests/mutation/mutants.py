@@ -34,12 +34,7 @@ MUTANTS = [
     Mutant("engine/shares.py", "if seq.num_in_flight or position < len(seq.tokens):", "if position < len(seq.tokens):"),
     # Who is preempted, and who leaves.
     Mutant(SCHEDULER, "if not other.num_in_flight:", "if True:"),
-    Mutant(
-        SCHEDULER,
-        "if other is seq:\n                break",
-        "if other is seq:\n                continue",
-        "whoever is older was planned just before, or has everything in flight, so that it is not idle",
-    ),
+    Mutant(SCHEDULER, "if other is seq:\n                break", "if other is seq:\n                continue"),
     Mutant(
         SCHEDULER, "        self.waiting.leave(seq)\n        self.waiting.push(seq)", "        self.waiting.push(seq)"
     ),

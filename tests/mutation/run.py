@@ -96,12 +96,14 @@ def state_of(folder: Path) -> str:
 
 
 def merged(rows: list[dict[str, Any]], output: Path, code: str) -> list[dict[str, Any]]:
-    """``rows`` and what a file has of other breakages of the same code, in order."""
-    known: list[dict[str, Any]] = []
-    if output.is_file():
-        result = json.loads(output.read_text())["result"]
-        known = [row for row in result["rows"] if result["code"] == code and row["new"] == MUTANTS[row["number"]].new]
-    by_number: dict[int, dict[str, Any]] = {row["number"]: row for row in [*known, *rows]}
+    """``rows`` and what a file has of other breakages of the same code, by number."""
+    number_of = {mutant: number for number, mutant in enumerate(MUTANTS)}
+    by_number: dict[int, dict[str, Any]] = {}
+    result = json.loads(output.read_text())["result"] if output.is_file() else {"code": code, "rows": []}
+    for row in [*(result["rows"] if result["code"] == code else ()), *rows]:
+        number = number_of.get(Mutant(**{name: row[name] for name in Mutant._fields}))
+        if number is not None:
+            by_number[number] = {**row, "number": number}
     return [by_number[number] for number in sorted(by_number)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,24 @@ def test_a_rank_for_which_there_is_no_room_is_refused(made: Made, tmp_path: Path
     with pytest.raises(CheckpointError, match=r"rank 17; max_lora_rank allows 16"):
         engine.adapters.load("big", str(tmp_path))
     assert "big" not in engine.adapters
+
+
+def test_a_thread_that_compiles_does_not_change_which_adapters_the_steps_of_another_want() -> None:
+    rows, x_TK = StackedRows(PLACES, RANK), torch.zeros(2, 1)
+    running_T, compiled_T = torch.tensor([0, 1], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    is_compiling, is_done = threading.Event(), threading.Event()
+
+    def compile_others() -> None:
+        with rows.on_device(compiled_T):
+            is_compiling.set()
+            is_done.wait(10)
+
+    with rows.on_device(running_T):
+        thread = threading.Thread(target=compile_others)
+        thread.start()
+        assert is_compiling.wait(10)
+        assert rows.places_of(x_TK) is running_T
+        is_done.set()
+        thread.join()
+        assert rows.places_of(x_TK) is running_T
+    assert rows.places_of(x_TK) is None

@@ -1,4 +1,4 @@
-"""The inner loops of ``block_linear``: sixteen output rows times a few tokens, over all groups of K.
+"""The inner loops of ``block_linear``: sixteen or 32 output rows times a few tokens, over all groups of K.
 
 Activations come in two terms, of which the second is there for few groups; see ``quantize``. ``block_dot`` multiplies
 the first terms, a few tokens at a time; ``add_second_terms`` goes over those (group, token) pairs that have one.
@@ -11,7 +11,11 @@ A panel is 16 rows of the weight, group by group, in the order in which they are
     scales   [group][16 rows]  or, for formats with minima,  [group][scale, minimum][16 rows]
 
 so that one 64-byte load is one operand of ``vpdpbusd``: lane r gets row r's next four k. The other operand is
-four quantised activations of one token, repeated in every lane.
+four quantised activations of one token, repeated in every lane. A few tokens are multiplied with a panel as it is. For
+more, ``take_apart`` brings two panels into scratch memory, as a *pair*: a byte for each weight, float32 scales, so that
+each repeated activation meets two panels, and nothing but multiplying is left to do for each token::
+
+    pair     [group][panel][steps of 8 bit, then scale, minimum]      all of 64 bytes
 
 For each term, the first ones of all groups and then the second ones, in this order and no other::
 
@@ -25,16 +29,17 @@ A token's result is the same instructions on the same numbers whatever the numbe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 
 from octavo.ops.cpu.compiled import emitted, inlined
+from octavo.ops.cpu.quantize import OFFSET, ROUNDER_BITS, SIDE_BYTES, START, TOKENS_TOGETHER
 from octavo.ops.cpu.vector_ir import (
-    AHEAD,
     F32,
+    FLOAT32,
     FORMAT_BYTES,
     HAS_VNNI,
     I32,
@@ -56,154 +61,221 @@ from octavo.ops.cpu.vector_ir import (
 )
 
 STEP_BYTES = 4 * LANES
-TOKEN_COUNTS = (12, 8, 4, 2, 1) if HAS_VNNI else (4, 1)
-"""Weights are loaded and taken apart once for so many tokens; with the most, all sums just fit the registers."""
+TOKEN_COUNTS = ((4, 2, 1), (6, 4, 2, 1)) if HAS_VNNI else ((4, 1), (2, 1))
+"""Tokens that are multiplied at once with a panel and with a pair: with the most, all sums just fit the registers."""
+PAIR_FROM = 6
+"""Tokens for which panels are taken apart."""
 
-
-def _weights(b: ir.IRBuilder, bits: int, values: ir.Value, step: int) -> list[ir.Value]:
-    """The unsigned weights of one 64-byte step: four k for each row, twice that in four bits."""
-    packed = load(b, I32x16, values, step * STEP_BYTES)
-    if bits == 8:
-        return [packed]
-    nibble = constant(I32x16, 0x0F0F0F0F)
-    return [b.and_(packed, nibble), b.and_(b.lshr(packed, constant(I32x16, 4)), nibble)]
-
-
-def _steps(b: ir.IRBuilder, bits: int, group: int, values: ir.Value) -> Iterator[ir.Value]:
-    """The unsigned weights of a group, four k after four k; loaded one by one, so that they need few registers."""
-    for step in range(group * bits // 32):
-        yield from _weights(b, bits, values, step)
+Scales = tuple[ir.Value, ir.Value | None]
+"""A group's scales, and its minima if there are any."""
 
 
 @inlined
-def tokens_at_once(left: int) -> Any:
-    """How many of the tokens that are left to take; 16 are rather two times 8 than 12 and 4."""
-    for count in TOKEN_COUNTS:
-        if count <= left and not (count == 12 and left == 16):
+def tokens_at_once(row: int, end: int, is_pair: int) -> Any:
+    """How many tokens to take from ``row`` on: their terms lie together."""
+    left = min(end, (row // TOKENS_TOGETHER + 1) * TOKENS_TOGETHER) - row
+    for count in TOKEN_COUNTS[is_pair]:
+        if count <= left:
             return count
     return 1
 
 
-class _Groups:
-    """What is known of a panel while code is emitted for it: where its groups are, and how a term is added."""
+class _Form:
+    """Of a panel: what its numbers are, and how many bytes."""
 
-    def __init__(
-        self,
-        variant: tuple[int, int, int, int],
-        values: ir.Value,
-        scales: ir.Value,
-        x_scales: ir.Value,
-        x_sums: ir.Value,
-    ) -> None:
-        self.bits, self.group, self.has_minima, self.scale_format = variant
-        self._values, self._scales, self._x_scales, self._x_sums = values, scales, x_scales, x_sums
+    def __init__(self, bits: int, group: int, has_minima: int, scale_format: int) -> None:
+        self.bits, self.group, self.parts, self.scale_format = bits, group, 1 + has_minima, scale_format
+        self.value_bytes = group * bits // 8 * LANES
+        self.row_bytes = LANES * FORMAT_BYTES[scale_format]
+        self.pair_bytes = 2 * (group + 4 * self.parts) * LANES
+        self.term_bytes = group + SIDE_BYTES
 
-    def values(self, b: ir.IRBuilder, g: ir.Value) -> ir.Value:
-        """Address of a group's numbers."""
-        return offset(b, self._values, (g, self.group * self.bits // 8 * LANES))
+    def weights(self, b: ir.IRBuilder, values: ir.Value) -> Iterator[ir.Value]:
+        """A group's unsigned weights, four k after four k; loaded one by one, so that they need few registers."""
+        nibble = constant(I32x16, 0x0F0F0F0F)
+        for step in range(self.group * self.bits // 32):
+            packed = load(b, I32x16, values, step * STEP_BYTES)
+            if self.bits == 8:
+                yield packed
+            else:
+                yield b.and_(packed, nibble)
+                yield b.and_(b.lshr(packed, constant(I32x16, 4)), nibble)
 
-    def scales(self, b: ir.IRBuilder, g: ir.Value) -> tuple[ir.Value, ir.Value | None]:
-        """A group's scales, and its minima if there are any."""
-        row_bytes = LANES * FORMAT_BYTES[self.scale_format]
-        pair = offset(b, self._scales, (g, (1 + self.has_minima) * row_bytes))
-        scale = load_floats(b, self.scale_format, pair)
-        return scale, load_floats(b, self.scale_format, pair, row_bytes) if self.has_minima else None
+    def scales(self, b: ir.IRBuilder, place: ir.Value) -> Scales:
+        """A group's."""
+        scale = load_floats(b, self.scale_format, place)
+        return scale, load_floats(b, self.scale_format, place, self.row_bytes) if self.parts > 1 else None
 
-    def ask_ahead(self, b: ir.IRBuilder, g: ir.Value) -> None:
-        """Have what comes about a panel further on brought near."""
-        value_bytes = self.group * self.bits // 8 * LANES
-        scale_bytes = (1 + self.has_minima) * LANES * FORMAT_BYTES[self.scale_format]
-        for base, num_bytes in ((self._values, value_bytes), (self._scales, scale_bytes)):
-            ask_for(b, offset(b, base, (g, num_bytes)), num_bytes, AHEAD * num_bytes // value_bytes)
-
-    def start(self, b: ir.IRBuilder, side: ir.Value) -> ir.Value:
-        """What a total starts from; ``side`` is the place of a token's term among scales and offsets, in bytes."""
-        return constant(I32x16, 0) if self.has_minima else splat(b, load(b, I32, b.add(self._x_sums, side)))
+    def start(self, b: ir.IRBuilder, term: ir.Value) -> ir.Value:
+        """What a total with a term starts from."""
+        if self.parts > 1:
+            return constant(I32x16, ROUNDER_BITS)
+        return splat(b, load(b, I32, term, self.group + OFFSET))
 
     def add(
-        self,
-        b: ir.IRBuilder,
-        total: ir.Value,
-        side: ir.Value,
-        scales: tuple[ir.Value, ir.Value | None],
-        result: ir.Value,
-    ) -> ir.Value:
-        """``result`` with a term's total added."""
-        scale, minimum = scales
-        x_scale = splat(b, load(b, F32, b.add(self._x_scales, side)))
-        result = fma(b, b.fmul(b.sitofp(total, F32x16), x_scale), scale, result)
-        if minimum is None:
-            return result
-        return fma(b, minimum, splat(b, load(b, F32, b.add(self._x_sums, side))), result)
+        self, b: ir.IRBuilder, term: ir.Value, totals: list[ir.Value], scales: list[Scales], results: list[ir.Value]
+    ) -> list[ir.Value]:
+        """``results`` of each panel with a term's totals added."""
+        x_scale, start = (splat(b, load(b, F32, term, self.group + place)) for place in (0, START))
+        products = [fma(b, b.bitcast(total, F32x16), x_scale, start) for total in totals]
+        triples = zip(products, scales, results, strict=True)
+        sums = [fma(b, product, scale, result) for product, (scale, _), result in triples]
+        if self.parts == 1:
+            return sums
+        x_sum = splat(b, load(b, F32, term, self.group + OFFSET))
+        return [fma(b, minimum, x_sum, result) for (_, minimum), result in zip(scales, sums, strict=True)]
 
 
-def _variant(*constants: Any) -> tuple[Any, ...] | None:
+class _Panel(_Form):
+    """One panel as it is: the addresses of its values and scales."""
+
+    count = 1
+
+    def __init__(self, form: tuple[int, int, int, int], values: ir.Value, scales: ir.Value) -> None:
+        super().__init__(*form)
+        self._values, self._scales = values, scales
+
+    def steps(self, b: ir.IRBuilder, g: ir.Value) -> Iterator[list[ir.Value]]:
+        """A group's weights, four k after four k, of each panel."""
+        return ([weights] for weights in self.weights(b, offset(b, self._values, (g, self.value_bytes))))
+
+    def factors(self, b: ir.IRBuilder, g: ir.Value) -> list[Scales]:
+        """A group's scales and minima, of each panel."""
+        return [self.scales(b, offset(b, self._scales, (g, self.parts * self.row_bytes)))]
+
+
+class _Pair(_Form):
+    """Two panels in scratch memory."""
+
+    count = 2
+
+    def __init__(self, form: tuple[int, int, int, int], pair: ir.Value) -> None:
+        _, group, has_minima, _ = form
+        super().__init__(8, group, has_minima, FLOAT32)
+        self._pair = pair
+
+    def steps(self, b: ir.IRBuilder, g: ir.Value) -> Iterator[list[ir.Value]]:
+        """See ``_Panel``."""
+        here = offset(b, self._pair, (g, self.pair_bytes))
+        both = (self.weights(b, b.add(here, i64(at))) for at in (0, self.pair_bytes // 2))
+        return (list(weights) for weights in zip(*both, strict=True))
+
+    def factors(self, b: ir.IRBuilder, g: ir.Value) -> list[Scales]:
+        """See ``_Panel``."""
+        here = offset(b, self._pair, (g, self.pair_bytes))
+        places = (self.value_bytes, self.value_bytes + self.pair_bytes // 2)
+        return [self.scales(b, b.add(here, i64(place))) for place in places]
+
+
+def _form(*constants: Any) -> tuple[Any, ...] | None:
     if all(isinstance(value, types.IntegerLiteral) for value in constants):
         return tuple(value.literal_value for value in constants)
     return None
 
 
 @emitted
+def take_apart(
+    context: Any, bits: Any, group: Any, has_minima: Any, scale_format: Any, values: Any, scales: Any, out: Any, G: Any
+) -> Any:
+    """Bring a panel of ``G`` groups into its half of a pair, which begins at ``out``. The first four are constants."""
+    constants = (bits, group, has_minima, scale_format)
+    if (form := _form(*constants)) is None:
+        return None
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        values, scales, out, num_groups = args[4:]
+        panel = _Panel(form, values, scales)
+        with Loop(b, num_groups, []) as loop:
+            place = offset(b, out, (loop.index, panel.pair_bytes))
+            numbers = [weights for (weights,) in panel.steps(b, loop.index)]
+            (factors,) = panel.factors(b, loop.index)
+            for i, vector in enumerate([*numbers, *factors]):
+                if vector is not None:
+                    store(b, vector, place, STEP_BYTES * i)
+        return c.get_dummy_value()
+
+    return types.void(*constants, *([types.intp] * 4)), emit
+
+
+@emitted
 def block_dot(
     context: Any,
+    is_pair: Any,
     bits: Any,
     group: Any,
     has_minima: Any,
     scale_format: Any,
     values: Any,
     scales: Any,
-    activations: Any,
-    activation_scales: Any,
-    activation_offsets: Any,
+    ahead: Any,
+    scales_ahead: Any,
+    terms: Any,
     out: Any,
+    out_stride: Any,
     num_groups: Any,
     num_tokens: Any,
 ) -> Any:
-    """First terms: one panel times ``num_tokens`` rows of activations, one of TOKEN_COUNTS. Four are constants.
+    """First terms: a panel or a pair times ``num_tokens`` rows of terms that lie together, one of TOKEN_COUNTS.
 
-    ``activations`` int8 [tokens, 2 K]; ``activation_scales`` float32 [tokens, 2 groups]; ``activation_offsets``
-    [tokens, 2 groups]: float32 scaled sums where the format has minima, else the int32 each total starts from.
-    ``out`` float32 [tokens, 16]. All are addresses.
+    A pair is at ``values``. ``out`` float32 [tokens, 16] of the first panel, and of the second ``out_stride`` bytes
+    further. A panel's values and scales are brought near from ``ahead`` and ``scales_ahead`` on. All these are
+    addresses; the first five arguments are constants.
     """
-    constants = (bits, group, has_minima, scale_format)
-    if (variant := _variant(*constants)) is None:
+    constants = (is_pair, bits, group, has_minima, scale_format)
+    if (form := _form(*constants)) is None:
         return None
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        values, scales, x, x_scales, x_sums, out, num_groups, num_tokens = args[4:]
-        panel = _Groups(variant, values, scales, x_scales, x_sums)
-        for count in TOKEN_COUNTS:
+        values, scales, ahead, scales_ahead, terms, out, out_stride, num_groups, num_tokens = args[5:]
+        packed = _Panel(form[1:], values, scales)
+        panels = _Pair(form[1:], values) if form[0] else packed
+        outs = [offset(b, out, (out_stride, i)) for i in range(panels.count)]
+
+        def ask(g: ir.Value) -> None:
+            for base, num_bytes in ((ahead, packed.value_bytes), (scales_ahead, packed.parts * packed.row_bytes)):
+                ask_for(b, offset(b, base, (g, num_bytes)), num_bytes)
+
+        for count in TOKEN_COUNTS[form[0]]:
             with b.if_then(b.icmp_signed("==", num_tokens, i64(count))):
-                _emit_block_dot(b, count, panel, x, out, num_groups)
+                _emit_block_dot(b, count, panels, terms, outs, num_groups, ask)
         return c.get_dummy_value()
 
-    return types.void(*constants, *([types.intp] * 8)), emit
+    return types.void(*constants, *([types.intp] * 9)), emit
 
 
 def _emit_block_dot(
-    b: ir.IRBuilder, num_tokens: int, panel: _Groups, x: ir.Value, out: ir.Value, num_groups: ir.Value
+    b: ir.IRBuilder,
+    num_tokens: int,
+    panels: _Panel | _Pair,
+    terms: ir.Value,
+    outs: list[ir.Value],
+    num_groups: ir.Value,
+    ask: Callable[[ir.Value], None],
 ) -> None:
-    rows = [offset(b, x, (num_groups, 2 * panel.group * token)) for token in range(num_tokens)]
-    sides = [b.mul(num_groups, i64(8 * token)) for token in range(num_tokens)]
-    with Loop(b, num_groups, [constant(F32x16, 0.0)] * num_tokens) as loop:
+    with Loop(b, num_groups, [constant(F32x16, 0.0)] * (num_tokens * panels.count)) as loop:
         g = loop.index
-        here = [offset(b, row, (g, panel.group)) for row in rows]
-        at = [offset(b, side, (g, 4)) for side in sides]
-        totals = [panel.start(b, side) for side in at]
-        for i, weights in enumerate(_steps(b, panel.bits, panel.group, panel.values(b, g))):
-            pairs = zip(here, totals, strict=True)
-            totals = [dot4(b, total, weights, splat(b, load(b, I32, row, 4 * i))) for row, total in pairs]
-        panel.ask_ahead(b, g)
-        scales = panel.scales(b, g)
-        terms = zip(totals, at, loop.carried, strict=True)
-        loop.carried = [panel.add(b, total, side, scales, result) for total, side, result in terms]
-    for token, result in enumerate(loop.results):
-        store(b, result, out, STEP_BYTES * token)
+        at = offset(b, terms, (g, panels.term_bytes * TOKENS_TOGETHER))
+        here = [b.add(at, i64(panels.term_bytes * token)) for token in range(num_tokens)]
+        totals = [[panels.start(b, term)] * panels.count for term in here]
+        for i, weights in enumerate(panels.steps(b, g)):
+            for token, term in enumerate(here):
+                x = splat(b, load(b, I32, term, 4 * i))
+                totals[token] = [dot4(b, total, w, x) for total, w in zip(totals[token], weights, strict=True)]
+        ask(g)
+        scales = panels.factors(b, g)
+        results = []
+        for token, term in enumerate(here):
+            before = loop.carried[token * panels.count : (token + 1) * panels.count]
+            results += panels.add(b, term, totals[token], scales, before)
+        loop.carried = results
+    for i, result in enumerate(loop.results):
+        store(b, result, outs[i % panels.count], STEP_BYTES * (i // panels.count))
 
 
 @emitted
 def add_second_terms(
     context: Any,
+    is_pair: Any,
     bits: Any,
     group: Any,
     has_minima: Any,
@@ -211,40 +283,43 @@ def add_second_terms(
     values: Any,
     scales: Any,
     terms: Any,
-    sides: Any,
     out: Any,
+    out_stride: Any,
     num_groups: Any,
     starts: Any,
     tokens: Any,
 ) -> Any:
-    """Second terms of one panel, added to what ``block_dot`` gave for all tokens.
+    """Second terms with a panel or a pair, added to what ``block_dot`` gave for all tokens.
 
-    ``terms`` int8 [terms, group], ``sides`` [terms, 2]: scale and offset, ``tokens`` int32 [terms], group after group:
-    those of group g are at ``starts[g]`` to before ``starts[g + 1]``, int32 too.
+    ``terms`` and their ``tokens`` int32 [terms], group after group: those of group g are at ``starts[g]`` to before
+    ``starts[g + 1]``, int32 too.
     """
-    constants = (bits, group, has_minima, scale_format)
-    if (variant := _variant(*constants)) is None:
+    constants = (is_pair, bits, group, has_minima, scale_format)
+    if (form := _form(*constants)) is None:
         return None
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        values, scales, terms, sides, out, num_groups, starts, tokens = args[4:]
-        panel = _Groups(variant, values, scales, sides, b.add(sides, i64(4)))
+        values, scales, terms, out, out_stride, num_groups, starts, tokens = args[5:]
+        panels = _Pair(form[1:], values) if form[0] else _Panel(form[1:], values, scales)
         with Loop(b, num_groups, []) as groups:
             g = groups.index
             at = offset(b, starts, (g, 4))
             first, last = (b.sext(load(b, I32, at, place), I64) for place in (0, 4))
             with b.if_then(b.icmp_signed("<", first, last)):
-                weights = list(_steps(b, panel.bits, panel.group, panel.values(b, g)))
-                factors = panel.scales(b, g)
+                weights, factors = list(panels.steps(b, g)), panels.factors(b, g)
                 with Loop(b, b.sub(last, first), []) as loop:
-                    term = b.add(first, loop.index)
-                    token = b.sext(load(b, I32, offset(b, tokens, (term, 4))), I64)
-                    row, side = offset(b, terms, (term, panel.group)), b.mul(term, i64(8))
-                    total = panel.start(b, side)
-                    for i, weight in enumerate(weights):
-                        total = dot4(b, total, weight, splat(b, load(b, I32, row, 4 * i)))
-                    place = offset(b, out, (token, STEP_BYTES))
-                    store(b, panel.add(b, total, side, factors, load(b, F32x16, place)), place)
+                    index = b.add(first, loop.index)
+                    token = b.sext(load(b, I32, offset(b, tokens, (index, 4))), I64)
+                    term = offset(b, terms, (index, panels.term_bytes))
+                    totals = [panels.start(b, term)] * panels.count
+                    for i, step in enumerate(weights):
+                        x = splat(b, load(b, I32, term, 4 * i))
+                        totals = [dot4(b, total, weight, x) for total, weight in zip(totals, step, strict=True)]
+                    places = [offset(b, out, (token, STEP_BYTES), (out_stride, i)) for i in range(panels.count)]
+                    before = [load(b, F32x16, place) for place in places]
+                    after = panels.add(b, term, totals, factors, before)
+                    for result, place in zip(after, places, strict=True):
+                        store(b, result, place)
         return c.get_dummy_value()
 
     return types.void(*constants, *([types.intp] * 8)), emit

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.ops.block_linear import PANEL, PackedBlocks, block_linear
-from octavo.ops.cpu.block_dot import add_second_terms, block_dot, tokens_at_once
+from octavo.ops.cpu.block_dot import PAIR_FROM, add_second_terms, block_dot, take_apart, tokens_at_once
 from octavo.ops.cpu.calls import call
-from octavo.ops.cpu.compiled import compiled_driver, compiled_task
+from octavo.ops.cpu.compiled import compiled_driver, compiled_task, inlined
 from octavo.ops.cpu.epilogue import EPILOGUE, GATES, TILE_BYTES, finish
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.ops.cpu.memory import fields, keep, read, view
-from octavo.ops.cpu.quantize import quantize_row
+from octavo.ops.cpu.quantize import SIDE_BYTES, TOKENS_TOGETHER, quantize_row
 from octavo.ops.cpu.rms_norm import normalise_row
 from octavo.ops.cpu.tensors import address, check_linear
 from octavo.ops.cpu.threads import run
-from octavo.ops.cpu.vector_ir import FLOAT16, FLOAT32
+from octavo.ops.cpu.vector_ir import AHEAD, FLOAT16, FLOAT32, FORMAT_BYTES
 from octavo.ops.linear import Activation, compose
 
-TOKENS_AT_ONCE = 256
+TOKENS_AT_ONCE = 258
 """Rows of activations that stay in the second-level cache while panel after panel goes over them."""
 MULTIPLICATIONS_A_CHUNK = 400_000
 """About three microseconds of work: less is not worth handing to another thread."""
 NUMBERS_A_CHUNK = 2048
+ROWS_TO_FINISH = 8
 
 ARGUMENTS = fields(
     **EPILOGUE,
@@ -42,14 +44,22 @@ ARGUMENTS = fields(
     has_minima=int,
     group=int,
     G=int,
-    q=int,
-    q_scales=int,
-    q_offsets=int,
+    firsts=int,
     seconds=int,
-    second_sides=int,
-    second_tokens=int,
-    second_starts=int,
+    marks=int,
+    collected=int,
+    collected_tokens=int,
+    collected_starts=int,
 )
+"""The last six are made by the driver: terms [T, G] of each kind, int8 [T, G] that says whether there is a second one,
+and what ``collect`` makes of those."""
+
+
+@inlined
+def _first_term(a: Any, t: int) -> Any:
+    """Where those of row t begin, in bytes."""
+    together, within = t // TOKENS_TOGETHER, t % TOKENS_TOGETHER
+    return (together * a.G * TOKENS_TOGETHER + within) * (a.group + SIDE_BYTES)
 
 
 @functools.cache
@@ -61,12 +71,12 @@ def _prepare_task() -> int:
         K = a.G * a.group
         normed, rest = np.empty(K, np.float32), np.empty(a.group, np.float32)
         for t in range(begin, end):
-            x = a.x + 4 * K * t
+            x, at = a.x + 4 * K * t, a.G * (a.group + SIDE_BYTES) * t
+            first = a.firsts + _first_term(a, t)
             if a.norm:
                 normalise_row(x, a.norm, normed.ctypes.data, K, K, a.eps)
                 x = normed.ctypes.data
-            side = 8 * a.G * t
-            places = x, rest.ctypes.data, a.q + 2 * K * t, a.q_scales + side, a.q_offsets + side
+            places = x, rest.ctypes.data, first, a.seconds + at, a.marks + a.G * t
             quantize_row(a.group, a.has_minima, *places, np.int32(a.zero_point), a.G)
         keep((normed, rest))
 
@@ -77,89 +87,155 @@ def _prepare_task() -> int:
 def _collect_task() -> int:
     """Task over parts of TOKENS_AT_ONCE rows: second terms, wherever there are some, group by group in one place.
 
-    ``seconds`` int8 [T * G, group] gets them, with their scales and offsets in ``second_sides`` [T * G, 2] and their
-    rows, counted from the part's first, in ``second_tokens`` int32 [T * G]. Those of group g of part p begin where
-    ``second_starts`` int32 [parts, G + 1] says.
+    ``collected`` [T * G] gets them, and ``collected_tokens`` int32 [T * G] their rows, counted from the part's first.
+    Those of group g of part p begin where ``collected_starts`` int32 [parts, G + 1] says.
     """
 
     def collect(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
-        G, words = a.G, a.group // 8
-        begins, tokens = view(a.second_starts, end * (G + 1), np.int32), view(a.second_tokens, a.T * G, np.int32)
-        scales, offsets = view(a.q_scales, a.T * 2 * G, np.int32), view(a.q_offsets, a.T * 2 * G, np.int32)
-        sides, terms = view(a.second_sides, a.T * 2 * G, np.int32), view(a.seconds, a.T * G * words, np.int64)
-        q = view(a.q, a.T * 2 * G * words, np.int64)
+        G, words, numbers = a.G, (a.group + SIDE_BYTES) // 8, a.T * a.G
+        begins, tokens = view(a.collected_starts, end * (G + 1), np.int32), view(a.collected_tokens, numbers, np.int32)
+        marks = view(a.marks, numbers, np.int8)
+        source, out = view(a.seconds, numbers * words, np.int64), view(a.collected, numbers * words, np.int64)
         for part in range(begin, end):
             first = part * TOKENS_AT_ONCE
             n = first * G
             for g in range(G):
                 begins[part * (G + 1) + g] = n
                 for t in range(first, min(first + TOKENS_AT_ONCE, a.T)):
-                    term = t * 2 * G + G + g
-                    if scales[term] != 0:
-                        tokens[n], sides[2 * n], sides[2 * n + 1] = t - first, scales[term], offsets[term]
+                    if marks[t * G + g]:
+                        tokens[n] = t - first
                         for i in range(words):
-                            terms[n * words + i] = q[term * words + i]
+                            out[n * words + i] = source[(t * G + g) * words + i]
                         n += 1
             begins[part * (G + 1) + G] = n
 
     return compiled_task(collect)
 
 
+@inlined
+def _panels_of(a: Any, item: int) -> Any:
+    """The two panels of an item of ``multiply``: of gates and their ups, or neighbours; the last may be both."""
+    panels = (a.N + PANEL - 1) // PANEL
+    if a.gate:
+        return item, item + panels // 2
+    return 2 * item, min(2 * item + 1, panels - 1)
+
+
+@inlined
+def _panel_at(a: Any, panel: int, value_bytes: int, scale_bytes: int) -> Any:
+    """Addresses of a panel's values and scales."""
+    return a.values + panel * a.G * value_bytes, a.scales + panel * a.G * scale_bytes
+
+
+@inlined
+def _sum_up(
+    is_pair: int,
+    bits: int,
+    group: int,
+    has_minima: int,
+    scale_format: int,
+    a: Any,
+    first: int,
+    count: int,
+    weights: Any,
+    ahead: Any,
+    out: int,
+    stride: int,
+) -> None:
+    """Products of ``count`` rows from ``first`` on with a panel or a pair; see ``block_dot``.
+
+    ``weights`` are the addresses of values and scales, and so are ``ahead`` those of two panels to be brought near.
+    """
+    values, scales = weights
+    row, turn = 0, 0
+    while row < count:
+        n = tokens_at_once(row, count, is_pair)
+        terms, sums = a.firsts + _first_term(a, first + row), out + TILE_BYTES * row
+        near, scales_near = ahead[0] if turn == 0 else ahead[1]
+        if turn > 1:  # both have been asked for; what is here is near
+            near, scales_near = values, values
+        block_dot(
+            is_pair,
+            bits,
+            group,
+            has_minima,
+            scale_format,
+            values,
+            scales,
+            near,
+            scales_near,
+            terms,
+            sums,
+            stride,
+            a.G,
+            n,
+        )
+        row, turn = row + n, turn + 1
+    starts = a.collected_starts + 4 * (first // TOKENS_AT_ONCE) * (a.G + 1)
+    seconds, tokens = a.collected, a.collected_tokens
+    add_second_terms(
+        is_pair, bits, group, has_minima, scale_format, values, scales, seconds, out, stride, a.G, starts, tokens
+    )
+
+
+@inlined
+def _finish_item(a: Any, first: int, count: int, panels: Any, sums: int, stride: int) -> None:
+    """A few rows of both panels at a time: what lies side by side is written together."""
+    if a.gate:
+        finish(a, sums, sums + stride, first, count, panels[0] * PANEL)
+        return
+    for row in range(0, count, ROWS_TO_FINISH):
+        rows = min(ROWS_TO_FINISH, count - row)
+        for half in range(1 + (panels[1] > panels[0])):
+            out = sums + half * stride + TILE_BYTES * row
+            finish(a, out, out, first + row, rows, (panels[0] + half) * PANEL)
+
+
 @functools.cache
 def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) -> int:
-    """Task over the panels of the output."""
-    value_bytes = group * bits // 8 * PANEL
-    scale_bytes = (1 + has_minima) * PANEL * (4 if scale_format == FLOAT32 else 2)
+    """Task over pairs of panels of the output."""
+    value_bytes, scale_bytes = group * bits // 8 * PANEL, (1 + has_minima) * PANEL * FORMAT_BYTES[scale_format]
+    half_bytes, scales_ahead = (group + 4 * (1 + has_minima)) * PANEL, AHEAD * scale_bytes // value_bytes
 
     def multiply(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
-        tiles = np.empty((2, min(a.T, TOKENS_AT_ONCE), PANEL), np.float32)
-        sums, ups = tiles[0].ctypes.data, tiles[1].ctypes.data
+        is_pair, most = a.T >= PAIR_FROM, min(a.T, TOKENS_AT_ONCE)
+        tiles, pair = np.empty((2, most, PANEL), np.float32), np.empty(2 * a.G * half_bytes if is_pair else 0, np.uint8)
+        sums, apart, stride = tiles.ctypes.data, pair.ctypes.data, most * TILE_BYTES
         for first in range(0, a.T, TOKENS_AT_ONCE):
-            last, side = min(first + TOKENS_AT_ONCE, a.T), 8 * a.G * first
-            q, q_scales, q_offsets = a.q + 2 * a.G * group * first, a.q_scales + side, a.q_offsets + side
-            starts = a.second_starts + 4 * (first // TOKENS_AT_ONCE) * (a.G + 1)
-            for panel in range(begin, end):
-                for half in range(2 if a.gate else 1):
-                    at = (panel + half * (a.N // (2 * PANEL))) * a.G
-                    values, scales, out = a.values + at * value_bytes, a.scales + at * scale_bytes, sums
-                    if half:
-                        out = ups
-                    t = first
-                    while t < last:
-                        n, row = tokens_at_once(last - t), t - first
-                        block_dot(
+            count = min(TOKENS_AT_ONCE, a.T - first)
+            for item in range(begin, end):
+                panels, later = _panels_of(a, item), _panels_of(a, item + 1)
+                for half in range(2):
+                    weights = _panel_at(a, panels[half], value_bytes, scale_bytes)
+                    if is_pair:
+                        out = apart + half * half_bytes
+                        take_apart(bits, group, has_minima, scale_format, weights[0], weights[1], out, a.G)
+                    else:
+                        near = weights[0] + AHEAD, weights[1] + scales_ahead
+                        _sum_up(
+                            0,
                             bits,
                             group,
                             has_minima,
                             scale_format,
-                            values,
-                            scales,
-                            q + 2 * a.G * group * row,
-                            q_scales + 8 * a.G * row,
-                            q_offsets + 8 * a.G * row,
-                            out + TILE_BYTES * row,
-                            a.G,
-                            n,
+                            a,
+                            first,
+                            count,
+                            weights,
+                            (near, near),
+                            sums + half * stride,
+                            stride,
                         )
-                        t += n
-                    add_second_terms(
-                        bits,
-                        group,
-                        has_minima,
-                        scale_format,
-                        values,
-                        scales,
-                        a.seconds,
-                        a.second_sides,
-                        out,
-                        a.G,
-                        starts,
-                        a.second_tokens,
+                if is_pair:
+                    near = (
+                        _panel_at(a, later[0], value_bytes, scale_bytes),
+                        _panel_at(a, later[1], value_bytes, scale_bytes),
                     )
-                finish(a, sums, ups, first, last - first, panel * PANEL)
-        keep(tiles)
+                    _sum_up(1, bits, group, has_minima, scale_format, a, first, count, (apart, 0), near, sums, stride)
+                _finish_item(a, first, count, panels, sums, stride)
+        keep((tiles, pair))
 
     return compiled_task(multiply)
 
@@ -170,19 +246,25 @@ def _driver() -> int:
         a = read(arguments, ARGUMENTS)
         numbers = a.T * a.G * a.group
         num_parts = (a.T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE
-        q, seconds = np.empty(2 * numbers, np.int8), np.empty(numbers, np.int8)
-        sides, tokens = np.empty(2 * a.T * a.G, np.float32), np.empty(a.T * a.G, np.int32)
-        starts = np.empty(num_parts * (a.G + 1), np.int32)
-        q_scales, q_offsets = np.empty(2 * a.T * a.G, np.float32), np.empty(2 * a.T * a.G, np.float32)
-        a.seconds, a.second_sides = seconds.ctypes.data, sides.ctypes.data
-        a.second_tokens, a.second_starts = tokens.ctypes.data, starts.ctypes.data
-        a.q, a.q_scales, a.q_offsets = q.ctypes.data, q_scales.ctypes.data, q_offsets.ctypes.data
+        term_bytes, terms = a.group + SIDE_BYTES, a.T * a.G
+        firsts, seconds = (
+            np.empty((a.T + TOKENS_TOGETHER) * a.G * term_bytes, np.int8),
+            np.empty(terms * term_bytes, np.int8),
+        )
+        marks, collected = np.empty(terms, np.int8), np.empty(terms * term_bytes, np.int8)
+        tokens, starts = np.empty(terms, np.int32), np.empty(num_parts * (a.G + 1), np.int32)
+        a.firsts, a.seconds, a.marks = firsts.ctypes.data, seconds.ctypes.data, marks.ctypes.data
+        a.collected, a.collected_tokens, a.collected_starts = (
+            collected.ctypes.data,
+            tokens.ctypes.data,
+            starts.ctypes.data,
+        )
         run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_CHUNK // (a.G * a.group)))
         run(pool, a.collect, arguments, num_parts, 1)
-        panels = ((a.N // 2 if a.gate else a.N) + PANEL - 1) // PANEL
+        pairs = (a.N + 2 * PANEL - 1) // (2 * PANEL)
         chunks = max(1, numbers * a.N // MULTIPLICATIONS_A_CHUNK)
-        run(pool, a.multiply, arguments, panels, (panels + chunks - 1) // chunks)
-        keep((q, q_scales, q_offsets, seconds, sides, tokens, starts))
+        run(pool, a.multiply, arguments, pairs, (pairs + chunks - 1) // chunks)
+        keep((firsts, seconds, marks, collected, tokens, starts))
         return 0
 
     return compiled_driver(drive)
@@ -221,7 +303,7 @@ def block_linear_numba(
         *(address(bias_N), address(residual_TN), out_TN.data_ptr(), GATES[activation], T, N),
         *(_prepare_task(), _collect_task(), _multiply_task(packed.bits, packed.group, has_minima, scale_format)),
         *(x.data_ptr(), address(norm_K), eps, packed.values.data_ptr(), packed.scales.data_ptr()),
-        *(packed.zero_point, has_minima, packed.group, G, *[0] * 7),
+        *(packed.zero_point, has_minima, packed.group, G, *[0] * 6),
     )
     call(_driver(), arguments)
     return out_TN

@@ -8,8 +8,8 @@ Whichever program of a pair (sequence, kv head) comes last combines the runs, in
 bounds are read on the device and the host chooses by shapes alone, so that a captured graph serves every length.
 
 With the prologue, query, key and value come from the projection: they are normed and rotated here, and the program of
-the last run writes key and value to their slot and puts them into its last tile. Runs are walked backwards, and that
-tile is loaded before the wait for the predecessor, since what else it holds is of earlier steps.
+the last run writes key and value to their slot and puts them into its last tile. A run's last tile is taken first, and
+loaded before the wait for the predecessor, since what else it holds is of earlier steps.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfi
         "MIN_TILES": config.min_tiles,
         "AT_ONCE": min(at_once, triton.next_power_of_2(config.splits)),
         "DOT": dot,
+        "STAGES": config.stages,
         "num_warps": config.warps,
         "maxnreg": config.registers,
     }
@@ -158,7 +159,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr, GP: tl.constexpr,
     HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PROLOGUE: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr,
-    PDL: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """``GP`` and ``HP`` are G and H filled up to powers of two (H to 16 at least), ``ROWS`` the queries of a tile."""
     split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -171,7 +172,6 @@ def _decode_kernel(
     tile = kv_head * HEAD_STRIDE + t[:, None] * SLOT_STRIDE + d
     tables += seq.to(tl.int64) * table_stride
     at = _tile_start(tables, last, is_active, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
-    next_at = _tile_start(tables, last - 1, begin < last, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
     position = last * TILE + t
     is_own = ((position == length - 1) & PROLOGUE)[:, None] & (d < H)
     is_stored = ((position >= seen_from) & (position < length) & is_active)[:, None] & (d < H) & ~is_own
@@ -202,8 +202,8 @@ def _decode_kernel(
         tl.store(k_cache + to + d, k_own, mask=(d < H) & (slot >= 0) & (split == num_runs - 1))
         tl.store(v_cache + to + d_TD, v, mask=is_own & (slot >= 0))
     sums = _walk(
-        q.to(x.dtype.element_ty), k, v, k_cache + tile, v_cache + tile, next_at, tables, begin, last, seen_from, length,
-        scale, cap, block_stride, SLOT_STRIDE, BLOCK_SIZE, H, CAPPED, DOT,
+        q.to(x.dtype.element_ty), k, v, k_cache + tile, v_cache + tile, tables, begin, last, seen_from, length,
+        scale, cap, block_stride, SLOT_STRIDE, BLOCK_SIZE, H, WINDOW, CAPPED, DOT, STAGES,
     )  # fmt: skip
     _finish(
         out + row * out_stride, parts, logs, counters, sums, sinks, split, num_runs, seq.to(tl.int64) * K + kv_head,
@@ -248,25 +248,31 @@ def _tile_start(
 
 @triton.jit
 def _walk(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, k_tile: tl.tensor, v_tile: tl.tensor, next_at: tl.tensor,
-    tables: tl.tensor, begin: tl.tensor, last: tl.tensor, seen_from: tl.tensor, length: tl.tensor, scale: tl.tensor,
-    cap: tl.tensor, block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, H: tl.constexpr,
-    CAPPED: tl.constexpr, DOT: tl.constexpr,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, k_tile: tl.tensor, v_tile: tl.tensor, tables: tl.tensor,
+    begin: tl.tensor, last: tl.tensor, seen_from: tl.tensor, length: tl.tensor, scale: tl.tensor, cap: tl.tensor,
+    block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, H: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The sums of a run, from its last tile, which is loaded, to its first: the next one comes while one is used."""
+    """The sums of a run: its last tile, which is loaded, then the others from the first on.
+
+    Tiles come through shared memory, ahead of their use; where one starts is looked up a round before it is asked for.
+    """
     t, d = tl.arange(0, k.shape[0]), tl.arange(0, k.shape[1])
     TILE: tl.constexpr = k.shape[0]
     peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
     sums = peak, tl.zeros_like(peak), tl.zeros([q.shape[0], q.shape[1]], tl.float32)
-    begin_at = tl.maximum(seen_from, begin * TILE)
-    for i in tl.range(last, begin - 1, -1, num_stages=1):
+    at = _tile_start(tables, begin, begin < last, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
+    position = last * TILE + t
+    sums = _attend(q, k, v, (position >= seen_from) & (position < length), sums, scale, cap, CAPPED, DOT)
+    for i in tl.range(begin, last, num_stages=STAGES):
         position = i * TILE + t
-        is_next = (position - TILE >= begin_at)[:, None] & (d < H)
-        next_k = tl.load(k_tile + next_at, mask=is_next, other=0.0)
-        next_v = tl.load(v_tile + next_at, mask=is_next, other=0.0)
-        next_at = _tile_start(tables, i - 2, i - 2 >= begin, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
-        sums = _attend(q, k, v, (position >= seen_from) & (position < length), sums, scale, cap, CAPPED, DOT)
-        k, v = next_k, next_v
+        is_stored = (d < H)[None, :]
+        if WINDOW > 0:  # what is behind it may be anything
+            is_stored &= (position >= seen_from)[:, None]
+        tile_k = tl.load(k_tile + at, mask=is_stored, other=0.0)
+        tile_v = tl.load(v_tile + at, mask=is_stored, other=0.0)
+        at = _tile_start(tables, i + 1, i + 1 < last, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
+        sums = _attend(q, tile_k, tile_v, position >= seen_from, sums, scale, cap, CAPPED, DOT)
     return sums
 
 

@@ -15,7 +15,7 @@ from octavo.server.anthropic.blocks import chat_messages, system_text
 from octavo.server.body import BodyReader
 from octavo.server.errors import UnsupportedParameter
 from octavo.server.front import Front
-from octavo.server.openai.chat import ChatBody
+from octavo.server.openai.chat import ChatBody, refused_elsewhere
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "container": (),
@@ -56,7 +56,7 @@ class MessageBody(Counted, kw_only=True):
 
 
 counted_reader = BodyReader(Counted, REFUSED, ACCEPTED)
-message_reader = BodyReader(MessageBody, REFUSED, ACCEPTED)
+message_reader = BodyReader(MessageBody, refused_elsewhere(MessageBody, ACCEPTED) | REFUSED, ACCEPTED)
 
 
 def chat_body(body: Counted, front: Front) -> ChatBody:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -78,6 +79,14 @@ class ChatBody(GenerationFields, kw_only=True):
 
 
 reader = BodyReader(ChatBody, REFUSED_IN_CHAT, ACCEPTED)
+
+
+def refused_elsewhere(own: type[msgspec.Struct], accepted: frozenset[str]) -> dict[str, tuple[Any, ...]]:
+    """What a chat completion may be asked and a body of type ``own`` may not: refused by name, never passed over."""
+    plain = [field for field in msgspec.structs.fields(ChatBody) if not field.required]
+    defaults = {field.name: () if field.default is msgspec.NODEFAULT else (field.default,) for field in plain}
+    own_names = {*own.__struct_fields__, *accepted}
+    return {name: nothing for name, nothing in (defaults | REFUSED_IN_CHAT).items() if name not in own_names}
 
 
 async def create_chat_completion(request: Request) -> Response:

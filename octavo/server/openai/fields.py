@@ -25,6 +25,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": (),
     "early_stopping": (),
     "ebnf": (),
+    "ec_transfer_params": (),
     "grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
@@ -35,21 +36,31 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "logits_processors": (),
     "logprob_token_ids": (),
     "lora_path": (),
+    "mm_payload": ("tensors", "none"),
     "prompt_embeds": (),
     "regex": (),
     "repetition_detection": (),
+    "return_mm_kwargs": (),
+    "return_prompt_text": (),
+    "return_token_offsets": (),
+    "routed_experts_prompt_start": (0,),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "stop_regex": (),
     "store": (),
+    "stream_interval": (1,),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
+    "truncation_side": ("left", "right"),
     "use_beam_search": (),
     "vllm_xargs": (),
+    "watermarking": (),
 }
 """Defined by an API and not served: the values beside each name are its defaults, which ask for nothing."""
 
-ACCEPTED = frozenset({"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"})
+ACCEPTED = frozenset(
+    {"metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier", "session_id"}
+)
 """Labels and hints for the operator of a service; no answer depends on them."""
 
 

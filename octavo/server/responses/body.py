@@ -10,18 +10,20 @@ from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_LOGPROBS, MAX_TOKEN_ID
 from octavo.server.body import BodyReader
 from octavo.server.errors import UnsupportedParameter, printable
-from octavo.server.openai.chat import ChatBody
+from octavo.server.openai.chat import ChatBody, refused_elsewhere
 from octavo.server.responses.items import Item, chat_messages
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "context_management": (),
     "conversation": (),
+    "enable_response_messages": (),
     "max_tool_calls": (),
+    "previous_input_messages": (),
     "prompt": (),
     "service_tier": ("auto", "default"),
     "truncation": ("disabled",),
 }
-ACCEPTED = frozenset({"prompt_cache_retention", "client_metadata"})
+ACCEPTED = frozenset({"prompt_cache_retention", "client_metadata", "request_id", "session_id"})
 INCLUDED = ("reasoning.encrypted_content",)
 """What may be asked for beside the answer: reasoning is shown as it is here, so nothing of it is encrypted."""
 
@@ -77,7 +79,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     cache_salt: str = ""
 
 
-reader = BodyReader(ResponseBody, REFUSED, ACCEPTED)
+reader = BodyReader(ResponseBody, refused_elsewhere(ResponseBody, ACCEPTED) | REFUSED, ACCEPTED)
 
 
 def check(body: ResponseBody) -> None:

@@ -60,7 +60,7 @@ def test_there_is_a_default_for_any_shape(K: int, has_norm: bool) -> None:
 
 
 def test_buckets() -> None:
-    assert [bucket_of(T) for T in (1, 2, 16, 17, 128, 129, 512, 513)] == [1, 16, 16, 32, 128, 256, 512, None]
+    assert [bucket_of(T) for T in (1, 2, 16, 17, 128, 129, 256, 257)] == [1, 16, 16, 32, 128, 256, 256, None]
 
 
 def test_names_of_tables_have_no_spaces() -> None:

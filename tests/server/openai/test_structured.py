@@ -8,11 +8,14 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import jsonschema
 import pytest
+from llguidance import LLTokenizer
 
+from octavo.grammar.matchers import compile_matcher, make_tokenizer, normalised
 from tests.server.conftest import Served
 from tests.server.in_process import TEMPLATE, InProcessEngine, byte_tokenizer
 from tests.server.writing_engine import writing_engine
@@ -76,6 +79,18 @@ def check(kind: str, text: str) -> None:
         assert text.count("(") == text.count(")")
 
 
+def takes(served: Served, text: str) -> bool:
+    """Whether ``text`` is a whole answer to the last request."""
+    matcher = compile_matcher(normalised(served.engine.requests[-1].params.grammar or ""), matchers())
+    tokens = list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@cache
+def matchers() -> LLTokenizer:
+    return make_tokenizer(byte_tokenizer().vocabulary(()))
+
+
 @pytest.mark.parametrize(("fields", "kind"), WAYS)
 def test_every_way_to_ask_binds_the_answer(writer: Served, fields: dict[str, Any], kind: str) -> None:
     for seed in range(3):
@@ -101,7 +116,10 @@ def test_a_structural_tag_binds_what_follows_its_triggers(writer: Served) -> Non
         response_format={"type": "structural_tag", "structures": tags, "triggers": ["<f="]}, max_tokens=40
     )
     assert response.status_code == 200
-    assert "open0[lazy]" in (writer.engine.requests[-1].params.grammar or "")
+    assert takes(writer, "None.")
+    assert takes(writer, "It is <f=a>12</f> or <f=a>-3</f>, <b>surely</b>.")
+    for wrong in ('<f=a>"x"</f>', "<f=b>1</f>", "<f=a>1", "<f=a>1</g>"):
+        assert not takes(writer, wrong), wrong
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
@@ -211,7 +229,9 @@ def test_reasoning_comes_before_what_is_bound(serve_app: Any) -> None:
     served = serve_app(writing_engine(tokenizer), tokenizer=tokenizer)
     response = served.chat(max_tokens=300, seed=1, guided_choice=["one", "two"])
     assert response.status_code == 200
-    assert "until_end[lazy]" in served.engine.requests[-1].params.grammar
+    assert takes(served, "One or three?</think>\n\none")
+    for wrong in ("One or three?</think>\n\nthree", "one", "Hm.</think>one</think>two"):
+        assert not takes(served, wrong), wrong
 
 
 def test_reasoning_is_told_from_content(serve_app: Any) -> None:
