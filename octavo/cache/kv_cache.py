@@ -311,7 +311,7 @@ class KVCache:
         """
         first, seq.first_block = seq.first_block, max(seq.first_block, self.blocks_behind(num_tokens))
         for block in seq.block_table[first : seq.first_block]:
-            self._drop(block)
+            self._drop(block, is_passed=True)
         self.num_slots -= (seq.first_block - first) * self.block_size
         self.num_filled -= (seq.first_block - first) * self.block_size
 
@@ -369,8 +369,8 @@ class KVCache:
             self.tree.wake(block)
         self.pool.share(block)
 
-    def _drop(self, block: int) -> None:
-        if self.pool.drop(block) and not self.tree.rest(block):
+    def _drop(self, block: int, is_passed: bool = False) -> None:
+        if self.pool.drop(block) and not self.tree.rest(block, is_passed):
             self.pool.free(block)
 
     def check(self, holders: Iterable[Sequence]) -> None:
