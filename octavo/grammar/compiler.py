@@ -87,7 +87,7 @@ class GrammarCompiler:
         return verdict
 
     async def _try_out(self, text: str) -> Verdict:
-        """The verdict, which is kept."""
+        """The verdict, which is kept. Raises ``Refused``, which is not."""
         try:
             verdict = await asyncio.to_thread(self._ask, text)
         except asyncio.CancelledError:
@@ -99,19 +99,27 @@ class GrammarCompiler:
         return verdict
 
     def _ask(self, text: str) -> Verdict:
+        process = self._running()
         started = self._clock()
         try:
-            if self._process is None or not self._process.is_alive:
-                tokens, special_ids, eos_ids = self._load()
-                settings = {**self._limits, "special_ids": special_ids, "eos_ids": eos_ids}
-                self._process = ChildProcess(WORKER, settings, tokens)
-            kind, answer = self._process.ask(text)
+            kind, answer = process.ask(text)
         except ChildLost as error:
             kind, answer = LATE, f"cannot be used: {error}"
         if kind == LATE:
             now = self._clock()
             return Verdict(None, answer, until=now + PAUSE * (now - started))
         return Verdict(answer) if kind == RENDERED else Verdict(None, answer)
+
+    def _running(self) -> ChildProcess:
+        """The process, started if need be. Raises ``Refused``, which is not kept: no grammar is to blame."""
+        if self._process is None or not self._process.is_alive:
+            tokens, special_ids, eos_ids = self._load()
+            settings = {**self._limits, "special_ids": special_ids, "eos_ids": eos_ids}
+            try:
+                self._process = ChildProcess(WORKER, settings, tokens)
+            except ChildLost as error:
+                raise Refused(f"cannot be used: {error}") from None
+        return self._process
 
     def close(self) -> None:
         """End the process. Compiling again starts a new one."""

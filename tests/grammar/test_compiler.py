@@ -177,6 +177,20 @@ def test_what_took_too_long_is_tried_again_after_a_pause(is_lost: bool, monkeypa
     run(test, clock=lambda: now)
 
 
+def test_a_process_that_does_not_start_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*settings: object) -> None:
+        raise ChildLost("its process did not start")
+
+    async def test(compiler: GrammarCompiler) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("octavo.grammar.compiler.ChildProcess", fails)
+            with pytest.raises(Refused, match="did not start"):
+                await compiler.compile(GOOD)
+        await compiler.compile(GOOD)
+
+    run(test, clock=lambda: 0.0)
+
+
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.grammar.compiler.MAX_KEPT_BYTES", 500)
 

@@ -39,7 +39,7 @@ CPU_SECONDS = 90
 def nearest_first(file: str) -> list[str]:
     """The tests, those of the broken file first, then those of its folder: most breakages are noticed at once."""
     path = Path(file)
-    near = (f"/test_{path.stem}.py", f"/test_{path.parent.name}.py", f"tests/{path.parts[0]}")
+    near = (f"/test_{path.stem}", f"/test_{path.parent.name}.py", f"tests/{path.parts[0]}")
     return sorted(TESTS, key=lambda test: next((i for i, part in enumerate(near) if part in test), len(near)))
 
 

@@ -86,17 +86,17 @@ def test_a_timeline_is_for_the_key_that_asked_and_for_the_admin(serve_app: Any, 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
         ("/v1/responses", {"input": "Hi", "max_output_tokens": 2}),
-        ("/infer/v1/completions", {"model": "test", "prompt": "Hi"}),
-        ("/v1/generate", {"prompt": "Hi"}),
-        ("/generate", {"prompt": "Hi"}),
+        ("/infer/v1/completions", {"model": "test", "prompt": "Hi", "max_tokens": 2}),
+        ("/v1/generate", {"prompt": "Hi", "max_new_tokens": 2}),
+        ("/generate", {"prompt": "Hi", "max_tokens": 2}),
     ],
 )
 def test_requests_of_every_api_are_owned(serve_app: Any, tmp_path: Path, path: str, body: dict[str, Any]) -> None:
     served = serve_app(api_key_file=key_file(tmp_path, line("alice", "a"), line("bob", "b")))
-    assert served.client.post(path, json={"max_tokens": 2, **body}, headers=bearer("a")).status_code == 200
+    assert served.client.post(path, json=body, headers=bearer("a")).status_code == 200
     number = served.engine.requests[-1].id
     served.engine.timelines.hear(life(number))
     assert served.client.get(f"/v1/requests/{number}/timeline", headers=bearer("a")).status_code == 200

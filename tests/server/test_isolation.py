@@ -39,7 +39,8 @@ def with_keys(serve_app: Any, folder: Path, **settings: Any) -> Served:
 
 
 def ask(served: Served, key: str, path: str = "/v1/completions", **body: Any) -> None:
-    answer = served.client.post(path, json={"max_tokens": 2, **body}, headers=bearer(key))
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    answer = served.client.post(path, json={limit: 2, **body}, headers=bearer(key))
     assert answer.status_code == 200, answer.text
 
 
