@@ -90,7 +90,7 @@ class HybridCache(KVCache):
             found = found.parent or root
         return found
 
-    def has_room(self, seq: Sequence, node: Node, num_tokens: int, num_spare: int = 0) -> bool:
+    def admits(self, seq: Sequence, node: Node, num_tokens: int, num_spare: int = 0) -> bool:
         is_there = self.fits(node, num_tokens, num_spare)
         return is_there and self._whole.fits(self._node_in_whole(seq, node), len(seq.tokens), num_spare)
 

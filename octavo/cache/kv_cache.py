@@ -152,7 +152,7 @@ class KVCache:
         recent: Node = seq.matched[1]
         return recent
 
-    def has_room(self, seq: Sequence, node: Node, num_tokens: int, num_spare: int = 0) -> bool:
+    def admits(self, seq: Sequence, node: Node, num_tokens: int, num_spare: int = 0) -> bool:
         """Whether ``seq``, cached up to ``node``, can be started with blocks for ``num_tokens``: see ``fits``."""
         return self.fits(node, num_tokens, num_spare)
 

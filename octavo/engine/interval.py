@@ -21,3 +21,7 @@ class DecodeInterval:
         leaves_out = self._num_without < self.interval - 1 and prompts_can_go()
         self._num_without = self._num_without + 1 if leaves_out else 0
         return leaves_out
+
+    def end(self) -> None:
+        """Prompts wait for blocks: let those who decode have the next step, since they may give some back."""
+        self._num_without = self.interval

@@ -152,6 +152,7 @@ class Scheduler:
             has_room = end <= len(seq.block_table) * block_size
             if not (has_room or self.cache.reserve(seq, end) or self._preempt_for(seq, end)):
                 # Everybody behind is younger and in flight. Left out now, they are idle when it asks again.
+                self.interval.end()
                 rest = budget + num_aside
                 break
             plan.append(take(seq, num_tokens, drafts))
@@ -277,8 +278,7 @@ class Scheduler:
     def _room_for(self, seq: Sequence) -> Node | None:
         """What is cached of a waiting sequence, if there are blocks for the rest."""
         node = self.cache.match(seq) if may_share(seq) else self.cache.tree.root
-        has_room = self.cache.has_room(seq, node, self._first_need(seq, node), num_spare=len(self.running))
-        return node if has_room else None
+        return node if self.cache.admits(seq, node, self._first_need(seq, node), num_spare=len(self.running)) else None
 
     def _first_need(self, seq: Sequence, node: Node) -> int:
         """Positions that must have blocks when a waiting sequence, cached up to ``node``, is admitted: all; with a

@@ -6,6 +6,7 @@ All sizes are in bytes.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,8 @@ class MemoryBudget:
 def free_memory(device: torch.device, gpu_memory_utilization: float) -> int:
     """Bytes that this process may still take on the device."""
     if device.type == "cuda":
+        gc.collect()  # an engine that this process is done with may not have given its memory back
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return free - int(total * (1 - gpu_memory_utilization))
     known = [_meminfo_available(), _cgroup_available(Path("/sys/fs/cgroup"))]

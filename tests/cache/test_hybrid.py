@@ -100,12 +100,12 @@ def test_nothing_is_reserved_where_one_pool_is_short() -> None:
 def test_who_starts_gets_a_step_of_one_pool_and_everything_of_the_other() -> None:
     cache = HybridCache(4, 12, 2, window=5)
     seq, other = make_sequence(TOKENS), make_sequence([50, 51, 52])
-    assert not cache.has_room(seq, cache.tree.root, 9), "a step of five blocks"
-    assert cache.has_room(seq, cache.tree.root, 4)
+    assert not cache.admits(seq, cache.tree.root, 9), "a step of five blocks"
+    assert cache.admits(seq, cache.tree.root, 4)
     cache.start(seq, cache.match(seq), True, 4)
     assert used(cache) == (2, 10)
-    assert cache.has_room(other, cache.tree.root, 3)
-    assert not cache.has_room(other, cache.tree.root, 3, num_spare=1)
+    assert cache.admits(other, cache.tree.root, 3)
+    assert not cache.admits(other, cache.tree.root, 3, num_spare=1)
     cache.check([seq])
 
 
@@ -173,7 +173,7 @@ def test_more_sequences_fit_into_the_same_memory() -> None:
         held = []
         for i in range(12):
             seq = make_sequence([100 + i, *TOKENS[1:]])
-            if not cache.has_room(seq, cache.match(seq), 4 if cache.window else 20):
+            if not cache.admits(seq, cache.match(seq), 4 if cache.window else 20):
                 break
             cache.start(seq, cache.match(seq), True, 4 if cache.window else None)
             walk(cache, seq, 20, 4, held)

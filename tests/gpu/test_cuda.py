@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.ops.noise import exponentials, token_hashes
+from octavo.runtime.stream_runner import PREPARING
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -86,3 +88,13 @@ def test_noise_is_the_same_on_every_device() -> None:
         on_cpu = exponentials(hashes, 2**63 + 5, position)
         on_gpu = exponentials(hashes.cuda(), 2**63 + 5, position).cpu()
         assert torch.allclose(on_cpu, on_gpu, rtol=1e-6, atol=0)
+
+
+def test_an_engine_finds_the_memory_of_the_one_before_it(checkpoint: Path) -> None:
+    """Each takes most of the device."""
+    for _ in range(2):
+        with LLM(str(checkpoint), device="cuda", gpu_memory_utilization=0.7) as llm:
+            assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids
+            for thread in threading.enumerate():
+                if thread.name == PREPARING:
+                    thread.join()
