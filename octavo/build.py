@@ -9,9 +9,10 @@ import torch
 
 from octavo import ops
 from octavo.build_encoder import build_encoder
+from octavo.cache.hybrid_cache import HybridCache
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
-from octavo.config import EngineConfig, ModelSettings
+from octavo.config import CacheSettings, EngineConfig, ModelSettings
 from octavo.engine.engine import Engine
 from octavo.engine.ngram import NgramProposer
 from octavo.engine.scheduler import Scheduler
@@ -23,13 +24,14 @@ from octavo.grammar.vocabulary import Vocabulary
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import Adapters, load_with_adapters
 from octavo.models.bert import EncoderConfig
+from octavo.models.config import ModelConfig
 from octavo.models.keys import token_ids
 from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, read_config
 from octavo.ops import dispatch
 from octavo.quant.scheme import WeightFormat, best_scheme
 from octavo.runtime import memory
-from octavo.runtime.block_copies import DeviceBlockCopies, HostBlockCopies
+from octavo.runtime.block_copies import BlockCopies, DeviceBlockCopies, HostBlockCopies
 from octavo.runtime.cpu_threads import num_physical_cores
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import LAST_TOKEN, Forward, ModelRunner
@@ -73,7 +75,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     limits, budget = memory.settle(
         config, model_config, kv_dtype, form.dtype, device.type, weights=loaded.num_bytes, free=free
     )
-    storage = KVStorage(model_config, limits.num_kv_blocks, limits.block_size, kv_dtype, device)
+    storage = _storage(model_config, limits, kv_dtype, device)
     runner = make_runner(config.model, loaded.model, storage, model_config.vocab_size, limits, pooling, adapters)
     phases.done("memory")
     runner.warm_up()
@@ -84,6 +86,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         eos_token_ids=token_ids(generation, "eos_token_id") or model_config.eos_token_ids,
         block_size=limits.block_size,
         num_kv_blocks=limits.num_kv_blocks,
+        num_window_blocks=limits.num_window_blocks,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         architecture=model_config.architecture,
@@ -97,11 +100,10 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         sampling_defaults=defaults,
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
-    scheduler = _scheduler(config, limits, model_config.window)
-    queue = runner.queue if isinstance(runner, StreamRunner) else None
-    copies = HostBlockCopies(storage) if queue is None else DeviceBlockCopies(storage, queue)
+    scheduler = _scheduler(config, limits, model_config)
+    copies = _copies(storage, runner)
     if config.cache.enable_partial_reuse:
-        scheduler.cache.copy_slots = copies.copy_slots
+        _copy_parts(scheduler.cache, copies)
     forms = f"{form.dtype} {form.scheme} {info.kernels}"
     if (offload := make_offload(config.cache, storage, copies, path, forms)) is not None:
         scheduler.cache.use_offload(offload)
@@ -112,18 +114,36 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     return Engine(scheduler, timed, grammars=grammars, proposer=proposer, adapters=adapters, depth=depth), info
 
 
-def _scheduler(config: EngineConfig, limits: memory.Limits, window: int) -> Scheduler:
-    cache = KVCache(
-        limits.num_kv_blocks,
-        limits.block_size,
-        config.cache.enable_prefix_caching,
-        eviction=config.cache.eviction_policy,
-        watermark=config.cache.kv_watermark,
-        events=KVEvents() if config.cache.enable_kv_events else None,
-        window=window,
-    )
+def _storage(model: ModelConfig, limits: memory.Limits, dtype: torch.dtype, device: torch.device) -> KVStorage:
+    return KVStorage(model, limits.num_kv_blocks, limits.block_size, dtype, device, limits.num_window_blocks)
+
+
+def _copies(storage: KVStorage, runner: ModelRunner | StreamRunner) -> BlockCopies:
+    queue = runner.queue if isinstance(runner, StreamRunner) else None
+    return HostBlockCopies(storage) if queue is None else DeviceBlockCopies(storage, queue)
+
+
+def _copy_parts(cache: KVCache, copies: BlockCopies) -> None:
+    cache.copy_slots = copies.copy_slots
+    if cache.whole is not cache:
+        cache.whole.copy_slots = copies.copy_whole_slots
+
+
+def _cache(settings: CacheSettings, limits: memory.Limits, model: ModelConfig) -> KVCache:
+    sizes = limits.num_kv_blocks, limits.block_size, settings.enable_prefix_caching
+    policy, watermark = settings.eviction_policy, settings.kv_watermark
+    events = KVEvents() if settings.enable_kv_events else None
+    if limits.num_window_blocks:
+        return HybridCache(
+            limits.num_window_blocks, *sizes, window=model.window, eviction=policy, watermark=watermark, events=events
+        )
+    window = 0 if model.whole_layers else model.window
+    return KVCache(*sizes, eviction=policy, watermark=watermark, window=window, events=events)
+
+
+def _scheduler(config: EngineConfig, limits: memory.Limits, model: ModelConfig) -> Scheduler:
     return Scheduler(
-        cache,
+        _cache(config.cache, limits, model),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         settings=config.scheduler,

@@ -107,6 +107,9 @@ class Sequence:
     """Entries of ``block_table`` before this are of blocks that were given back, behind the model's window."""
     table_version: int = 0
     """Grows when an existing entry of ``block_table`` changes; appending does not count."""
+    whole: Sequence | None = None
+    """Where some layers of the model have windows, what it holds in the pool of the others, which see everything: in
+    the form of another sequence over the same tokens. ``block_table`` is then that of the layers with windows."""
     draft_tokens: list[int] = field(default_factory=list)
     num_in_flight: int = 0
     """Submitted steps with this sequence that are not yet committed."""
@@ -233,6 +236,10 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     """Token positions of held blocks in which nothing is: the internal fragmentation."""
     num_cached_blocks: int = 0
     """Idle blocks that the prefix cache keeps for reuse; given up as soon as they are needed."""
+    num_window_blocks: int = 0
+    """Blocks of the layers with windows, where these have a pool of their own; those above are then the others'."""
+    num_used_window_blocks: int = 0
+    """Of these, held by a sequence."""
     num_steps: int = 0
     num_shares: int = 0
     """Sequences in all those steps, one added for each step that it was in."""
@@ -289,6 +296,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """The memory budget, in bytes, by purpose."""
     kernels: dict[str, str]
     """Operation to the kernel chosen for it."""
+    num_window_blocks: int = 0
+    """Blocks of the layers with windows, where some layers have none: these then have the others."""
     tasks: tuple[Task, ...] = ("generate",)
     """What requests may ask for."""
     embedding_size: int = 0

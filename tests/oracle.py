@@ -24,8 +24,13 @@ from octavo.types import FinishReason, Masks, Plan, Request, Sampled, Scheduled,
 Act = Callable[[dict[int, int]], None]
 """Changes slots between two steps."""
 
+Tables = list[list[int]]
+"""A sequence's block table in each pool."""
+
 VOCAB_SIZE = 50
 GARBAGE = -1
+WHOLE = 1 << 32
+"""Slots of the pool of the layers that see all positions come after those of the layers with windows."""
 
 
 def digest(prefix_digest: int, token: int) -> int:
@@ -163,11 +168,19 @@ class OracleRunner:
     """Executes plans in the order of their submission; see the top of this module."""
 
     def __init__(
-        self, block_size: int, trouble: Trouble | None = None, reads_live_tables: bool = False, window: int = 0
+        self,
+        block_size: int,
+        trouble: Trouble | None = None,
+        reads_live_tables: bool = False,
+        window: int = 0,
+        is_hybrid: bool = False,
     ) -> None:
-        """With a ``window``, a row reads so many positions up to its own, and no others."""
+        """With a ``window``, a row reads so many positions up to its own, and no others; if the runner ``is_hybrid``,
+        it reads all positions in another pool as well."""
         self.block_size = block_size
         self.window = window
+        self.pools = [(0, window), (WHOLE, 0)] if is_hybrid else [(0, window)]
+        """First slot of each pool, and what rows see of it."""
         self.trouble = trouble or Trouble()
         self.reads_live_tables = reads_live_tables
         """Whether a step uses the block table as it is when executed, and not as it was when submitted."""
@@ -188,9 +201,23 @@ class OracleRunner:
         assert len({item.seq for item in plan}) == len(plan), "a sequence is twice in a plan"
         self.plans.append(plan)
         acts, self.acts = self.acts, []
-        pending = PendingStep(self, plan, [list(self._refreshed_table(item.seq)) for item in plan], acts)
+        tables = [[list(self._refreshed_table(held)) for held in self._held(item.seq)] for item in plan]
+        pending = PendingStep(self, plan, tables, acts)
         self.unfinished.append(pending)
         return pending
+
+    def _held(self, seq: Sequence) -> list[Sequence]:
+        """What a sequence holds in each pool."""
+        if len(self.pools) == 1:
+            return [seq]
+        assert seq.whole is not None, "a sequence runs without blocks of the other pool"
+        return [seq, seq.whole]
+
+    def copy_whole_slots(self, source: int, target: int, num_tokens: int) -> None:
+        """``copy_slots`` in the other pool."""
+        num_copied, first = self.num_copied, WHOLE // self.block_size
+        self.copy_slots(first + source, first + target, num_tokens)
+        self.num_copied = num_copied
 
     def copy_slots(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first positions of a block; what the others of the target hold is not to be relied upon."""
@@ -237,36 +264,41 @@ class OracleRunner:
             act(self.slots)
         if self.trouble.strikes(plan):
             self.num_failed_steps += 1
-            for item, table in zip(plan, tables, strict=True):
-                self._spill(item, table, item.start)
+            for item, of_item in zip(plan, tables, strict=True):
+                self._spill(item, of_item, item.start)
             raise RunnerError("device fault")
-        return [self._row(item, table, masks) for item, table in zip(plan, tables, strict=True)]
+        return [self._row(item, of_item, masks) for item, of_item in zip(plan, tables, strict=True)]
 
-    def _row(self, item: Scheduled, table: list[int], masks: Masks) -> Sampled:
+    def _row(self, item: Scheduled, tables: Tables, masks: Masks) -> Sampled:
         assert item.tokens, "an item computes nothing"
         assert not item.drafts or (item.samples and item.tokens[-1] is not None), "drafts follow no known token"
         if item.is_stale:
-            self._spill(item, table, item.start)
+            self._spill(item, tables, item.start)
             return Sampled([GARBAGE])
         if self.reads_live_tables:
-            table = item.seq.block_table
+            tables = [held.block_table for held in self._held(item.seq)]
         if self.trouble.spoils(item):
-            self._spill(item, table, item.start)
+            self._spill(item, tables, item.start)
             return Sampled([], error="bad row")
-        self._read(item.seq, table, item.start)
-        self._write(item, table)
+        for pool, table in zip(self.pools, tables, strict=True):
+            self._read(item.seq, table, item.start, *pool)
+        self._write(item, tables)
         result = Sampled([], prompt_logprobs=self._prompt_logprobs(item))
         if item.samples:
-            self._sample(item, table, masks.get(item.seq.id), result)
+            self._sample(item, tables, masks.get(item.seq.id), result)
         return result
 
     def _slot(self, table: list[int], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
-    def _spill(self, item: Scheduled, table: list[int], start: int) -> None:
+    def _put(self, tables: Tables, position: int, content: int) -> None:
+        for (first, _), table in zip(self.pools, tables, strict=True):
+            self.slots[first + self._slot(table, position)] = content
+
+    def _spill(self, item: Scheduled, tables: Tables, start: int) -> None:
         """Leave garbage where ``item`` would have written, from position ``start`` on."""
         for position in range(start, _end(item) + len(item.drafts)):
-            self.slots[self._slot(table, position)] = GARBAGE
+            self._put(tables, position, GARBAGE)
 
     def _known_digests(self, seq: Sequence, num_tokens: int) -> list[int]:
         """Digests of the prefixes of ``seq``: the one at ``i`` covers tokens 0 to i - 1."""
@@ -276,21 +308,21 @@ class OracleRunner:
             digests.append(digest(digests[-1], token))
         return digests
 
-    def _read(self, seq: Sequence, table: list[int], num_tokens: int) -> None:
+    def _read(self, seq: Sequence, table: list[int], num_tokens: int, first_slot: int, window: int) -> None:
         digests = self._known_digests(seq, num_tokens)
-        first = max(0, num_tokens - self.window + 1) if self.window else 0
+        first = max(0, num_tokens - window + 1) if window else 0
         for position in range(first, num_tokens):
-            found = self.slots.get(self._slot(table, position))
+            found = self.slots.get(first_slot + self._slot(table, position))
             assert found == digests[position + 1], f"stale KV: sequence {seq.id}, position {position}"
         self.num_checked_reads += num_tokens - first
 
-    def _write(self, item: Scheduled, table: list[int]) -> None:
+    def _write(self, item: Scheduled, tables: Tables) -> None:
         seq, end = item.seq, _end(item)
         for planned, token in zip(item.tokens, seq.tokens[item.start : end], strict=True):
             assert planned is None or planned == token, "a plan holds another token than its sequence"
         digests = self._known_digests(seq, end)
         for position in range(item.start, end):
-            self.slots[self._slot(table, position)] = digests[position + 1]
+            self._put(tables, position, digests[position + 1])
         self.num_computed += len(item.tokens)
 
     def _prompt_logprobs(self, item: Scheduled) -> list[TokenLogprobs] | None:
@@ -301,7 +333,7 @@ class OracleRunner:
         digests = self._known_digests(item.seq, last)
         return [logprob_at(digests[p], request.prompt_tokens[p]) for p in range(item.start + 1, last)]
 
-    def _sample(self, item: Scheduled, table: list[int], masks: list[set[int]] | None, result: Sampled) -> None:
+    def _sample(self, item: Scheduled, tables: Tables, masks: list[set[int]] | None, result: Sampled) -> None:
         """Sample one token, and one more for each draft that turns out right."""
         request, end = item.seq.request, _end(item)
         prefix = self._known_digests(item.seq, end)[end]
@@ -313,11 +345,11 @@ class OracleRunner:
             prefix = digest(prefix, token)
             if item.drafts[index : index + 1] != (token,):
                 break
-            self.slots[self._slot(table, end + index)] = prefix
+            self._put(tables, end + index, prefix)
             self.num_computed += 1
         num_accepted = len(result.tokens) - 1
         for position in range(end + num_accepted, end + len(item.drafts)):
-            self.slots[self._slot(table, position)] = GARBAGE
+            self._put(tables, position, GARBAGE)
         if request.params.logprobs is not None:
             result.logprobs = logprobs
 
@@ -325,7 +357,7 @@ class OracleRunner:
 class PendingStep:
     """A submitted step; it is executed when its result is asked for, so that masks can take part."""
 
-    def __init__(self, runner: OracleRunner, plan: Plan, tables: list[list[int]], acts: list[Act]) -> None:
+    def __init__(self, runner: OracleRunner, plan: Plan, tables: list[Tables], acts: list[Act]) -> None:
         self.runner, self.plan, self.tables, self.acts = runner, plan, tables, acts
 
     def sample(self, masks: Masks) -> list[Sampled]:

@@ -3,7 +3,9 @@
 Only leaves of the tree can go, for a child without its parent could never be found. A policy is a key: the leaf with
 the smallest goes first, and its parent, if that is idle too, is a leaf then. All policies share one heap, in which
 an idle path of any length has one entry; so every operation costs O(log n) in the long run, whatever the policy.
-Where a window lets a child be found without its parent, every idle block can go.
+Where a window lets a child be found without its parent, every idle block can go. Those that the only sequence which
+ever wanted them has left behind go first: it is found again by its last window, and they are of use only to one that
+would go on from the middle of its text.
 """
 
 from __future__ import annotations
@@ -107,7 +109,8 @@ class IdleBlocks:
         self._displace(node)
         self._num_placed += 1
         is_kept = node.kept_until > self.clock() if node.kept_until else False
-        node.entry = ((is_kept, *self.key(node)), self._num_placed, node)
+        rank = 1 if is_kept else -1 if node.is_passed else 0
+        node.entry = ((rank, *self.key(node)), self._num_placed, node)
         heapq.heappush(self._heap, node.entry)
         self._num_entries += 1
         if is_kept and node.kept_until < math.inf:

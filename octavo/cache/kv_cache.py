@@ -12,7 +12,7 @@ A block is in exactly one of three states::
     num_free + num_used + num_cached == num_blocks
 
 Where no layer of a model looks back further than a window, a sequence gives back what is behind it (``slide``), and a
-prefix is found by its last blocks alone.
+prefix is found by its last blocks alone. Where some layers do and others do not, see ``HybridCache``.
 
 The tensors live elsewhere (``KVStorage``); here a block is a number. Verbs: ``match``, ``fits``, ``start``, ``adopt``,
 ``reserve``, ``publish``, ``slide``, ``truncate``, ``release``, ``evict``, ``check``. None of them costs more than the
@@ -82,6 +82,11 @@ class KVCache:
         """The end of the latest turn of each session, by salt and session; as many as there are blocks."""
 
     @property
+    def whole(self) -> KVCache:
+        """Where only some layers have windows, the cache of the others; else this one."""
+        return self
+
+    @property
     def num_blocks(self) -> int:
         return self.pool.num_blocks
 
@@ -117,6 +122,10 @@ class KVCache:
         span = self.window + max_step_tokens if self.window else num_tokens  # not at a block's edge: one more
         return min(self.blocks_for(num_tokens), self.blocks_for(span) + 1)
 
+    def could_hold(self, num_tokens: int, max_step_tokens: int) -> bool:
+        """Whether all blocks together are enough for a sequence of ``num_tokens`` positions."""
+        return self.most_held(num_tokens, max_step_tokens) <= self.num_blocks
+
     def match(self, seq: Sequence) -> Node:
         """The end of the longest cached prefix of ``seq``; never all of it.
 
@@ -125,16 +134,27 @@ class KVCache:
         """
         num_blocks, salt = (len(seq.tokens) - 1) // self.block_size, seq.request.cache_salt
         if self.window:
-            version = (self.tree.num_born, len(self.tree.node_of))
-            if seq.matched is None or seq.matched[0] != version:
-                found = self.tree.find_recent(
-                    seq.tokens, num_blocks, salt, lambda depth: self.blocks_behind(depth * self.block_size)
-                )
-                seq.matched = (version, found)
-            recent: Node = seq.matched[1]
-            return recent
+            return self._match_recent(seq, num_blocks)
         node = seq.matched = self.tree.find(seq.tokens, num_blocks, salt, seq.matched)
         return node
+
+    def _match_recent(self, seq: Sequence, num_blocks: int) -> Node:
+        """The end of the longest prefix, at most so many blocks deep, of which the last window is cached."""
+        version = (self.tree.num_born, len(self.tree.node_of), num_blocks)
+        if seq.matched is None or seq.matched[0] != version:
+            found = self.tree.find_recent(
+                seq.tokens,
+                num_blocks,
+                seq.request.cache_salt,
+                lambda depth: self.blocks_behind(depth * self.block_size),
+            )
+            seq.matched = (version, found)
+        recent: Node = seq.matched[1]
+        return recent
+
+    def admits(self, seq: Sequence, node: Node, num_tokens: int, num_spare: int = 0) -> bool:
+        """Whether ``seq``, cached up to ``node``, can be started with blocks for ``num_tokens``: see ``fits``."""
+        return self.fits(node, num_tokens, num_spare)
 
     def fits(self, node: Node, num_tokens: int, num_spare: int = 0) -> bool:
         """Whether there are blocks for ``num_tokens`` positions of which those up to ``node`` are cached, and
@@ -182,7 +202,7 @@ class KVCache:
         computed elsewhere."""
         self.adopt(seq, node)
         recalled = self.recall(seq) if shares else []
-        source, num_copied = self._find_part(seq, node) if shares and not recalled else (-1, 0)
+        source, num_copied = self.find_part(seq, node) if shares and not recalled else (-1, 0)
         self.reserve(seq, num_tokens or len(seq.tokens))
         self.restore(seq, recalled)
         if num_copied and self.copy_slots is not None:
@@ -192,7 +212,11 @@ class KVCache:
             self.num_filled += num_copied
             self.num_copied += num_copied
 
-    def _find_part(self, seq: Sequence, node: Node) -> tuple[int, int]:
+    def note_filled(self, num_tokens: int) -> None:
+        """So many more positions of held blocks are computed or in flight; fewer, when negative."""
+        self.num_filled += num_tokens
+
+    def find_part(self, seq: Sequence, node: Node) -> tuple[int, int]:
         """The block below ``node`` that ``seq`` can copy most positions of, and how many; a token is left to compute.
 
         To be asked before blocks are reserved: what is evicted for them may be that block.
@@ -287,7 +311,7 @@ class KVCache:
         """
         first, seq.first_block = seq.first_block, max(seq.first_block, self.blocks_behind(num_tokens))
         for block in seq.block_table[first : seq.first_block]:
-            self._drop(block)
+            self._drop(block, is_passed=True)
         self.num_slots -= (seq.first_block - first) * self.block_size
         self.num_filled -= (seq.first_block - first) * self.block_size
 
@@ -345,8 +369,8 @@ class KVCache:
             self.tree.wake(block)
         self.pool.share(block)
 
-    def _drop(self, block: int) -> None:
-        if self.pool.drop(block) and not self.tree.rest(block):
+    def _drop(self, block: int, is_passed: bool = False) -> None:
+        if self.pool.drop(block) and not self.tree.rest(block, is_passed):
             self.pool.free(block)
 
     def check(self, holders: Iterable[Sequence]) -> None:

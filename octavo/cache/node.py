@@ -15,8 +15,8 @@ class Node:
 
     __slots__ = (
         *("block", "children", "depth", "edge", "edges", "key", "parent"),
-        *("born", "entry", "hash", "is_idle", "is_protected", "is_superseded", "kept_until", "num_ends", "rested"),
-        "uses",
+        *("born", "entry", "hash", "is_idle", "is_passed", "is_protected", "is_superseded", "kept_until", "num_ends"),
+        *("rested", "uses"),
     )
 
     def __init__(self, edge: Edge, block: int, parent: Node | None, born: int = 0) -> None:
@@ -43,6 +43,8 @@ class Node:
         self.uses = 1
         """Sequences that computed it or found it."""
         self.is_idle = False
+        self.is_passed = False
+        """Whether the last sequence that held it went on beyond its window, and no other ever wanted it."""
         self.is_protected = False
         self.is_superseded = False
         self.kept_until = 0.0

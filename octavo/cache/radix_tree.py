@@ -116,6 +116,8 @@ class RadixTree:
         if node is None:
             insort(parent.edges, edge)
             node = parent.children[edge] = Node(edge, block, parent)
+        else:
+            node.uses += 1
         node.block, node.born = block, self.num_born
         self.node_of[block] = node
         if self.events is not None:
@@ -138,11 +140,13 @@ class RadixTree:
             del parent.edges[bisect_left(parent.edges, node.edge)]
             node = parent
 
-    def rest(self, block: int) -> bool:
-        """Nobody holds ``block`` any more; says whether the tree keeps it."""
+    def rest(self, block: int, is_passed: bool = False) -> bool:
+        """Nobody holds ``block`` any more, as its holder's window has passed it or otherwise; says whether the tree
+        keeps it."""
         node = self.node_of.get(block)
         if node is None:
             return False
+        node.is_passed = is_passed and node.uses == 1
         self.idle.add(node)
         return True
 

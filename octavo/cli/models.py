@@ -166,4 +166,8 @@ def _describe(model: ModelConfig, loaded: LoadedModel | LoadedEncoder, checkpoin
     values = dataclasses.asdict(model)
     yield ", ".join(f"{name} {values[name]}" for name in (*shown, "max_position_embeddings"))
     if model.window:
-        yield f"every layer has a window: keys and values of {model.window} positions and of a step are kept"
+        num_windows = model.num_layers - len(model.whole_layers)
+        layers = (
+            "every layer has" if num_windows == model.num_layers else f"{num_windows} of {model.num_layers} layers have"
+        )
+        yield f"{layers} a window: keys and values of {model.window} positions and of a step are kept"

@@ -22,10 +22,10 @@ def check_servable(seq: Sequence, cache: KVCache, max_step_tokens: int) -> None:
             "output_tokens",
             f"Nothing is left to generate: {len(request.output_tokens)} of {request.max_tokens} tokens are there.",
         )
-    if cache.most_held(seq.max_computed_tokens, max_step_tokens) > cache.num_blocks:
+    if not cache.could_hold(seq.max_computed_tokens, max_step_tokens):
         raise ContextLengthExceeded(
             f"The prompt has {seq.num_prompt_tokens} tokens and 'max_tokens' is {request.max_tokens}, "
-            f"but the KV cache has room for {cache.num_blocks * cache.block_size} tokens.",
+            f"but the KV cache has room for {cache.whole.num_blocks * cache.block_size} tokens.",
             param="max_tokens",
         )
 

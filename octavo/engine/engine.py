@@ -144,7 +144,7 @@ class Engine:
 
     def take_kv_events(self) -> list[KVEvent]:
         """What was cached and given up since this was last asked; nothing where that is not enabled."""
-        events = self.scheduler.cache.tree.events
+        events = self.scheduler.cache.whole.tree.events
         return [] if events is None else events.take()
 
     def stats(self) -> EngineStats:

@@ -14,11 +14,14 @@ def snapshot(counters: EngineStats, cache: KVCache, num_running: int, num_waitin
         counters,
         num_running=num_running,
         num_waiting=num_waiting,
-        num_used_blocks=cache.num_used,
-        num_empty_slots=cache.num_empty_slots,
-        num_cached_blocks=cache.num_cached,
+        num_used_blocks=cache.whole.num_used,
+        num_empty_slots=cache.whole.num_empty_slots,
+        num_cached_blocks=cache.whole.num_cached,
         num_copied_tokens=cache.num_copied,
     )
+    if cache.whole is not cache:
+        stats.num_window_blocks = cache.num_blocks
+        stats.num_used_window_blocks = cache.num_used
     offload = cache.offload
     if offload is not None:
         stats.num_offload_saved = offload.stats.num_saved

@@ -85,7 +85,7 @@ class Scheduler:
         self.cut: list[Sequence] = []
         """Those of whose prompts the last plan had only a part."""
         self.suspects = Suspects()
-        self.stats = EngineStats(num_blocks=cache.num_blocks)
+        self.stats = EngineStats(num_blocks=cache.whole.num_blocks)
         """The counters; gauges are filled in by whoever asks."""
         self.events = EventLog(self.stats, clock)
 
@@ -159,7 +159,7 @@ class Scheduler:
             budget -= end - start
         else:
             rest = self._admit(plan, budget + num_aside)
-        self.cache.num_filled += whole - rest
+        self.cache.note_filled(whole - rest)
         return plan
 
     def _preempt_for(self, seq: Sequence, num_tokens: int) -> bool:
@@ -278,7 +278,7 @@ class Scheduler:
     def _room_for(self, seq: Sequence) -> Node | None:
         """What is cached of a waiting sequence, if there are blocks for the rest."""
         node = self.cache.match(seq) if may_share(seq) else self.cache.tree.root
-        return node if self.cache.fits(node, self._first_need(seq, node), num_spare=len(self.running)) else None
+        return node if self.cache.admits(seq, node, self._first_need(seq, node), num_spare=len(self.running)) else None
 
     def _first_need(self, seq: Sequence, node: Node) -> int:
         """Positions that must have blocks when a waiting sequence, cached up to ``node``, is admitted: all; with a
@@ -304,7 +304,7 @@ class Scheduler:
         """Repeat a part of a failed plan. Its blocks are still held, so it needs no room."""
         plan = [take(item.seq, len(item.tokens)) for item in self.suspects.next_group()]
         if plan:
-            self.cache.num_filled += sum(len(item.tokens) for item in plan)
+            self.cache.note_filled(sum(len(item.tokens) for item in plan))
             self.suspects.begin(plan)
         return plan
 
@@ -350,7 +350,7 @@ class Scheduler:
         seq = item.seq
         seq.num_faults += 1
         self.events.note(seq.id, "fault", start=item.start)
-        self.cache.num_filled -= seq.num_computed_tokens - item.start
+        self.cache.note_filled(item.start - seq.num_computed_tokens)
         seq.num_computed_tokens = item.start
         seq.draft_tokens = []
         self._disown_steps(seq)

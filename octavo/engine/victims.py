@@ -22,7 +22,13 @@ def cheapest(candidates: Iterator[Sequence]) -> Sequence | None:
 
 def largest(candidates: Iterator[Sequence]) -> Sequence | None:
     """The one with most blocks, so that few are preempted."""
-    return max(candidates, key=lambda seq: len(seq.block_table) - seq.first_block, default=None)
+    return max(candidates, key=_num_held, default=None)
+
+
+def _num_held(seq: Sequence) -> int:
+    """Blocks of ``seq``; where there are two pools, those in which it holds most."""
+    held = seq.whole or seq
+    return len(held.block_table) - held.first_block
 
 
 VICTIMS: dict[str, ChooseVictim] = {choose.__name__: choose for choose in (youngest, cheapest, largest)}

@@ -42,8 +42,14 @@ class ModelConfig:
 
     @property
     def window(self) -> int:
-        """Positions that a row sees in any layer: keys and values before them are of no use. 0: all."""
-        return max(self.windows) if self.windows and all(self.windows) else 0
+        """Positions that a row sees in any layer that has a window: to those, keys and values before them are of no
+        use. 0: no layer has one."""
+        return max(self.windows, default=0)
+
+    @property
+    def whole_layers(self) -> tuple[int, ...]:
+        """The layers that see all positions."""
+        return tuple(i for i in range(self.num_layers) if not (self.windows and self.windows[i]))
 
 
 class Common(TypedDict):

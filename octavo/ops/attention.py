@@ -49,6 +49,12 @@ class LayerCache(NamedTuple):
     values: Tensor
 
 
+class WholeLayerCache(LayerCache):
+    """That of a layer that sees all positions where others have windows: its blocks are of another pool than theirs."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class PagedRows:
     """Where the rows of a step belong: whose they are, and where their keys and values are kept.
@@ -66,6 +72,15 @@ class PagedRows:
     """int32: length of each context, the rows of this step included."""
     max_query_len: int
     """No sequence has more rows. With 1, row s is sequence s."""
+    whole: PagedRows | None = None
+    """The same rows in the other pool, for layers that see all positions where others have windows."""
+
+    def of(self, cache: LayerCache) -> PagedRows:
+        """The rows in the pool of ``cache``."""
+        if not isinstance(cache, WholeLayerCache):
+            return self
+        assert self.whole is not None, "a layer's pool has no block tables"
+        return self.whole
 
 
 @op
@@ -77,7 +92,7 @@ def attention(
     A row of ``qkv`` holds N query heads, then K key heads, then K value heads. Angles are float32, or ``None``
     for a model without rotary positions. What padded rows give is unspecified, and nothing is stored for them.
     """
-    T = qkv_TW.shape[0]
+    T, rows = qkv_TW.shape[0], rows.of(cache)
     parts = qkv_TW.split_with_sizes(heads.sizes, dim=-1)
     q_TNH, k_TKH, v_TKH = (part.view(T, -1, heads.head_dim) for part in parts)
     if heads.q_norm_H is not None and heads.k_norm_H is not None:

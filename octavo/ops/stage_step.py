@@ -20,17 +20,18 @@ def stage_step(
     packed_tables: Tensor,
     width: Tensor,
     block_tables_SB: Tensor,
+    first: int = 0,
 ) -> None:
     """Fill in tokens and block tables, in place.
 
     A sequence whose last row's token is negative (of ``token_ids``, int64) goes on with the token in its cell (int64
     ``cells``, one for each sequence; int32 ``last_tokens``), or with 0 where that is negative. ``packed_tables``
-    (int32, flat) holds ``width`` (int32 [1]) entries for each sequence one after the other; they become the first
-    entries of its row in ``block_tables``.
+    (int32, flat) holds ``width`` (int32 [1]) entries for each sequence one after the other, after as many for ``first``
+    others; they become the first entries of its row in ``block_tables``.
     """
     S, count = len(cells_S), int(width)
     has_rows_S = cu_seqlens_q[1:] > cu_seqlens_q[:-1]
     rows_S = (cu_seqlens_q[1:].long() - 1).clamp_(min=0)[has_rows_S]
     known = token_ids_T[rows_S]
     token_ids_T[rows_S] = torch.where(known < 0, last_tokens_C[cells_S[has_rows_S]].clamp(min=0), known)
-    block_tables_SB[:S, :count] = packed_tables[: S * count].view(S, count)
+    block_tables_SB[:S, :count] = packed_tables[first * count : (first + S) * count].view(S, count)

@@ -32,6 +32,7 @@ class HostBlockCopies:
         self._pool_LPNKSH = storage.pool
         self.num_bytes = storage.pool[:, :, 0].numel() * storage.pool.element_size()
         self.copy_slots = storage.copy_slots
+        self.copy_whole_slots = storage.copy_whole_slots
 
     def read(self, block: int) -> Callable[[], bytes]:
         """Copy ``block`` out at once: the next step may write to it."""
@@ -89,6 +90,11 @@ class DeviceBlockCopies:
         """Start ``KVStorage.copy_slots``, on the steps' own stream."""
         with self._lock, torch.cuda.stream(self._steps):
             self._storage.copy_slots(source, target, num_tokens)
+
+    def copy_whole_slots(self, source: int, target: int, num_tokens: int) -> None:
+        """Start ``KVStorage.copy_whole_slots``, on the same stream."""
+        with self._lock, torch.cuda.stream(self._steps):
+            self._storage.copy_whole_slots(source, target, num_tokens)
 
 
 BlockCopies = HostBlockCopies | DeviceBlockCopies

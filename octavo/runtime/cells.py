@@ -16,6 +16,24 @@ MAX_BIASES = MAX_LOGIT_BIAS + 2 * MAX_BAD_WORDS
 """Most ids that the device is told a bias of; a bad word that is a single token is banned by one."""
 
 
+class Tables:
+    """The block tables of the cells in one pool."""
+
+    def __init__(self, count: int, max_blocks: int) -> None:
+        self.tables_CB = np.zeros((count, max_blocks), dtype=np.int32)
+        self.lengths = [0] * count
+        self.versions = [0] * count
+
+    def update(self, cell: int, seq: Sequence) -> None:
+        """Copy what has changed of the table of ``seq`` since the last time."""
+        length = len(seq.block_table)
+        if length != self.lengths[cell] or seq.table_version != self.versions[cell]:
+            known = self.lengths[cell] if seq.table_version == self.versions[cell] else 0
+            known = min(known, length)
+            self.tables_CB[cell, known:length] = seq.block_table[known:]
+            self.lengths[cell], self.versions[cell] = length, seq.table_version
+
+
 class Cells:
     """Cells are given to sequences when a step first has them, and taken back when they are needed again.
 
@@ -23,11 +41,11 @@ class Cells:
     sequence at any time, so one that is neither running nor in flight loses nothing when its cell is taken.
     """
 
-    def __init__(self, count: int, max_blocks: int) -> None:
+    def __init__(self, count: int, max_blocks: int, num_pools: int = 1) -> None:
         self.owners: list[Sequence | None] = [None] * count
-        self.tables_CB = np.zeros((count, max_blocks), dtype=np.int32)
-        self.lengths = [0] * count
-        self.versions = [0] * count
+        self.tables = Tables(count, max_blocks)
+        self.whole_tables = Tables(count, max_blocks) if num_pools == 2 else None
+        """In the pool of the layers that see all positions, if that is another."""
         self.top_k = np.zeros(count, dtype=np.int32)
         self.temperature = np.zeros(count, dtype=np.float32)
         self.min_p = np.zeros(count, dtype=np.float32)
@@ -55,12 +73,12 @@ class Cells:
         cell = seq.cell
         if cell < 0 or self.owners[cell] is not seq:
             cell = self._give(seq)
-        length = len(seq.block_table)
-        if length != self.lengths[cell] or seq.table_version != self.versions[cell]:
-            known = self.lengths[cell] if seq.table_version == self.versions[cell] else 0
-            known = min(known, length)
-            self.tables_CB[cell, known:length] = seq.block_table[known:]
-            self.lengths[cell], self.versions[cell] = length, seq.table_version
+        tables = self.tables
+        if len(seq.block_table) != tables.lengths[cell] or seq.table_version != tables.versions[cell]:
+            tables.update(cell, seq)
+        if self.whole_tables is not None:
+            assert seq.whole is not None, f"sequence {seq.id} has no blocks of the other pool"
+            self.whole_tables.update(cell, seq.whole)
         return cell
 
     def _give(self, seq: Sequence) -> int:
@@ -70,7 +88,9 @@ class Cells:
         cell = self._free.pop()
         self.owners[cell] = seq
         seq.cell = cell
-        self.lengths[cell], self.versions[cell] = 0, seq.table_version
+        for tables in (self.tables, self.whole_tables):
+            if tables is not None:
+                tables.lengths[cell] = 0
         params, seed = seq.request.params, seq.request.seed
         self.temperature[cell] = params.temperature
         self.top_k[cell] = params.top_k

@@ -18,6 +18,7 @@ from octavo.ops.attention import PagedRows
 from octavo.types import Plan, Sequence
 
 Ints = npt.NDArray[np.int32]
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,10 @@ class _Table:
 class BatchBuilder:
     """Makes forward batches. It keeps the block tables of live sequences as arrays between steps."""
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    def __init__(self, block_size: int, device: torch.device, num_pools: int = 1) -> None:
         self.block_size = block_size
         self.device = device
+        self.num_pools = num_pools
         self._tables: WeakKeyDictionary[Sequence, _Table] = WeakKeyDictionary()
 
     def build(self, plan: Plan) -> ForwardBatch:
@@ -74,38 +76,51 @@ class BatchBuilder:
         query_lens = np.array([len(item.tokens) + len(item.drafts) for item in plan], dtype=np.int64)
         first_rows = [0, *itertools.accumulate(query_lens.tolist())]
         seq_lens = starts + query_lens
-        tables_SB = self._block_tables(plan, seq_lens)
         of_row = np.repeat(np.arange(len(plan)), query_lens)
         positions = np.arange(len(token_ids)) - np.array(first_rows)[of_row] + starts[of_row]
-        slots = tables_SB[of_row, positions // self.block_size].astype(np.int64) * self.block_size
-        slots += positions % self.block_size
+        begins = torch.tensor(first_rows, dtype=torch.int32, device=self.device)
+        lengths = self._tensor(seq_lens.astype(np.int32))
+        most = int(query_lens.max())
+        whole = None
+        if self.num_pools == 2:
+            places = self._places([_in_whole(item.seq) for item in plan], seq_lens, of_row, positions)
+            whole = PagedRows(*places, begins, lengths, most)
+        places = self._places([item.seq for item in plan], seq_lens, of_row, positions)
         return ForwardBatch(
             torch.tensor(token_ids, dtype=torch.int64, device=self.device),
             self._tensor(positions),
-            PagedRows(
-                self._tensor(slots),
-                self._tensor(tables_SB),
-                torch.tensor(first_rows, dtype=torch.int32, device=self.device),
-                self._tensor(seq_lens.astype(np.int32)),
-                int(query_lens.max()),
-            ),
+            PagedRows(*places, begins, lengths, most, whole),
             first_rows,
         )
 
-    def _block_tables(self, plan: Plan, seq_lens: npt.NDArray[np.int64]) -> Ints:
+    def _places(
+        self, seqs: list[Sequence], seq_lens: npt.NDArray[np.int64], of_row: Indices, positions: Indices
+    ) -> tuple[Tensor, Tensor]:
+        """The slot of each row, and the block tables."""
+        tables_SB = self._block_tables(seqs, seq_lens)
+        slots = tables_SB[of_row, positions // self.block_size].astype(np.int64) * self.block_size
+        slots += positions % self.block_size
+        return self._tensor(slots), self._tensor(tables_SB)
+
+    def _block_tables(self, seqs: list[Sequence], seq_lens: npt.NDArray[np.int64]) -> Ints:
         num_blocks: list[int] = (-(-seq_lens // self.block_size)).tolist()
-        tables_SB = np.zeros((len(plan), max(num_blocks)), dtype=np.int32)
-        for row, item, count in zip(tables_SB, plan, num_blocks, strict=True):
-            table = self._tables.get(item.seq)
+        tables_SB = np.zeros((len(seqs), max(num_blocks)), dtype=np.int32)
+        for row, seq, count in zip(tables_SB, seqs, num_blocks, strict=True):
+            table = self._tables.get(seq)
             if table is None:
-                table = self._tables[item.seq] = _Table(item.seq.table_version)
-            table.update(item.seq)
-            assert count <= table.length, f"sequence {item.seq.id} has fewer blocks than its tokens need"
+                table = self._tables[seq] = _Table(seq.table_version)
+            table.update(seq)
+            assert count <= table.length, f"sequence {seq.id} has fewer blocks than its tokens need"
             row[:count] = table.blocks[:count]
         return tables_SB
 
     def _tensor(self, values: npt.NDArray[np.int64] | Ints) -> Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+def _in_whole(seq: Sequence) -> Sequence:
+    assert seq.whole is not None, f"sequence {seq.id} has no blocks of the other pool"
+    return seq.whole
 
 
 def _known_tokens(seq: Sequence, start: int, tokens: tuple[int | None, ...]) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from octavo.models.config import ModelConfig
 from octavo.ops.paged_attention import MAX_SCRATCH
 from octavo.runtime.kv_storage import kv_bytes_per_token
 from octavo.runtime.model_runner import LOGPROB_ROWS
+from octavo.runtime.two_pools import TwoPools
+
+logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 CPU_KV_MEMORY = 1 * GIB
@@ -51,6 +55,8 @@ class Limits:
     num_kv_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    num_window_blocks: int = 0
+    """Blocks of the layers with windows, where these have a pool of their own: see ``TwoPools``."""
 
 
 @dataclass(frozen=True)
@@ -110,17 +116,29 @@ def settle(
     kept = max_model_len
     if model.window:  # the rest is given back; a block more, as these need not begin at a block's edge
         kept = min(kept, model.window + max_num_batched_tokens + block_size)
+    pools = None
+    if model.whole_layers:
+        if kept < max_model_len and settings.cache.kv_offload_memory is not None:
+            logger.info("nothing is given back behind windows: kv_offload_memory is for blocks of all layers")
+        elif kept < max_model_len:
+            pools = TwoPools.of(model, kv_dtype, block_size, kept, max_num_seqs, max_num_batched_tokens)
+        kept = max_model_len
     if given is None:
-        needed = -(-kept // block_size)
         preferred = int(min(CPU_KV_MEMORY, room * CPU_KV_SHARE)) if device == "cpu" else room
-        num_blocks = max(needed, preferred // per_block)
+        least = -(-kept // block_size) * per_block if pools is None else pools.least_bytes(max_model_len)
+        size = max(least, preferred)
     else:
-        num_blocks = given
-        if settings.model.max_model_len is None and num_blocks * block_size < kept:
-            max_model_len = kept = num_blocks * block_size
-    _check_fit(max_model_len, kept, num_blocks, block_size, per_block, room)
-    limits = Limits(max_model_len, block_size, num_blocks, max_num_seqs, max_num_batched_tokens)
-    return limits, MemoryBudget(weights, num_blocks * per_block, activations, logits)
+        size = given * per_block
+        if settings.model.max_model_len is None and given * block_size < kept:
+            max_model_len = kept = given * block_size
+    num_blocks, num_window_blocks = size // per_block, 0
+    if pools is not None:
+        num_blocks, num_window_blocks = pools.divide(size, max_model_len)
+        per_block = pools.bytes_per_whole_block
+    window_bytes = 0 if pools is None else num_window_blocks * pools.bytes_per_window_block
+    _check_fit(max_model_len, kept, num_blocks, block_size, per_block, room - window_bytes)
+    limits = Limits(max_model_len, block_size, num_blocks, max_num_seqs, max_num_batched_tokens, num_window_blocks)
+    return limits, MemoryBudget(weights, num_blocks * per_block + window_bytes, activations, logits)
 
 
 def _batch_limits(settings: SchedulerSettings, defaults: DeviceDefaults) -> tuple[int, int]:

@@ -82,7 +82,7 @@ class ModelRunner:
         self._model = model
         self._layers = storage.layers
         self._forward = self._plain_forward if forward is None else forward
-        self._builder = BatchBuilder(storage.block_size, device)
+        self._builder = BatchBuilder(storage.block_size, device, storage.num_pools)
         self._sampler = Sampler(vocab_size, device)
         self._pooler = ChunkPooler(model, pooling)
         self._adapter_rows = adapter_rows
@@ -94,6 +94,8 @@ class ModelRunner:
         """
         seq = Sequence(Request(0, [0] * WARM_UP_TOKENS, SamplingParams(), max_tokens=1))
         seq.block_table = [0] * WARM_UP_TOKENS
+        seq.whole = Sequence(seq.request)
+        seq.whole.block_table = seq.block_table
         last = WARM_UP_TOKENS - 1
         for start, tokens in ((0, (0,) * last), (last, (0,))):
             self.submit([Scheduled(seq, start, tokens, (), True, seq.epoch)]).sample({})

@@ -68,9 +68,7 @@ class RecordedForward:
 
     def _record(self, batch: ForwardBatch, width: int) -> Tensor:
         T, own = len(batch.token_ids_T), batch.rows
-        tables = torch.zeros(T, width, dtype=torch.int32)
-        lengths = torch.empty_like(own.seq_lens_S)
-        rows = PagedRows(torch.empty_like(own.slot_mapping_T), tables, own.cu_seqlens_q.clone(), lengths, 1)
+        rows = _like(own, width, None if own.whole is None else _like(own.whole, width))
         token_ids_T, positions_T = torch.empty_like(batch.token_ids_T), torch.empty_like(batch.positions_T)
         _fill(batch, token_ids_T, positions_T, rows)
         with recording(self._arena) as made:
@@ -84,11 +82,24 @@ class RecordedForward:
         return x_TD
 
 
+def _like(rows: PagedRows, width: int, whole: PagedRows | None = None) -> PagedRows:
+    """Room for such rows, with tables of ``width`` entries."""
+    tables = torch.zeros(len(rows.seq_lens_S), width, dtype=torch.int32)
+    inputs = torch.empty_like(rows.slot_mapping_T), tables, rows.cu_seqlens_q.clone(), torch.empty_like(rows.seq_lens_S)
+    return PagedRows(*inputs, 1, whole)
+
+
 def _fill(batch: ForwardBatch, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> None:
     """Bring a step's inputs to where the calls read them. With one row each, ``cu_seqlens_q`` is always the same."""
     token_ids_T.copy_(batch.token_ids_T)
     positions_T.copy_(batch.positions_T)
-    rows.slot_mapping_T.copy_(batch.rows.slot_mapping_T)
-    rows.seq_lens_S.copy_(batch.rows.seq_lens_S)
-    tables = batch.rows.block_tables_SB
+    _fill_rows(batch.rows, rows)
+    if batch.rows.whole is not None and rows.whole is not None:
+        _fill_rows(batch.rows.whole, rows.whole)
+
+
+def _fill_rows(given: PagedRows, rows: PagedRows) -> None:
+    rows.slot_mapping_T.copy_(given.slot_mapping_T)
+    rows.seq_lens_S.copy_(given.seq_lens_S)
+    tables = given.block_tables_SB
     rows.block_tables_SB[:, : tables.shape[1]].copy_(tables)

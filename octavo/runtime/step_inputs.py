@@ -55,8 +55,9 @@ class Field(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def layout(shape: StepShape) -> tuple[dict[str, Field], int]:
-    """The arrays of a step by name, and where the packed block tables begin."""
+def layout(shape: StepShape, num_pools: int = 1) -> tuple[dict[str, Field], int]:
+    """The arrays of a step by name, and where the packed block tables begin: those of all sequences in one pool, then,
+    if there are two, those in the pool of the layers that see all positions."""
     T, S = shape.num_rows, shape.num_seqs
     wanted = {
         "num_words": ("int64", 1),
@@ -88,6 +89,8 @@ def layout(shape: StepShape) -> tuple[dict[str, Field], int]:
         }
     if shape.has_adapters:
         wanted["adapters"] = ("int32", T)
+    if num_pools == 2:
+        wanted["whole_slot_mapping"] = ("int64", T)
     fields, end = {}, 0
     for name, (dtype, size) in wanted.items():
         fields[name] = Field(dtype, size, end)
@@ -95,17 +98,18 @@ def layout(shape: StepShape) -> tuple[dict[str, Field], int]:
     return fields, end
 
 
-def num_bytes(shape: StepShape, width: int) -> int:
+def num_bytes(shape: StepShape, width: int, num_pools: int = 1) -> int:
     """What a step of this shape takes with block tables of ``width`` entries."""
-    return -(-(layout(shape)[1] + 4 * shape.num_seqs * width) // ALIGNMENT) * ALIGNMENT
+    tables = 4 * num_pools * shape.num_seqs * width
+    return -(-(layout(shape, num_pools)[1] + tables) // ALIGNMENT) * ALIGNMENT
 
 
 class HostStep:
     """A step's arrays in a buffer of the host (uint8)."""
 
-    def __init__(self, buffer: Tensor, shape: StepShape) -> None:
+    def __init__(self, buffer: Tensor, shape: StepShape, num_pools: int = 1) -> None:
         self._raw = buffer.numpy()
-        fields, self._tables_at = layout(shape)
+        fields, self._tables_at = layout(shape, num_pools)
         self._num_seqs = shape.num_seqs
         self.arrays = {name: self._raw[field.start : field.end].view(field.dtype) for name, field in fields.items()}
 
@@ -115,14 +119,16 @@ class HostStep:
         array[: len(values)] = values
         array[len(values) :] = padding
 
-    def fill_tables(self, tables: npt.NDArray[np.int32]) -> None:
-        """Set the block tables of the first sequences, and with them how much of the buffer is in use."""
-        width = tables.shape[1]
+    def fill_tables(self, *tables: npt.NDArray[np.int32]) -> None:
+        """Set the block tables of the first sequences in each pool, and with them how much of the buffer is in use."""
+        width = tables[0].shape[1]
         self.arrays["width"][0] = width
-        end = self._tables_at + 4 * self._num_seqs * width
-        packed = self._raw[self._tables_at : end].view(np.int32).reshape(self._num_seqs, width)
-        packed[: len(tables)] = tables
-        packed[len(tables) :] = 0
+        end = self._tables_at
+        for of_pool in tables:
+            start, end = end, end + 4 * self._num_seqs * width
+            packed = self._raw[start:end].view(np.int32).reshape(self._num_seqs, width)
+            packed[: len(of_pool)] = of_pool
+            packed[len(of_pool) :] = 0
         self.arrays["num_words"][0] = -(-end // 8)
 
 
@@ -158,24 +164,22 @@ class DeviceStep(NamedTuple):
     """The place of the adapter that each row wants, see ``ops.stacked_lora``."""
 
 
-def view_step(buffer: Tensor, shape: StepShape, block_tables_SB: Tensor) -> DeviceStep:
-    """The tensors of a step in ``buffer`` (uint8); its block tables are those that ``stage_step`` fills in."""
-    fields, tables_at = layout(shape)
+def view_step(buffer: Tensor, shape: StepShape, block_tables_PSB: Tensor) -> DeviceStep:
+    """The tensors of a step in ``buffer`` (uint8); its block tables are those that ``stage_step`` fills in, of each of
+    P pools."""
+    fields, tables_at = layout(shape, len(block_tables_PSB))
     at = {name: buffer[f.start : f.end].view(getattr(torch, f.dtype)) for name, f in fields.items()}
     tables_end = tables_at + (len(buffer) - tables_at) // 4 * 4
+    lengths = at["cu_seqlens"], at["seq_lens"], shape.max_query_len
+    tables = [tables_SB[: shape.num_seqs] for tables_SB in block_tables_PSB]
+    whole = PagedRows(at["whole_slot_mapping"], tables[1], *lengths) if len(tables) == 2 else None
     return DeviceStep(
         token_ids_T=at["token_ids"],
         positions_T=at["positions"],
         cells_S=at["cells"],
         width=at["width"],
         packed_tables=buffer[tables_at:tables_end].view(torch.int32),
-        rows=PagedRows(
-            at["slot_mapping"],
-            block_tables_SB[: shape.num_seqs],
-            at["cu_seqlens"],
-            at["seq_lens"],
-            shape.max_query_len,
-        ),
+        rows=PagedRows(at["slot_mapping"], tables[0], *lengths, whole),
         params=SampleParams(
             temperature=at["temperature"],
             min_p=at["min_p"],

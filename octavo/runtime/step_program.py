@@ -1,6 +1,7 @@
 """Everything that a device does in a step, from the packed inputs to the tokens; nothing in it waits for the host.
 
-Shapes: T rows, S sequences, C cells, Q steps whose results are kept, W numbers of a report, D model, V vocabulary.
+Shapes: T rows, S sequences, P pools of blocks, B entries of a block table, C cells, Q steps whose results are kept,
+W numbers of a report, D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from octavo import ops
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.registry import CausalLM
+from octavo.ops.attention import PagedRows
 from octavo.runtime.graphs import Kind, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.step_extras import ExtraTables
@@ -56,9 +58,12 @@ class StepProgram:
         self._model = model
         self._layers = storage.layers
         self._adapter_rows = adapter_rows
-        self._tables_SB = torch.zeros(largest.num_seqs, limits.max_blocks, dtype=torch.int32, device=device)
+        tables = storage.num_pools, largest.num_seqs, limits.max_blocks
+        self._tables_PSB = torch.zeros(tables, dtype=torch.int32, device=device)
         self._steps: dict[StepShape, DeviceStep] = {}
-        self._inputs = torch.zeros(num_bytes(largest, limits.max_blocks), dtype=torch.uint8, device=device)
+        self._inputs = torch.zeros(
+            num_bytes(largest, limits.max_blocks, storage.num_pools), dtype=torch.uint8, device=device
+        )
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_steps = 0
         """Steps that were started; the device counts them too."""
@@ -89,18 +94,12 @@ class StepProgram:
         """Compute the step of this shape whose inputs have been packed."""
         step = self._steps.get(shape)
         if step is None:
-            step = self._steps[shape] = view_step(self._inputs, shape, self._tables_SB)
+            step = self._steps[shape] = view_step(self._inputs, shape, self._tables_PSB)
         rows = step.rows
         ops.pull_step(self._inputs, self.uploads_QB, self._counter)
-        ops.stage_step(
-            step.token_ids_T,
-            rows.cu_seqlens_q,
-            step.cells_S,
-            self.last_tokens_C,
-            step.packed_tables,
-            step.width,
-            rows.block_tables_SB,
-        )
+        self._stage(step, rows)
+        if rows.whole is not None:
+            self._stage(step, rows.whole, shape.num_seqs)
         if step.extras is not None:
             self.extras.remember(step, step.extras)
         with self._adapted(step):
@@ -113,6 +112,18 @@ class StepProgram:
             tokens_S = ops.sample(self.extras.adjust(logits_SV, step, step.extras), step.params)
             self.extras.report(logits_SV, tokens_S, step.extras)
         ops.publish_tokens(tokens_S, step.cells_S, self.last_tokens_C, self.results_QS, self._counter)
+
+    def _stage(self, step: DeviceStep, rows: PagedRows, first: int = 0) -> None:
+        ops.stage_step(
+            step.token_ids_T,
+            rows.cu_seqlens_q,
+            step.cells_S,
+            self.last_tokens_C,
+            step.packed_tables,
+            step.width,
+            rows.block_tables_SB,
+            first,
+        )
 
     def _adapted(self, step: DeviceStep) -> contextlib.AbstractContextManager[None]:
         if step.adapters_T is None:

@@ -34,7 +34,7 @@ from octavo.ops.sample import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE
 from octavo.ops.stacked_lora import NOBODY
 from octavo.runtime import sampler
 from octavo.runtime.block_copies import StepQueue
-from octavo.runtime.cells import Cells
+from octavo.runtime.cells import Cells, Tables
 from octavo.runtime.graphs import Graphs, Kind, first_extra_shapes, first_shapes, graph_shapes, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import LAST_TOKEN, ModelRunner
@@ -102,7 +102,7 @@ class StreamRunner:
         self._batch_invariant = batch_invariant
         self._by_host = ModelRunner(model, storage, vocab_size, pooling=pooling, adapter_rows=adapter_rows)
         self._adapter_rows = adapter_rows
-        self._cells = Cells(limits.max_num_seqs, limits.max_blocks)
+        self._cells = Cells(limits.max_num_seqs, limits.max_blocks, storage.num_pools)
         self._program = self._make_program()
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
@@ -277,7 +277,9 @@ class StreamRunner:
         index = self._program.num_steps % STEPS_IN_FLIGHT
         host = self._host_steps.get((index, shape))
         if host is None:
-            host = self._host_steps[index, shape] = HostStep(self._program.uploads_QB[index], shape)
+            host = self._host_steps[index, shape] = HostStep(
+                self._program.uploads_QB[index], shape, self._storage.num_pools
+            )
         cells = self._cells
         tokens: list[int | None] = []
         for item in plan:
@@ -294,11 +296,10 @@ class StreamRunner:
             seq_of_row = np.repeat(np.arange(len(plan)), lens)
             positions = np.arange(len(tokens)) - first_rows[seq_of_row] + starts[seq_of_row]
             of_row = of_seq[seq_of_row]
-        blocks = cells.tables_CB[of_row, positions // self._storage.block_size].astype(np.int64)
         width = -(-int(ends.max(initial=1)) // self._storage.block_size)
         host.fill("token_ids", np.array(tokens, dtype=np.int64), 0)
         host.fill("positions", positions, 0)
-        host.fill("slot_mapping", blocks * self._storage.block_size + positions % self._storage.block_size, -1)
+        host.fill("slot_mapping", self._slots(cells.tables, of_row, positions), -1)
         host.fill("cells", of_seq, self._limits.max_num_seqs)
         host.fill("seeds", cells.seeds[of_seq], 0)
         host.fill("cu_seqlens", first_rows, len(tokens))
@@ -308,13 +309,25 @@ class StreamRunner:
         host.fill("temperature", cells.temperature[of_seq], 0)
         host.fill("min_p", cells.min_p[of_seq], 0)
         host.fill("top_p", cells.top_p[of_seq], 1)
-        host.fill_tables(cells.tables_CB[of_seq, :width])
+        if cells.whole_tables is None:
+            host.fill_tables(cells.tables.tables_CB[of_seq, :width])
+        else:
+            host.fill("whole_slot_mapping", self._slots(cells.whole_tables, of_row, positions), -1)
+            host.fill_tables(cells.tables.tables_CB[of_seq, :width], cells.whole_tables.tables_CB[of_seq, :width])
         if shape.has_adapters and self._adapter_rows is not None:
             places = [self._adapter_rows.places.get(item.seq.request.adapter, NOBODY) for item in plan]
             host.fill("adapters", np.repeat(np.array(places, dtype=np.int32), counts), NOBODY)
         if shape.has_extras:
             self._program.extras.tell(plan, cells, of_seq.tolist())
             pack_extras(host, plan, cells, of_seq)
+
+    def _slots(
+        self, tables: Tables, cells: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        block_size = self._storage.block_size
+        blocks = tables.tables_CB[cells, positions // block_size].astype(np.int64)
+        slots: npt.NDArray[np.int64] = blocks * block_size + positions % block_size
+        return slots
 
     def _looks_for_adapters(self, plan: Plan, has_extras: bool) -> bool:
         """Where no row may depend on the others, all steps are of one kind: a map without adapters is rounded less."""

@@ -25,6 +25,11 @@ def _cache_usage(counts: Counts) -> float:
     return stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
 
 
+def _window_usage(counts: Counts) -> float:
+    stats = counts.stats
+    return stats.num_used_window_blocks / stats.num_window_blocks if stats.num_window_blocks else 0.0
+
+
 def _fragmentation(counts: Counts) -> float:
     """Shared blocks are full, so every empty position is in a block that one request holds."""
     num_positions = counts.stats.num_used_blocks * (0 if counts.info is None else counts.info.block_size)
@@ -35,6 +40,11 @@ GAUGES: list[tuple[str, str, Reader]] = [
     ("vllm:num_requests_running", "Requests in the running batch after the last step.", lambda c: c.stats.num_running),
     ("vllm:num_requests_waiting", "Accepted requests that are not in the running batch.", _waiting),
     ("vllm:kv_cache_usage_perc", "Share of KV cache blocks that a request holds, 0 to 1.", _cache_usage),
+    (
+        "octavo_kv_cache_window_usage_perc",
+        "The same of the blocks of layers with windows, where only some layers have one; else 0.",
+        _window_usage,
+    ),
     (
         "octavo_kv_cache_idle_blocks",
         "KV cache blocks that no request holds and the prefix cache keeps for reuse.",

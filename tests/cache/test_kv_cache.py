@@ -27,7 +27,7 @@ def found(cache: KVCache, tokens: list[int], salt: str = "") -> list[int]:
 
 def fill(cache: KVCache, seq: Sequence, num_tokens: int) -> None:
     """Compute positions up to ``num_tokens``, the way the scheduler counts it."""
-    cache.num_filled += num_tokens - seq.num_computed_tokens
+    cache.note_filled(num_tokens - seq.num_computed_tokens)
     seq.num_computed_tokens = num_tokens
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.cache.test_kv_cache import fill, make_sequence
 TOKENS = list(range(20))
 
 
-def walk(cache: KVCache, seq: Sequence, num_tokens: int, chunk: int) -> int:
+def walk(cache: KVCache, seq: Sequence, num_tokens: int, chunk: int, others: Iterable[Sequence] = ()) -> int:
     """Compute ``seq`` up to ``num_tokens`` in chunks, as the scheduler does; the most blocks in use on the way."""
     most = 0
     while seq.num_computed_tokens < num_tokens:
@@ -23,7 +24,7 @@ def walk(cache: KVCache, seq: Sequence, num_tokens: int, chunk: int) -> int:
         fill(cache, seq, end)
         cache.publish(seq, end)
         cache.slide(seq, end)
-        cache.check([seq])
+        cache.check([seq, *others])
     return most
 
 
@@ -113,6 +114,34 @@ def test_random_sequences_never_hold_more_than_a_window_and_a_step() -> None:
             assert walk(cache, seq, len(tokens), chunk) <= most
             cache.release(seq)
             cache.check([])
+
+
+def test_ends_of_texts_outlive_what_a_long_text_leaves_behind() -> None:
+    cache = KVCache(20, 2, window=5)
+    ends = [[30 + i, *range(7)] for i in range(4)]
+    for tokens in ends:
+        seq = begin(cache, tokens)
+        walk(cache, seq, 8, 4)
+        cache.release(seq)
+    seq = begin(cache, list(range(100, 160)))
+    walk(cache, seq, 60, 4)
+    cache.release(seq)
+    cache.check([])
+    assert [cache.match(make_sequence([*tokens, 99])).depth for tokens in ends] == [4] * 4
+
+
+def test_what_several_texts_begin_with_is_given_up_like_an_end() -> None:
+    cache = KVCache(24, 2, window=5)
+    for i in range(3):
+        seq = begin(cache, [*TOKENS[:10], 50 + i, *TOKENS])
+        assert seq.num_computed_tokens == (10 if i else 0)
+        walk(cache, seq, 31, 4)
+        cache.release(seq)
+    long = begin(cache, list(range(100, 140)))
+    walk(cache, long, 40, 4)
+    cache.release(long)
+    assert cache.match(make_sequence([*TOKENS[:10], 99])).depth == 5
+    cache.check([])
 
 
 def test_a_match_is_repeated_only_when_the_tree_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,10 +96,22 @@ def test_an_adapter_is_checked_against_its_model(tmp_path: Path, capsys: pytest.
     assert "use_dora" in capsys.readouterr().err
 
 
-def test_a_window_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_checkpoint(tmp_path, "mistral/window")
+@pytest.mark.parametrize(
+    ("row", "layers"), [("mistral/window", "every layer has"), ("gpt_oss/sinks", "2 of 3 layers have")]
+)
+def test_a_window_is_said(row: str, layers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_checkpoint(tmp_path, row)
     assert main(["models", str(tmp_path), "--device", "cpu", "--num-kv-blocks", "40", "--block-size", "16"]) == 0
-    assert "every layer has a window: keys and values of 7 positions" in capsys.readouterr().out
+    assert f"{layers} a window: keys and values of {model.config.sliding_window} positions" in capsys.readouterr().out
+
+
+def test_memory_is_that_of_both_pools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A context for which blocks of all layers would not do: two of three layers have windows."""
+    make_checkpoint(tmp_path, "gpt_oss/sinks")
+    sizes = ["--device", "cpu", "--num-kv-blocks", "15", "--block-size", "16", "--max-num-batched-tokens", "32"]
+    assert main(["models", str(tmp_path), *sizes, "--max-model-len", "400", "--max-num-seqs", "1"]) == 0
+    assert "fits on cpu, with contexts of 400 tokens" in capsys.readouterr().out
+    assert main(["models", str(tmp_path), *sizes, "--max-model-len", "400", "--kv-offload-memory", "0.1"]) == 1
 
 
 @pytest.mark.parametrize("row", ["llama/one_kv_head_tied", "gpt2/small", "deepseek_v3/groups", "gpt_oss/sinks"])

@@ -54,6 +54,12 @@ FEATURES = {
     "windows, tight": Features(window=True, tight=True),
     "windows, tight, faults and overlap": Features(window=True, tight=True, fault_rate=0.03, depth=2),
     "windows without prefix caching": Features(window=True, prefix_caching=False, depth=2, aborts=True),
+    "hybrid": Features(hybrid=True),
+    "hybrid, drafts and overlap": Features(hybrid=True, drafts=True, depth=2),
+    "hybrid, tight": Features(hybrid=True, tight=True),
+    "hybrid, tight, faults and overlap": Features(hybrid=True, tight=True, fault_rate=0.03, depth=2),
+    "hybrid, no partial blocks, prompts first": Features(hybrid=True, parts=False, decode_interval=9, depth=2),
+    "hybrid without prefix caching": Features(hybrid=True, prefix_caching=False, depth=2, aborts=True, drafts=True),
     "memory below": Features(tiers="host", tight=True),
     "memory and files below": Features(tiers="disk", tight=True, depth=2, fault_rate=0.03),
     "everything": Features(2, True, True, 0.03, True, True, True, "priority", tight=True),
@@ -144,7 +150,8 @@ def test_there_were_many_steps_with_every_choice_of_every_setting() -> None:
         tiers=st.sampled_from(["none", "host", "disk"]),
         tight=st.booleans(),
         window=st.booleans(),
-    ).filter(lambda features: features.prefix_caching or features.tiers == "none"),
+        hybrid=st.booleans(),
+    ).filter(lambda features: features.tiers == "none" or (features.prefix_caching and not features.hybrid)),
 )
 @settings(max_examples=150, deadline=None)
 def test_any_combination_of_features(seed: int, features: Features) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from octavo.cache.eviction import POLICIES as EVICTIONS
+from octavo.cache.hybrid_cache import HybridCache
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.node import Node
 from octavo.config import SchedulerSettings
@@ -40,6 +42,8 @@ class Features:
     """Whether blocks are reused in part."""
     window: bool = False
     """Rows look back to a few positions only."""
+    hybrid: bool = False
+    """In some layers alone."""
     tiers: str = "none"
     """Where blocks go that the cache gives up: none, host or disk, which has host memory above it."""
     tight: bool = False
@@ -60,6 +64,8 @@ class Workload:
     eviction: str
     watermark: float
     window: int = 0
+    num_whole_blocks: int = 0
+    """Beside the others, where only some layers have windows."""
 
 
 @dataclass
@@ -84,16 +90,7 @@ class Record:
 class WatchedCache(KVCache):
     """Asserts that a prefix is found as far as it was ever computed, when nothing is evicted."""
 
-    def __init__(self, workload: Workload, prefix_caching: bool) -> None:
-        eviction = workload.eviction if prefix_caching else "lru"
-        super().__init__(
-            workload.num_blocks,
-            workload.block_size,
-            prefix_caching,
-            eviction=eviction,
-            watermark=workload.watermark,
-            window=workload.window,
-        )
+    def watch(self, workload: Workload, prefix_caching: bool) -> None:
         self.must_find = workload.is_roomy and prefix_caching
         self.history: list[tuple[str, list[int | None]]] = []
         self.num_adopted = 0
@@ -120,6 +117,27 @@ class WatchedCache(KVCache):
         return next((i for i in range(most) if computed[i] != seq.tokens[i]), most)
 
 
+class WatchedHybrid(WatchedCache, HybridCache):
+    """The same for two pools."""
+
+
+def watched_cache(workload: Workload, prefix_caching: bool) -> WatchedCache:
+    """A cache for ``workload``."""
+    settings: dict[str, Any] = {
+        "eviction": workload.eviction if prefix_caching else "lru",
+        "watermark": workload.watermark,
+        "window": workload.window,
+    }
+    sizes = workload.block_size, prefix_caching
+    cache: WatchedCache
+    if workload.num_whole_blocks:
+        cache = WatchedHybrid(workload.num_blocks, workload.num_whole_blocks, *sizes, **settings)
+    else:
+        cache = WatchedCache(workload.num_blocks, *sizes, **settings)
+    cache.watch(workload, prefix_caching)
+    return cache
+
+
 def random_workload(rng: random.Random, features: Features) -> tuple[Workload, set[int]]:
     """A workload, and the ids of the requests in it that use a grammar."""
     block_size = rng.choice([1, 2, 4, 8])
@@ -135,21 +153,28 @@ def random_workload(rng: random.Random, features: Features) -> tuple[Workload, s
             prompt = [*rng.choice(prefixes)[: rng.randrange(31)], *_tokens(rng, rng.randrange(1, 12))]
         requests.append(_random_request(rng, request_id, prompt, request_id in grammar_users))
     sizes = [-(-(len(r.prompt_tokens) + max(r.max_tokens, 1) - 1) // block_size) for r in requests]
-    window, budget = rng.choice([1, 2, 5, 17]) if features.window else 0, 0
-    if features.window:
+    has_window = features.window or features.hybrid
+    window, budget = rng.choice([1, 2, 5, 17]) if has_window else 0, 0
+    if has_window:
         budget = rng.choice([4, 8, 17])
     is_roomy = rng.random() < 0.3 and not features.tight
-    if features.window and not is_roomy:
+    num_whole = _num_blocks(rng, features, sizes, is_roomy) if features.hybrid else 0
+    if has_window and not is_roomy:
         sizes = [min(size, -(-(window + budget) // block_size) + 1) for size in sizes]
-    num_spare = rng.randrange(3 if features.tight else max(sizes) * 2)
-    num_blocks = sum(sizes) + 1 if is_roomy else max(sizes) + num_spare
+    num_blocks = _num_blocks(rng, features, sizes, is_roomy)
     max_num_seqs = min(budget or 16, 16 if features.tight else rng.choice([1, 2, 4, 16]))
     budget = budget or max(max_num_seqs, rng.choice([1, 3, 8, 32, 200]))
     eviction = rng.choice(list(EVICTIONS))
     watermark = rng.choice([0.0, 0.0, 0.1, 0.5])
     return Workload(
-        requests, block_size, num_blocks, max_num_seqs, budget, is_roomy, eviction, watermark, window
+        requests, block_size, num_blocks, max_num_seqs, budget, is_roomy, eviction, watermark, window, num_whole
     ), grammar_users
+
+
+def _num_blocks(rng: random.Random, features: Features, sizes: list[int], is_roomy: bool) -> int:
+    """Blocks of a pool in which the requests hold at most so many each."""
+    num_spare = rng.randrange(3 if features.tight else max(sizes) * 2)
+    return sum(sizes) + 1 if is_roomy else max(sizes) + num_spare
 
 
 def _later_turn(rng: random.Random, request: Request) -> list[int]:
@@ -205,15 +230,18 @@ class Run:
                 self.trouble.poison[request.id] = position
             elif features.bad_rows and rng.random() < 0.3:
                 self.trouble.bad_rows[request.id] = position
-        self.cache = WatchedCache(self.workload, features.prefix_caching)
+        self.cache = watched_cache(self.workload, features.prefix_caching)
         self.runner = OracleRunner(
             self.workload.block_size,
             self.trouble,
             reads_live_tables=rng.random() < 0.5,
             window=self.workload.window,
+            is_hybrid=self.workload.num_whole_blocks > 0,
         )
         if features.parts:
             self.cache.copy_slots = self.runner.copy_slots
+            if self.cache.whole is not self.cache:
+                self.cache.whole.copy_slots = self.runner.copy_whole_slots
         self.engine = Engine(
             Scheduler(
                 self.cache,
@@ -281,6 +309,9 @@ class Run:
         scheduler, cache = self.engine.scheduler, self.cache
         assert cache.num_used == 0, "blocks leaked"
         assert cache.num_free + cache.num_cached == self.workload.num_blocks
+        whole = cache.whole
+        assert whole.num_used == 0, "blocks of the other pool leaked"
+        assert whole.num_free + whole.num_cached == whole.num_blocks
         assert not scheduler.waiting._heap, "the waiting queue keeps something"
         assert not scheduler.suspects.is_active, "somebody is suspected for ever"
         stats = self.engine.stats()

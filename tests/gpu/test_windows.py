@@ -1,4 +1,4 @@
-"""A model of windows on a CUDA device, with blocks for little more than one of them. Skipped where there is none."""
+"""Models of windows on a CUDA device, with blocks for little more than one of them. Skipped where there is none."""
 
 from __future__ import annotations
 
@@ -46,6 +46,42 @@ def generate(folder: Path, device: str, **settings: Any) -> list[list[int]]:
         results = [*llm.generate(PROMPTS, GREEDY), *llm.generate([*PROMPTS, PROMPTS[0] + PROMPTS[2]], GREEDY)]
         llm.engine.check()
     return [list(result.outputs[0].token_ids) for result in results]
+
+
+@pytest.fixture(scope="module")
+def hybrid_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for Qwen 2, of whose four layers the last two have windows."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=2,
+        initializer_range=0.5,
+        tie_word_embeddings=False,
+    )
+    folder = tmp_path_factory.mktemp("qwen2")
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch_invariant": True}, {"enforce_eager": True}], ids=str)
+@pytest.mark.parametrize("num_blocks", [26, 34, 200])
+def test_two_pools_give_the_tokens_of_the_cpu(
+    hybrid_checkpoint: Path, num_blocks: int, settings: dict[str, Any]
+) -> None:
+    """The first sizes are those of the longest prompt and its answer, and of little more."""
+    limits = {"num_kv_blocks": num_blocks, "max_model_len": 512, "max_num_seqs": 2}
+    expected = generate(hybrid_checkpoint, "cpu", num_kv_blocks=200, kv_offload_memory=0.01)
+    assert generate(hybrid_checkpoint, "cuda", **limits, **settings) == expected
 
 
 @pytest.mark.parametrize("num_blocks", [8, 14, 200])

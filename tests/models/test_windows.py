@@ -1,7 +1,11 @@
-"""Models whose layers all have windows: little memory, however long the text, and the same tokens."""
+"""Models of windows: little memory, however long the text, and the same tokens.
+
+Of some models all layers have windows; of others only some, so that a text is short in one pool and long in the other.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +31,15 @@ def make_llm(folder: Path, window: int, num_seqs: int, **settings: Any) -> LLM:
     return LLM(folder, device="cpu", dtype="float32", max_model_len=MAX_LEN, **{**sizes, **settings})
 
 
-def watch(llm: LLM) -> list[int]:
-    """Blocks in use after each step, which is checked too."""
+def watch(llm: LLM, look: Callable[[], int] | None = None) -> list[int]:
+    """What ``look`` sees after each step, or the blocks in use; each step is checked too."""
     used: list[int] = []
     step = llm.engine.step
 
     def checked() -> Any:
         outputs = step()
         llm.engine.check()
-        used.append(llm.engine.stats().num_used_blocks)
+        used.append(llm.engine.stats().num_used_blocks if look is None else look())
         return outputs
 
     llm.engine.step = checked  # type: ignore[method-assign]
@@ -86,8 +90,82 @@ def test_the_memory_plan_asks_for_a_window_and_a_step(tmp_path: Path) -> None:
         assert llm.info.max_model_len == MAX_LEN
 
 
-def test_only_a_model_whose_layers_all_have_windows_gives_back() -> None:
+HYBRIDS = {"gemma2/capped": 7, "gpt_oss/sinks": 9}
+
+
+def make_hybrid(folder: Path, **settings: Any) -> LLM:
+    sizes = {"block_size": BLOCK_SIZE, "max_num_batched_tokens": STEP, "max_num_seqs": 4, "kv_cache_memory": 0.01}
+    return LLM(folder, device="cpu", dtype="float32", **{"max_model_len": MAX_LEN, **sizes, **settings})
+
+
+@pytest.mark.parametrize("row", HYBRIDS)
+def test_layers_with_windows_hold_a_window_and_a_step_of_any_length(row: str, tmp_path: Path) -> None:
+    model, most = make_checkpoint(tmp_path, row), -(-(HYBRIDS[row] + STEP) // BLOCK_SIZE) + 1
+    with make_hybrid(tmp_path, max_num_seqs=1) as llm:
+        cache = llm.engine.scheduler.cache
+        used, whole = watch(llm, lambda: cache.num_used), watch(llm)
+        tokens = list(llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids)
+        again = llm.generate([[*PROMPT, *tokens]], GREEDY)[0]
+        assert again.num_cached_tokens >= len(PROMPT) + len(tokens) - 1 - BLOCK_SIZE
+    assert max(used) <= most
+    assert max(whole) == -(-(2 * len(tokens) + len(PROMPT) - 1) // BLOCK_SIZE)
+    for prompt, result in ((PROMPT, tokens), ([*PROMPT, *tokens], list(again.outputs[0].token_ids))):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + result]), use_cache=False).logits[0]
+        assert result == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+
+
+def test_a_text_fits_that_did_not_fit_in_blocks_of_all_layers(tmp_path: Path) -> None:
+    """A third of the layers sees everything, so that of 60 blocks of all layers more than 100 can be made."""
+    make_checkpoint(tmp_path, "gpt_oss/sinks", layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    with pytest.raises(ConfigError, match="lower max_model_len to 240"):
+        make_hybrid(tmp_path, kv_cache_memory=None, num_kv_blocks=60, kv_offload_memory=0.1)
+    with make_hybrid(tmp_path, kv_cache_memory=None, num_kv_blocks=60) as llm:
+        assert llm.info.num_kv_blocks >= MAX_LEN // BLOCK_SIZE == 100
+        assert 0 < llm.info.num_window_blocks < 60
+        per_block = llm.info.memory["kv_cache"] / (llm.info.num_kv_blocks + 2 * llm.info.num_window_blocks)
+        assert 179 <= llm.info.memory["kv_cache"] / per_block <= 180
+        found = llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
+    with make_hybrid(tmp_path, kv_offload_memory=0.1) as llm:
+        assert llm.info.num_window_blocks == 0
+        assert llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == found
+
+
+def test_more_texts_run_at_once_in_the_same_memory(tmp_path: Path) -> None:
+    """Eight of the nine layers have windows of 7 positions, and texts are of 250."""
+    make_checkpoint(
+        tmp_path, "gemma3/two_ropes", num_hidden_layers=9, layer_types=["sliding_attention"] * 8 + ["full_attention"]
+    )
+    prompts = [random_tokens(210, i) for i in range(5)]
+    sizes: dict[str, Any] = {"kv_cache_memory": None, "num_kv_blocks": 126, "max_num_seqs": 8, "max_model_len": 260}
+    sizes["max_num_batched_tokens"] = 60
+    running, results = [], []
+    for more in ({"kv_offload_memory": 0.1}, {}):
+        with make_hybrid(tmp_path, **sizes, **more) as llm:
+            stats = watch(llm, lambda llm=llm: llm.engine.stats().num_running)  # type: ignore[misc]
+            results.append([result.outputs[0].token_ids for result in llm.generate(prompts, GREEDY)])
+            running.append(max(stats))
+            assert llm.engine.stats().num_preemptions == 0
+    assert running == [2, 5]
+    assert results[0] == results[1]
+
+
+def test_many_of_a_hybrid_at_once_give_what_each_gives_alone(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gemma2/capped")
+    prompts = [PROMPT, PROMPT[:150] + random_tokens(40, 1), random_tokens(90, 2), PROMPT[:280], random_tokens(5, 3)]
+    with make_hybrid(tmp_path, kv_offload_memory=0.1) as llm:
+        assert llm.info.num_window_blocks == 0
+        alone = [llm.generate([prompt], GREEDY)[0].outputs[0].token_ids for prompt in prompts]
+    with make_hybrid(tmp_path, kv_cache_memory=None, num_kv_blocks=70, max_num_batched_tokens=5) as llm:
+        assert 0 < llm.info.num_window_blocks < 70
+        watch(llm)
+        for _ in range(2):
+            assert [result.outputs[0].token_ids for result in llm.generate(prompts, GREEDY)] == alone
+
+
+def test_the_window_of_a_model_is_that_of_its_widest_layer() -> None:
     sizes = {"vocab_size": 9, "hidden_size": 8, "num_layers": 3, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
     more = {"architecture": "x", "ffn_size": 8, "norm_eps": 1.0, "max_position_embeddings": 99, "eos_token_ids": ()}
-    for windows, window in (((5, 5, 5), 5), ((5, 9, 5), 9), ((5, 0, 5), 0), ((), 0)):
-        assert ModelConfig(**sizes, **more, tie_word_embeddings=False, windows=windows).window == window  # type: ignore[arg-type]
+    for windows, window, whole in (((5, 5, 5), 5, ()), ((5, 9, 5), 9, ()), ((5, 0, 5), 5, (1,)), ((), 0, (0, 1, 2))):
+        config = ModelConfig(**sizes, **more, tie_word_embeddings=False, windows=windows)  # type: ignore[arg-type]
+        assert (config.window, config.whole_layers) == (window, whole)

@@ -29,7 +29,7 @@ MUTANTS = [
     Mutant(SCHEDULER, "num_spare=len(self.running)", "num_spare=0"),
     Mutant(SCHEDULER, "is_sorted = is_sorted and (newest is None or newest.order < seq.order)", "is_sorted = True"),
     Mutant(SCHEDULER, "budget, num_aside = budget + num_aside, 0", "budget = budget + num_aside"),
-    Mutant(SCHEDULER, "self.cache.num_filled += whole - rest", "self.cache.num_filled += whole"),
+    Mutant(SCHEDULER, "self.cache.note_filled(whole - rest)", "self.cache.note_filled(whole)"),
     Mutant("engine/shares.py", "samples = end == len(tokens)", "samples = end >= len(tokens) - 1"),
     Mutant("engine/shares.py", "if seq.num_in_flight or position < len(seq.tokens):", "if position < len(seq.tokens):"),
     # Who is preempted, and who leaves.

@@ -118,6 +118,7 @@ def attention_numba(
 
     Raises ``IndexError`` when lengths, slots or block numbers do not fit the tensors.
     """
+    rows = rows.of(cache)
     _check(qkv_TW, heads, cache, rows)
     N, K, H = heads.num_heads, heads.num_kv_heads, heads.head_dim
     qkv, T = qkv_TW.float().contiguous(), len(qkv_TW)

@@ -21,6 +21,7 @@ def attention_triton(
     Where results may not depend on other rows, one kernel takes all rows: a token computed alone, and again in a chunk
     of its sequence after a preemption, must come out the same.
     """
+    rows = rows.of(cache)
     if rows.max_query_len == 1 and not is_invariant():
         return decode_attention(qkv_TW, heads, cos_TR, sin_TR, cache, rows)
     q_TNH = rotate_store(qkv_TW, heads, cos_TR, sin_TR, cache.keys, cache.values, rows.slot_mapping_T)

@@ -21,6 +21,7 @@ def stage_step_triton(
     packed_tables: Tensor,
     width: Tensor,
     block_tables_SB: Tensor,
+    first: int = 0,
 ) -> None:
     """See ``ops.stage_step``."""
     launch(
@@ -34,6 +35,7 @@ def stage_step_triton(
         width,
         block_tables_SB,
         block_tables_SB.stride(0),
+        first,
         BLOCK=BLOCK,
         num_warps=1,
     )
@@ -49,6 +51,7 @@ def _stage_kernel(
     width_at: tl.tensor,
     tables: tl.tensor,
     table_stride: tl.tensor,
+    first: tl.tensor,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -60,7 +63,7 @@ def _stage_kernel(
         sampled = tl.load(last_tokens + tl.load(cells + seq))
         tl.store(token_ids + end - 1, tl.where(known < 0, tl.maximum(sampled, 0).to(tl.int64), known))
     width = tl.load(width_at)
-    packed += seq.to(tl.int64) * width
+    packed += (first + seq).to(tl.int64) * width
     tables += seq.to(tl.int64) * table_stride
     i = tl.arange(0, BLOCK)
     for start in range(0, width, BLOCK):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from octavo.ops.apply_rope import apply_rope
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
+from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, WholeLayerCache, attention
 from octavo.ops.paged_attention import paged_attention
 from octavo.ops.rms_norm import rms_norm
 from octavo.ops.triton.attention import attention_triton
@@ -83,6 +84,22 @@ def test_steps_are_those_of_the_reference(spans: list[tuple[int, int]]) -> None:
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
     for a, b in zip(cache, expected_cache, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("run", [attention, attention.reference, attention_triton])
+def test_a_layer_of_the_other_pool_goes_by_its_own_tables(run: Callable[..., Tensor]) -> None:
+    contexts, heads = Contexts([40, 70]), make_heads()
+    cache, expected_cache = WholeLayerCache(*contexts.cache()), contexts.cache()
+
+    def in_other_pool(*step: Any) -> Tensor:
+        *inputs, cache, rows = step
+        lengths = rows.cu_seqlens_q, rows.seq_lens_S, rows.max_query_len
+        return run(*inputs, cache, PagedRows(-rows.slot_mapping_T, -rows.block_tables_SB, *lengths, rows))
+
+    for spans in ([(0, 39), (0, 33)], [(39, 40), (33, 34)]):
+        expected = contexts.step(attention.reference, heads, expected_cache, spans)
+        for a, b in zip(contexts.step(in_other_pool, heads, cache, spans), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
 def attend_stored(

@@ -12,25 +12,27 @@ from octavo.ops.triton.rotary_angles import rotary_angles_triton
 from octavo.ops.triton.stage_step import stage_step_triton
 
 
+@pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("width", [1, 3, 300])
-def test_stage_step(device: str, width: int) -> None:
+def test_stage_step(device: str, width: int, first: int) -> None:
     counts = [1, 4, 1, 0, 2, 0]
     cu_seqlens = torch.tensor([0, *counts]).cumsum(0).int()
     tokens = torch.randint(0, 1000, (10,))
     tokens[[0, 5, 7]] = -1
     cells = torch.tensor([3, 0, 2, 7, 1, 7])
     last_tokens = torch.tensor([10, 11, -2, 13, 14, 15, 16, 17], dtype=torch.int32)
-    packed = torch.randint(0, 100, (6 * width + 5,), dtype=torch.int32)
+    packed = torch.randint(0, 100, ((first + 6) * width + 5,), dtype=torch.int32)
     results = []
     for where, run in (("cpu", ops.stage_step.reference), (device, stage_step_triton)):
         ids, tables = tokens.clone().to(where), torch.full((8, 310), -7, dtype=torch.int32, device=where)
         steps = torch.tensor([width], dtype=torch.int32)
-        run(ids, *(x.to(where) for x in (cu_seqlens, cells, last_tokens, packed, steps)), tables)
+        run(ids, *(x.to(where) for x in (cu_seqlens, cells, last_tokens, packed, steps)), tables, first)
         results.append((ids.cpu(), tables.cpu()))
     (ids, tables), (found_ids, found_tables) = results
     assert ids[[0, 5, 7]].tolist() == [13, 0, 11]
     assert torch.equal(found_ids, ids)
     assert torch.equal(found_tables, tables)
+    assert torch.equal(tables[:6, :width], packed[first * width : (first + 6) * width].view(6, width))
     assert (tables[6:] == -7).all()
     assert (tables[:, width:] == -7).all()
 
