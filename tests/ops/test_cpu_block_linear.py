@@ -79,7 +79,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(kind: str) -> Non
     try:
         for count in (1, 2, 3):
             threads.set_num_threads(count)
-            for num_rows in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 64, 255, 256, 257, 300):
+            for num_rows in (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 16, 23, 64, 256, 257, 258, 259, 300):
                 start = (300 - num_rows) // 2
                 assert torch.equal(block_linear(x[start : start + num_rows], packed), alone[start : start + num_rows])
     finally:
@@ -107,6 +107,27 @@ def test_tiny_and_zero_rows() -> None:
     assert bool((found[:2] == 0).all())
     assert found[2].abs().max() > 0
     assert block_linear(torch.zeros(0, 64), packed).shape == (0, 20)
+
+
+@needs_float_kernels
+@pytest.mark.parametrize("number", [0, 255])
+def test_the_largest_sums_are_exact(number: int) -> None:
+    values, scales = torch.full((1, 3, 8, 16, 4), number, dtype=torch.uint8), torch.ones(1, 3, 1, 16)
+    packed = PackedBlocks("Q8_0", (16, 96), 8, 128, values, scales)
+    for sign in (-1.0, 1.0):
+        expected = torch.full((13, 16), sign * 96 * 127 * (number - 128))
+        assert torch.equal(block_linear(torch.full((13, 96), sign * 127), packed), expected)
+
+
+@needs_float_kernels
+def test_a_row_whose_numbers_are_too_large_spoils_itself_alone() -> None:
+    packed, x = PackedBlocks.pack(random_blocks("Q4_1", 33, 256)), torch.randn(9, 256)
+    expected = block_linear(x, packed)
+    x[4] *= 1e36
+    found = block_linear(x, packed)
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert torch.equal(found[others], expected[others])
+    assert not found[4].isfinite().any()
 
 
 @needs_float_kernels

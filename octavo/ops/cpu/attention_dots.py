@@ -47,6 +47,8 @@ SCORE_ROWS = 3
 """Queries that ``score`` takes at a time: with eight keys each, their sums just fit the registers."""
 MAX_ROWS = 4
 """Rows that ``gather`` takes at a time. Six would fit, save little, and take a second more to compile."""
+WEIGH_ROWS = 4
+"""Rows that ``exponentials`` takes at a time: each alone would mostly wait for itself."""
 WIDTHS = (4, 1)
 """Vectors of the head that ``gather`` takes at a time."""
 
@@ -211,29 +213,37 @@ def _emit_gather(
 
 
 @emitted
-def exponentials(context: Any, scores: Any, num_vectors: Any, state: Any) -> Any:
-    """Replace scores by e ** (score - largest score); put the largest and the sum at ``state``.
+def exponentials(context: Any, scores: Any, score_stride: Any, num_vectors: Any, states: Any, state_stride: Any) -> Any:
+    """Replace scores of WEIGH_ROWS rows by e ** (score - largest score of the row).
 
-    What is not to count is -inf. The largest is LOWEST at least, so that a row of -inf gives zeros.
+    The largest and the sum are put at each row's state. What is not to count is -inf, which changes no bit of the
+    rest. The largest is LOWEST at least, so that a row of -inf gives zeros.
     """
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        scores, num_vectors, state = args
-        with Loop(b, num_vectors, [constant(F32x16, LOWEST)]) as loop:
-            here = load(b, F32x16, offset(b, scores, (loop.index, VECTOR_BYTES)))
-            loop.carried = [call(b, "llvm.maxnum.v16f32", F32x16, [loop.carried[0], here])]
-        most = call(b, "llvm.vector.reduce.fmax.v16f32", F32, [loop.results[0]])
-        largest = splat(b, most)
-        with Loop(b, num_vectors, [constant(F32x16, 0.0)]) as loop:
-            at = offset(b, scores, (loop.index, VECTOR_BYTES))
-            weight = exp(b, b.fsub(load(b, F32x16, at), largest))
-            store(b, weight, at)
-            loop.carried = [b.fadd(loop.carried[0], weight)]
-        store(b, most, state)
-        store(b, sum_one(b, loop.results[0]), state, 4)
+        scores, score_stride, num_vectors, states, state_stride = args
+        rows = [offset(b, scores, (score_stride, row)) for row in range(WEIGH_ROWS)]
+        with Loop(b, num_vectors, [constant(F32x16, LOWEST)] * WEIGH_ROWS) as loop:
+            here = [load(b, F32x16, offset(b, row, (loop.index, VECTOR_BYTES))) for row in rows]
+            pairs = zip(loop.carried, here, strict=True)
+            loop.carried = [call(b, "llvm.maxnum.v16f32", F32x16, pair) for pair in pairs]
+        most = [call(b, "llvm.vector.reduce.fmax.v16f32", F32, [x]) for x in loop.results]
+        largest = [splat(b, x) for x in most]
+        with Loop(b, num_vectors, [constant(F32x16, 0.0)] * WEIGH_ROWS) as loop:
+            sums = []
+            for row, x, total in zip(rows, largest, loop.carried, strict=True):
+                at = offset(b, row, (loop.index, VECTOR_BYTES))
+                weight = exp(b, b.fsub(load(b, F32x16, at), x))
+                store(b, weight, at)
+                sums.append(b.fadd(total, weight))
+            loop.carried = sums
+        for i, (x, total) in enumerate(zip(most, loop.results, strict=True)):
+            state = offset(b, states, (state_stride, i))
+            store(b, x, state)
+            store(b, sum_one(b, total), state, 4)
         return c.get_dummy_value()
 
-    return types.void(*([types.intp] * 3)), emit
+    return types.void(*([types.intp] * 5)), emit
 
 
 @emitted

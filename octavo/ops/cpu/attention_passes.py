@@ -1,8 +1,9 @@
 """The three passes of attention over one part of a context: see ``attention_tiles``.
 
 What is worked on: ``queries`` float32 [rows, width] at ``positions`` int64 [rows], of neighbouring tokens in order, all
-of one kv head; their ``scores`` float32 [rows, PART + 16] over the part; its ``runs``, as ``list_runs`` gave them; and
-room for a run of float32 rows, ``copy``.
+of one kv head; their ``scores`` float32 [rows and some, PART + 16] over the part; its ``runs``, as ``list_runs`` gave
+them; the queries ``turned``, float32 [chunks, width, 16] and a chunk for keys; and room for float32 rows,
+``copy`` [RUN + 16, width]. ``turned`` and ``copy`` are for what is not read in place.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from octavo.ops.cpu.attention_dots import (
     MAX_ROWS,
     SCORE_ROWS,
     STATE_BYTES,
+    WEIGH_ROWS,
     exponentials,
     gather,
     score,
     score_one,
     soft_cap,
 )
+from octavo.ops.cpu.attention_turned import CHUNK_ROWS, score_turned, turn
 from octavo.ops.cpu.compiled import inlined
 from octavo.ops.cpu.half import widen
 from octavo.ops.cpu.vector_ir import FLOAT32, FORMAT_BYTES, LANES
@@ -57,43 +60,64 @@ def list_runs(a: Any, table: Any, head: int, begin: int, end: int, runs: Any) ->
 
 
 @inlined
-def _are_read_in_place(number_format: int, a: Any, num_rows: int) -> bool:
-    """Whether cached rows are multiplied as they are: for a few rows, it takes no longer to convert them each time."""
-    return a.width == a.H and (number_format == FLOAT32 or num_rows <= IN_PLACE_ROWS)
+def are_read_in_place(number_format: int, a: Any, num_rows: int) -> bool:
+    """Whether cached rows are multiplied as they are: for a few rows, that takes no longer than copying and turning."""
+    return a.width == a.H and num_rows <= IN_PLACE_ROWS
 
 
 @inlined
-def _copy_rows(number_format: int, a: Any, rows: int, count: int, copy: Any) -> Any:
-    """Bring ``count`` rows of a cache into ``copy`` as float32 rows of whole vectors; its address."""
-    if a.width == a.H:
-        widen(number_format, rows, copy.ctypes.data, count * a.H)
-    else:
-        for j in range(count):
-            widen(number_format, rows + FORMAT_BYTES[number_format] * j * a.H, copy[j].ctypes.data, a.H)
-    return copy.ctypes.data
+def _copy_runs(number_format: int, a: Any, cache: int, first: int, num_runs: int, runs: Any, copy: Any) -> Any:
+    """Bring runs from ``first`` on into ``copy`` as float32 rows of whole vectors; gives how many of both."""
+    row_bytes, n, count = FORMAT_BYTES[number_format] * a.H, 0, 0
+    while first + n < num_runs and count + runs[first + n, COUNT] <= RUN:
+        rows, more = cache + row_bytes * runs[first + n, PLACE], runs[first + n, COUNT]
+        if a.width == a.H:
+            widen(number_format, rows, copy[count].ctypes.data, more * a.H)
+        else:
+            for j in range(more):
+                widen(number_format, rows + row_bytes * j, copy[count + j].ctypes.data, a.H)
+        n, count = n + 1, count + more
+    return n, count
 
 
 @inlined
 def score_rows(number_format: int, a: Any, begin: int, num_runs: int, work: Any) -> None:
     """First pass over the part from ``begin`` on: for each row scores of what it sees, and some that mean nothing."""
-    queries, _, _, runs, copy = work
+    queries, _, _, runs, _, copy = work
     row_bytes = FORMAT_BYTES[number_format] * a.H
+    if not are_read_in_place(number_format, a, len(queries)):
+        i = 0
+        while i < num_runs:
+            n, count = _copy_runs(number_format, a, a.k_cache, i, num_runs, runs, copy)
+            _score_copy(a, begin, runs[i, COLUMN], count, work)
+            i += n
+        return
     for i in range(num_runs):
-        keys = a.k_cache + row_bytes * runs[i, PLACE]
-        if _are_read_in_place(number_format, a, len(queries)):
-            ahead = a.v_cache + row_bytes * runs[0, PLACE]
-            if i + 1 < num_runs:
-                ahead = a.k_cache + row_bytes * runs[i + 1, PLACE]
-            _score_run(number_format, 1, a, begin, runs[i], keys, ahead, work)
-        else:
-            keys = _copy_rows(number_format, a, keys, runs[i, COUNT], copy)
-            _score_run(FLOAT32, 0, a, begin, runs[i], keys, 0, work)
+        keys, ahead = a.k_cache + row_bytes * runs[i, PLACE], a.v_cache + row_bytes * runs[0, PLACE]
+        if i + 1 < num_runs:
+            ahead = a.k_cache + row_bytes * runs[i + 1, PLACE]
+        _score_run(number_format, a, begin, runs[i], keys, ahead, work)
 
 
 @inlined
-def _score_run(kind: int, asks: int, a: Any, begin: int, run: Any, keys: int, ahead: int, work: Any) -> None:
-    """Scores of one run's keys, of format ``kind``; if it ``asks``, as many bytes are brought near from ``ahead``."""
-    queries, positions, scores, _, _ = work
+def _score_copy(a: Any, begin: int, column: int, count: int, work: Any) -> None:
+    """Scores of ``count`` keys in ``copy``: sixteen are turned at a time. Behind the last, lanes mean nothing."""
+    queries, positions, scores, _, turned, copy = work
+    num_steps, keys = a.width // LANES, turned[len(turned) - 1].ctypes.data
+    for j in range(0, count, LANES):
+        turn(copy[j].ctypes.data, num_steps, keys)
+        start = begin + column + j
+        for first in range(0, len(queries), CHUNK_ROWS):
+            last = min(first + CHUNK_ROWS, len(queries)) - 1
+            if start <= positions[last] and start + LANES > first_seen(a, positions[first]):
+                query, out = turned[first // LANES].ctypes.data + 4 * (first % LANES), scores[first].ctypes.data
+                score_turned(query, keys, num_steps, out + 4 * (column + j), scores.strides[0])
+
+
+@inlined
+def _score_run(kind: int, a: Any, begin: int, run: Any, keys: int, ahead: int, work: Any) -> None:
+    """Scores of one run's keys, of format ``kind``; as many bytes are brought near from ``ahead`` on."""
+    queries, positions, scores, _, _, _ = work
     row_bytes, num_steps, strides = (
         FORMAT_BYTES[kind] * a.width,
         a.width // LANES,
@@ -107,7 +131,7 @@ def _score_run(kind: int, asks: int, a: Any, begin: int, run: Any, keys: int, ah
                 continue
             query, out = queries[first].ctypes.data, scores[first].ctypes.data + 4 * (run[COLUMN] + j)
             if j + LANES <= run[ROOM]:
-                score(kind, asks, query, strides[0], n, here, num_steps, out, strides[1], asked)
+                score(kind, 1, query, strides[0], n, here, num_steps, out, strides[1], asked)
                 continue
             for row in range(n):  # what lies behind a block may be anything, or nothing
                 for k in range(min(LANES, run[COUNT] - j)):
@@ -118,18 +142,21 @@ def _score_run(kind: int, asks: int, a: Any, begin: int, run: Any, keys: int, ah
 @inlined
 def weigh_rows(a: Any, begin: int, end: int, work: Any, parts: Any) -> None:
     """Second pass: scores to weights; each row's largest score and sum of weights."""
-    _, positions, scores, _, _ = work
-    for row in range(len(scores)):
-        low, high = max(0, first_seen(a, positions[row]) - begin), min(end, positions[row] + 1) - begin
-        vectors = (max(0, high) + LANES - 1) // LANES
-        at = scores[row].ctypes.data
-        if a.softcap:
-            soft_cap(at, vectors, np.float32(a.softcap))
-        for i in range(min(low, vectors * LANES)):
-            scores[row, i] = -np.inf
-        for i in range(max(0, high), vectors * LANES):
-            scores[row, i] = -np.inf
-        exponentials(at, vectors, parts[row].ctypes.data)
+    queries, positions, scores, _, _, _ = work
+    num_rows = len(queries)
+    for first in range(0, num_rows, WEIGH_ROWS):
+        last = min(first + WEIGH_ROWS, num_rows) - 1
+        vectors = (min(end, positions[last] + 1) - begin + LANES - 1) // LANES
+        for row in range(first, last + 1):
+            low, high = max(0, first_seen(a, positions[row]) - begin), min(end, positions[row] + 1) - begin
+            if a.softcap:
+                soft_cap(scores[row].ctypes.data, vectors, np.float32(a.softcap))
+            for i in range(min(low, vectors * LANES)):
+                scores[row, i] = -np.inf
+            for i in range(max(0, high), vectors * LANES):
+                scores[row, i] = -np.inf
+        at, state = scores[first].ctypes.data, parts[first].ctypes.data
+        exponentials(at, scores.strides[0], max(0, vectors), state, parts.strides[0])
 
 
 @inlined
@@ -138,29 +165,40 @@ def gather_rows(number_format: int, a: Any, begin: int, num_runs: int, work: Any
 
     ``later`` is the address of the keys that come after the last of these values.
     """
-    queries, _, _, runs, copy = work
+    queries, _, _, runs, _, copy = work
     row_bytes = FORMAT_BYTES[number_format] * a.H
+    if not are_read_in_place(number_format, a, len(queries)):
+        i = 0
+        while i < num_runs:
+            n, count = _copy_runs(number_format, a, a.v_cache, i, num_runs, runs, copy)
+            _gather_run(FLOAT32, 0, a, begin, runs[i, COLUMN], count, copy.ctypes.data, 0, work, parts)
+            i += n
+        return
     for i in range(num_runs):
-        values = a.v_cache + row_bytes * runs[i, PLACE]
-        if _are_read_in_place(number_format, a, len(queries)):
-            ahead = later
-            if i + 1 < num_runs:
-                ahead = a.v_cache + row_bytes * runs[i + 1, PLACE]
-            _gather_run(number_format, 1, a, begin, runs[i], values, ahead, work, parts)
-        else:
-            values = _copy_rows(number_format, a, values, runs[i, COUNT], copy)
-            _gather_run(FLOAT32, 0, a, begin, runs[i], values, 0, work, parts)
+        values, ahead = a.v_cache + row_bytes * runs[i, PLACE], later
+        if i + 1 < num_runs:
+            ahead = a.v_cache + row_bytes * runs[i + 1, PLACE]
+        _gather_run(number_format, 1, a, begin, runs[i, COLUMN], runs[i, COUNT], values, ahead, work, parts)
 
 
 @inlined
 def _gather_run(
-    kind: int, asks: int, a: Any, begin: int, run: Any, values: int, ahead: int, work: Any, parts: Any
+    kind: int,
+    asks: int,
+    a: Any,
+    begin: int,
+    column: int,
+    count: int,
+    values: int,
+    ahead: int,
+    work: Any,
+    parts: Any,
 ) -> None:
-    """The weighted values of one run; see ``_score_run``."""
-    _, positions, scores, _, _ = work
-    start, count, column = begin + run[COLUMN], run[COUNT], run[COLUMN]
-    for first in range(0, len(scores), MAX_ROWS):
-        n = min(MAX_ROWS, len(scores) - first)
+    """The weighted values of ``count`` positions; if it ``asks``, as many bytes are brought near from ``ahead`` on."""
+    queries, positions, scores, _, _, _ = work
+    start = begin + column
+    for first in range(0, len(queries), MAX_ROWS):
+        n = min(MAX_ROWS, len(queries) - first)
         low = max(0, first_seen(a, positions[first + n - 1]) - start)
         high = max(low, min(count, positions[first] + 1 - start))
         # What some rows see and not all comes before the rest, row by row, and after it; in one loop, since each call

@@ -9,7 +9,8 @@ are three passes through float32 scratch memory::
 
 Parts are merged in the order of their positions. No pass lets a row's arithmetic depend on which rows share its
 tile, so chunks may be cut anywhere, and the parts of a single row may be computed by different threads.
-For many rows, runs of a 16-bit cache are first copied out as float32, as are those of a head that is not whole vectors.
+For many rows, keys and values are first copied out as float32, as are those of a head that is not whole vectors, and
+scores are computed from turned chunks: see ``attention_turned``.
 """
 
 from __future__ import annotations
@@ -20,13 +21,23 @@ from typing import Any
 import numpy as np
 
 from octavo.ops.cpu.attention_dots import LOWEST, STATE_BYTES, merge
-from octavo.ops.cpu.attention_passes import PART, RUN, first_seen, gather_rows, list_runs, score_rows, weigh_rows
+from octavo.ops.cpu.attention_passes import (
+    PART,
+    RUN,
+    are_read_in_place,
+    first_seen,
+    gather_rows,
+    list_runs,
+    score_rows,
+    weigh_rows,
+)
 from octavo.ops.cpu.attention_rows import STEP
+from octavo.ops.cpu.attention_turned import turn
 from octavo.ops.cpu.compiled import compiled_task, inlined
 from octavo.ops.cpu.memory import fields, keep, read, view
 from octavo.ops.cpu.vector_ir import FORMAT_BYTES, LANES
 
-TILE_ROWS = 24
+TILE_ROWS = 48
 """Rows of a tile, at least the query heads of one token."""
 STATE = STATE_BYTES // 4
 
@@ -89,9 +100,14 @@ def attend_task(number_format: int) -> int:
 
     def attend(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, STEP)
-        group, most = a.N // a.K, max(a.N // a.K, TILE_ROWS)
-        queries, copy = np.empty((most, a.width), np.float32), np.zeros((RUN, a.width), np.float32)
-        scores, positions = np.empty((most, PART + LANES), np.float32), np.empty(most, np.int64)
+        group, rows = a.N // a.K, 0
+        for item in range(begin, end):
+            rows = max(rows, _tile_of(a, item).num_tokens * group)
+        chunks, room = (rows + LANES - 1) // LANES, 0 if are_read_in_place(number_format, a, rows) else RUN + LANES
+        most = chunks * LANES
+        queries, copy = np.zeros((most, a.width), np.float32), np.zeros((room, a.width), np.float32)
+        turned = np.empty((chunks + 1, a.width, LANES), np.float32)
+        scores, positions = np.zeros((most, PART + LANES), np.float32), np.empty(most, np.int64)
         totals, parts = np.empty((most, STATE + a.width), np.float32), np.empty((most, STATE + a.width), np.float32)
         runs, source = np.empty((PART + 1, 4), np.int64), view(a.q, a.T * a.N * a.width, np.float32)
         for item in range(begin, end):
@@ -102,7 +118,10 @@ def attend_task(number_format: int) -> int:
                 _copy(source[at : at + a.width], queries[row])
                 positions[row] = tile.start + row // group
                 _begin(totals[row])
-            work = queries[:num_rows], positions, scores[:num_rows], runs, copy
+            work = queries[:num_rows], positions, scores, runs, turned, copy
+            if not are_read_in_place(number_format, a, num_rows):
+                for chunk in range((num_rows + LANES - 1) // LANES):
+                    turn(queries[chunk * LANES].ctypes.data, a.width // LANES, turned[chunk].ctypes.data)
             for part in range(tile.first_part, tile.last_part):
                 for row in range(num_rows):
                     _begin(parts[row])
@@ -120,7 +139,7 @@ def attend_task(number_format: int) -> int:
                     _finish(a, tile.row + row // group, head * group + row % group, totals[row])
                 else:
                     _copy(parts[row], _slot(a, tile.slot, head * group + row))
-        keep((queries, positions, scores, totals, parts, runs, copy))
+        keep((queries, positions, scores, totals, parts, runs, turned, copy))
 
     return compiled_task(attend)
 

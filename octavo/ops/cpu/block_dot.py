@@ -61,9 +61,9 @@ from octavo.ops.cpu.vector_ir import (
 )
 
 STEP_BYTES = 4 * LANES
-TOKEN_COUNTS = ((4, 2, 1), (6, 4, 2, 1)) if HAS_VNNI else ((4, 1), (2, 1))
+TOKEN_COUNTS = ((6, 4, 2, 1), (6, 4, 2, 1)) if HAS_VNNI else ((4, 1), (2, 1))
 """Tokens that are multiplied at once with a panel and with a pair: with the most, all sums just fit the registers."""
-PAIR_FROM = 6
+PAIR_FROM = 12
 """Tokens for which panels are taken apart."""
 
 Scales = tuple[ir.Value, ir.Value | None]

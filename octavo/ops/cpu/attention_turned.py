@@ -1,0 +1,93 @@
+"""Scores of many rows: queries and keys are turned first, so that a lane is a key and no sum runs across lanes.
+
+A *turned* chunk is sixteen rows as columns, float32 [width, 16]. The order of a score's additions is that of ``score``
+in ``attention_dots``: sixteen partial sums along the head, then those 8, 4, 2 and 1 apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from octavo.ops.cpu.compiled import emitted
+from octavo.ops.cpu.vector_ir import (
+    F32,
+    LANES,
+    F32x16,
+    Loop,
+    constant,
+    fma,
+    load,
+    offset,
+    shuffle,
+    splat,
+    store,
+)
+
+VECTOR_BYTES = 4 * LANES
+CHUNK_ROWS = 4
+"""Queries that ``score_turned`` takes at a time: with four partial sums each, all just fit the registers."""
+
+
+@emitted
+def turn(context: Any, rows: Any, num_steps: Any, out: Any) -> Any:
+    """Turn sixteen float32 rows of ``num_steps`` vectors, which lie one after the other, into a chunk at ``out``."""
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        rows, num_steps, out = args
+        with Loop(b, num_steps, []) as loop:
+            at, to = offset(b, rows, (loop.index, VECTOR_BYTES)), offset(b, out, (loop.index, LANES * VECTOR_BYTES))
+            vectors = [load(b, F32x16, offset(b, at, (num_steps, VECTOR_BYTES * i))) for i in range(LANES)]
+            for i, vector in enumerate(_turned(b, vectors)):
+                store(b, vector, to, VECTOR_BYTES * i)
+        return c.get_dummy_value()
+
+    return types.void(*([types.intp] * 3)), emit
+
+
+def _turned(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
+    """Swap the halves of each pair of vectors that lie 8 apart, the quarters of those 4 apart, and so on."""
+    for distance in (8, 4, 2, 1):
+        low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+        high = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
+        for i in range(LANES):
+            if not i & distance:
+                x, y = vectors[i], vectors[i + distance]
+                vectors[i], vectors[i + distance] = shuffle(b, x, y, low), shuffle(b, x, y, high)
+    return vectors
+
+
+@emitted
+def score_turned(context: Any, queries: Any, keys: Any, num_steps: Any, out: Any, out_stride: Any) -> Any:
+    """Dot products of CHUNK_ROWS columns of a chunk, from ``queries`` on, with the 16 of a chunk of keys."""
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        queries, keys, num_steps, out, out_stride = args
+        sums = [_quarter(b, queries, keys, num_steps, first) for first in (0, 2, 1, 3)]
+        for row in range(CHUNK_ROWS):
+            even, odd = b.fadd(sums[0][row], sums[1][row]), b.fadd(sums[2][row], sums[3][row])
+            store(b, b.fadd(even, odd), offset(b, out, (out_stride, row)))
+        return c.get_dummy_value()
+
+    return types.void(*([types.intp] * 5)), emit
+
+
+def _quarter(b: ir.IRBuilder, queries: ir.Value, keys: ir.Value, num_steps: ir.Value, first: int) -> list[ir.Value]:
+    """For each query, the four partial sums from ``first`` on, added up; they lie 4 apart."""
+    places = [first + 4 * i for i in range(4)]
+    with Loop(b, num_steps, [constant(F32x16, 0.0)] * (4 * CHUNK_ROWS)) as loop:
+        totals = list(loop.carried)
+        query, key = (offset(b, x, (loop.index, LANES * VECTOR_BYTES)) for x in (queries, keys))
+        for i, place in enumerate(places):
+            k = load(b, F32x16, key, VECTOR_BYTES * place)
+            for row in range(CHUNK_ROWS):
+                q = splat(b, load(b, F32, query, VECTOR_BYTES * place + 4 * row))
+                totals[4 * row + i] = fma(b, q, k, totals[4 * row + i])
+        loop.carried = totals
+    sums = []
+    for row in range(CHUNK_ROWS):
+        p = loop.results[4 * row : 4 * row + 4]
+        sums.append(b.fadd(b.fadd(p[0], p[2]), b.fadd(p[1], p[3])))
+    return sums
