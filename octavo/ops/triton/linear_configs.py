@@ -30,7 +30,7 @@ FEW_ROWS = 64
 """Up to here memory is the limit whatever the shape, the defaults are good, and an entry serves any rows of its bucket.
 
 Above, only what was measured is good, and for just as many rows: tiles that are filled in part cost more than whole
-ones, since the copy engine is slow beyond the end of a matrix (Qwen3-8B's gates: 157 us for 512 rows, 232 for 288)."""
+ones, since the copy engine is slow beyond the end of a matrix (Qwen3-8B's gates: 157 us for 512 rows, 232 for 272)."""
 
 LinearConfig = GemvConfig | SkinnyConfig | None
 """``None`` leaves the products to cuBLAS."""
