@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import re
@@ -22,6 +23,12 @@ import pytest
 import torch
 
 import tests.triton_interpreter  # noqa: F401 (before anything else imports triton)
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that was imported out of every later search for garbage: an engine begins with one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
