@@ -127,6 +127,9 @@ class SchedulerSettings:
     ttft_target: float | None = setting(
         None, "seconds to the first token that the deadline policy aims at; default: 1", low=0.001
     )
+    tpot_target: float | None = setting(
+        None, "seconds for each token after it, on average, that the deadline policy aims at; default: none", low=0.0001
+    )
     tenant_weights: str | None = setting(
         None, "shares of tenants under the fair policy, such as 'a=2,b=0.5'; default: 1 each"
     )
@@ -349,6 +352,7 @@ def _check_offload(model: ModelSettings, cache: CacheSettings) -> None:
 OWNERS = {
     "policy_ageing": ("priority", "shortest-first", "longest-prefix"),
     "ttft_target": ("deadline",),
+    "tpot_target": ("deadline",),
     "tenant_weights": ("fair",),
     "turn_tokens": ("decode-round-robin",),
 }
@@ -360,10 +364,11 @@ def _check_policy(scheduler: SchedulerSettings, cache: CacheSettings) -> None:
     for name, policies in OWNERS.items():
         if getattr(scheduler, name) is not None and policy not in policies:
             raise ConfigError(f"{name} needs scheduling_policy {' or '.join(policies)}; it is {policy}")
-    if scheduler.decode_interval is not None and scheduler.max_itl is not None:
-        raise ConfigError(
-            "decode_interval and max_itl: one lets those who decode wait for prompts, the other forbids it; give one"
-        )
+    for name in ("max_itl", "tpot_target"):
+        if scheduler.decode_interval is not None and getattr(scheduler, name) is not None:
+            raise ConfigError(
+                f"decode_interval and {name}: one lets those who decode wait for prompts, the other forbids it"
+            )
     if policy == "longest-prefix" and not cache.enable_prefix_caching:
         raise ConfigError("scheduling_policy longest-prefix needs enable_prefix_caching: it looks for cached prompts")
 

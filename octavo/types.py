@@ -65,6 +65,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who is charged for this request, under the fair policy."""
     ttft_target: float = 0.0
     """Seconds from arrival in which the first token should come, under the deadline policy; 0: the server's own."""
+    tpot_target: float = 0.0
+    """Seconds that each token after it should take on average, under the deadline policy; 0: the server's, if any."""
     task: Task = "generate"
     """Anything else comes with the last token of the prompt, as ``values``, and ``max_tokens`` is 0."""
     second_start: int | None = None

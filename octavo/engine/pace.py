@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import inf
+
 from octavo.types import Plan
 
 FORGETTING = 0.99
@@ -25,10 +28,12 @@ class Pace:
     one for each sequence. The three are fitted to the steps so far by recursive least squares with forgetting
     (Plackett 1950; Ljung, "System Identification", section 11.2). Since a step computes what the model allowed, an
     error shows in the next step, and where steps are not linear the fit follows the work of the moment.
+
+    ``wanted`` are seconds in which some want their next token. The least of them bounds a step as ``max_itl`` does.
     """
 
-    def __init__(self, max_itl: float) -> None:
-        self.limit = max_itl * MARGIN
+    def __init__(self, max_itl: float | None) -> None:
+        self.max_itl = max_itl or inf
         self._fit = [0.0, 0.0, 0.0]
         self._doubt = [[DOUBT if row == column else 0.0 for column in range(3)] for row in range(3)]
         self._num_seen = 0
@@ -67,16 +72,20 @@ class Pace:
             doubt = [[value / FORGETTING for value in row] for row in doubt]
         self._doubt = doubt
 
-    def budget(self, num_running: int, limit: int) -> int:
+    def _bound(self, wanted: Iterable[float]) -> float:
+        """Seconds that a step may be expected to take."""
+        return MARGIN * min([self.max_itl, *wanted])
+
+    def budget(self, num_running: int, limit: int, wanted: Iterable[float] = ()) -> int:
         """Tokens for the next step, at most ``limit``; never fewer than one for each that runs."""
         if not num_running or not self._anyone_waits_for_tokens:
             return limit
-        room = self.limit - self.predict(0, num_running)
+        room = self._bound(wanted) - self.predict(0, num_running)
         if room >= self.per_chunk_token * limit:
             return limit
         num_chunk_tokens = int(room / self.per_chunk_token) if self.per_chunk_token else 0
         return min(limit, num_running + max(LEAST_CHUNK, num_chunk_tokens))
 
-    def admits(self, num_running: int) -> bool:
+    def admits(self, num_running: int, wanted: Iterable[float] = ()) -> bool:
         """Whether one more may run beside ``num_running`` others."""
-        return num_running == 0 or self.predict(0, num_running + 1) <= self.limit
+        return num_running == 0 or self.predict(0, num_running + 1) <= self._bound(wanted)

@@ -75,7 +75,7 @@ class Scheduler:
         """The policy, which is the queue of those who wait."""
         self.choose_victim = VICTIMS.get(settings.preemption_victim, self.waiting.choose_victim)
         self.interval = DecodeInterval(settings.decode_interval or 1)
-        self.pace = None if settings.max_itl is None else Pace(settings.max_itl)
+        self.pace = Pace(settings.max_itl) if settings.max_itl or self.waiting.has_targets else None
         self.running: dict[int, Sequence] = {}
         """By id, and always in the order of ``Sequence.order``."""
         self.leaving: set[Sequence] = set()
@@ -127,7 +127,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         num_behind = len(self.running)
         if self.pace is not None:
-            budget = self.pace.budget(num_behind, budget)
+            budget = self.pace.budget(num_behind, budget, self.waiting.seconds_left())
         whole = budget
         favoured, num_aside = self._set_aside(budget) if self.cut else (None, 0)
         budget -= num_aside
@@ -226,7 +226,7 @@ class Scheduler:
         num_running = len(self.running)
         if num_running + len(self.leaving) >= self.max_num_seqs:
             return False
-        return self.pace is None or self.pace.admits(num_running)
+        return self.pace is None or self.pace.admits(num_running, self.waiting.targets())
 
     def _next_in(self) -> Sequence | None:
         """The first in line, if it can enter."""

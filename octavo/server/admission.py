@@ -56,6 +56,7 @@ class Asked:
     cache_salt: str = ""
     tenant: str = ""
     ttft_target: float = 0.0
+    tpot_target: float = 0.0
     session: str = ""
     cache_ttl: float = 0.0
     timeout: float | None = None
@@ -175,6 +176,7 @@ class Admission:
                     adapter=adapter,
                     tenant=asked.tenant,
                     ttft_target=asked.ttft_target,
+                    tpot_target=asked.tpot_target,
                     session=asked.session,
                     cache_ttl=asked.cache_ttl,
                     task=asked.task,

@@ -213,3 +213,5 @@ def test_json_may_be_a_mapping(tmp_path: Path) -> None:
 def test_waiting_for_prompts_and_a_limit_between_tokens_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="decode_interval and max_itl"):
         load("--decode-interval", "4", "--max-itl", "0.1")
+    with pytest.raises(ConfigError, match="decode_interval and tpot_target"):
+        load("--decode-interval", "4", "--scheduling-policy", "deadline", "--tpot-target", "0.1")

@@ -36,6 +36,12 @@ def test_an_unknown_policy_is_refused() -> None:
     [
         ({"tenant_weights": "a=1"}, "tenant_weights needs scheduling_policy fair; it is fcfs"),
         ({"ttft_target": 1.0, "scheduling_policy": "fair"}, "ttft_target needs scheduling_policy deadline"),
+        ({"tpot_target": 0.1}, "tpot_target needs scheduling_policy deadline; it is fcfs"),
+        ({"tpot_target": 0.0, "scheduling_policy": "deadline"}, "tpot_target: must be at least"),
+        (
+            {"tpot_target": 0.1, "scheduling_policy": "deadline", "decode_interval": 2},
+            "decode_interval and tpot_target: one lets",
+        ),
         ({"turn_tokens": 4}, "turn_tokens needs scheduling_policy decode-round-robin"),
         ({"policy_ageing": 4.0}, "policy_ageing needs scheduling_policy priority or"),
         ({"scheduling_policy": "longest-prefix", "enable_prefix_caching": False}, "needs enable_prefix_caching"),
@@ -116,6 +122,26 @@ def test_who_was_late_and_preempted_comes_back_first() -> None:
     policy.push(preempted)
     engine.add(make_request(1))
     assert policy.first() is preempted
+
+
+def test_who_has_most_time_for_each_token_makes_place() -> None:
+    def who_goes(targets: dict[int, float]) -> int:
+        settings = SchedulerSettings(scheduling_policy="deadline", tpot_target=0.5)
+        engine, _ = make_engine(num_blocks=9, block_size=2, settings=settings)
+        for number in range(3):
+            engine.add(make_request(number, prompt=4, max_tokens=12, tpot_target=targets.get(number, 0.0)))
+        while not engine.stats().num_preemptions:
+            engine.step()
+            engine.check()
+        (preempted,) = {0, 1, 2} - set(engine.scheduler.running)
+        run_to_end(engine)
+        return preempted
+
+    assert who_goes({}) == 2, "the youngest"
+    assert who_goes({2: 0.4}) == 1
+    assert who_goes({1: 0.4}) == 2
+    assert who_goes({2: 0.4, 1: 0.3}) == 2
+    assert who_goes({0: 9.0, 2: 0.4}) == 1, "the first in the order is never preempted"
 
 
 def test_the_tenant_with_least_goes_first() -> None:

@@ -91,7 +91,7 @@ MUTANTS = [
     Mutant(POLICIES + "fair.py", "key=lambda seq: (seq.account.counter, -seq.order[0])", "key=lambda seq: seq.order"),
     Mutant(POLICIES + "round_robin.py", "if self._had_its_turn(seq):", "if False:"),
     Mutant("engine/victims.py", "return min(candidates, key", "return max(candidates, key"),
-    Mutant("engine/pace.py", "room = self.limit - self.predict(0, num_running)", "room = self.limit"),
+    Mutant("engine/pace.py", "self._bound(wanted) - self.predict(0, num_running)", "self._bound(wanted)"),
     Mutant("engine/pace.py", "num_running + max(LEAST_CHUNK, num_chunk_tokens)", "num_running + num_chunk_tokens"),
     # Blocks.
     Mutant(

@@ -205,6 +205,16 @@ def test_bad_arguments_are_named(arguments: list[str], named: str, capsys: pytes
     assert named in capsys.readouterr().err
 
 
+def test_a_target_for_each_token_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    def p99(*flags: str) -> float:
+        common = ["--workload", "single", "--rate", "40", "--num-prompts", "80", "--input-len", "3000"]
+        assert main(["simulate", *common, "--policy", "deadline", *flags]) == 0
+        return float(json.loads(capsys.readouterr().out)["tpot"]["p99"])
+
+    assert p99() > 0.03
+    assert p99("--tpot-target", "0.012") <= 0.012
+
+
 def test_search_finds_the_least_number_of_devices() -> None:
     from octavo.config import EngineConfig
     from octavo.sim.search import cheapest

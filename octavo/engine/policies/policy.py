@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,6 +44,9 @@ class Policy(WaitingQueue):
     charges: ClassVar[bool] = False
     """Whether ``charge`` wants to hear of every step."""
 
+    has_targets: ClassVar[bool] = False
+    """Whether ``seconds_left`` and ``targets`` ever have any."""
+
     def __init__(self, around: Surroundings) -> None:
         super().__init__()
         self.around = around
@@ -82,6 +85,14 @@ class Policy(WaitingQueue):
     def who_yields(self, seq: Sequence, running: dict[int, Sequence]) -> Sequence | None:
         """Who of those who run gives up its place so that ``seq``, which is first in line, comes in."""
         return None
+
+    def seconds_left(self) -> Iterable[float]:
+        """For those who wait for a token and have a target: the time that their next one may take."""
+        return ()
+
+    def targets(self) -> Iterable[float]:
+        """Seconds that those who run, and the first in line, want each token to take, if they want any."""
+        return ()
 
     def choose_victim(self, candidates: Iterator[Sequence]) -> Sequence | None:
         """Who is preempted for want of blocks; the candidates come youngest first."""

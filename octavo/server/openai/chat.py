@@ -140,6 +140,7 @@ def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None)
         cache_salt=front.cache_salt(request, body.cache_salt),
         tenant=front.tenant(request, body.user, body.model),
         ttft_target=body.ttft_target or 0.0,
+        tpot_target=body.tpot_target or 0.0,
         session=body.prompt_cache_key or "",
         cache_ttl=body.cache_ttl,
         timeout=body.timeout,

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.config import SchedulerSettings
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_TOKEN_ID, SamplingParams
 from octavo.server.errors import UnsupportedParameter
@@ -18,7 +19,7 @@ MAX_CACHE_SALT = 256
 MAX_USER = 256
 CACHE_RETENTIONS = {"in_memory": 0.0, "in-memory": 0.0, "24h": 86400.0}
 """Values of ``prompt_cache_retention``, and for how many seconds cached blocks are then given up after all others."""
-MAX_TTFT_TARGET = 86400.0
+MAX_TARGET = 86400.0
 MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0
 
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -111,6 +112,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     ttft_target: float | None = None
+    tpot_target: float | None = None
     timeout: float | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -163,16 +165,23 @@ def check_generation_fields(body: GenerationFields, front: Front) -> None:
         raise InvalidParameter("prompt_cache_key", f"'prompt_cache_key' must have at most {MAX_USER} characters.")
     if body.prompt_cache_retention not in (None, *CACHE_RETENTIONS):
         raise InvalidParameter("prompt_cache_retention", "'prompt_cache_retention' must be 'in_memory' or '24h'.")
-    if body.ttft_target is not None:
-        if front.config.scheduler.scheduling_policy != "deadline":
-            raise UnsupportedParameter("ttft_target", "'ttft_target' needs a server with --scheduling-policy deadline.")
-        if not 0 < body.ttft_target <= MAX_TTFT_TARGET:
-            raise InvalidParameter("ttft_target", f"'ttft_target' must be above 0 and at most {MAX_TTFT_TARGET:g}.")
+    for name, target in (("ttft_target", body.ttft_target), ("tpot_target", body.tpot_target)):
+        if target is not None:
+            _check_target(name, target, front.config.scheduler)
     if body.timeout is not None and not MIN_TIMEOUT <= body.timeout <= MAX_TIMEOUT:
         raise InvalidParameter("timeout", f"'timeout' must be from {MIN_TIMEOUT:g} to {MAX_TIMEOUT:g} seconds.")
     for name in ("stop", "bad_words"):
         if getattr(body, name):
             front.need_tokenizer(name)
+
+
+def _check_target(name: str, seconds: float, scheduler: SchedulerSettings) -> None:
+    if scheduler.scheduling_policy != "deadline":
+        raise UnsupportedParameter(name, f"'{name}' needs a server with --scheduling-policy deadline.")
+    if name == "tpot_target" and scheduler.decode_interval is not None:
+        raise UnsupportedParameter(name, f"'{name}' needs a server without --decode-interval.")
+    if not 0 < seconds <= MAX_TARGET:
+        raise InvalidParameter(name, f"'{name}' must be above 0 and at most {MAX_TARGET:g}.")
 
 
 def sampling_params(

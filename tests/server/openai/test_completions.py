@@ -311,13 +311,21 @@ def test_hints_for_the_prefix_cache(serve_app: Any) -> None:
     assert served.complete(prompt_cache_key="x" * 257).json()["error"]["param"] == "prompt_cache_key"
 
 
-def test_targets_for_the_first_token(serve_app: Any) -> None:
+@pytest.mark.parametrize("name", ["ttft_target", "tpot_target"])
+def test_targets_for_the_first_token_and_those_after_it(serve_app: Any, name: str) -> None:
     served = serve_app(scheduling_policy="deadline")
+    assert served.complete(**{name: 0.5}).status_code == 200
+    assert served.chat(**{name: 0.25}).status_code == 200
+    assert [getattr(request, name) for request in served.engine.requests] == [0.5, 0.25]
+    for bad in (0, -1, 1e9, "soon"):
+        assert served.complete(**{name: bad}).json()["error"]["param"] == name
+    assert serve_app().complete(**{name: 0.5}).json()["error"]["param"] == name
+
+
+def test_a_target_for_each_token_excludes_steps_of_prompts_alone(serve_app: Any) -> None:
+    served = serve_app(scheduling_policy="deadline", decode_interval=4)
     assert served.complete(ttft_target=0.5).status_code == 200
-    assert served.engine.requests[0].ttft_target == 0.5
-    for bad in (0, -1, 1e9):
-        assert served.complete(ttft_target=bad).json()["error"]["param"] == "ttft_target"
-    assert serve_app().complete(ttft_target=0.5).json()["error"]["param"] == "ttft_target"
+    assert served.complete(tpot_target=0.5).json()["error"]["param"] == "tpot_target"
 
 
 @pytest.mark.parametrize("policy", ["warn", "reject", "ignore"])

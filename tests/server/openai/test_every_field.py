@@ -75,7 +75,7 @@ OTHER_TESTS = {
     "test_best_of": {"best_of"},
     "test_sse": {"stream", "stream_options"},
     "test_admission": {"timeout"},
-    "test_completions, of a deadline policy": {"ttft_target"},
+    "test_completions, of a deadline policy": {"ttft_target", "tpot_target"},
     "test_chat": {
         "messages",
         "top_logprobs",
