@@ -272,6 +272,7 @@ def test_every_shape_has_a_cut(pairs: int, H: int, block_size: int) -> None:
 def test_lone_queries_in_float32_are_multiplied_without_dots() -> None:
     fewest = config_for(pairs=12, group=1, head_dim=64, element=4, block_size=64)
     many = config_for(pairs=512 * 12, group=1, head_dim=64, element=4, block_size=64)
-    assert not fewest.dot and not many.dot
+    assert not fewest.dot
+    assert not many.dot
     assert (many.tile, many.warps, many.splits) == (16, 1, 1)
     assert config_for(pairs=512 * 12, group=1, head_dim=64, element=2, block_size=64).dot
