@@ -96,20 +96,25 @@ def alone_and_together(config: EngineConfig, sizes: Sizes, rounds: int) -> Itera
 
 def uneven(config: EngineConfig, sizes: Sizes, rounds: int) -> Iterator[Row]:
     """Answers of uneven lengths, a few at a time: batches that are refilled step by step beside such as are not."""
-    for policy in ("static", "fcfs"):
-        bench = Bench(config, max_num_seqs=sizes.places, scheduling_policy=policy)
-        bench.timed(sizes.places, SHORT_PROMPT, 8, 1)
-        values = []
-        for _ in range(rounds):
-            requests = bench.requests(sizes.uneven, SHORT_PROMPT, sizes.output)
-            lengths = [sizes.output * (1 + i * 8 // (sizes.uneven - 1)) // 5 for i in range(sizes.uneven)]
-            mixed = [lengths[i * 7 % sizes.uneven] for i in range(sizes.uneven)]
-            changed = [
-                Request(request.id, request.prompt_tokens, request.params, length)
-                for request, length in zip(requests, mixed, strict=True)
-            ]
-            values.append(sum(mixed) / bench.run(changed)[0])
-        yield row(sizes, "continuous tok/s", {"static": "static", "fcfs": "continuous"}[policy], values)
+    for policy, name in (("static", "static"), ("fcfs", "continuous")):
+        yield row(sizes, "continuous tok/s", name, _uneven(config, sizes, rounds, policy))
+
+
+def _uneven(config: EngineConfig, sizes: Sizes, rounds: int, policy: str) -> list[float]:
+    """Tokens per second of each round. The engine goes with the call, and its memory, which the next one needs."""
+    bench = Bench(config, max_num_seqs=sizes.places, scheduling_policy=policy)
+    bench.timed(sizes.places, SHORT_PROMPT, 8, 1)
+    values = []
+    for _ in range(rounds):
+        requests = bench.requests(sizes.uneven, SHORT_PROMPT, sizes.output)
+        lengths = [sizes.output * (1 + i * 8 // (sizes.uneven - 1)) // 5 for i in range(sizes.uneven)]
+        mixed = [lengths[i * 7 % sizes.uneven] for i in range(sizes.uneven)]
+        changed = [
+            Request(request.id, request.prompt_tokens, request.params, length)
+            for request, length in zip(requests, mixed, strict=True)
+        ]
+        values.append(sum(mixed) / bench.run(changed)[0])
+    return values
 
 
 def pressed(config: EngineConfig, sizes: Sizes, rounds: int) -> Iterator[Row]:
@@ -120,7 +125,12 @@ def pressed(config: EngineConfig, sizes: Sizes, rounds: int) -> Iterator[Row]:
         length = max(SHORT_PROMPT + sizes.output, sizes.pressed // share * each * block_size)
         blocks = max(sizes.pressed // share, 1) * each
         limits = {"max_model_len": min(length, 512), "num_kv_blocks": blocks, "block_size": block_size}
-        bench = Bench(config, max_num_seqs=sizes.pressed, **limits)
-        seconds = bench.timed(sizes.pressed, SHORT_PROMPT, sizes.output, rounds)
-        values = [sizes.pressed * sizes.output / one for one in seconds]
-        yield row(sizes, "pressure tok/s", f"{blocks} blocks", values, preemptions=bench.engine.stats().num_preemptions)
+        values, preemptions = _pressed(config, sizes, rounds, limits)
+        yield row(sizes, "pressure tok/s", f"{blocks} blocks", values, preemptions=preemptions)
+
+
+def _pressed(config: EngineConfig, sizes: Sizes, rounds: int, limits: dict[str, int]) -> tuple[list[float], int]:
+    """Tokens per second of each round, and preemptions; as for ``_uneven``, the engine goes with the call."""
+    bench = Bench(config, max_num_seqs=sizes.pressed, **limits)
+    seconds = bench.timed(sizes.pressed, SHORT_PROMPT, sizes.output, rounds)
+    return [sizes.pressed * sizes.output / one for one in seconds], bench.engine.stats().num_preemptions
