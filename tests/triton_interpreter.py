@@ -7,6 +7,7 @@ before anything else. The environment variable is taken back at once: processes 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
@@ -80,3 +81,64 @@ if HAS_TRITON and DEVICE == "cpu":
         return (bits.astype(np.uint32) << 16).view(np.float32)
 
     interpreter._convert_float = _convert_as_gpus_do
+
+    _patch_lang = interpreter._patch_lang
+
+    @functools.cache
+    def _languages(function: Any) -> list[Any]:
+        return [value for value in function.__globals__.values() if value is tl or value is tl.core]
+
+    def _patch_lang_once(function: Any) -> Any:
+        """Every call within a kernel patches the language again, for a third of all time: once a launch is enough."""
+        is_launched = not tl.core.is_builtin(tl.core.tensor.__add__)
+        if is_launched and not any(tl.core.is_builtin(language.load) for language in _languages(function)):
+            return interpreter._LangPatchScope()
+        return _patch_lang(function)
+
+    interpreter._patch_lang = _patch_lang_once
+
+    _np_dtype = interpreter._get_np_dtype
+    _np_dtypes: dict[str, Any] = {}
+
+    def _known_np_dtype(dtype: Any) -> Any:
+        """Triton writes its table of types anew for each question."""
+        name = dtype.scalar.name
+        if name not in _np_dtypes:
+            _np_dtypes[name] = _np_dtype(dtype)
+        return _np_dtypes[name]
+
+    interpreter._get_np_dtype = _known_np_dtype
+
+    _make_block = tl.core.block_type.__init__
+    _blocks: dict[Any, dict[str, Any]] = {}
+
+    def _make_block_once(block: Any, element: Any, shape: Any) -> None:
+        """Triton checks and names the type of every result anew; those of numbers are few."""
+        if type(element) is not tl.core.dtype:
+            _make_block(block, element, shape)
+            return
+        key = element.name, *(size.value if type(size) is tl.constexpr else size for size in shape)
+        if key not in _blocks:
+            _make_block(block, element, shape)
+            _blocks[key] = dict(block.__dict__)
+        block.__dict__.update(_blocks[key])
+
+    tl.core.block_type.__init__ = _make_block_once
+
+    class _TypeWhenAsked:
+        """The type of a tuple, of which every tensor has one as its shape and hardly any is asked for its type."""
+
+        def __get__(self, values: Any, owner: Any) -> Any:
+            values.type = tl.core._type_for_tuple_values(values.values)
+            return values.type
+
+    _make_tuple = tl.core.tuple.__init__
+
+    def _make_tuple_untyped(values: Any, args: Any, type: Any = None) -> None:
+        if type is None:
+            values.values = list(args)
+        else:
+            _make_tuple(values, args, type)
+
+    tl.core.tuple.__init__ = _make_tuple_untyped
+    tl.core.tuple.type = _TypeWhenAsked()
