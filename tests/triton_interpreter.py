@@ -7,6 +7,7 @@ before anything else. The environment variable is taken back at once: processes 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -81,6 +82,11 @@ if HAS_TRITON and DEVICE == "cpu":
         return (bits.astype(np.uint32) << 16).view(np.float32)
 
     interpreter._convert_float = _convert_as_gpus_do
+
+    # Sums of integers are computed a second time to compare them with their bounds, and then nobody asks.
+    _options = interpreter.interpreter_builder.options
+    assert not _options.debug
+    interpreter.interpreter_builder.options = dataclasses.replace(_options, sanitize_overflow=False)
 
     _patch_lang = interpreter._patch_lang
 
