@@ -145,7 +145,7 @@ def block_linear(
 
         |y - exact| <= sum over groups of max |x| / 254 * sum |weight|     (and float32 rounding)
 
-    They may add a second such term for what the first leaves of some groups, chosen by the row alone.
+    They may round the largest numbers of some groups first, and then what is left; the row alone decides which.
 
     A kernel's row depends on that row of ``x`` alone, to the bit.
     """

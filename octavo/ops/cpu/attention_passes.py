@@ -103,7 +103,7 @@ def score_rows(number_format: int, a: Any, begin: int, num_runs: int, work: Any)
 def _score_copy(a: Any, begin: int, column: int, count: int, work: Any) -> None:
     """Scores of ``count`` keys in ``copy``: sixteen are turned at a time. Behind the last, lanes mean nothing."""
     queries, positions, scores, _, turned, copy = work
-    num_steps, keys = a.width // LANES, turned[len(turned) - 1].ctypes.data
+    num_steps, keys, room = a.width // LANES, turned[len(turned) - 2].ctypes.data, turned[len(turned) - 1].ctypes.data
     for j in range(0, count, LANES):
         turn(copy[j].ctypes.data, num_steps, keys)
         start = begin + column + j
@@ -111,7 +111,7 @@ def _score_copy(a: Any, begin: int, column: int, count: int, work: Any) -> None:
             last = min(first + CHUNK_ROWS, len(queries)) - 1
             if start <= positions[last] and start + LANES > first_seen(a, positions[first]):
                 query, out = turned[first // LANES].ctypes.data + 4 * (first % LANES), scores[first].ctypes.data
-                score_turned(query, keys, num_steps, out + 4 * (column + j), scores.strides[0])
+                score_turned(query, keys, num_steps, out + 4 * (column + j), scores.strides[0], room)
 
 
 @inlined

@@ -34,7 +34,7 @@ from octavo.ops.cpu.attention_passes import (
 from octavo.ops.cpu.attention_rows import STEP
 from octavo.ops.cpu.attention_turned import turn
 from octavo.ops.cpu.compiled import compiled_task, inlined
-from octavo.ops.cpu.memory import fields, keep, read, view
+from octavo.ops.cpu.memory import fields, keep, read, view, whole_lines
 from octavo.ops.cpu.vector_ir import FORMAT_BYTES, LANES
 
 TILE_ROWS = 48
@@ -105,10 +105,10 @@ def attend_task(number_format: int) -> int:
             rows = max(rows, _tile_of(a, item).num_tokens * group)
         chunks, room = (rows + LANES - 1) // LANES, 0 if are_read_in_place(number_format, a, rows) else RUN + LANES
         most = chunks * LANES
-        queries, copy = np.zeros((most, a.width), np.float32), np.zeros((room, a.width), np.float32)
-        turned = np.empty((chunks + 1, a.width, LANES), np.float32)
-        scores, positions = np.zeros((most, PART + LANES), np.float32), np.empty(most, np.int64)
-        totals, parts = np.empty((most, STATE + a.width), np.float32), np.empty((most, STATE + a.width), np.float32)
+        queries, copy = whole_lines(most, a.width), whole_lines(room, a.width)
+        turned, scores = whole_lines(chunks + 2, a.width * LANES), whole_lines(most, PART + LANES)
+        totals, parts = whole_lines(most, STATE + a.width), whole_lines(most, STATE + a.width)
+        positions = np.empty(most, np.int64)
         runs, source = np.empty((PART + 1, 4), np.int64), view(a.q, a.T * a.N * a.width, np.float32)
         for item in range(begin, end):
             tile, head = _tile_of(a, item), item % a.K

@@ -19,6 +19,7 @@ from octavo.ops.cpu.vector_ir import (
     Loop,
     constant,
     fma,
+    i64,
     load,
     offset,
     shuffle,
@@ -60,18 +61,27 @@ def _turned(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
 
 
 @emitted
-def score_turned(context: Any, queries: Any, keys: Any, num_steps: Any, out: Any, out_stride: Any) -> Any:
-    """Dot products of CHUNK_ROWS columns of a chunk, from ``queries`` on, with the 16 of a chunk of keys."""
+def score_turned(context: Any, queries: Any, keys: Any, num_steps: Any, out: Any, out_stride: Any, room: Any) -> Any:
+    """Dot products of CHUNK_ROWS columns of a chunk, from ``queries`` on, with the 16 of a chunk of keys.
+
+    ``room`` is for CHUNK_ROWS vectors: sums that only meet at the end would else make the compiler put all that they
+    are made from aside.
+    """
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        queries, keys, num_steps, out, out_stride = args
-        sums = [_quarter(b, queries, keys, num_steps, first) for first in (0, 2, 1, 3)]
-        for row in range(CHUNK_ROWS):
-            even, odd = b.fadd(sums[0][row], sums[1][row]), b.fadd(sums[2][row], sums[3][row])
-            store(b, b.fadd(even, odd), offset(b, out, (out_stride, row)))
+        queries, keys, num_steps, out, out_stride, room = args
+        outs = [offset(b, out, (out_stride, row)) for row in range(CHUNK_ROWS)]
+        odd = [b.add(room, i64(VECTOR_BYTES * row)) for row in range(CHUNK_ROWS)]
+        for first, places in ((0, outs), (1, odd)):
+            for place, total in zip(places, _quarter(b, queries, keys, num_steps, first), strict=True):
+                store(b, total, place)
+            for place, total in zip(places, _quarter(b, queries, keys, num_steps, first + 2), strict=True):
+                store(b, b.fadd(load(b, F32x16, place), total), place)
+        for place, more in zip(outs, odd, strict=True):
+            store(b, b.fadd(load(b, F32x16, place), load(b, F32x16, more)), place)
         return c.get_dummy_value()
 
-    return types.void(*([types.intp] * 5)), emit
+    return types.void(*([types.intp] * 6)), emit
 
 
 def _quarter(b: ir.IRBuilder, queries: ir.Value, keys: ir.Value, num_steps: ir.Value, first: int) -> list[ir.Value]:

@@ -1,7 +1,7 @@
 """The inner loops of ``block_linear``: sixteen or 32 output rows times a few tokens, over all groups of K.
 
-Activations come in two terms, of which the second is there for few groups; see ``quantize``. ``block_dot`` multiplies
-the first terms, a few tokens at a time; ``add_second_terms`` goes over those (group, token) pairs that have one.
+Activations come as a term for each group, and a few large parts of four numbers; see ``quantize``. ``block_dot``
+multiplies the terms, a few tokens at a time; ``add_large_parts`` goes over the others, token by token.
 
 A panel is 16 rows of the weight, group by group, in the order in which they are used::
 
@@ -17,7 +17,7 @@ each repeated activation meets two panels, and nothing but multiplying is left t
 
     pair     [group][panel][steps of 8 bit, then scale, minimum]      all of 64 bytes
 
-For each term, the first ones of all groups and then the second ones, in this order and no other::
+For each term, and then for each large part without the last line, in this order and no other::
 
     total  = sum of weight * activation over the group, exact in int32 (starting from the correction for the
              formats' zero point)
@@ -36,7 +36,7 @@ from llvmlite import ir
 from numba import types
 
 from octavo.ops.cpu.compiled import emitted, inlined
-from octavo.ops.cpu.quantize import OFFSET, ROUNDER_BITS, SIDE_BYTES, START, TOKENS_TOGETHER
+from octavo.ops.cpu.quantize import OFFSET, PART_WORDS, ROUNDER_BITS, SIDE_BYTES, START, TOKENS_TOGETHER
 from octavo.ops.cpu.vector_ir import (
     F32,
     FLOAT32,
@@ -101,6 +101,14 @@ class _Form:
                 yield b.and_(packed, nibble)
                 yield b.and_(b.lshr(packed, constant(I32x16, 4)), nibble)
 
+    def weight(self, b: ir.IRBuilder, values: ir.Value, i: ir.Value) -> ir.Value:
+        """The ``i``th of ``weights``."""
+        if self.bits == 8:
+            return load(b, I32x16, offset(b, values, (i, STEP_BYTES)))
+        packed = load(b, I32x16, offset(b, values, (b.lshr(i, i64(1)), STEP_BYTES)))
+        half = splat(b, b.trunc(b.shl(b.and_(i, i64(1)), i64(2)), I32))
+        return b.and_(b.lshr(packed, half), constant(I32x16, 0x0F0F0F0F))
+
     def scales(self, b: ir.IRBuilder, place: ir.Value) -> Scales:
         """A group's."""
         scale = load_floats(b, self.scale_format, place)
@@ -116,14 +124,21 @@ class _Form:
         self, b: ir.IRBuilder, term: ir.Value, totals: list[ir.Value], scales: list[Scales], results: list[ir.Value]
     ) -> list[ir.Value]:
         """``results`` of each panel with a term's totals added."""
-        x_scale, start = (splat(b, load(b, F32, term, self.group + place)) for place in (0, START))
-        products = [fma(b, b.bitcast(total, F32x16), x_scale, start) for total in totals]
-        triples = zip(products, scales, results, strict=True)
-        sums = [fma(b, product, scale, result) for product, (scale, _), result in triples]
+        sums = _add_products(b, b.add(term, i64(self.group)), totals, scales, results)
         if self.parts == 1:
             return sums
         x_sum = splat(b, load(b, F32, term, self.group + OFFSET))
         return [fma(b, minimum, x_sum, result) for (_, minimum), result in zip(scales, sums, strict=True)]
+
+
+def _add_products(
+    b: ir.IRBuilder, side: ir.Value, totals: list[ir.Value], scales: list[Scales], results: list[ir.Value]
+) -> list[ir.Value]:
+    """``results`` of each panel with totals times scales added; ``side`` is where those of the activations are."""
+    x_scale, start = (splat(b, load(b, F32, side, place)) for place in (0, START))
+    products = [fma(b, b.bitcast(total, F32x16), x_scale, start) for total in totals]
+    triples = zip(products, scales, results, strict=True)
+    return [fma(b, product, scale, result) for product, (scale, _), result in triples]
 
 
 class _Panel(_Form):
@@ -138,6 +153,10 @@ class _Panel(_Form):
     def steps(self, b: ir.IRBuilder, g: ir.Value) -> Iterator[list[ir.Value]]:
         """A group's weights, four k after four k, of each panel."""
         return ([weights] for weights in self.weights(b, offset(b, self._values, (g, self.value_bytes))))
+
+    def step(self, b: ir.IRBuilder, g: ir.Value, i: ir.Value) -> list[ir.Value]:
+        """The ``i``th of ``steps``."""
+        return [self.weight(b, offset(b, self._values, (g, self.value_bytes)), i)]
 
     def factors(self, b: ir.IRBuilder, g: ir.Value) -> list[Scales]:
         """A group's scales and minima, of each panel."""
@@ -159,6 +178,11 @@ class _Pair(_Form):
         here = offset(b, self._pair, (g, self.pair_bytes))
         both = (self.weights(b, b.add(here, i64(at))) for at in (0, self.pair_bytes // 2))
         return (list(weights) for weights in zip(*both, strict=True))
+
+    def step(self, b: ir.IRBuilder, g: ir.Value, i: ir.Value) -> list[ir.Value]:
+        """See ``_Panel``."""
+        here = offset(b, self._pair, (g, self.pair_bytes))
+        return [self.weight(b, b.add(here, i64(at)), i) for at in (0, self.pair_bytes // 2)]
 
     def factors(self, b: ir.IRBuilder, g: ir.Value) -> list[Scales]:
         """See ``_Panel``."""
@@ -273,7 +297,7 @@ def _emit_block_dot(
 
 
 @emitted
-def add_second_terms(
+def add_large_parts(
     context: Any,
     is_pair: Any,
     bits: Any,
@@ -282,44 +306,37 @@ def add_second_terms(
     scale_format: Any,
     values: Any,
     scales: Any,
-    terms: Any,
     out: Any,
     out_stride: Any,
-    num_groups: Any,
-    starts: Any,
-    tokens: Any,
+    num_tokens: Any,
+    parts: Any,
+    row_bytes: Any,
+    counts: Any,
 ) -> Any:
-    """Second terms with a panel or a pair, added to what ``block_dot`` gave for all tokens.
+    """Large parts with a panel or a pair, added to what ``block_dot`` gave for all tokens.
 
-    ``terms`` and their ``tokens`` int32 [terms], group after group: those of group g are at ``starts[g]`` to before
-    ``starts[g + 1]``, int32 too.
+    Those of a token lie together, ``row_bytes`` behind those of the one before; ``counts`` int32 [num_tokens] of them.
     """
     constants = (is_pair, bits, group, has_minima, scale_format)
     if (form := _form(*constants)) is None:
         return None
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        values, scales, terms, out, out_stride, num_groups, starts, tokens = args[5:]
+        values, scales, out, out_stride, num_tokens, parts, row_bytes, counts = args[5:]
         panels = _Pair(form[1:], values) if form[0] else _Panel(form[1:], values, scales)
-        with Loop(b, num_groups, []) as groups:
-            g = groups.index
-            at = offset(b, starts, (g, 4))
-            first, last = (b.sext(load(b, I32, at, place), I64) for place in (0, 4))
-            with b.if_then(b.icmp_signed("<", first, last)):
-                weights, factors = list(panels.steps(b, g)), panels.factors(b, g)
-                with Loop(b, b.sub(last, first), []) as loop:
-                    index = b.add(first, loop.index)
-                    token = b.sext(load(b, I32, offset(b, tokens, (index, 4))), I64)
-                    term = offset(b, terms, (index, panels.term_bytes))
-                    totals = [panels.start(b, term)] * panels.count
-                    for i, step in enumerate(weights):
-                        x = splat(b, load(b, I32, term, 4 * i))
-                        totals = [dot4(b, total, weight, x) for total, weight in zip(totals, step, strict=True)]
-                    places = [offset(b, out, (token, STEP_BYTES), (out_stride, i)) for i in range(panels.count)]
-                    before = [load(b, F32x16, place) for place in places]
-                    after = panels.add(b, term, totals, factors, before)
-                    for result, place in zip(after, places, strict=True):
-                        store(b, result, place)
+        with Loop(b, num_tokens, []) as tokens:
+            token = tokens.index
+            count, first = b.sext(load(b, I32, offset(b, counts, (token, 4))), I64), b.mul(token, row_bytes)
+            places = [offset(b, out, (token, STEP_BYTES), (out_stride, i)) for i in range(panels.count)]
+            with Loop(b, count, [load(b, F32x16, place) for place in places]) as loop:
+                part = offset(b, b.add(parts, first), (loop.index, 4 * PART_WORDS))
+                x, start, g, i = (load(b, I32, part, 4 * word) for word in (0, 3, 4, 5))
+                weights = panels.step(b, b.sext(g, I64), b.sext(i, I64))
+                totals = [dot4(b, splat(b, start), weight, splat(b, x)) for weight in weights]
+                factors = panels.factors(b, b.sext(g, I64))
+                loop.carried = _add_products(b, b.add(part, i64(4)), totals, factors, loop.carried)
+            for result, place in zip(loop.results, places, strict=True):
+                store(b, result, place)
         return c.get_dummy_value()
 
     return types.void(*constants, *([types.intp] * 8)), emit

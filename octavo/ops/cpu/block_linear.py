@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from octavo.ops.block_linear import PANEL, PackedBlocks, block_linear
-from octavo.ops.cpu.block_dot import PAIR_FROM, add_second_terms, block_dot, take_apart, tokens_at_once
+from octavo.ops.cpu.block_dot import PAIR_FROM, add_large_parts, block_dot, take_apart, tokens_at_once
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import compiled_driver, compiled_task, inlined
 from octavo.ops.cpu.epilogue import EPILOGUE, GATES, TILE_BYTES, finish
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
-from octavo.ops.cpu.memory import fields, keep, read, view
-from octavo.ops.cpu.quantize import SIDE_BYTES, TOKENS_TOGETHER, quantize_row
+from octavo.ops.cpu.memory import fields, keep, read, view, whole_lines
+from octavo.ops.cpu.quantize import PART_WORDS, SIDE_BYTES, TOKENS_TOGETHER, quantize_row, room_for_parts
 from octavo.ops.cpu.rms_norm import normalise_row
 from octavo.ops.cpu.tensors import address, check_linear
 from octavo.ops.cpu.threads import run
@@ -33,7 +33,6 @@ ROWS_TO_FINISH = 8
 ARGUMENTS = fields(
     **EPILOGUE,
     prepare=int,
-    collect=int,
     multiply=int,
     x=int,
     norm=int,
@@ -44,15 +43,11 @@ ARGUMENTS = fields(
     has_minima=int,
     group=int,
     G=int,
-    firsts=int,
-    seconds=int,
-    marks=int,
-    collected=int,
-    collected_tokens=int,
-    collected_starts=int,
+    terms=int,
+    parts=int,
+    counts=int,
 )
-"""The last six are made by the driver: terms [T, G] of each kind, int8 [T, G] that says whether there is a second one,
-and what ``collect`` makes of those."""
+"""The last three are made by the driver: terms [T, G], large parts [T, ``room_for_parts``], and int32 [T], how many."""
 
 
 @inlined
@@ -62,6 +57,12 @@ def _first_term(a: Any, t: int) -> Any:
     return (together * a.G * TOKENS_TOGETHER + within) * (a.group + SIDE_BYTES)
 
 
+@inlined
+def _part_bytes(a: Any) -> Any:
+    """Of a row's large parts."""
+    return 4 * PART_WORDS * room_for_parts(a.G)
+
+
 @functools.cache
 def _prepare_task() -> int:
     """Task over rows: normalise, quantise."""
@@ -69,48 +70,18 @@ def _prepare_task() -> int:
     def prepare(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
         K = a.G * a.group
-        normed, rest = np.empty(K, np.float32), np.empty(a.group, np.float32)
+        counts = view(a.counts, a.T, np.int32)
+        normed, scales, rest = whole_lines(1, K), np.empty((2, a.G), np.float32), whole_lines(2, a.group)
         for t in range(begin, end):
-            x, at = a.x + 4 * K * t, a.G * (a.group + SIDE_BYTES) * t
-            first = a.firsts + _first_term(a, t)
+            x = a.x + 4 * K * t
             if a.norm:
                 normalise_row(x, a.norm, normed.ctypes.data, K, K, a.eps)
                 x = normed.ctypes.data
-            places = x, rest.ctypes.data, first, a.seconds + at, a.marks + a.G * t
-            quantize_row(a.group, a.has_minima, *places, np.int32(a.zero_point), a.G)
-        keep((normed, rest))
+            places = x, a.terms + _first_term(a, t), a.parts + t * _part_bytes(a)
+            counts[t] = quantize_row(a.group, a.has_minima, *places, a.zero_point, a.G, scales, rest.ctypes.data)
+        keep((normed, scales, rest))
 
     return compiled_task(prepare)
-
-
-@functools.cache
-def _collect_task() -> int:
-    """Task over parts of TOKENS_AT_ONCE rows: second terms, wherever there are some, group by group in one place.
-
-    ``collected`` [T * G] gets them, and ``collected_tokens`` int32 [T * G] their rows, counted from the part's first.
-    Those of group g of part p begin where ``collected_starts`` int32 [parts, G + 1] says.
-    """
-
-    def collect(arguments: int, begin: int, end: int) -> None:
-        a = read(arguments, ARGUMENTS)
-        G, words, numbers = a.G, (a.group + SIDE_BYTES) // 8, a.T * a.G
-        begins, tokens = view(a.collected_starts, end * (G + 1), np.int32), view(a.collected_tokens, numbers, np.int32)
-        marks = view(a.marks, numbers, np.int8)
-        source, out = view(a.seconds, numbers * words, np.int64), view(a.collected, numbers * words, np.int64)
-        for part in range(begin, end):
-            first = part * TOKENS_AT_ONCE
-            n = first * G
-            for g in range(G):
-                begins[part * (G + 1) + g] = n
-                for t in range(first, min(first + TOKENS_AT_ONCE, a.T)):
-                    if marks[t * G + g]:
-                        tokens[n] = t - first
-                        for i in range(words):
-                            out[n * words + i] = source[(t * G + g) * words + i]
-                        n += 1
-            begins[part * (G + 1) + G] = n
-
-    return compiled_task(collect)
 
 
 @inlined
@@ -151,7 +122,7 @@ def _sum_up(
     row, turn = 0, 0
     while row < count:
         n = tokens_at_once(row, count, is_pair)
-        terms, sums = a.firsts + _first_term(a, first + row), out + TILE_BYTES * row
+        terms, sums = a.terms + _first_term(a, first + row), out + TILE_BYTES * row
         near, scales_near = ahead[0] if turn == 0 else ahead[1]
         if turn > 1:  # both have been asked for; what is here is near
             near, scales_near = values, values
@@ -172,10 +143,9 @@ def _sum_up(
             n,
         )
         row, turn = row + n, turn + 1
-    starts = a.collected_starts + 4 * (first // TOKENS_AT_ONCE) * (a.G + 1)
-    seconds, tokens = a.collected, a.collected_tokens
-    add_second_terms(
-        is_pair, bits, group, has_minima, scale_format, values, scales, seconds, out, stride, a.G, starts, tokens
+    parts, counts, row_bytes = a.parts + first * _part_bytes(a), a.counts + 4 * first, _part_bytes(a)
+    add_large_parts(
+        is_pair, bits, group, has_minima, scale_format, values, scales, out, stride, count, parts, row_bytes, counts
     )
 
 
@@ -201,7 +171,7 @@ def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) ->
     def multiply(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
         is_pair, most = a.T >= PAIR_FROM, min(a.T, TOKENS_AT_ONCE)
-        tiles, pair = np.empty((2, most, PANEL), np.float32), np.empty(2 * a.G * half_bytes if is_pair else 0, np.uint8)
+        tiles, pair = whole_lines(2 * most, PANEL), whole_lines(a.G * is_pair, half_bytes // 2)
         sums, apart, stride = tiles.ctypes.data, pair.ctypes.data, most * TILE_BYTES
         for first in range(0, a.T, TOKENS_AT_ONCE):
             count = min(TOKENS_AT_ONCE, a.T - first)
@@ -245,26 +215,14 @@ def _driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, ARGUMENTS)
         numbers = a.T * a.G * a.group
-        num_parts = (a.T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE
-        term_bytes, terms = a.group + SIDE_BYTES, a.T * a.G
-        firsts, seconds = (
-            np.empty((a.T + TOKENS_TOGETHER) * a.G * term_bytes, np.int8),
-            np.empty(terms * term_bytes, np.int8),
-        )
-        marks, collected = np.empty(terms, np.int8), np.empty(terms * term_bytes, np.int8)
-        tokens, starts = np.empty(terms, np.int32), np.empty(num_parts * (a.G + 1), np.int32)
-        a.firsts, a.seconds, a.marks = firsts.ctypes.data, seconds.ctypes.data, marks.ctypes.data
-        a.collected, a.collected_tokens, a.collected_starts = (
-            collected.ctypes.data,
-            tokens.ctypes.data,
-            starts.ctypes.data,
-        )
+        terms = np.empty((a.T + TOKENS_TOGETHER) * a.G * (a.group + SIDE_BYTES), np.int8)
+        parts, counts = np.empty(a.T * _part_bytes(a), np.int8), np.empty(a.T, np.int32)
+        a.terms, a.parts, a.counts = terms.ctypes.data, parts.ctypes.data, counts.ctypes.data
         run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_CHUNK // (a.G * a.group)))
-        run(pool, a.collect, arguments, num_parts, 1)
         pairs = (a.N + 2 * PANEL - 1) // (2 * PANEL)
         chunks = max(1, numbers * a.N // MULTIPLICATIONS_A_CHUNK)
         run(pool, a.multiply, arguments, pairs, (pairs + chunks - 1) // chunks)
-        keep((firsts, seconds, marks, collected, tokens, starts))
+        keep((terms, parts, counts))
         return 0
 
     return compiled_driver(drive)
@@ -301,9 +259,9 @@ def block_linear_numba(
     arguments = np.empty(1, ARGUMENTS)
     arguments[0] = (
         *(address(bias_N), address(residual_TN), out_TN.data_ptr(), GATES[activation], T, N),
-        *(_prepare_task(), _collect_task(), _multiply_task(packed.bits, packed.group, has_minima, scale_format)),
+        *(_prepare_task(), _multiply_task(packed.bits, packed.group, has_minima, scale_format)),
         *(x.data_ptr(), address(norm_K), eps, packed.values.data_ptr(), packed.scales.data_ptr()),
-        *(packed.zero_point, has_minima, packed.group, G, *[0] * 6),
+        *(packed.zero_point, has_minima, packed.group, G, *[0] * 3),
     )
     call(_driver(), arguments)
     return out_TN

@@ -16,6 +16,7 @@ from numba.np.numpy_support import carray
 from octavo.ops.cpu.compiled import emitted, inlined
 from octavo.ops.cpu.vector_ir import I8, I32, I64, call, i64
 
+LINE_FLOATS = 16
 FUTEX_SYSCALL = 202
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
 
@@ -53,6 +54,14 @@ def keep(context: Any, array: Any) -> Any:
         return c.get_dummy_value()
 
     return types.void(array), emit
+
+
+@inlined
+def whole_lines(num_rows: Any, width: Any) -> Any:
+    """Zeros float32 [num_rows, width] that begins on a cache line: whole vectors in rows of them cross no line."""
+    room = np.zeros(num_rows * width + LINE_FLOATS, np.float32)
+    first = -room.ctypes.data % (4 * LINE_FLOATS) // 4
+    return room[first : first + num_rows * width].reshape((num_rows, width))
 
 
 @emitted

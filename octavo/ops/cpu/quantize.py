@@ -5,8 +5,11 @@ For a group x[0..g) of one row::
     scale = max |x| / 127            q = round(127 x / max |x|), ties to even, in -127 .. 127
 
 so that |x - scale * q| <= scale / 2 (and a rounding error of 2 ** -13 of that). A few groups hold channels that are
-far larger than the others, and most of a row's error. Where a scale is above SECOND_ABOVE times the mean of the
-row's, what is left, x - scale * q, is quantised the same way into a second term.
+far larger than the others, and would have most of a row's error. Where a scale is above LARGE_ABOVE times the mean of
+the row's, numbers that are too large for that are taken out first, in the same way but with the group's scale, and the
+group's term is made of what is left: all of it for the others, at most scale / 2 for those. What was taken out of four
+neighbours at a time is a *large part*, of which there are few. A row has room for two a group, and eight; groups that
+find none are rounded as they are.
 
 A term lies in memory with all that is multiplied with it::
 
@@ -14,8 +17,10 @@ A term lies in memory with all that is multiplied with it::
 
 ``start`` is -ROUNDER * scale, exactly: the scale has two bits less than a float32. ``block_dot`` counts in the low bits
 of the float32 number ROUNDER, so that one fma(count, scale, start) is the product of the whole number and the scale,
-rounded once. ``offset`` is scale * sum(q) for weights with minima, else the int32 that the count starts from: the
-bits of ROUNDER - zero_point * sum(q).
+rounded once. ``offset`` is scale * sum(q) for weights with minima, large parts included, else the int32 that the count
+starts from: the bits of ROUNDER - zero_point * sum(q). A large part is, in the same sense::
+
+    q int8 [4], scale float32, start float32, the count's start int32, group int32, its four of the group's int32
 
 A group that holds an infinity or a NaN, or numbers above 3e33, gets a scale or a start that is not finite, which makes
 the row's results so; other rows never see it. A group below 1e-30 everywhere counts as zero.
@@ -29,9 +34,9 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from octavo.ops.cpu.compiled import compiled, emitted
-from octavo.ops.cpu.memory import view
-from octavo.ops.cpu.vector_ir import F32, I8, I32, LANES, F32x16, I32x16, call, constant, load, splat, store
+from octavo.ops.cpu.compiled import compiled, emitted, inlined
+from octavo.ops.cpu.memory import float_bits, int_bits, view
+from octavo.ops.cpu.vector_ir import F32, I8, I32, LANES, F32x16, I32x16, call, constant, fma, load, splat, store
 
 LARGEST = 127.0
 TINY = 1e-30
@@ -44,92 +49,154 @@ START, OFFSET = 4, 8
 """Where they are in there, behind the scale."""
 TOKENS_TOGETHER = 6
 """Rows whose terms lie together: first terms are [T / 6][G][6 rows], so that a few rows are read from one place."""
-SECOND_ABOVE = 1.5
-"""Between precision and work: lower values give more groups a second term."""
+LARGE_ABOVE = 1.5
+"""Between precision and work: lower values give more groups large parts."""
+PART_WORDS = 6
+"""Of a large part, four bytes each."""
+
+
+@inlined
+def room_for_parts(G: int) -> int:
+    """Most large parts of a row of G groups."""
+    return 2 * G + 8
 
 
 @emitted
-def _quantize_group(context: Any, group: Any, has_minima: Any, x: Any, term: Any, zero_point: Any) -> Any:
-    """Quantise ``group`` floats at ``x`` into a term."""
+def _largest(context: Any, group: Any, x: Any) -> Any:
+    """The largest |x| of a group; the bits of |x|, as integers, sort like the numbers, and NaN sorts above all."""
+    if not isinstance(group, types.IntegerLiteral):
+        return None
+    num_vectors = group.literal_value // LANES
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        largest = constant(I32x16, 0)
+        for i in range(num_vectors):
+            bits = b.and_(load(b, I32x16, args[1], 4 * LANES * i), constant(I32x16, 0x7FFFFFFF))
+            largest = call(b, "llvm.umax.v16i32", I32x16, [largest, bits])
+        return b.bitcast(call(b, "llvm.vector.reduce.umax.v16i32", I32, [largest]), F32)
+
+    return types.float32(group, types.intp), emit
+
+
+def _rounded(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
+    """Whole numbers nearest to x * inverse. What is not finite gives any number."""
+    # Adding 1.5 * 2 ** 23 rounds, and leaves the whole number in the low bits.
+    shifted = b.fadd(b.fmul(x, inverse), constant(F32x16, ROUNDER))
+    return b.sub(b.bitcast(shifted, I32x16), b.bitcast(constant(F32x16, ROUNDER), I32x16))
+
+
+@emitted
+def _round_group(
+    context: Any, group: Any, has_minima: Any, x: Any, term: Any, step: Any, inverse: Any, zero_point: Any, more: Any
+) -> Any:
+    """Quantise ``group`` floats at ``x`` into a term; ``more`` is added to the sum that minima are multiplied with."""
     if not isinstance(group, types.IntegerLiteral) or not isinstance(has_minima, types.IntegerLiteral):
         return None
     num_vectors, has_sums = group.literal_value // LANES, bool(has_minima.literal_value)
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        _emit_quantize_group(b, num_vectors, has_sums, *args[2:])
+        x, term, step, inverse, zero_point, more = args[2:]
+        total, factor = constant(I32x16, 0), splat(b, inverse)
+        for i in range(num_vectors):
+            whole = _rounded(b, load(b, F32x16, x, 4 * LANES * i), factor)
+            store(b, b.trunc(whole, ir.VectorType(I8, LANES)), term, LANES * i)
+            total = b.add(total, whole)
+        total = call(b, "llvm.vector.reduce.add.v16i32", I32, [total])
+        side = num_vectors * LANES
+        store(b, step, term, side)
+        store(b, b.fmul(step, ir.Constant(F32, -ROUNDER)), term, side + START)
+        start = b.sub(ir.Constant(I32, ROUNDER_BITS), b.mul(total, zero_point))
+        x_sum = b.fadd(b.fmul(b.sitofp(total, F32), step), more)
+        store(b, x_sum if has_sums else start, term, side + OFFSET)
         return c.get_dummy_value()
 
-    return types.void(group, has_minima, types.intp, types.intp, types.int32), emit
+    floats = types.float32, types.float32, types.int32, types.float32
+    return types.void(group, has_minima, types.intp, types.intp, *floats), emit
 
 
-def _emit_quantize_group(
-    b: ir.IRBuilder, num_vectors: int, has_minima: bool, x: ir.Value, term: ir.Value, zero_point: ir.Value
-) -> None:
-    vectors = [load(b, F32x16, x, 4 * LANES * i) for i in range(num_vectors)]
-    # The bits of |x|, as integers, sort like the numbers, and NaN sorts above all of them.
-    largest = constant(I32x16, 0)
-    for vector in vectors:
-        bits = b.and_(b.bitcast(vector, I32x16), constant(I32x16, 0x7FFFFFFF))
-        largest = call(b, "llvm.umax.v16i32", I32x16, [largest, bits])
-    amax = b.bitcast(call(b, "llvm.vector.reduce.umax.v16i32", I32, [largest]), F32)
-    step = b.fdiv(amax, ir.Constant(F32, LARGEST))
-    step = b.bitcast(b.and_(b.bitcast(step, I32), ir.Constant(I32, ~3)), F32)
-    inverse = b.fdiv(ir.Constant(F32, LARGEST), amax)
-    is_tiny = b.fcmp_ordered("<", amax, ir.Constant(F32, TINY))
-    step = b.select(is_tiny, ir.Constant(F32, 0.0), step)
-    inverse = splat(b, b.select(is_tiny, ir.Constant(F32, 0.0), inverse))
-    total = constant(I32x16, 0)
-    for i, vector in enumerate(vectors):
-        # Adding 1.5 * 2 ** 23 rounds, and leaves the whole number in the low bits. What is not finite gives any number.
-        shifted = b.fadd(b.fmul(vector, inverse), constant(F32x16, ROUNDER))
-        whole = b.sub(b.bitcast(shifted, I32x16), b.bitcast(constant(F32x16, ROUNDER), I32x16))
-        store(b, b.trunc(whole, ir.VectorType(I8, LANES)), term, LANES * i)
-        total = b.add(total, whole)
-    total = call(b, "llvm.vector.reduce.add.v16i32", I32, [total])
-    side = num_vectors * LANES
-    store(b, step, term, side)
-    store(b, b.fmul(step, ir.Constant(F32, -ROUNDER)), term, side + START)
-    start = b.sub(ir.Constant(I32, ROUNDER_BITS), b.mul(total, zero_point))
-    store(b, b.fmul(b.sitofp(total, F32), step) if has_minima else start, term, side + OFFSET)
+@emitted
+def _take_large(context: Any, group: Any, x: Any, limit: Any, step: Any, inverse: Any, rest: Any, taken: Any) -> Any:
+    """What of ``group`` floats is above ``limit``, rounded, to int8 at ``taken``; what is left to ``rest``."""
+    if not isinstance(group, types.IntegerLiteral):
+        return None
+    num_vectors = group.literal_value // LANES
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        x, limit, step, inverse, rest, taken = args[1:]
+        limit, step, inverse = splat(b, limit), splat(b, b.fneg(step)), splat(b, inverse)
+        for i in range(num_vectors):
+            vector = load(b, F32x16, x, 4 * LANES * i)
+            is_large = b.fcmp_ordered(">", call(b, "llvm.fabs.v16f32", F32x16, [vector]), limit)
+            whole = b.select(is_large, _rounded(b, vector, inverse), constant(I32x16, 0))
+            store(b, b.trunc(whole, ir.VectorType(I8, LANES)), taken, LANES * i)
+            store(b, fma(b, b.sitofp(whole, F32x16), step, vector), rest, 4 * LANES * i)
+        return c.get_dummy_value()
+
+    return types.void(group, types.intp, *[types.float32] * 3, types.intp, types.intp), emit
 
 
-@compiled
-def quantize_term(group: int, has_minima: int, x: int, term: int, zero_point: int) -> None:
-    """One term of one group; ``x`` and ``term`` are addresses."""
-    if group == 32:
-        if has_minima:
-            _quantize_group(32, 1, x, term, zero_point)
+@inlined
+def _scale(largest: Any) -> Any:
+    """The scale of a group and one over it."""
+    if largest < np.float32(TINY):
+        return np.float32(0), np.float32(0)
+    step = largest / np.float32(LARGEST)
+    return float_bits(np.int32(int_bits(step) & ~3)), np.float32(LARGEST) / largest
+
+
+@inlined
+def _list_parts(group: int, taken: int, step: Any, zero_point: int, g: int, parts: int, n: int) -> Any:
+    """Write large parts of group ``g`` down, from the ``n``th on; gives their number then, and the sum of all taken."""
+    numbers, fours = view(taken, group, np.int8), view(taken, group // 4, np.int32)
+    words, floats = view(parts, (n + group) * PART_WORDS, np.int32), view(parts, (n + group) * PART_WORDS, np.float32)
+    total = 0
+    for i in range(group // 4):
+        if fours[i] != 0:
+            here = int(numbers[4 * i]) + numbers[4 * i + 1] + numbers[4 * i + 2] + numbers[4 * i + 3]
+            at = n * PART_WORDS
+            words[at], floats[at + 1], floats[at + 2] = fours[i], step, np.float32(-ROUNDER) * step
+            words[at + 3], words[at + 4], words[at + 5] = ROUNDER_BITS - zero_point * here, g, i
+            n, total = n + 1, total + here
+    return n, total
+
+
+@inlined
+def _quantize_row(
+    group: int, has_minima: int, x: int, firsts: int, parts: int, zero_point: int, G: int, scales: Any, rest: int
+) -> Any:
+    total, num_parts, none = np.float32(0), 0, np.float32(0)
+    for g in range(G):
+        scales[0, g] = _largest(group, x + 4 * group * g)
+    for g in range(G):
+        scales[0, g], scales[1, g] = _scale(scales[0, g])
+    for g in range(G):
+        total += scales[0, g]
+    limit = np.float32(LARGE_ABOVE) * (total / np.float32(G))
+    for g in range(G):
+        at, term = x + 4 * group * g, firsts + TOKENS_TOGETHER * (group + SIDE_BYTES) * g
+        step, inverse = scales[0, g], scales[1, g]
+        if step > limit and num_parts + group // 4 <= room_for_parts(G):
+            taken = rest + 4 * group
+            _take_large(group, at, np.float32(LARGEST) * limit, step, inverse, rest, taken)
+            num_parts, whole = _list_parts(group, taken, step, zero_point, g, parts, num_parts)
+            more, (step, inverse) = np.float32(whole) * step, _scale(_largest(group, rest))
+            _round_group(group, has_minima, rest, term, step, inverse, np.int32(zero_point), more)
         else:
-            _quantize_group(32, 0, x, term, zero_point)
-    else:
-        _quantize_group(16, 0, x, term, zero_point)
+            _round_group(group, has_minima, at, term, step, inverse, np.int32(zero_point), none)
+    return num_parts
 
 
 @compiled
 def quantize_row(
-    group: int, has_minima: int, x: int, rest: int, firsts: int, seconds: int, marks: int, zero_point: int, G: int
-) -> None:
-    """Quantise the ``G`` groups of a row at ``x`` into terms; ``rest`` is room for a group of float32.
+    group: int, has_minima: int, x: int, firsts: int, parts: int, zero_point: int, G: int, scales: Any, rest: int
+) -> Any:
+    """Quantise the ``G`` groups of a row at ``x`` into terms, which lie beside those of other rows.
 
-    There is a first term for each group, beside those of other rows, and a second one where ``marks`` int8 [G] gets 1.
+    Large parts are listed from ``parts`` on, group by group; gives their number. There has to be room for float32
+    ``scales`` [2, G], and at ``rest`` for ``group`` float32 and as many bytes.
     """
-    total, term_bytes = np.float32(0.0), group + SIDE_BYTES
-    first_bytes = TOKENS_TOGETHER * term_bytes
-    words = first_bytes // 4
-    steps = view(firsts + group, G * words, np.float32)
-    for g in range(G):
-        quantize_term(group, has_minima, x + 4 * group * g, firsts + first_bytes * g, zero_point)
-        total += steps[g * words]
-    limit = np.float32(SECOND_ABOVE) * (total / np.float32(G))
-    marked, left = view(marks, G, np.int8), view(rest, group, np.float32)
-    for g in range(G):
-        step = steps[g * words]
-        marked[g] = step > limit
-        if step > limit:
-            numbers, rounded = (
-                view(x + 4 * group * g, group, np.float32),
-                view(firsts + first_bytes * g, group, np.int8),
-            )
-            for k in range(group):
-                left[k] = numbers[k] - step * np.float32(rounded[k])
-            quantize_term(group, has_minima, rest, seconds + term_bytes * g, zero_point)
+    if group == 16:
+        return _quantize_row(16, 0, x, firsts, parts, zero_point, G, scales, rest)
+    if has_minima:
+        return _quantize_row(32, 1, x, firsts, parts, zero_point, G, scales, rest)
+    return _quantize_row(32, 0, x, firsts, parts, zero_point, G, scales, rest)
