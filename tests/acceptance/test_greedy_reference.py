@@ -1,4 +1,4 @@
-"""The default model's greedy tokens and log-probabilities against transformers on the same weights in float32."""
+"""The default model's weights, greedy tokens and log-probabilities against those of transformers in float32."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.weights.blocks import BlockTensor, dequantize
+from octavo.weights.checkpoint import open_checkpoint
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -39,6 +41,19 @@ def prompts(llm: LLM) -> list[list[int]]:
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     tokens = llm.get_tokenizer().encode(text)
     return [tokens[17 * i : 17 * i + length] for i, length in enumerate(LENGTHS)]
+
+
+def test_every_weight_equals_the_reference(default_model_path: Path, reference: Any) -> None:
+    checkpoint = open_checkpoint(default_model_path)
+    parameters = dict(reference.named_parameters())
+    assert checkpoint.names() == set(parameters)
+    for name, parameter in parameters.items():
+        found = checkpoint.load(name, tuple(parameter.shape))
+        dense = torch.from_numpy(dequantize(found)) if isinstance(found, BlockTensor) else found
+        assert torch.equal(dense, parameter.detach()), name
+    for key in ("hidden_size", "head_dim", "rms_norm_eps", "vocab_size", "tie_word_embeddings", "num_key_value_heads"):
+        assert checkpoint.config[key] == getattr(reference.config, key)
+    assert checkpoint.generation_config["eos_token_id"] == reference.generation_config.eos_token_id
 
 
 def test_greedy_tokens_equal_the_reference(llm: LLM, reference: Any) -> None:

@@ -24,7 +24,10 @@ def test_a_mask_costs_less_than_a_tenth_of_a_millisecond(default_model_path: Pat
     tokenizer = load_tokenizer(default_model_path)
     assert tokenizer is not None
     matchers = make_tokenizer(tokenizer.vocabulary(()))
-    seconds = min(_seconds_of_a_mask(matchers, tokenizer.eos_token_ids) for _ in range(3))  # neighbours only add
+    for _ in range(3):  # neighbours only add: once is enough
+        seconds = _seconds_of_a_mask(matchers, tokenizer.eos_token_ids)
+        if seconds < MAX_SECONDS:
+            break
     assert seconds < MAX_SECONDS, f"{seconds * 1e6:.0f} microseconds"
 
 
