@@ -67,7 +67,8 @@ def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
 
     fidelity = kinds.add_parser("fidelity", help="what `octavo simulate` predicts beside what the engine does")
     add_settings(fidelity, EngineConfig)
-    fidelity.add_argument("--num-prompts", type=int, default=120, help="requests of each workload")
+    fidelity.add_argument("--num-prompts", type=int, default=40, help="requests of a workload in each round")
+    fidelity.add_argument("--rounds", type=int, default=5, help="parts of each workload; all together are compared")
     fidelity.set_defaults(measure=_fidelity)
     yield fidelity
 
@@ -272,9 +273,10 @@ def _quality(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _fidelity(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo.build import build_engine
+    from octavo.bench.offline import build_prepared
     from octavo.sim.fidelity import Driver, compare
 
     config = engine_config(args)
-    engine, info = build_engine(config)
-    return {**_engine(config, info), **compare(Driver(engine, info.vocab_size), info, config, args.num_prompts)}
+    engine, info = build_prepared(config)
+    driver = Driver(engine, info.vocab_size)
+    return {**_engine(config, info), **compare(driver, info, config, args.num_prompts, args.rounds)}

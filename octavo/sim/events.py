@@ -15,7 +15,7 @@ NEVER = float("inf")
 
 
 class Events:
-    """Jobs that come, and steps that end; at one time, steps first."""
+    """Jobs that come, and steps that end; at one time, steps first, and jobs together."""
 
     def __init__(self, replicas: Sequence[Replica], router: Router, workload: Workload) -> None:
         self.replicas = replicas
@@ -39,7 +39,8 @@ class Events:
                 now, _, replica = heapq.heappop(awake)
                 self._look_at(replica, now)
             elif arrival < until:
-                self._send(self._take_job(), arrival)
+                while self._next_arrival() == arrival:
+                    self._send(self._take_job(), arrival)
             else:
                 return
 

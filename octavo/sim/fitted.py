@@ -24,6 +24,8 @@ Array = npt.NDArray[np.float64]
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Where the time may bend as tokens or rows of a step grow: kernels change their form with the number of rows."""
 RIDGE = 1e-3
+HEAD_RIDGE = 0.1
+"""For what a step takes less when it samples nothing: unless such steps were seen, that is nothing."""
 NUM_GROUPS = 8
 """Steps are grouped by their time: what short ones differ by, relatively, is more than what long ones do."""
 MAX_RATIOS = 4096
@@ -134,7 +136,7 @@ def fit(works: Sequence[StepWork], seconds: Sequence[float], seed: int = 0) -> F
 def _solve(x_SF: Array, y_S: Array, weights_S: Array) -> Array:
     scale_F = np.abs(x_SF).max(axis=0) + 1e-12
     a = x_SF / scale_F * weights_S[:, None]
-    ridge = RIDGE * np.sqrt(len(y_S)) * np.eye(a.shape[1])
+    ridge = np.diag([RIDGE, HEAD_RIDGE, *[RIDGE] * (a.shape[1] - 2)]) * np.sqrt(len(y_S))
     found, *_ = np.linalg.lstsq(
         np.vstack([a / y_S[:, None], ridge]), np.r_[weights_S, np.zeros(a.shape[1])], rcond=None
     )

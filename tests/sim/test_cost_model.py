@@ -98,6 +98,17 @@ def test_a_fit_learns_bends_and_is_not_led_astray_by_pauses() -> None:
     assert max(drawn) > 5 * fitted.expected(works[0]), "what was seen of pauses is lost"
 
 
+def test_steps_that_sample_nothing_are_not_guessed_at() -> None:
+    """Where all steps that were seen sample something, nobody knows what the head takes; others cost as much."""
+    works = [StepWork(tokens, 1, tokens, tokens) for tokens in (1, 4, 16, 64, 200) for _ in range(40)]
+    fitted = fit(works, [0.004 + 4e-5 * work.tokens for work in works])
+    assert fitted.expected(StepWork(200, 0, 200, 200)) == pytest.approx(0.012, rel=0.02)
+    more = [StepWork(tokens, 0, tokens, tokens) for tokens in (64, 200) for _ in range(20)]
+    fitted = fit(works + more, [0.004 + 4e-5 * work.tokens - 0.001 * (work.rows == 0) for work in works + more])
+    assert fitted.expected(StepWork(200, 0, 200, 200)) == pytest.approx(0.011, rel=0.02)
+    assert fitted.expected(StepWork(100, 0, 100, 100)) == pytest.approx(0.007, rel=0.02)
+
+
 def uneven_steps(seed: int) -> tuple[list[StepWork], list[float]]:
     """Steps of 2 ms, one in 500 of which takes thirty times as long, and even ones of 40 ms."""
     rng = np.random.default_rng(seed)

@@ -15,7 +15,7 @@ from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_times import work_of
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
-from octavo.sim.fidelity import Driver, compare
+from octavo.sim.fidelity import AIMS, Driver, compare
 from octavo.sim.fitted import read_log
 from octavo.sim.report import Targets
 from octavo.sim.setup import Asked
@@ -56,36 +56,37 @@ class Step(InstantStep):
         return super().sample(masks)
 
 
-def compared(factor: Callable[[float], float], count: int) -> dict[str, Any]:
+def compared(factor: Callable[[float], float], count: int, rounds: int) -> dict[str, Any]:
     machine = Machine(factor)
     cache = KVCache(LIMITS["num_kv_blocks"], LIMITS["block_size"])
     scheduler = Scheduler(cache, max_num_seqs=LIMITS["max_num_seqs"], max_num_batched_tokens=256)
     named = dict.fromkeys(("architecture", "dtype", "device"), "")
     info = EngineInfo(1024, 32_000, (), **LIMITS, **named, num_parameters=0, memory={}, kernels={})
     driver = Driver(Engine(scheduler, machine), info.vocab_size, machine, machine.sleep)
-    return compare(driver, info, EngineConfig.from_flat({"enable_partial_reuse": False}), count)
+    return compare(driver, info, EngineConfig.from_flat({"enable_partial_reuse": False}), count, rounds)
 
 
 def test_on_an_even_machine_both_predictions_are_right() -> None:
-    result = compared(lambda now: 1.0, 40)
+    result = compared(lambda now: 1.0, 20, 2)
     assert result["figures"] == 25
     assert result["within_predicted"] == result["within_replayed"] == 25, result["rows"]
-    errors = [abs(row["output_tokens_per_second"]["predicted"]) for row in result["rows"]]
-    assert max(errors) < 0.02
+    errors = [abs(row[figure]["predicted"]) for row in result["rows"] for figure in AIMS]
+    assert max(errors) < 0.03, result["rows"]
 
 
 def test_noise_of_single_steps_is_drawn_as_it_was() -> None:
     rng = random.Random(1)
-    result = compared(lambda now: rng.lognormvariate(0, 0.1) * (8 if rng.random() < 0.002 else 1), 120)
+    result = compared(lambda now: rng.lognormvariate(0, 0.1) * (8 if rng.random() < 0.002 else 1), 40, 3)
     assert result["within_replayed"] == 25, result["rows"]
-    assert result["within_predicted"] >= 20, "most of the rest are 99th percentiles: a few requests that met a pause"
-    errors = [abs(row["output_tokens_per_second"]["predicted"]) for row in result["rows"]]
-    assert max(errors) < 0.05
+    for row in result["rows"]:  # 99th percentiles are a matter of the few requests that met a pause
+        assert abs(row["output_tokens_per_second"]["predicted"]) < 0.05, row
+        assert abs(row["ttft_p50"]["predicted"]) < 0.1, row
+        assert abs(row["itl_p50"]["predicted"]) < 0.1, row
 
 
 def test_a_machine_that_becomes_slower_is_followed() -> None:
     """It is half as fast in the end, which calibrations before and after a workload see."""
-    result = compared(lambda now: 1 + (now - 50) / 100, 40)
+    result = compared(lambda now: 1 + (now - 50) / 100, 20, 2)
     for row in result["rows"]:
         assert abs(row["output_tokens_per_second"]["predicted"]) < 0.1, row
         assert abs(row["itl_p50"]["predicted"]) < 0.1, row

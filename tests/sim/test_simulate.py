@@ -108,6 +108,16 @@ def test_decides_as_an_engine_stepped_alone_does() -> None:
     assert ledger.itl.count == sum(len(one.gaps) for one in told.values())
 
 
+def test_who_comes_at_one_moment_is_in_one_step() -> None:
+    """Also to a replica that slept, which does not begin with the first of them alone."""
+    cost = Linear()
+    jobs = [Job(moment, ((10 * index + round(moment), 16),), 1, 9) for moment in (0.0, 5.0) for index in range(1, 5)]
+    run = simulate(Listed(jobs))
+    together = cost.seconds(StepWork(64, 4, 64, 0))
+    assert run.ledger.ttft.count == 8
+    assert run.ledger.ttft.total == pytest.approx(8 * together)
+
+
 def test_later_turns_find_what_the_turns_before_left() -> None:
     profile = PROFILES["chat"]._replace(turns=6.0, pause=0.5, applications=1)
     run = simulate(Sessions(profile, 4.0, 80, seed=1), sizes=SIZES._replace(num_blocks=8192))
