@@ -23,6 +23,7 @@ import msgspec
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.step_times import StepWork, TimedRunner
+from octavo.errors import ConfigError
 from octavo.sim.clock import START
 from octavo.sim.cost_model import CostModel
 from octavo.sim.fitted import Replayed, fit
@@ -209,7 +210,9 @@ def predict(cost: CostModel, info: EngineInfo, engine: EngineConfig, depth: int,
 
 
 def compare(driver: Driver, info: EngineInfo, config: EngineConfig, count: int, rounds: int) -> dict[str, Any]:
-    """Measure and predict each workload, in ``rounds`` parts of ``count`` requests."""
+    """Measure and predict each workload, in ``rounds`` parts of ``count`` requests. Raises ``ConfigError``."""
+    if count < 2 or rounds < 1:
+        raise ConfigError(f"num_prompts must be at least 2 and rounds at least 1; they are {count} and {rounds}")
     parts, every = measure(driver, info, count, rounds)
     cost = fit(every.works, every.seconds)
     pools: dict[str, dict[str, list[Pool]]] = {}

@@ -104,9 +104,10 @@ def _grouped(expected_S: Array, ratios_S: Array) -> dict[str, Any]:
 
 
 def features(work: StepWork) -> list[float]:
-    """What time is linear in."""
+    """What time is linear in. Steps with prompts in them run other kernels than those without."""
     hinges = [float(max(0, count - knot)) for count in (work.tokens, work.rows) for knot in KNOTS]
-    return [1.0, float(work.rows > 0), float(work.context), float(work.pairs), *hinges]
+    kinds = float(work.rows > 0), float(work.tokens > work.rows)
+    return [1.0, *kinds, float(work.context), float(work.pairs), *hinges]
 
 
 def fit(works: Sequence[StepWork], seconds: Sequence[float], seed: int = 0) -> Fitted:

@@ -98,6 +98,18 @@ def test_a_fit_learns_bends_and_is_not_led_astray_by_pauses() -> None:
     assert max(drawn) > 5 * fitted.expected(works[0]), "what was seen of pauses is lost"
 
 
+def test_steps_with_prompts_may_take_longer_from_their_first_token_on() -> None:
+    rng = random.Random(3)
+    works = []
+    for _ in range(400):
+        rows = rng.choice([1, 2, 4, 8, 16])
+        tokens = rows + rng.choice([0, 0, rng.randrange(1, 40)])
+        works.append(StepWork(tokens, rows, 50 * rows, 50 * rows))
+    fitted = fit(works, [0.002 + 1e-5 * work.tokens + 0.001 * (work.tokens > work.rows) for work in works])
+    assert fitted.expected(StepWork(4, 4, 200, 200)) == pytest.approx(0.00204, rel=0.02)
+    assert fitted.expected(StepWork(6, 4, 200, 200)) == pytest.approx(0.00306, rel=0.02)
+
+
 def test_steps_that_sample_nothing_are_not_guessed_at() -> None:
     """Where all steps that were seen sample something, nobody knows what the head takes; others cost as much."""
     works = [StepWork(tokens, 1, tokens, tokens) for tokens in (1, 4, 16, 64, 200) for _ in range(40)]

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from octavo.bench.overhead import InstantStep
 from octavo.cache.kv_cache import KVCache
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_times import work_of
+from octavo.errors import ConfigError
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
 from octavo.sim.fidelity import AIMS, Driver, compare
@@ -72,6 +75,12 @@ def test_on_an_even_machine_both_predictions_are_right() -> None:
     assert result["within_predicted"] == result["within_replayed"] == 25, result["rows"]
     errors = [abs(row[figure]["predicted"]) for row in result["rows"] for figure in AIMS]
     assert max(errors) < 0.03, result["rows"]
+
+
+@pytest.mark.parametrize(("count", "rounds"), [(1, 1), (2, 0)])
+def test_nothing_to_compare_is_refused(count: int, rounds: int) -> None:
+    with pytest.raises(ConfigError, match="num_prompts must be at least 2 and rounds at least 1"):
+        compared(lambda now: 1.0, count, rounds)
 
 
 def test_noise_of_single_steps_is_drawn_as_it_was() -> None:
