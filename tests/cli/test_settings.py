@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,13 @@ NEEDED = {
 """Flags without which a setting is refused."""
 
 
+parser = functools.cache(build_parser)
+"""Parsing leaves nothing behind in it."""
+
+
 def load(*argv: str, environ: Mapping[str, str] | None = None, config_class: type[Any] = ServeConfig) -> Any:
     command = "serve" if config_class is ServeConfig else "doctor"
-    args = build_parser().parse_args([command, *argv])
+    args = parser().parse_args([command, *argv])
     return load_config(config_class, args, environ or {})
 
 
