@@ -17,12 +17,12 @@ each repeated activation meets two panels, and nothing but multiplying is left t
 
     pair     [group][panel][steps of 8 bit, then scale, minimum]      all of 64 bytes
 
-For each term, and then for each large part without the last line, in this order and no other::
+For each term, and then for each large part without minima, in this order and no other::
 
     total  = sum of weight * activation over the group, exact in int32 (starting from the correction for the
              formats' zero point)
-    result = fma(float(total) * activation_scale, weight_scale, result)
     result = fma(minimum, activation_sum, result)                       formats with minima
+    result = fma(float(total) * activation_scale, weight_scale, result)
 
 A token's result is the same instructions on the same numbers whatever the number of tokens beside it.
 """
@@ -52,6 +52,7 @@ from octavo.ops.cpu.vector_ir import (
     constant,
     dot4,
     fma,
+    hidden,
     i64,
     load,
     load_floats,
@@ -124,11 +125,10 @@ class _Form:
         self, b: ir.IRBuilder, term: ir.Value, totals: list[ir.Value], scales: list[Scales], results: list[ir.Value]
     ) -> list[ir.Value]:
         """``results`` of each panel with a term's totals added."""
-        sums = _add_products(b, b.add(term, i64(self.group)), totals, scales, results)
-        if self.parts == 1:
-            return sums
-        x_sum = splat(b, load(b, F32, term, self.group + OFFSET))
-        return [fma(b, minimum, x_sum, result) for (_, minimum), result in zip(scales, sums, strict=True)]
+        if self.parts > 1:
+            x_sum = splat(b, load(b, F32, term, self.group + OFFSET))
+            results = [fma(b, minimum, x_sum, result) for (_, minimum), result in zip(scales, results, strict=True)]
+        return _add_products(b, b.add(term, i64(self.group)), totals, scales, results)
 
 
 def _add_products(
@@ -138,7 +138,7 @@ def _add_products(
     x_scale, start = (splat(b, load(b, F32, side, place)) for place in (0, START))
     products = [fma(b, b.bitcast(total, F32x16), x_scale, start) for total in totals]
     triples = zip(products, scales, results, strict=True)
-    return [fma(b, product, scale, result) for product, (scale, _), result in triples]
+    return [fma(b, scale, product, result) for product, (scale, _), result in triples]
 
 
 class _Panel(_Form):
@@ -280,11 +280,14 @@ def _emit_block_dot(
         g = loop.index
         at = offset(b, terms, (g, panels.term_bytes * TOKENS_TOGETHER))
         here = [b.add(at, i64(panels.term_bytes * token)) for token in range(num_tokens)]
+        # With an address for each panel, numbers are repeated as they are multiplied: fewer instructions, more loads.
+        places = [at, hidden(b, at) if HAS_VNNI else at][: panels.count]
         totals = [[panels.start(b, term)] * panels.count for term in here]
         for i, weights in enumerate(panels.steps(b, g)):
-            for token, term in enumerate(here):
-                x = splat(b, load(b, I32, term, 4 * i))
-                totals[token] = [dot4(b, total, w, x) for total, w in zip(totals[token], weights, strict=True)]
+            for token in range(num_tokens):
+                xs = [splat(b, load(b, I32, place, panels.term_bytes * token + 4 * i)) for place in places]
+                triples = zip(totals[token], weights, xs, strict=True)
+                totals[token] = [dot4(b, total, w, x) for total, w, x in triples]
         ask(g)
         scales = panels.factors(b, g)
         results = []

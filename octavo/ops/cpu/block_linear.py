@@ -71,14 +71,15 @@ def _prepare_task() -> int:
         a = read(arguments, ARGUMENTS)
         K = a.G * a.group
         counts = view(a.counts, a.T, np.int32)
-        normed, scales, rest = whole_lines(1, K), np.empty((2, a.G), np.float32), whole_lines(2, a.group)
+        normed, scales, rest = whole_lines(1, K), np.empty(2 * a.G, np.float32), whole_lines(2, a.group)
         for t in range(begin, end):
             x = a.x + 4 * K * t
             if a.norm:
                 normalise_row(x, a.norm, normed.ctypes.data, K, K, a.eps)
                 x = normed.ctypes.data
             places = x, a.terms + _first_term(a, t), a.parts + t * _part_bytes(a)
-            counts[t] = quantize_row(a.group, a.has_minima, *places, a.zero_point, a.G, scales, rest.ctypes.data)
+            room = scales.ctypes.data, rest.ctypes.data
+            counts[t] = quantize_row(a.group, a.has_minima, *places, a.zero_point, a.G, *room)
         keep((normed, scales, rest))
 
     return compiled_task(prepare)

@@ -36,7 +36,22 @@ from numba import types
 
 from octavo.ops.cpu.compiled import compiled, emitted, inlined
 from octavo.ops.cpu.memory import float_bits, int_bits, view
-from octavo.ops.cpu.vector_ir import F32, I8, I32, LANES, F32x16, I32x16, call, constant, fma, load, splat, store
+from octavo.ops.cpu.vector_ir import (
+    F32,
+    I8,
+    I32,
+    LANES,
+    F32x16,
+    I32x16,
+    Loop,
+    call,
+    constant,
+    fma,
+    load,
+    offset,
+    splat,
+    store,
+)
 
 LARGEST = 127.0
 TINY = 1e-30
@@ -62,20 +77,18 @@ def room_for_parts(G: int) -> int:
 
 
 @emitted
-def _largest(context: Any, group: Any, x: Any) -> Any:
+def _largest(context: Any, num_vectors: Any, x: Any) -> Any:
     """The largest |x| of a group; the bits of |x|, as integers, sort like the numbers, and NaN sorts above all."""
-    if not isinstance(group, types.IntegerLiteral):
-        return None
-    num_vectors = group.literal_value // LANES
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        largest = constant(I32x16, 0)
-        for i in range(num_vectors):
-            bits = b.and_(load(b, I32x16, args[1], 4 * LANES * i), constant(I32x16, 0x7FFFFFFF))
-            largest = call(b, "llvm.umax.v16i32", I32x16, [largest, bits])
-        return b.bitcast(call(b, "llvm.vector.reduce.umax.v16i32", I32, [largest]), F32)
+        num_vectors, x = args
+        with Loop(b, num_vectors, [constant(I32x16, 0)]) as loop:
+            at = offset(b, x, (loop.index, 4 * LANES))
+            bits = b.and_(load(b, I32x16, at), constant(I32x16, 0x7FFFFFFF))
+            loop.carried = [call(b, "llvm.umax.v16i32", I32x16, [loop.carried[0], bits])]
+        return b.bitcast(call(b, "llvm.vector.reduce.umax.v16i32", I32, loop.results), F32)
 
-    return types.float32(group, types.intp), emit
+    return types.float32(types.intp, types.intp), emit
 
 
 def _rounded(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
@@ -86,53 +99,40 @@ def _rounded(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
 
 
 @emitted
-def _round_group(
-    context: Any, group: Any, has_minima: Any, x: Any, term: Any, step: Any, inverse: Any, zero_point: Any, more: Any
-) -> Any:
-    """Quantise ``group`` floats at ``x`` into a term; ``more`` is added to the sum that minima are multiplied with."""
-    if not isinstance(group, types.IntegerLiteral) or not isinstance(has_minima, types.IntegerLiteral):
-        return None
-    num_vectors, has_sums = group.literal_value // LANES, bool(has_minima.literal_value)
+def _round_group(context: Any, num_vectors: Any, x: Any, inverse: Any, out: Any) -> Any:
+    """Round floats at ``x`` times ``inverse`` to int8 at ``out``; gives their sum."""
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        x, term, step, inverse, zero_point, more = args[2:]
-        total, factor = constant(I32x16, 0), splat(b, inverse)
-        for i in range(num_vectors):
-            whole = _rounded(b, load(b, F32x16, x, 4 * LANES * i), factor)
-            store(b, b.trunc(whole, ir.VectorType(I8, LANES)), term, LANES * i)
-            total = b.add(total, whole)
-        total = call(b, "llvm.vector.reduce.add.v16i32", I32, [total])
-        side = num_vectors * LANES
-        store(b, step, term, side)
-        store(b, b.fmul(step, ir.Constant(F32, -ROUNDER)), term, side + START)
-        start = b.sub(ir.Constant(I32, ROUNDER_BITS), b.mul(total, zero_point))
-        x_sum = b.fadd(b.fmul(b.sitofp(total, F32), step), more)
-        store(b, x_sum if has_sums else start, term, side + OFFSET)
-        return c.get_dummy_value()
+        num_vectors, x, inverse, out = args
+        factor = splat(b, inverse)
+        with Loop(b, num_vectors, [constant(I32x16, 0)]) as loop:
+            whole = _rounded(b, load(b, F32x16, offset(b, x, (loop.index, 4 * LANES))), factor)
+            store(b, b.trunc(whole, ir.VectorType(I8, LANES)), offset(b, out, (loop.index, LANES)))
+            loop.carried = [b.add(loop.carried[0], whole)]
+        return call(b, "llvm.vector.reduce.add.v16i32", I32, loop.results)
 
-    floats = types.float32, types.float32, types.int32, types.float32
-    return types.void(group, has_minima, types.intp, types.intp, *floats), emit
+    return types.int32(types.intp, types.intp, types.float32, types.intp), emit
 
 
 @emitted
-def _take_large(context: Any, group: Any, x: Any, limit: Any, step: Any, inverse: Any, rest: Any, taken: Any) -> Any:
-    """What of ``group`` floats is above ``limit``, rounded, to int8 at ``taken``; what is left to ``rest``."""
-    if not isinstance(group, types.IntegerLiteral):
-        return None
-    num_vectors = group.literal_value // LANES
+def _take_large(
+    context: Any, num_vectors: Any, x: Any, limit: Any, step: Any, inverse: Any, rest: Any, taken: Any
+) -> Any:
+    """What of a group's floats is above ``limit``, rounded, to int8 at ``taken``; what is left to ``rest``."""
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        x, limit, step, inverse, rest, taken = args[1:]
+        num_vectors, x, limit, step, inverse, rest, taken = args
         limit, step, inverse = splat(b, limit), splat(b, b.fneg(step)), splat(b, inverse)
-        for i in range(num_vectors):
-            vector = load(b, F32x16, x, 4 * LANES * i)
+        with Loop(b, num_vectors, []) as loop:
+            vector = load(b, F32x16, offset(b, x, (loop.index, 4 * LANES)))
             is_large = b.fcmp_ordered(">", call(b, "llvm.fabs.v16f32", F32x16, [vector]), limit)
             whole = b.select(is_large, _rounded(b, vector, inverse), constant(I32x16, 0))
-            store(b, b.trunc(whole, ir.VectorType(I8, LANES)), taken, LANES * i)
-            store(b, fma(b, b.sitofp(whole, F32x16), step, vector), rest, 4 * LANES * i)
+            store(b, b.trunc(whole, ir.VectorType(I8, LANES)), offset(b, taken, (loop.index, LANES)))
+            left = fma(b, b.sitofp(whole, F32x16), step, vector)
+            store(b, left, offset(b, rest, (loop.index, 4 * LANES)))
         return c.get_dummy_value()
 
-    return types.void(group, types.intp, *[types.float32] * 3, types.intp, types.intp), emit
+    return types.void(types.intp, types.intp, *[types.float32] * 3, types.intp, types.intp), emit
 
 
 @inlined
@@ -145,58 +145,50 @@ def _scale(largest: Any) -> Any:
 
 
 @inlined
-def _list_parts(group: int, taken: int, step: Any, zero_point: int, g: int, parts: int, n: int) -> Any:
-    """Write large parts of group ``g`` down, from the ``n``th on; gives their number then, and the sum of all taken."""
+def _list_parts(group: int, taken: int, step: Any, zero_point: int, g: int, parts: int) -> Any:
+    """Write down what was taken of group ``g``, from ``parts`` on; gives how many parts, and the sum of it all."""
     numbers, fours = view(taken, group, np.int8), view(taken, group // 4, np.int32)
-    words, floats = view(parts, (n + group) * PART_WORDS, np.int32), view(parts, (n + group) * PART_WORDS, np.float32)
-    total = 0
+    words, floats = view(parts, group * PART_WORDS, np.int32), view(parts, group * PART_WORDS, np.float32)
+    total, at = 0, 0
     for i in range(group // 4):
         if fours[i] != 0:
-            here = int(numbers[4 * i]) + numbers[4 * i + 1] + numbers[4 * i + 2] + numbers[4 * i + 3]
-            at = n * PART_WORDS
+            here = 0
+            for k in range(4 * i, 4 * i + 4):
+                here += numbers[k]
             words[at], floats[at + 1], floats[at + 2] = fours[i], step, np.float32(-ROUNDER) * step
             words[at + 3], words[at + 4], words[at + 5] = ROUNDER_BITS - zero_point * here, g, i
-            n, total = n + 1, total + here
-    return n, total
-
-
-@inlined
-def _quantize_row(
-    group: int, has_minima: int, x: int, firsts: int, parts: int, zero_point: int, G: int, scales: Any, rest: int
-) -> Any:
-    total, num_parts, none = np.float32(0), 0, np.float32(0)
-    for g in range(G):
-        scales[0, g] = _largest(group, x + 4 * group * g)
-    for g in range(G):
-        scales[0, g], scales[1, g] = _scale(scales[0, g])
-    for g in range(G):
-        total += scales[0, g]
-    limit = np.float32(LARGE_ABOVE) * (total / np.float32(G))
-    for g in range(G):
-        at, term = x + 4 * group * g, firsts + TOKENS_TOGETHER * (group + SIDE_BYTES) * g
-        step, inverse = scales[0, g], scales[1, g]
-        if step > limit and num_parts + group // 4 <= room_for_parts(G):
-            taken = rest + 4 * group
-            _take_large(group, at, np.float32(LARGEST) * limit, step, inverse, rest, taken)
-            num_parts, whole = _list_parts(group, taken, step, zero_point, g, parts, num_parts)
-            more, (step, inverse) = np.float32(whole) * step, _scale(_largest(group, rest))
-            _round_group(group, has_minima, rest, term, step, inverse, np.int32(zero_point), more)
-        else:
-            _round_group(group, has_minima, at, term, step, inverse, np.int32(zero_point), none)
-    return num_parts
+            total, at = total + here, at + PART_WORDS
+    return at // PART_WORDS, total
 
 
 @compiled
 def quantize_row(
-    group: int, has_minima: int, x: int, firsts: int, parts: int, zero_point: int, G: int, scales: Any, rest: int
-) -> Any:
+    group: int, has_minima: int, x: int, terms: int, parts: int, zero_point: int, G: int, scales_at: int, rest: int
+) -> int:
     """Quantise the ``G`` groups of a row at ``x`` into terms, which lie beside those of other rows.
 
     Large parts are listed from ``parts`` on, group by group; gives their number. There has to be room for float32
-    ``scales`` [2, G], and at ``rest`` for ``group`` float32 and as many bytes.
+    [2, G] at ``scales_at``, and at ``rest`` for ``group`` float32 and as many bytes.
     """
-    if group == 16:
-        return _quantize_row(16, 0, x, firsts, parts, zero_point, G, scales, rest)
-    if has_minima:
-        return _quantize_row(32, 1, x, firsts, parts, zero_point, G, scales, rest)
-    return _quantize_row(32, 0, x, firsts, parts, zero_point, G, scales, rest)
+    total, num_parts, num_vectors, taken = np.float32(0), 0, group // LANES, rest + 4 * group
+    steps, inverses = view(scales_at, G, np.float32), view(scales_at + 4 * G, G, np.float32)
+    for g in range(G):
+        steps[g], inverses[g] = _scale(_largest(num_vectors, x + 4 * group * g))
+        total += steps[g]
+    limit = np.float32(LARGE_ABOVE) * (total / np.float32(G))
+    term_bytes, num_words = TOKENS_TOGETHER * (group + SIDE_BYTES), SIDE_BYTES // 4
+    for g in range(G):
+        at, term, step, inverse, more = x + 4 * group * g, terms + term_bytes * g, steps[g], inverses[g], np.float32(0)
+        if step > limit and num_parts + group // 4 <= room_for_parts(G):
+            _take_large(num_vectors, at, np.float32(LARGEST) * limit, step, inverse, rest, taken)
+            n, whole = _list_parts(group, taken, step, zero_point, g, parts + 4 * PART_WORDS * num_parts)
+            more, at, num_parts = np.float32(whole) * step, rest, num_parts + n
+            step, inverse = _scale(_largest(num_vectors, rest))
+        count = _round_group(num_vectors, at, inverse, term)
+        side, words = view(term + group, num_words, np.float32), view(term + group, num_words, np.int32)
+        side[0], side[START // 4] = step, np.float32(-ROUNDER) * step
+        if has_minima:
+            side[OFFSET // 4] = np.float32(count) * step + more
+        else:
+            words[OFFSET // 4] = ROUNDER_BITS - zero_point * count
+    return num_parts

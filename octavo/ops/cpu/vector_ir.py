@@ -61,6 +61,11 @@ def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, displacement: int
     b.store(value, b.inttoptr(b.add(address, i64(displacement)), value.type.as_pointer()), align=1)
 
 
+def hidden(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """The same address, but the compiler does not know that it is."""
+    return b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [address], False)
+
+
 def ask_for(b: ir.IRBuilder, address: ir.Value, num_bytes: int, displacement: int = 0) -> None:
     """Have cache lines that will be read soon brought to the second level: processors stop at the end of a page."""
     hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # to read, to the second level, data
