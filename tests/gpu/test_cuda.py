@@ -11,6 +11,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.ops.noise import exponentials, token_hashes
 from octavo.runtime.stream_runner import PREPARING
+from tests.gpu.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -19,24 +20,8 @@ PROMPTS = [[(7 * i + 3 * j) % 128 for j in range(length)] for i, length in enume
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama, wide enough in its logits that no two tokens are nearly tied."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.5,
-        tie_word_embeddings=False,
-    )
-    folder = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    """A tiny random Llama."""
+    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
 
 
 def generate(folder: Path, device: str, dtype: str, params: SamplingParams) -> list[tuple[list[int], list[float]]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from tests.gpu.checkpoints import write_checkpoint
 from tests.models.families import VOCAB_SIZE, make_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -20,24 +21,17 @@ VOCAB = 1000
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random Qwen3: normalised heads, grouped queries, heads of 64."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-    )
-    folder = tmp_path_factory.mktemp("qwen3")
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.1,
+    }
+    return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", **shape)
 
 
 def prompts(count: int, longest: int, seed: int = 1) -> list[list[int]]:

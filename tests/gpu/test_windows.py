@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from tests.gpu.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -19,25 +20,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Mistral, wide enough in its logits that no two tokens are nearly tied."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        sliding_window=WINDOW,
-        initializer_range=0.5,
-        tie_word_embeddings=False,
-    )
-    folder = tmp_path_factory.mktemp("mistral")
-    MistralForCausalLM(config).save_pretrained(folder)
-    return folder
+    """A tiny random Mistral."""
+    return write_checkpoint(tmp_path_factory.mktemp("mistral"), "mistral", sliding_window=WINDOW)
 
 
 def generate(folder: Path, device: str, **settings: Any) -> list[list[int]]:
@@ -50,27 +34,9 @@ def generate(folder: Path, device: str, **settings: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def hybrid_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same for Qwen 2, of whose four layers the last two have windows."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-        max_window_layers=2,
-        initializer_range=0.5,
-        tie_word_embeddings=False,
-    )
-    folder = tmp_path_factory.mktemp("qwen2")
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    return folder
+    """A tiny random Qwen 2, of whose four layers the last two have windows."""
+    windows = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+    return write_checkpoint(tmp_path_factory.mktemp("qwen2"), "qwen2", num_hidden_layers=4, **windows)
 
 
 @pytest.mark.parametrize("settings", [{}, {"batch_invariant": True}, {"enforce_eager": True}], ids=str)
