@@ -6,14 +6,17 @@ Shapes: C cells, B entries of the longest possible block table.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from octavo.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
-from octavo.types import Sequence, Status
+from octavo.types import Plan, Sequence, Status
 
 MAX_BANS = 2 * MAX_STOP_TOKEN_IDS
 """Most ids that the device keeps from ending a text too early."""
 MAX_BIASES = MAX_LOGIT_BIAS + 2 * MAX_BAD_WORDS
 """Most ids that the device is told a bias of; a bad word that is a single token is banned by one."""
+
+Indices = npt.NDArray[np.int64]
 
 
 class Tables:
@@ -60,13 +63,17 @@ class Cells:
         self.num_prompt_tokens = np.zeros(count, dtype=np.int32)
         self.free_to_stop_at = np.zeros(count, dtype=np.int64)
         """A token in front of this position may not end the text."""
-        self.has_extras = [False] * count
+        self.has_extras = np.zeros(count, dtype=np.bool_)
         """Whether the sequence wants any of these."""
         self.num_told = [-1] * count
         """Tokens of the sequence that the device knows, in cells with extras; -1: it does not even know the lists."""
-        self.by_host = [False] * count
+        self.by_host = np.zeros(count, dtype=np.bool_)
         """Whether choosing the sequence's tokens takes more than the device does by itself."""
         self._free = list(range(count))
+
+    def of_plan(self, plan: Plan) -> Indices:
+        """The cell of each item's sequence, brought up to date."""
+        return np.array([self.of(item.seq) for item in plan], dtype=np.int64)
 
     def of(self, seq: Sequence) -> int:
         """The cell of ``seq``, brought up to date."""

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +33,7 @@ from octavo.ops.sample import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE
 from octavo.ops.stacked_lora import NOBODY
 from octavo.runtime import sampler
 from octavo.runtime.block_copies import StepQueue
-from octavo.runtime.cells import Cells, Tables
+from octavo.runtime.cells import Cells, Indices, Tables
 from octavo.runtime.graphs import Graphs, Kind, first_extra_shapes, first_shapes, graph_shapes, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import LAST_TOKEN, ModelRunner
@@ -52,6 +51,8 @@ from octavo.types import Masks, Plan, Sampled, Scheduled
 
 logger = logging.getLogger(__name__)
 
+NO_CELLS: Indices = np.zeros(0, dtype=np.int64)
+"""A step of nothing but padding has none."""
 PREPARING = "prepare"
 """Name of the thread that compiles and captures what a start did not wait for; it ends when all is there."""
 IDLE_SECONDS = 0.05
@@ -139,7 +140,7 @@ class StreamRunner:
             self._compile(self._program, first)
             compiled = time.perf_counter()
             for shape in first:
-                self._pack([], [], shape)  # nothing but padding
+                self._pack([], [], NO_CELLS, shape)
                 self._compute(shape, has_graph=True)
             torch.cuda.current_stream().synchronize()
         logger.info("kernels: %.1f s; graphs: %.1f s", compiled - started, time.perf_counter() - compiled)
@@ -171,7 +172,7 @@ class StreamRunner:
             with self._lock:
                 if not self._num_unfinished and time.monotonic() - self._last_finish > IDLE_SECONDS:
                     with self._on_stream():
-                        self._pack([], [], shape)  # nothing but padding
+                        self._pack([], [], NO_CELLS, shape)
                         self._compute(shape, has_graph=True)
                         torch.cuda.current_stream().synchronize()
             if shape not in self._graphs:
@@ -184,9 +185,9 @@ class StreamRunner:
 
     def submit(self, plan: Plan) -> PendingStep:
         """Start a plan, or let it wait behind one whose tokens the host chooses; never wait for the device."""
-        cells = [self._cells.of(item.seq) for item in plan]
-        by_host = any(item.drafts or self._cells.by_host[cell] for item, cell in zip(plan, cells, strict=True))
-        if any(self._cells.has_extras[cell] for cell in cells):
+        cells_S = self._cells.of_plan(plan)
+        by_host = bool(self._cells.by_host[cells_S].any()) or any(item.drafts for item in plan)
+        if self._cells.has_extras[cells_S].any():
             self._has_extra_kernels.wait()
         pending = PendingStep(self, plan, by_host)
         with self._lock:
@@ -194,7 +195,7 @@ class StreamRunner:
             if by_host or self._waiting:
                 self._waiting.append(pending)
             else:
-                self._start(pending)
+                self._start(pending, cells_S)
         return pending
 
     def finish(self, pending: PendingStep, masks: Masks) -> list[Sampled]:
@@ -214,12 +215,10 @@ class StreamRunner:
         if pending.done is not None:
             pending.done.synchronize()  # raises when the device is lost; nothing can go on then
         assert pending.tokens_S is not None
-        tokens = iter(pending.tokens_S[: sum(pending.is_computed)].tolist())
-        reports: Iterator[Any] = itertools.repeat(None) if pending.reports_SW is None else iter(pending.reports_SW)
-        return [
-            _result(item, next(tokens), next(reports)) if is_computed else Sampled([])
-            for item, is_computed in zip(pending.plan, pending.is_computed, strict=True)
-        ]
+        tokens = pending.tokens_S[: sum(pending.is_computed)].tolist()
+        reports = itertools.repeat(None) if pending.reports_SW is None else pending.reports_SW
+        computed = map(_result, itertools.compress(pending.plan, pending.is_computed), tokens, reports)
+        return [next(computed) if is_computed else Sampled([]) for is_computed in pending.is_computed]
 
     def _finish_by_host(self, pending: PendingStep, masks: Masks) -> list[Sampled]:
         """Compute a plan from beginning to end, then start what waited for it."""
@@ -242,10 +241,13 @@ class StreamRunner:
 
     # ---- a step on the device
 
-    def _start(self, pending: PendingStep) -> None:
-        pending.is_started = True
-        pending.is_computed = [not item.is_stale for item in pending.plan]
-        plan = list(itertools.compress(pending.plan, pending.is_computed))
+    def _start(self, pending: PendingStep, cells_S: Indices | None = None) -> None:
+        """Start a step, with the cells of its plan where they are known."""
+        pending.is_started, plan = True, pending.plan
+        pending.is_computed = [item.epoch == item.seq.epoch for item in plan]
+        if cells_S is None or not all(pending.is_computed):
+            plan = list(itertools.compress(plan, pending.is_computed))
+            cells_S = self._cells.of_plan(plan)
         index = self._program.num_steps % STEPS_IN_FLIGHT
         pending.tokens_S = self._program.results_QS[index].numpy()
         if not plan:
@@ -253,15 +255,14 @@ class StreamRunner:
         try:
             with self._on_stream():
                 counts = [len(item.tokens) for item in plan]
-                cells = [item.seq.cell for item in plan]
                 sizes = sum(counts), len(plan), max(counts), self._limits.max_num_seqs
-                has_extras = any(self._cells.has_extras[cell] for cell in cells)
+                has_extras = bool(self._cells.has_extras[cells_S].any())
                 shape, has_graph = padded_shape(*sizes, Kind(has_extras, self._looks_for_adapters(plan, has_extras)))
                 if has_graph and self._graphs is not None:
                     shape = self._graphs.fit(shape)
-                self._pack(plan, counts, shape)
+                self._pack(plan, counts, cells_S, shape)
                 self._compute(shape, has_graph)
-                if has_extras and self._cells.wants_logprobs[cells].any():
+                if has_extras and self._cells.wants_logprobs[cells_S].any():
                     pending.reports_SW = self._program.send_reports(index, len(plan))
                 if self._is_cuda:
                     pending.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -272,8 +273,8 @@ class StreamRunner:
                 self._program.start_again()
             pending.error = RunnerError(f"the forward pass failed: {error}")
 
-    def _pack(self, plan: Plan, counts: list[int], shape: StepShape) -> None:
-        """Write a plan, of which no item is stale, where the device fetches it."""
+    def _pack(self, plan: Plan, counts: list[int], of_seq: Indices, shape: StepShape) -> None:
+        """Write a plan, of which no item is stale, where the device fetches it; ``counts`` are its rows."""
         index = self._program.num_steps % STEPS_IN_FLIGHT
         host = self._host_steps.get((index, shape))
         if host is None:
@@ -281,12 +282,12 @@ class StreamRunner:
                 self._program.uploads_QB[index], shape, self._storage.num_pools
             )
         cells = self._cells
-        tokens: list[int | None] = []
-        for item in plan:
-            tokens.extend(item.tokens)
-            if tokens[-1] is None:
-                tokens[-1] = -1
-        of_seq = np.array([cells.of(item.seq) for item in plan], dtype=np.int64)
+        tokens = list(itertools.chain.from_iterable([item.tokens for item in plan]))
+        for end in itertools.accumulate(
+            counts
+        ):  # only the last token of an item may be one that the device knows first
+            if tokens[end - 1] is None:
+                tokens[end - 1] = -1
         starts = np.array([item.start for item in plan], dtype=np.int64)
         lens = np.array(counts, dtype=np.int64)
         first_rows = np.zeros(len(plan) + 1, dtype=np.int64)
