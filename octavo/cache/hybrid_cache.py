@@ -111,9 +111,7 @@ class HybridCache(KVCache):
         if num_copied and self.copy_slots is not None and self._whole.copy_slots is not None:
             self.copy_slots(source, seq.block_table[node.depth], num_copied)
             self._whole.copy_slots(other, whole.block_table[node.depth], num_copied)
-            seq.num_computed_tokens += num_copied
-            self.note_filled(num_copied)
-            self.num_copied += num_copied
+            self.note_copied(seq, num_copied)
 
     def note_filled(self, num_tokens: int) -> None:
         super().note_filled(num_tokens)

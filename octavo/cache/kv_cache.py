@@ -208,9 +208,13 @@ class KVCache:
         if num_copied and self.copy_slots is not None:
             # Should the source have been evicted just now, it still has its content.
             self.copy_slots(source, seq.block_table[node.depth], num_copied)
-            seq.num_computed_tokens += num_copied
-            self.num_filled += num_copied
-            self.num_copied += num_copied
+            self.note_copied(seq, num_copied)
+
+    def note_copied(self, seq: Sequence, num_copied: int) -> None:
+        """So many more positions of ``seq`` are computed, as copies of another block's."""
+        seq.num_computed_tokens += num_copied
+        self.note_filled(num_copied)
+        self.num_copied += num_copied
 
     def note_filled(self, num_tokens: int) -> None:
         """So many more positions of held blocks are computed or in flight; fewer, when negative."""
