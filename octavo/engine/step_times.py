@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, RunnerError
 from octavo.types import Masks, Pending, Plan, Runner, Sampled
 
 
@@ -23,6 +23,8 @@ class StepWork(NamedTuple):
     """Cached positions read: the sum of the sequences' ends."""
     pairs: int
     """Pairs of a query and a key, over all sequences."""
+    idle: int = 0
+    """1 where no step before it was under way: nothing hides what it takes to start one."""
 
 
 def work_of(plan: Plan) -> StepWork:
@@ -49,7 +51,8 @@ class TimedRunner:
     """Another runner, whose steps are timed from one result to the next, so that all around them is counted in.
 
     A step that goes on with nobody of the step before may follow a pause: it counts from where it was submitted, and
-    what the host took between the last two steps that did follow each other is added.
+    what the host takes from a result to the next submission is added, as when it last did so while requests went on.
+    Other steps may hide that; one that nothing is computed before does not.
     """
 
     def __init__(self, runner: Runner, note: Note, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -60,24 +63,31 @@ class TimedRunner:
         """Sequences of the step submitted last."""
         self._done_at = 0.0
         self._between = 0.0
-        """Seconds of the host from a result to the next submission; none where steps overlap."""
+        """Seconds of the host from a result to the next submission."""
+        self._follows_result = False
+        self._num_under_way = 0
 
     def submit(self, plan: Plan) -> TimedStep:
-        work, submitted_at = work_of(plan), self.clock()
+        work, submitted_at = work_of(plan)._replace(idle=int(not self._num_under_way)), self.clock()
         members = {item.seq.id for item in plan}
         goes_on = not members.isdisjoint(self._members)
         self._members = members
-        return TimedStep(self, work, submitted_at, goes_on, self.runner.submit(plan))
+        if goes_on and self._follows_result:
+            self._between = submitted_at - self._done_at
+        self._follows_result = False
+        pending = self.runner.submit(plan)
+        self._num_under_way += 1
+        return TimedStep(self, work, submitted_at, goes_on, pending)
 
-    def finish(self, step: TimedStep) -> None:
-        """The result of ``step`` is there."""
+    def finish(self, step: TimedStep, has_failed: bool = False) -> None:
+        """The result of ``step`` is there, or none will be."""
+        self._num_under_way -= 1
+        if has_failed:
+            return
         now = self.clock()
-        if step.goes_on:
-            self._between = max(0.0, step.submitted_at - self._done_at)
-            began = self._done_at
-        else:
-            began = max(self._done_at, step.submitted_at - self._between)
+        began = self._done_at if step.goes_on else max(self._done_at, step.submitted_at - self._between)
         self._done_at = now
+        self._follows_result = True
         self.note(step.work, now - began)
 
 
@@ -96,7 +106,11 @@ class TimedStep:
         self.pending = pending
 
     def sample(self, masks: Masks) -> list[Sampled]:
-        sampled = self.pending.sample(masks)
+        try:
+            sampled = self.pending.sample(masks)
+        except RunnerError:
+            self.runner.finish(self, has_failed=True)
+            raise
         self.runner.finish(self)
         return sampled
 

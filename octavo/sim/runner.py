@@ -40,7 +40,10 @@ class SimRunner:
         self.answers = Answers()
 
     def submit(self, plan: Plan) -> SimStep:
-        seconds = self.cost.seconds(work_of(plan))
+        work = work_of(plan)
+        if self.free_at <= self.clock.now:
+            work = work._replace(idle=1)
+        seconds = self.cost.seconds(work)
         self.free_at = max(self.free_at, self.clock.now) + seconds
         self.busy_seconds += seconds
         return SimStep(plan, self.free_at, self)

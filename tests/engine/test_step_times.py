@@ -12,7 +12,7 @@ from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_times import StepWork, TimedRunner, logged
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, RunnerError
 from octavo.types import Masks, Plan, Sampled
 from tests.engine.making import make_request
 
@@ -70,13 +70,32 @@ def serve_two(depth: int) -> tuple[list[tuple[StepWork, float]], list[float]]:
 def test_steps_one_by_one_hold_what_the_host_takes_between_them() -> None:
     noted, _ = serve_two(depth=1)
     works = [work for work, _ in noted]
-    assert works[:3] == [StepWork(6, 1, 6, 21), StepWork(1, 1, 7, 7), StepWork(1, 1, 8, 8)]
+    assert works[:3] == [StepWork(6, 1, 6, 21, 1), StepWork(1, 1, 7, 7, 1), StepWork(1, 1, 8, 8, 1)]
     assert [seconds for _, seconds in noted] == [3, 4, 4, 4, 4, 4], "the pause counts, or the host's second does not"
 
 
 def test_steps_that_overlap_hide_what_the_host_takes() -> None:
     noted, _ = serve_two(depth=2)
-    assert [seconds for _, seconds in noted] == [3, 3, 3, 3, 3, 3]
+    assert [seconds for _, seconds in noted] == [3, 3, 3, 4, 3, 3], "after a pause nothing hides the host's second"
+    assert [work.idle for work, _ in noted] == [1, 0, 0, 1, 0, 0]
+
+
+def test_a_step_that_fails_is_not_under_way_any_more() -> None:
+    class Failing:
+        def submit(self, plan: Plan) -> Failing:
+            return self
+
+        def sample(self, masks: Masks) -> list[Sampled]:
+            raise RunnerError("no")
+
+    noted: list[StepWork] = []
+    runner = TimedRunner(Failing(), lambda work, seconds: noted.append(work))
+    for _ in range(2):
+        with pytest.raises(RunnerError):
+            runner.submit([]).sample({})
+    runner.runner = InstantRunner()
+    runner.submit([]).sample({})
+    assert [work.idle for work in noted] == [1]
 
 
 def test_the_log_has_a_line_for_each_step_and_is_added_to(tmp_path: Path) -> None:
