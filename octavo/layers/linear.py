@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo import ops
 from octavo.layers.norm import RMSNorm
 from octavo.ops.linear import Activation, compose
 from octavo.quant.scheme import LinearWeight
@@ -40,5 +41,10 @@ class Linear:
         return compose(x_TK, norm_K, eps, residual, activation, self._side_by_side)
 
     def _side_by_side(self, x_TK: Tensor) -> Tensor:
-        y_TN = torch.cat([weight.apply(x_TK) for weight in self.weights], dim=-1)
-        return y_TN if self.bias_N is None else y_TN.add_(self.bias_N)
+        parts = [weight.apply(x_TK) for weight in self.weights]
+        y_TN = torch.empty(len(x_TK), sum(part.shape[1] for part in parts), dtype=x_TK.dtype, device=x_TK.device)
+        start = 0
+        for part in parts:
+            ops.put_columns(part, y_TN, start, self.bias_N)
+            start += part.shape[1]
+        return y_TN

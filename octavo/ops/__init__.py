@@ -18,6 +18,7 @@ from octavo.ops.moe import moe
 from octavo.ops.paged_attention import paged_attention
 from octavo.ops.publish_tokens import publish_tokens
 from octavo.ops.pull_step import pull_step
+from octavo.ops.put_columns import put_columns
 from octavo.ops.rms_norm import rms_norm
 from octavo.ops.rotary_angles import rotary_angles
 from octavo.ops.sample import sample
@@ -46,6 +47,7 @@ __all__ = [
     "paged_attention",
     "publish_tokens",
     "pull_step",
+    "put_columns",
     "rms_norm",
     "rotary_angles",
     "sample",

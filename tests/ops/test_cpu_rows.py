@@ -71,3 +71,15 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(dtype: torch.dtyp
                     assert torch.equal(found, expected[64 - num_rows :]), num_rows
     finally:
         threads.set_num_threads(1)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_columns_of_parts_stand_beside_each_other(has_bias: bool) -> None:
+    parts = [torch.randn(5, 3), torch.randn(5, 16), torch.ones(5, 1)]
+    bias = torch.randn(20) if has_bias else None
+    whole, start = torch.empty(5, 20), 0
+    for part in parts:
+        ops.put_columns(part, whole, start, bias)
+        start += part.shape[1]
+    exact = torch.cat(parts, dim=1)
+    assert torch.equal(whole, exact if bias is None else exact + bias)

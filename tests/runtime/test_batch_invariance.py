@@ -1,7 +1,7 @@
 """A sequence's tokens and log-probabilities are those of its solo run, to the bit, whatever runs beside it.
 
 The model is small, but computed as a real one is: block weights of several kinds, a 16-bit cache, recorded steps.
-Where kinds are mixed within a layer's query, key and value, steps cannot be recorded: that model runs as it is written.
+In a quarter of the mixes kinds also differ within a layer's query, key and value.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class BlockSource:
 class Loaded:
     def __init__(self, is_mixed: bool) -> None:
         source: Any = BlockSource(is_mixed)
-        self.is_mixed = is_mixed
         self.config = read_config(CONFIG)
         self.model = load_model(self.config, source, WeightFormat(torch.float32, CPU, PackedBlockScheme())).model
 
@@ -147,4 +146,4 @@ def test_random_mixes_give_the_bits_of_solo_runs(part: int) -> None:
     finally:
         threads.set_num_threads(1)
     assert preempted, "no mix was short of blocks"
-    assert bool(recorded) != loaded.is_mixed, "steps are recorded where kinds are not mixed, and only there"
+    assert recorded, "no step was recorded"

@@ -1,0 +1,17 @@
+"""Results of several maps beside each other in one tensor.
+
+Shapes: T tokens, M columns of a part, N of the whole.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from octavo.ops.dispatch import op
+
+
+@op
+def put_columns(part_TM: Tensor, out_TN: Tensor, start: int, bias_N: Tensor | None = None) -> None:
+    """Set the columns of ``out`` from ``start`` on to ``part``, plus the bias of these columns; of one dtype."""
+    end = start + part_TM.shape[1]
+    out_TN[:, start:end] = part_TM if bias_N is None else part_TM + bias_N[start:end]
