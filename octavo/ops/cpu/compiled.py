@@ -17,6 +17,7 @@ from typing import Any
 
 import numba
 from numba import extending, types
+from numba.core.compiler_lock import global_compiler_lock
 
 from octavo.config import cache_dir
 
@@ -52,10 +53,38 @@ def _numba_cache() -> Iterator[bool]:
         config.CACHE_DIR = before
 
 
+@contextlib.contextmanager
+def _alone(function: Callable[..., Any]) -> Iterator[None]:
+    """Keep other processes from compiling ``function`` meanwhile, so that they find it compiled.
+
+    All variants of a function share an index in numba's folder. Two processes that each put a variant into the index
+    that they read before would choose one name for both, and code would be loaded for the other variant.
+    """
+    folder = cache_folder()
+    # This lock comes first, or a thread that holds it could wait for a file of one that waits for it.
+    with contextlib.ExitStack() as locks:
+        locks.enter_context(global_compiler_lock)
+        if folder is not None:
+            import fcntl  # where there is none, nothing is ever compiled
+
+            name = f"{function.__module__}.{function.__qualname__}.lock".replace("<locals>.", "")
+            file = locks.enter_context(open(folder / name, "ab"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile when first called, without the interpreter lock; division by zero gives inf or nan, as in numpy."""
     with _numba_cache() as cache:
-        return numba.njit(nogil=True, error_model="numpy", cache=cache)(function)
+        code: Any = numba.njit(nogil=True, error_model="numpy", cache=cache)(function)
+    compile_signature = code.compile
+
+    def compile_alone(signature: Any) -> Any:
+        with _alone(function):
+            return compile_signature(signature)
+
+    code.compile = compile_alone
+    return code  # type: ignore[no-any-return]
 
 
 def compiled_task(function: Callable[[int, int, int], None]) -> int:
@@ -69,7 +98,7 @@ def compiled_driver(function: Callable[[int, int], int]) -> int:
 
 
 def _compiled_now(signature: Any, function: Callable[..., Any]) -> int:
-    with _numba_cache() as cache:
+    with _numba_cache() as cache, _alone(function):
         code: Any = numba.cfunc(signature, error_model="numpy", cache=cache)(function)
     _code.append(code)
     return int(code.address)
