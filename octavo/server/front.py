@@ -55,7 +55,7 @@ class Front:
         if self.tokenizer is not None:
             Detokenizer(self.tokenizer)
             _ = self.tokenizer.packed_tokens
-            self.tokenizer.encode("The first text takes longer.")
+            self.tokenizer.prepare_to_encode()
         try:
             self.chat_template.check()
         except ConfigError as error:

@@ -11,6 +11,7 @@ from octavo.grammar.vocabulary import Vocabulary, pack_tokens
 from octavo.text import folder_tokenizer, gguf_tokenizer
 from octavo.text.token_bytes import token_bytes_table
 from octavo.text.tokenizer_parts import TokenizerParts
+from octavo.text.whole_words import look_up_whole_words
 
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>", "<end_of_turn>", "<|endoftext|>", "</s>")
 """Special tokens that end a turn wherever they are known; many checkpoints name only one of theirs."""
@@ -47,6 +48,11 @@ class Tokenizer:
         self.tool_template = parts.tool_template
         self._texts_showing: dict[frozenset[int], dict[int, str]] = {}
         """A model has one or two sets of special tokens that are shown."""
+
+    def prepare_to_encode(self) -> None:
+        """Spend up to a second so that ``encode`` takes less, for whoever will encode many texts."""
+        look_up_whole_words(self._backend)
+        self.encode("The first text takes longer.")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``. Special tokens spelled out in the text are recognised as such.
