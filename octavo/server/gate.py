@@ -80,7 +80,7 @@ class Gate:
             logger.exception("%s: unexpected error", request_id)
             if not status:
                 await error_response(UnexpectedError(), scope["path"])(scope, receive, send_named)
-        scope.pop(WRITE_PIECE, None)  # it holds the scope
+        scope.pop(WRITE_PIECE, None)  # it leads to the connection, and that to the scope
         # The route's pattern, not the path: labels must not grow with what clients send.
         handler = getattr(scope.get("route"), "path", "other")
         self._metrics.observe_http(handler, scope["method"], status, time.monotonic() - start)

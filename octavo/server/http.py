@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import ssl
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.config import ServerSettings
@@ -29,19 +31,47 @@ WritePiece = Callable[[bytes], bool]
 is slow or gone: ASGI's ``send`` knows how to wait."""
 
 
+class ResponseTransport:
+    """A connection as one response writes to it: the head waits for the first piece of the body and leaves with it.
+
+    Apart they would be two packets, for which a client wakes twice before it has its first token.
+    """
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl, joins_head: bool) -> None:
+        self._transport = transport
+        self._flow = flow
+        self._head: bytes | None = b"" if joins_head else None
+        """Empty until there is one, ``None`` when it is sent."""
+        self.close = transport.close
+        self.is_closing = transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        if self._head is None:
+            self._transport.write(data)
+        elif self._head:
+            head, self._head = self._head, None
+            self._transport.writelines([head, data])
+        else:
+            self._head = data
+
+    def write_piece(self, data: bytes) -> bool:
+        """See ``WritePiece``; pieces are chunks of RFC 9112, section 7.1."""
+        if self._flow.write_paused or self._transport.is_closing():
+            return False
+        self.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+
 class PieceProtocol(HttpToolsProtocol):
     """Bodies in many small pieces: ``send`` costs a coroutine, a message and its checks for each."""
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self.scope[WRITE_PIECE] = self.write_piece  # type: ignore[literal-required]
-
-    def write_piece(self, data: bytes) -> bool:
-        """See ``WritePiece``; pieces are chunks of RFC 9112, section 7.1."""
-        if self.flow.write_paused or self.transport.is_closing():
-            return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
+        # What follows a head is nothing after HEAD, and what comes before it may be "100 Continue".
+        joins_head = self.scope["method"] == "POST" and not self.expect_100_continue
+        transport = ResponseTransport(self.transport, self.flow, joins_head)
+        self.cycle.transport = transport  # type: ignore[assignment]
+        self.scope[WRITE_PIECE] = transport.write_piece  # type: ignore[literal-required]
 
 
 class HTTPServer(uvicorn.Server):
@@ -54,6 +84,7 @@ class HTTPServer(uvicorn.Server):
             app,
             http=PieceProtocol,
             ws="none",
+            proxy_headers=False,
             lifespan="on",
             log_config=None,
             access_log=False,
