@@ -24,7 +24,7 @@ from octavo.ops.cpu.attention_dots import (
     soft_cap,
 )
 from octavo.ops.cpu.attention_turned import CHUNK_ROWS, score_turned, turn
-from octavo.ops.cpu.compiled import inlined
+from octavo.ops.cpu.compiled import Constant, inlined
 from octavo.ops.cpu.half import widen
 from octavo.ops.cpu.vector_ir import FLOAT32, FORMAT_BYTES, LANES
 
@@ -60,13 +60,13 @@ def list_runs(a: Any, table: Any, head: int, begin: int, end: int, runs: Any) ->
 
 
 @inlined
-def are_read_in_place(number_format: int, a: Any, num_rows: int) -> bool:
+def are_read_in_place(a: Any, num_rows: int) -> bool:
     """Whether cached rows are multiplied as they are: for a few rows, that takes no longer than copying and turning."""
     return a.width == a.H and num_rows <= IN_PLACE_ROWS
 
 
 @inlined
-def _copy_runs(number_format: int, a: Any, cache: int, first: int, num_runs: int, runs: Any, copy: Any) -> Any:
+def _copy_runs(number_format: Constant, a: Any, cache: int, first: int, num_runs: int, runs: Any, copy: Any) -> Any:
     """Bring runs from ``first`` on into ``copy`` as float32 rows of whole vectors; gives how many of both."""
     row_bytes, n, count = FORMAT_BYTES[number_format] * a.H, 0, 0
     while first + n < num_runs and count + runs[first + n, COUNT] <= RUN:
@@ -81,11 +81,11 @@ def _copy_runs(number_format: int, a: Any, cache: int, first: int, num_runs: int
 
 
 @inlined
-def score_rows(number_format: int, a: Any, begin: int, num_runs: int, work: Any) -> None:
+def score_rows(number_format: Constant, a: Any, begin: int, num_runs: int, work: Any) -> None:
     """First pass over the part from ``begin`` on: for each row scores of what it sees, and some that mean nothing."""
     queries, _, _, runs, _, copy = work
     row_bytes = FORMAT_BYTES[number_format] * a.H
-    if not are_read_in_place(number_format, a, len(queries)):
+    if not are_read_in_place(a, len(queries)):
         i = 0
         while i < num_runs:
             n, count = _copy_runs(number_format, a, a.k_cache, i, num_runs, runs, copy)
@@ -115,7 +115,7 @@ def _score_copy(a: Any, begin: int, column: int, count: int, work: Any) -> None:
 
 
 @inlined
-def _score_run(kind: int, a: Any, begin: int, run: Any, keys: int, ahead: int, work: Any) -> None:
+def _score_run(kind: Constant, a: Any, begin: int, run: Any, keys: int, ahead: int, work: Any) -> None:
     """Scores of one run's keys, of format ``kind``; as many bytes are brought near from ``ahead`` on."""
     queries, positions, scores, _, _, _ = work
     row_bytes, num_steps, strides = (
@@ -160,14 +160,14 @@ def weigh_rows(a: Any, begin: int, end: int, work: Any, parts: Any) -> None:
 
 
 @inlined
-def gather_rows(number_format: int, a: Any, begin: int, num_runs: int, work: Any, parts: Any, later: int) -> None:
+def gather_rows(number_format: Constant, a: Any, begin: int, num_runs: int, work: Any, parts: Any, later: int) -> None:
     """Third pass: each row's outputs += weights * values; neighbouring rows together over what all of them see.
 
     ``later`` is the address of the keys that come after the last of these values.
     """
     queries, _, _, runs, _, copy = work
     row_bytes = FORMAT_BYTES[number_format] * a.H
-    if not are_read_in_place(number_format, a, len(queries)):
+    if not are_read_in_place(a, len(queries)):
         i = 0
         while i < num_runs:
             n, count = _copy_runs(number_format, a, a.v_cache, i, num_runs, runs, copy)
@@ -183,8 +183,8 @@ def gather_rows(number_format: int, a: Any, begin: int, num_runs: int, work: Any
 
 @inlined
 def _gather_run(
-    kind: int,
-    asks: int,
+    kind: Constant,
+    asks: Constant,
     a: Any,
     begin: int,
     column: int,

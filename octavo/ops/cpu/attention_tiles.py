@@ -33,7 +33,7 @@ from octavo.ops.cpu.attention_passes import (
 )
 from octavo.ops.cpu.attention_rows import STEP
 from octavo.ops.cpu.attention_turned import turn
-from octavo.ops.cpu.compiled import compiled_task, inlined
+from octavo.ops.cpu.compiled import Constant, compiled_task, inlined
 from octavo.ops.cpu.memory import fields, keep, read, view, whole_lines
 from octavo.ops.cpu.vector_ir import FORMAT_BYTES, LANES
 
@@ -67,7 +67,7 @@ def _first_of(a: Any, tile: Any, part: int) -> Any:
 
 
 @inlined
-def _keys_after(number_format: int, a: Any, item: int, part: int, last_item: int) -> Any:
+def _keys_after(number_format: Constant, a: Any, item: int, part: int, last_item: int) -> Any:
     """Address of the keys that are looked at after a part of an item, if any are."""
     tile, next_part = _tile_of(a, item), part + 1
     if next_part == tile.last_part:
@@ -103,7 +103,7 @@ def attend_task(number_format: int) -> int:
         group, rows = a.N // a.K, 0
         for item in range(begin, end):
             rows = max(rows, _tile_of(a, item).num_tokens * group)
-        chunks, room = (rows + LANES - 1) // LANES, 0 if are_read_in_place(number_format, a, rows) else RUN + LANES
+        chunks, room = (rows + LANES - 1) // LANES, 0 if are_read_in_place(a, rows) else RUN + LANES
         most = chunks * LANES
         queries, copy = whole_lines(most, a.width), whole_lines(room, a.width)
         turned, scores = whole_lines(chunks + 2, a.width * LANES), whole_lines(most, PART + LANES)
@@ -119,7 +119,7 @@ def attend_task(number_format: int) -> int:
                 positions[row] = tile.start + row // group
                 _begin(totals[row])
             work = queries[:num_rows], positions, scores, runs, turned, copy
-            if not are_read_in_place(number_format, a, num_rows):
+            if not are_read_in_place(a, num_rows):
                 for chunk in range((num_rows + LANES - 1) // LANES):
                     turn(queries[chunk * LANES].ctypes.data, a.width // LANES, turned[chunk].ctypes.data)
             for part in range(tile.first_part, tile.last_part):

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.ops.block_linear import PANEL, PackedBlocks, block_linear
 from octavo.ops.cpu.block_dot import PAIR_FROM, add_large_parts, block_dot, take_apart, tokens_at_once
 from octavo.ops.cpu.calls import call
-from octavo.ops.cpu.compiled import compiled_driver, compiled_task, inlined
+from octavo.ops.cpu.compiled import Constant, compiled_driver, compiled_task, inlined
 from octavo.ops.cpu.epilogue import EPILOGUE, GATES, TILE_BYTES, finish
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.ops.cpu.memory import fields, keep, read, view, whole_lines
@@ -102,11 +102,11 @@ def _panel_at(a: Any, panel: int, value_bytes: int, scale_bytes: int) -> Any:
 
 @inlined
 def _sum_up(
-    is_pair: int,
-    bits: int,
-    group: int,
-    has_minima: int,
-    scale_format: int,
+    is_pair: Constant,
+    bits: Constant,
+    group: Constant,
+    has_minima: Constant,
+    scale_format: Constant,
     a: Any,
     first: int,
     count: int,

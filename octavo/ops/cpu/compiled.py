@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numba
 from numba import extending, types
@@ -22,6 +23,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from octavo.config import cache_dir
 
 numba_config: Any = numba.config
+Constant: TypeAlias = int
 
 
 @functools.cache
@@ -62,15 +64,27 @@ def _alone(function: Callable[..., Any]) -> Iterator[None]:
     """
     folder = cache_folder()
     # This lock comes first, or a thread that holds it could wait for a file of one that waits for it.
-    with contextlib.ExitStack() as locks:
-        locks.enter_context(global_compiler_lock)
+    with contextlib.ExitStack() as locks, global_compiler_lock, _without_collections():
         if folder is not None:
             import fcntl  # where there is none, nothing is ever compiled
 
             name = f"{function.__module__}.{function.__qualname__}.lock".replace("<locals>.", "")
-            file = locks.enter_context(open(folder / name, "ab"))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # the folder is gone, or knows no locks
+                file = locks.enter_context(open(folder / name, "ab"))
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """A tenth of a compilation would be looking for garbage among all that torch has made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,8 +123,18 @@ _code: list[Any] = []
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For use within compiled functions: compiled with each of them."""
-    return extending.register_jitable(function)
+    """For use within compiled functions: compiled with each of them.
+
+    Parameters that have to be constants, because ``emitted`` code is made of them, are annotated as ``Constant``: else
+    numba first tries, in vain, to compile the function and all that it calls for any value of them.
+    """
+
+    def definition(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return function
+
+    takes_constants = "Constant" in function.__annotations__.values()
+    extending.overload(function, strict=False, prefer_literal=takes_constants)(definition)
+    return function
 
 
 def emitted(definition: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.cpu.calls import call
-from octavo.ops.cpu.compiled import compiled_driver, compiled_task, inlined
+from octavo.ops.cpu.compiled import Constant, compiled_driver, compiled_task, inlined
 from octavo.ops.cpu.dense_dot import TILES, TOKEN_COUNTS, dense_dot
 from octavo.ops.cpu.epilogue import EPILOGUE, GATES, finish
 from octavo.ops.cpu.memory import fields, keep, read
@@ -56,7 +56,7 @@ def _tokens_at_once(left: int) -> Any:
 
 
 @inlined
-def _dot_rows(number_format: int, a: Any, first: int, last: int, x: int, tokens: int, out_at: int) -> None:
+def _dot_rows(number_format: Constant, a: Any, first: int, last: int, x: int, tokens: int, out_at: int) -> None:
     """Weight rows ``first .. last`` times one of TOKEN_COUNTS rows of x, into rows of 16 sums."""
     n = first
     while n < last:

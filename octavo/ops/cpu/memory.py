@@ -11,28 +11,31 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.np.numpy_support import carray
+from numba.core.typing import npydecl
+from numba.np import arrayobj
 
 from octavo.ops.cpu.compiled import emitted, inlined
-from octavo.ops.cpu.vector_ir import I8, I32, I64, call, i64
+from octavo.ops.cpu.vector_ir import I32, I64, call, i64
 
+arrays: Any = arrayobj
+parse_dtype: Any = npydecl.parse_dtype
 LINE_FLOATS = 16
 FUTEX_SYSCALL = 202
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
 
 
 @emitted
-def _pointer(context: Any, address: Any) -> Any:
-    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        return b.inttoptr(args[0], I8.as_pointer())
-
-    return types.voidptr(types.intp), emit
-
-
-@inlined
-def view(address: Any, size: Any, dtype: Any) -> Any:
+def view(context: Any, address: Any, size: Any, dtype: Any) -> Any:
     """The ``size`` numbers of ``dtype`` at ``address`` as a one-dimensional array."""
-    return carray(_pointer(address), (size,), dtype)
+    kind = types.Array(parse_dtype(dtype), 1, "C")
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        array, item = arrays.make_array(kind)(c, b), i64(c.get_abi_sizeof(c.get_data_type(kind.dtype)))
+        data = b.inttoptr(args[0], array.data.type)
+        arrays.populate_array(array, data=data, shape=[args[1]], strides=[item], itemsize=item, meminfo=None)
+        return array._getvalue()
+
+    return kind(types.intp, types.intp, dtype), emit
 
 
 def fields(**kinds: Any) -> np.dtype[np.void]:
@@ -40,10 +43,15 @@ def fields(**kinds: Any) -> np.dtype[np.void]:
     return np.dtype([(name, np.float64 if kind is float else np.int64) for name, kind in kinds.items()])
 
 
-@inlined
-def read(address: Any, record: Any) -> Any:
+@emitted
+def read(context: Any, address: Any, record: Any) -> Any:
     """The record at an address."""
-    return view(address, 1, record)[0]
+    kind = parse_dtype(record)
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        return b.inttoptr(args[0], c.get_value_type(kind))
+
+    return kind(types.intp, record), emit
 
 
 @emitted
