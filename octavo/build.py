@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -67,19 +69,19 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     if isinstance(model_config, EncoderConfig):
         return build_encoder(config, path, checkpoint, model_config, form)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
-    loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form)
-    gc.collect()
-    phases.done("weights")
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
-    free = memory.free_memory(device, config.cache.gpu_memory_utilization)
-    limits, budget = memory.settle(
-        config, model_config, kv_dtype, form.dtype, device.type, weights=loaded.num_bytes, free=free
-    )
-    storage = _storage(model_config, limits, kv_dtype, device)
-    runner = make_runner(config.model, loaded.model, storage, model_config.vocab_size, limits, pooling, adapters)
-    phases.done("memory")
-    runner.warm_up()
-    phases.done("kernels and graphs")
+    with _compiling_beside(form, kv_dtype):
+        loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form)
+        gc.collect()
+        phases.done("weights")
+        free = memory.free_memory(device, config.cache.gpu_memory_utilization)
+        kinds = kv_dtype, form.dtype, device.type
+        limits, budget = memory.settle(config, model_config, *kinds, weights=loaded.num_bytes, free=free)
+        storage = _storage(model_config, limits, kv_dtype, device)
+        runner = make_runner(config.model, loaded.model, storage, model_config.vocab_size, limits, pooling, adapters)
+        phases.done("memory")
+        runner.warm_up()
+        phases.done("kernels and graphs")
     info = EngineInfo(
         max_model_len=limits.max_model_len,
         vocab_size=model_config.vocab_size,
@@ -187,6 +189,15 @@ def _recorded(model: CausalLM, storage: KVStorage) -> Forward | None:
     from octavo.runtime.recorded_forward import RecordedForward
 
     return RecordedForward(model, storage.layers)
+
+
+def _compiling_beside(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractContextManager[None]:
+    """A block in which kernels are compiled on two cores, where there are any to compile."""
+    if form.device.type != "cpu" or ops.attention.chosen("cpu", form.dtype) == dispatch.REFERENCE:
+        return contextlib.nullcontext()
+    from octavo.ops.cpu.attention import compiling_beside
+
+    return compiling_beside(kv_dtype)
 
 
 def _prepare(device: torch.device) -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numba.core.caching import IndexDataCacheFile
 
-from octavo.ops.cpu.compiled import cache_folder, compiled, compiled_task
+from octavo.ops.cpu import threads
+from octavo.ops.cpu.attention import compiling_beside
+from octavo.ops.cpu.beside import beside
+from octavo.ops.cpu.compiled import cache_folder, compiled, compiled_task, is_missing
 from octavo.ops.cpu.memory import call_task, view
 from tests.ops.cpu_cases import needs_float_kernels
 
@@ -92,3 +100,90 @@ def test_processes_that_compile_variants_at_once_keep_both(is_right: Callable[[i
     kept = run(*at_once)
     assert kept
     assert run(forked.Process(target=_compile_both, args=(is_right,))) == kept, "compiled again"
+
+
+def test_a_process_that_keeps_a_lock_is_not_waited_for_forever(
+    empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.ops.cpu.compiled.LONGEST_WAIT", 0.1)
+    assert _task_gives(0)
+    with contextlib.ExitStack() as files:
+        for path in empty_folder.rglob("*.lock"):
+            fcntl.flock(files.enter_context(path.open()), fcntl.LOCK_EX)
+        assert _task_gives(1)
+
+
+@pytest.fixture
+def two_cores() -> Iterator[None]:
+    threads.set_num_threads(2)
+    yield
+    threads.set_num_threads(1)
+
+
+def test_what_was_compiled_beside_is_only_loaded(empty_folder: Path, two_cores: None) -> None:
+    def written() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in empty_folder.rglob("*write*.nb*")}
+
+    assert is_missing("_task_gives")
+    done, ready = forked.Event(), forked.Event()
+
+    def work() -> None:
+        _task_gives(1)
+        done.set()
+        ready.wait()
+
+    with beside(work):
+        assert done.wait(60)
+        before = written()
+        assert before
+        assert _task_gives(1)
+        assert written() == before
+    assert not is_missing("_task_gives")
+
+
+def test_who_works_beside_ends_with_the_block_and_with_its_process(two_cores: None) -> None:
+    pid = forked.Value("q", 0)
+
+    def work_long() -> None:
+        pid.value = os.getpid()
+        time.sleep(60)
+
+    def is_gone() -> bool:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            status = Path(f"/proc/{pid.value}/stat")
+            if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+            time.sleep(0.01)
+        return False
+
+    def begin_and_vanish() -> None:
+        with beside(work_long):
+            while not pid.value:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with beside(work_long):
+        while not pid.value:
+            time.sleep(0.01)
+    assert is_gone()
+    pid.value = 0
+    process = forked.Process(target=begin_and_vanish)
+    process.start()
+    process.join()
+    assert is_gone()
+
+
+def test_nobody_works_beside_on_one_core_or_when_all_is_there(
+    empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    threads.set_num_threads(1)
+    with compiling_beside(torch.float16):
+        pass
+    (empty_folder / "attention_tiles.attend_task.locals.attend-1.py311.nbi").touch()
+    monkeypatch.setattr("octavo.ops.cpu.compiled.cache_folder", lambda: empty_folder)
+    threads.set_num_threads(2)
+    with compiling_beside(torch.float16):
+        pass
+    threads.set_num_threads(1)

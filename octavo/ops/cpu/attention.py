@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,9 @@ from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
 from octavo.ops.cpu.attention_passes import PART, first_seen
 from octavo.ops.cpu.attention_rows import STEP, prepare_task
 from octavo.ops.cpu.attention_tiles import STATE, TILE, TILE_ROWS, attend_task, merge_task
+from octavo.ops.cpu.beside import beside
 from octavo.ops.cpu.calls import call
-from octavo.ops.cpu.compiled import compiled_driver, inlined
+from octavo.ops.cpu.compiled import compiled_driver, inlined, is_missing
 from octavo.ops.cpu.memory import fields, keep, read, view
 from octavo.ops.cpu.tensors import FORMATS, address, declines_floats, whole_vectors
 from octavo.ops.cpu.threads import run
@@ -94,6 +97,13 @@ def _driver() -> int:
         return 0
 
     return compiled_driver(drive)
+
+
+def compiling_beside(kv_dtype: torch.dtype) -> AbstractContextManager[None]:
+    """A block meanwhile another process compiles what takes longest for caches of ``kv_dtype``, if that is missing."""
+    if kv_dtype not in FORMATS or not is_missing(attend_task.__name__):
+        return contextlib.nullcontext()
+    return beside(lambda: (attend_task(FORMATS[kv_dtype]), _driver()))
 
 
 def _check(qkv_TW: Tensor, heads: HeadLayout, cache: LayerCache, rows: PagedRows) -> None:

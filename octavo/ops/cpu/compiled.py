@@ -12,9 +12,10 @@ import functools
 import gc
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import numba
 from numba import extending, types
@@ -24,6 +25,8 @@ from octavo.config import cache_dir
 
 numba_config: Any = numba.config
 Constant: TypeAlias = int
+LONGEST_WAIT = 120.0
+"""Seconds, far more than any kernel takes: who is stopped half-way through compiling must not stop all others."""
 
 
 @functools.cache
@@ -38,6 +41,12 @@ def cache_folder() -> Path | None:
     except OSError:
         return None
     return folder if os.access(folder, os.W_OK) else None
+
+
+def is_missing(name: str) -> bool:
+    """Whether the folder could keep compiled code of the function ``name``, or one within it, and does not."""
+    folder = cache_folder()
+    return folder is not None and not any(folder.rglob(f"*.{name}.*.nbi"))
 
 
 @contextlib.contextmanager
@@ -66,13 +75,22 @@ def _alone(function: Callable[..., Any]) -> Iterator[None]:
     # This lock comes first, or a thread that holds it could wait for a file of one that waits for it.
     with contextlib.ExitStack() as locks, global_compiler_lock, _without_collections():
         if folder is not None:
-            import fcntl  # where there is none, nothing is ever compiled
-
             name = f"{function.__module__}.{function.__qualname__}.lock".replace("<locals>.", "")
             with contextlib.suppress(OSError):  # the folder is gone, or knows no locks
-                file = locks.enter_context(open(folder / name, "ab"))
-                fcntl.flock(file, fcntl.LOCK_EX)
+                _lock(locks.enter_context(open(folder / name, "ab")))
         yield
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Wait for a file's lock, which closing it releases; after LONGEST_WAIT, do without."""
+    import fcntl  # where there is none, nothing is ever compiled
+
+    deadline = time.monotonic() + LONGEST_WAIT
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.02)
 
 
 @contextlib.contextmanager
