@@ -24,7 +24,7 @@ from octavo.ops.cpu.attention_dots import (
     soft_cap,
 )
 from octavo.ops.cpu.attention_turned import CHUNK_ROWS, score_turned, turn
-from octavo.ops.cpu.compiled import Constant, inlined
+from octavo.ops.cpu.compiled import Constant, copied, inlined
 from octavo.ops.cpu.half import widen
 from octavo.ops.cpu.vector_ir import FLOAT32, FORMAT_BYTES, LANES
 
@@ -80,8 +80,8 @@ def _copy_runs(number_format: Constant, a: Any, cache: int, first: int, num_runs
     return n, count
 
 
-@inlined
-def score_rows(number_format: Constant, a: Any, begin: int, num_runs: int, work: Any) -> None:
+@copied
+def score_rows(number_format: int, a: Any, begin: int, num_runs: int, work: Any) -> None:
     """First pass over the part from ``begin`` on: for each row scores of what it sees, and some that mean nothing."""
     queries, _, _, runs, _, copy = work
     row_bytes = FORMAT_BYTES[number_format] * a.H
@@ -139,7 +139,7 @@ def _score_run(kind: Constant, a: Any, begin: int, run: Any, keys: int, ahead: i
                     score_one(kind, query + strides[0] * row, here + row_bytes * k, num_steps, place)
 
 
-@inlined
+@copied
 def weigh_rows(a: Any, begin: int, end: int, work: Any, parts: Any) -> None:
     """Second pass: scores to weights; each row's largest score and sum of weights."""
     queries, positions, scores, _, _, _ = work
@@ -159,8 +159,8 @@ def weigh_rows(a: Any, begin: int, end: int, work: Any, parts: Any) -> None:
         exponentials(at, scores.strides[0], max(0, vectors), state, parts.strides[0])
 
 
-@inlined
-def gather_rows(number_format: Constant, a: Any, begin: int, num_runs: int, work: Any, parts: Any, later: int) -> None:
+@copied
+def gather_rows(number_format: int, a: Any, begin: int, num_runs: int, work: Any, parts: Any, later: int) -> None:
     """Third pass: each row's outputs += weights * values; neighbouring rows together over what all of them see.
 
     ``later`` is the address of the keys that come after the last of these values.

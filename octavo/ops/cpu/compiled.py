@@ -155,6 +155,14 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def copied(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For use in one place of a compiled function, where it is written out before anything is compiled.
+
+    What is ``inlined`` is compiled on its own as well, with all that it calls, which takes longer for large functions.
+    """
+    return numba.njit(inline="always")(function)
+
+
 def emitted(definition: Callable[..., Any]) -> Callable[..., Any]:
     """For use within compiled functions: ``definition`` gets the arguments' types and says how to emit the code.
 
