@@ -151,7 +151,8 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
     takes_constants = "Constant" in function.__annotations__.values()
-    extending.overload(function, strict=False, prefer_literal=takes_constants)(definition)
+    options: Any = {"no_cfunc_wrapper": True}  # nobody calls it by its address
+    extending.overload(function, options, strict=False, prefer_literal=takes_constants)(definition)
     return function
 
 
