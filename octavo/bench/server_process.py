@@ -53,18 +53,19 @@ class ServerProcess:
 
     def wait_ready(self, seconds: float) -> float:
         """Wait until it is ready; returns the seconds since its start. Raises ``ConfigError`` with its last words."""
-        while not self._is_ready():
-            waited = time.perf_counter() - self._start
-            if self.process.poll() is not None:
-                raise ConfigError(f"the server ended with {self.process.returncode} before it was ready{self._said()}")
-            if waited > seconds:
-                raise ConfigError(f"the server was not ready after {waited:.0f} s{self._said()}")
-            time.sleep(0.01)
+        with httpx.Client(timeout=5) as client:  # making one for each question would keep a core busy
+            while not self._is_ready(client):
+                waited = time.perf_counter() - self._start
+                if (code := self.process.poll()) is not None:
+                    raise ConfigError(f"the server ended with {code} before it was ready{self._said()}")
+                if waited > seconds:
+                    raise ConfigError(f"the server was not ready after {waited:.0f} s{self._said()}")
+                time.sleep(0.01)
         return time.perf_counter() - self._start
 
-    def _is_ready(self) -> bool:
+    def _is_ready(self, client: httpx.Client) -> bool:
         with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(self._ready, timeout=5).status_code == 200
+            return client.get(self._ready).status_code == 200
         return False
 
     def _said(self) -> str:
