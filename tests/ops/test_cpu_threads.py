@@ -60,6 +60,17 @@ def test_every_item_is_computed_once(num_threads: int) -> None:
             assert bool((counter.counts == turn + 1).all())
 
 
+def test_a_job_that_is_being_described_is_left_alone() -> None:
+    """A first job's description is zeros and news: no items at a time may stand beside how many there are."""
+    counter = Counter(37)
+    words = np.zeros(threads.END // 8, np.int64)
+    job = (1 << threads.NEXT_CHUNK_BITS) | threads.CLOSED
+    words[threads.CLAIM // 8] = job
+    words[threads.JOB // 8 :][:4] = counter.task, counter.arguments.ctypes.data, len(counter.counts), 0
+    assert not threads._take_chunk(words.ctypes.data)
+    assert (words[threads.CLAIM // 8], words[threads.DONE // 8]) == (job, 0)
+
+
 def test_jobs_after_the_helpers_fell_asleep() -> None:
     threads.set_num_threads(3)
     counter = Counter(50)

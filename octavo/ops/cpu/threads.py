@@ -55,8 +55,9 @@ def _take_chunk(pool: int) -> bool:
     claim = atomic_load(pool + CLAIM)
     task, arguments = atomic_load(pool + JOB), atomic_load(pool + JOB + 8)
     items, chunk_items = atomic_load(pool + JOB + 16), atomic_load(pool + JOB + 24)
-    begin = (claim & CLOSED) * chunk_items
-    if begin >= items:
+    chunk = claim & CLOSED
+    begin = chunk * chunk_items  # of any chunk that is not CLOSED; while that stands, the four may not go together
+    if chunk == CLOSED or begin >= items:
         moved_on: bool = atomic_load(pool + CLAIM) != claim
         return moved_on
     if atomic_swap_if(pool + CLAIM, claim, claim + 1):
