@@ -6,8 +6,8 @@ Shapes: C cells, B entries of the longest possible block table.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from octavo.runtime.forward_batch import Indices
 from octavo.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from octavo.types import Plan, Sequence, Status
 
@@ -15,8 +15,6 @@ MAX_BANS = 2 * MAX_STOP_TOKEN_IDS
 """Most ids that the device keeps from ending a text too early."""
 MAX_BIASES = MAX_LOGIT_BIAS + 2 * MAX_BAD_WORDS
 """Most ids that the device is told a bias of; a bad word that is a single token is banned by one."""
-
-Indices = npt.NDArray[np.int64]
 
 
 class Tables:

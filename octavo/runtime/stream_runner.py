@@ -33,7 +33,8 @@ from octavo.ops.sample import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE
 from octavo.ops.stacked_lora import NOBODY
 from octavo.runtime import sampler
 from octavo.runtime.block_copies import StepQueue
-from octavo.runtime.cells import Cells, Indices, Tables
+from octavo.runtime.cells import Cells, Tables
+from octavo.runtime.forward_batch import Indices
 from octavo.runtime.graphs import Graphs, Kind, first_extra_shapes, first_shapes, graph_shapes, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import LAST_TOKEN, ModelRunner
@@ -283,9 +284,8 @@ class StreamRunner:
             )
         cells = self._cells
         tokens = list(itertools.chain.from_iterable([item.tokens for item in plan]))
-        for end in itertools.accumulate(
-            counts
-        ):  # only the last token of an item may be one that the device knows first
+        # Only the last token of an item may be one that the device knows first.
+        for end in itertools.accumulate(counts):
             if tokens[end - 1] is None:
                 tokens[end - 1] = -1
         starts = np.array([item.start for item in plan], dtype=np.int64)

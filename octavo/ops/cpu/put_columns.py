@@ -11,13 +11,14 @@ from torch import Tensor
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import compiled_driver
 from octavo.ops.cpu.memory import fields, read, view
+from octavo.ops.cpu.tensors import declines_floats
 from octavo.ops.put_columns import put_columns
 
 ARGUMENTS = fields(part=int, bias=int, out=int, T=int, M=int, N=int)
 
 
 def _declines(dtype: torch.dtype) -> str | None:
-    return None if dtype == torch.float32 else f"it copies float32; this is {dtype}"
+    return declines_floats(dtype) or (None if dtype == torch.float32 else f"takes float32, not {dtype}")
 
 
 @functools.cache
