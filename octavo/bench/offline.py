@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
@@ -20,11 +21,17 @@ CPU_STEP_TOKENS = 512
 
 
 def build_prepared(config: EngineConfig) -> tuple[Engine, EngineInfo]:
-    """An engine, once everything is there that is otherwise made beside its first steps: figures are of what lasts."""
+    """An engine, once everything is there that is otherwise made beside its first steps: figures are of what lasts.
+
+    Full collections look at what exists now no more than in a server's process, where they would hold up a step.
+    """
+    gc.unfreeze()  # an engine from before may go
     engine, info = build_engine(config)
     for thread in threading.enumerate():
         if thread.name == PREPARING:
             thread.join()
+    gc.collect()
+    gc.freeze()
     return engine, info
 
 

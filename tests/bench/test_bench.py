@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import re
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ import pytest
 
 from octavo.bench import gpu
 from octavo.bench.dummy_models import write_model
+from octavo.bench.offline import build_prepared
 from octavo.bench.overhead import build_instant_engine, decode_step_milliseconds
 from octavo.cli import main, parse_arguments
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 
 Measure = Callable[..., dict[str, Any]]
@@ -71,6 +75,19 @@ def test_offline(measured: Measure, tiny: tuple[str, ...]) -> None:
     for row in record["result"]["rows"]:
         assert row["prefill_tok_s"]["median"] > 0
         assert row["decode_tok_s"]["median"] > 0
+
+
+def test_full_collections_leave_out_an_engine_until_the_next_one(tiny: tuple[str, ...]) -> None:
+    config = EngineConfig.from_flat({"model": tiny[0], "load_format": "dummy", "device": "cpu"})
+    try:
+        engine = build_prepared(config)[0]
+        assert all(known is not engine for known in gc.get_objects()), "a full collection looks at it"
+        first = weakref.ref(engine)
+        del engine
+        build_prepared(config)
+        assert first() is None, "frozen for good"
+    finally:
+        gc.unfreeze()
 
 
 def test_runs_that_would_wait_for_room_are_refused(tiny: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
