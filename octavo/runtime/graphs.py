@@ -6,7 +6,6 @@ on the device. Graphs share one memory pool, so only one may run at a time and i
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from octavo.collector import without_collections
 from octavo.runtime.step_inputs import StepShape
 
 logger = logging.getLogger(__name__)
@@ -166,20 +166,14 @@ class Graphs:
     def _run_and_capture(self, shape: StepShape) -> torch.cuda.CUDAGraph:
         """Run, so that nothing is left to be set up; then capture, which runs nothing."""
         started = time.perf_counter()
-        was_enabled = gc.isenabled()
-        gc.disable()  # a tensor freed by the collector would end the capture
-        try:
-            with self._around():
+        with without_collections(), self._around():  # a tensor freed by the collector would end the capture
+            self._run(shape)
+            torch.cuda.current_stream().synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
                 self._run(shape)
-                torch.cuda.current_stream().synchronize()
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    self._run(shape)
-                finally:
-                    graph.capture_end()
-        finally:
-            if was_enabled:
-                gc.enable()
+            finally:
+                graph.capture_end()
         logger.debug("captured %s in %.0f ms", shape, 1e3 * (time.perf_counter() - started))
         return graph

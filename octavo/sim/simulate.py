@@ -11,12 +11,11 @@ same, since each replica sees the same events in the same order.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.collector import without_collections
 from octavo.config import CacheSettings, SchedulerSettings
 from octavo.sim.clock import START
 from octavo.sim.cost_model import CostModel
@@ -69,7 +68,8 @@ class Simulation:
 
     def results(self) -> list[Result]:
         """Simulate, and return what each replica did."""
-        with _without_collections():
+        # Nothing here makes garbage in cycles, and walking millions of cached blocks to find none takes minutes.
+        with without_collections():
             if self.fleet.separates(self.workload):
                 self.serve_apart()
             else:
@@ -124,15 +124,3 @@ def figures(fleet: Fleet, results: Sequence[Result]) -> dict[str, Any]:
         "device_hours": device_hours,
         "device_hours_per_million_output_tokens": 1e6 * device_hours / max(1, ledger.num_output_tokens),
     }
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Nothing here makes garbage in cycles, and walking millions of cached blocks to find none takes minutes."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import hashlib
 import os
 import time
@@ -21,6 +20,7 @@ import numba
 from numba import extending, types
 from numba.core.compiler_lock import global_compiler_lock
 
+from octavo.collector import without_collections
 from octavo.config import cache_dir
 
 numba_config: Any = numba.config
@@ -72,8 +72,9 @@ def _alone(function: Callable[..., Any]) -> Iterator[None]:
     that they read before would choose one name for both, and code would be loaded for the other variant.
     """
     folder = cache_folder()
-    # This lock comes first, or a thread that holds it could wait for a file of one that waits for it.
-    with contextlib.ExitStack() as locks, global_compiler_lock, _without_collections():
+    # The compiler's lock comes first, or a thread that holds it could wait for a file of one that waits for it.
+    # A tenth of a compilation would be looking for garbage among all that torch has made.
+    with contextlib.ExitStack() as locks, global_compiler_lock, without_collections():
         if folder is not None:
             name = f"{function.__module__}.{function.__qualname__}.lock".replace("<locals>.", "")
             with contextlib.suppress(OSError):  # the folder is gone, or knows no locks
@@ -91,18 +92,6 @@ def _lock(file: IO[bytes]) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         time.sleep(0.02)
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """A tenth of a compilation would be looking for garbage among all that torch has made."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
