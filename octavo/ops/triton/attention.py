@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
+import triton
 from torch import Tensor
 
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
 from octavo.ops.triton.decode_attention import attend_single_rows, decode_attention
-from octavo.ops.triton.launch import declines_floats, is_invariant
+from octavo.ops.triton.launch import HOPPER, declines_floats, is_invariant
 from octavo.ops.triton.prefill_attention import prefill_attention
 from octavo.ops.triton.rotate_store import rotate_store
+
+GLUON_ROWS = 1024
+"""From here on a kernel whose tiles are larger, and fewer, is faster."""
 
 
 @attention.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
@@ -29,13 +35,18 @@ def attention_triton(
     has_single = len(rows.seq_lens_S) > 1 and not is_invariant()
     if has_single:
         attend_single_rows(q_TNH, heads, cache, rows, out_TNH)
+    lengths = rows.block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S
+    if len(q_TNH) >= GLUON_ROWS and has_gluon(q_TNH.device) and not is_invariant():
+        from octavo.ops.triton.hopper_prefill import hopper_prefill, suits
+
+        if suits(q_TNH, heads, cache):
+            hopper_prefill(q_TNH, cache.keys, cache.values, *lengths, heads.scale, has_single, out_TNH)
+            return out_TNH.view(len(q_TNH), -1)
     prefill_attention(
         q_TNH,
         cache.keys,
         cache.values,
-        rows.block_tables_SB,
-        rows.cu_seqlens_q,
-        rows.seq_lens_S,
+        *lengths,
         heads.scale,
         heads.window,
         heads.softcap,
@@ -44,3 +55,10 @@ def attention_triton(
         out=out_TNH,
     )
     return out_TNH.view(len(q_TNH), -1)
+
+
+@functools.cache
+def has_gluon(device: torch.device) -> bool:
+    """Whether kernels in Gluon run here: on Hopper, with the version of Triton that they are written for."""
+    known = triton.__version__.startswith("3.6.")
+    return known and device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
