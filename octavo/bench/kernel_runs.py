@@ -71,6 +71,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
             _linears(make, dtype), _attentions(make, dtype), _layers(make, dtype), _logits(make, dtype)
         ):
             yield f"{what} {name}", call
+    yield from _long_prompt(make)
     yield from _ends_of_a_step(make)
 
 
@@ -113,6 +114,17 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
                 make.floats(T, 8), make.floats(T, 8), LayerCache(latents, latents), rows, 0.1,
             )  # fmt: skip
             yield f"latent_attention {max(lens[0])} {N_latent} {cache_dtype}", latent
+
+
+def _long_prompt(make: Maker) -> Iterator[tuple[str, Call]]:
+    """The kernel that some GPUs have for prompts of a thousand rows, beside a sequence of one row and padding."""
+    heads = HeadLayout(4, 2, 128, 0.1)
+    ends = make.ints([0, 1, 1100])
+    slots = make.ints([-1] * 1101, torch.int64)
+    rows = PagedRows(slots, make.ints([[i, *range(18)] for i in range(2)]), ends, make.ints([70, 1210]), 1100)
+    cache = LayerCache(*(torch.zeros(19, 2, 64, 128, device=make.device).bfloat16() for _ in range(2)))
+    qkv, angles = make.floats(1101, 8 * 128, dtype=torch.bfloat16), make.floats(1101, 64)
+    yield "attention of a long prompt", functools.partial(ops.attention, qkv, heads, angles, angles, cache, rows)
 
 
 def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

@@ -14,6 +14,8 @@ from octavo.ops.triton.launch import HOPPER, declines_floats, is_invariant
 from octavo.ops.triton.prefill_attention import prefill_attention
 from octavo.ops.triton.rotate_store import rotate_store
 
+GLUON_VERSION = "3.6."
+"""Of Triton: kernels in Gluon, which is no stable interface, are for the one that they were tested with."""
 GLUON_ROWS = 1024
 """From here on a kernel whose tiles are larger, and fewer, is faster."""
 
@@ -59,6 +61,6 @@ def attention_triton(
 
 @functools.cache
 def has_gluon(device: torch.device) -> bool:
-    """Whether kernels in Gluon run here: on Hopper, with the version of Triton that they are written for."""
-    known = triton.__version__.startswith("3.6.")
-    return known and device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
+    """Whether kernels in Gluon run here."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
+    return is_hopper and triton.__version__.startswith(GLUON_VERSION)

@@ -3,7 +3,8 @@
 As FlashAttention-3 (Shah et al., arXiv 2407.08608) arranges it: one warp asks the tensor memory accelerator for queries
 and for pages of keys and values, a ring of them ahead of two groups of warps with 64 rows each. Within a group the
 products of queries with the next keys, and of weights with the last values, run while it takes the softmax. A program
-stays on its multiprocessor and walks over tiles of rows, those that see most keys first.
+stays on its multiprocessor and takes one tile of rows after another, those of a sequence that see most keys first; its
+copying warp asks a counter for the next one, and tells the groups of it with the queries.
 
 A group gives shared memory back when all its warps have read it. Where they read it into registers, a fence goes before
 that: without it the accelerator's next write overtakes the reads.
@@ -15,6 +16,8 @@ Shapes: T tokens, S sequences, N heads, K kv heads, H head dim; M rows of a grou
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -85,7 +88,7 @@ def hopper_prefill(
     launch(
         _hopper_kernel,
         (num_multiprocessors(q_TNH.device),),
-        *(q_tiles, *tiles, out_TNH, block_tables_SB, cu_seqlens_q, seq_lens_S),
+        *(q_tiles, *tiles, out_TNH, block_tables_SB, cu_seqlens_q, seq_lens_S, _counter(q_TNH.device)),
         *(scale * LOG2_E.value, len(seq_lens_S), out_TNH.stride(0), block_tables_SB.stride(0)),
         *strides,
         K=K,
@@ -101,6 +104,14 @@ def hopper_prefill(
     )
 
 
+@functools.cache
+def _counter(device: torch.device) -> Tensor:
+    """How often items were asked for: zero between launches. Kept for good, as captured graphs hold it."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not capturing, "attention must have run once before it is captured in a graph"
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
 def _rows(cache: Tensor) -> list[int]:
     """The cache as rows of one head of one token, to its end."""
     H = cache.shape[3]
@@ -110,32 +121,18 @@ def _rows(cache: Tensor) -> list[int]:
 
 @gluon.jit
 def _find(
-    turn: gl.tensor, cu_seqlens_ptr: gl.tensor, seq_lens_ptr: gl.tensor, num_tiles_S: gl.tensor, end_tile_S: gl.tensor,
+    item: gl.tensor, cu_seqlens_ptr: gl.tensor, seq_lens_ptr: gl.tensor, num_tiles_S: gl.tensor, end_tile_S: gl.tensor,
     s_S: gl.tensor, num_tiles: gl.tensor, K: gl.constexpr, TOKENS: gl.constexpr,
 ) -> tuple[gl.tensor, ...]:  # fmt: skip
-    """What a program computes in its n-th turn: a kv head, a sequence, the first token, the one after the sequence's
-    last, and the way from a token to its position. Behind the last turn it is anything; it may be asked for ahead.
-
-    Tiles come with the last first, which see most keys, and programs take them in turns that go to and fro, so that
-    all get about as many keys.
+    """An item's kv head, its sequence, the first token, the one after the sequence's last, and the way from a token to
+    its position. Tiles come with the last first, which see most keys.
     """
-    programs, program = gl.num_programs(0), gl.program_id(0)
-    item = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
     tile = num_tiles - 1 - item // K
     s = gl.sum((end_tile_S <= tile).to(gl.int32), 0)
     before = gl.sum(gl.where(s_S < s, num_tiles_S, 0), 0)
     first = gl.load(cu_seqlens_ptr + s) + (tile - before) * TOKENS
     stop = gl.load(cu_seqlens_ptr + s + 1)
     return item % K, s, first, stop, gl.load(seq_lens_ptr + s) - stop
-
-
-@gluon.jit
-def _turns(num_items: gl.tensor) -> gl.tensor:
-    """How many items this program computes; in the last turn it may be left without one."""
-    programs, program = gl.num_programs(0), gl.program_id(0)
-    whole, rest = num_items // programs, num_items % programs
-    place = gl.where(whole % 2 == 0, program, programs - 1 - program)
-    return whole + (place < rest).to(gl.int32)
 
 
 @gluon.jit
@@ -147,8 +144,8 @@ def _add(a: gl.tensor, b: gl.tensor) -> gl.tensor:
 def _tiles(
     cu_seqlens_ptr: gl.tensor, S: gl.tensor, SEQUENCES: gl.constexpr, SKIP_SINGLE: gl.constexpr, TOKENS: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """Each sequence's tiles, where they end, its number, and all tiles; each warp has all of it."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([SEQUENCES // 32], [32], [gl.num_warps()], [0])
+    """Each sequence's tiles, where they end, its number, and the number of all tiles."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([SEQUENCES // 32], [32], [1], [0])
     s_S = gl.arange(0, SEQUENCES, LAYOUT)
     start_S = gl.load(cu_seqlens_ptr + s_S, mask=s_S < S, other=0)
     query_len_S = gl.load(cu_seqlens_ptr + s_S + 1, mask=s_S < S, other=0) - start_S
@@ -160,29 +157,34 @@ def _tiles(
 
 @gluon.jit
 def _produce(
-    q_tiles: gl.tensor, k_tiles: gl.tensor, v_tiles: gl.tensor, queries: gl.tensor, k_ring: gl.tensor,
-    v_ring: gl.tensor, q_full: gl.tensor, k_full: gl.tensor, v_full: gl.tensor, q_empty: gl.tensor,
+    q_tiles: gl.tensor, k_tiles: gl.tensor, v_tiles: gl.tensor, queries: gl.tensor, plans: gl.tensor,
+    k_ring: gl.tensor, v_ring: gl.tensor, q_full: gl.tensor, k_full: gl.tensor, v_full: gl.tensor, q_empty: gl.tensor,
     k_empty: gl.tensor, v_empty: gl.tensor, tables_ptr: gl.tensor, cu_seqlens_ptr: gl.tensor,
-    seq_lens_ptr: gl.tensor, S: gl.tensor, table_stride: gl.tensor, k_block: gl.tensor, k_head: gl.tensor,
-    v_block: gl.tensor, v_head: gl.tensor, K: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
-    SEQUENCES: gl.constexpr, SKIP_SINGLE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+    seq_lens_ptr: gl.tensor, counter_ptr: gl.tensor, S: gl.tensor, table_stride: gl.tensor, k_block: gl.tensor,
+    k_head: gl.tensor, v_block: gl.tensor, v_head: gl.tensor, K: gl.constexpr, GROUP: gl.constexpr,
+    TOKENS: gl.constexpr, SEQUENCES: gl.constexpr, SKIP_SINGLE: gl.constexpr, PAGE: gl.constexpr,
+    STAGES: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Bring the queries of all items of this program, and their pages into the rings, one item after the other."""
+    """Bring the queries of this program's items, and their pages into the rings, one item after the other.
+
+    All programs together ask the counter once for each item; who asks last sets it back.
+    """
     BYTES: gl.constexpr = k_tiles.block_type.nbytes
     num_tiles_S, end_tile_S, s_S, num_tiles = _tiles(cu_seqlens_ptr, S, SEQUENCES, SKIP_SINGLE, TOKENS)
-    turn = 0
-    kv_head, s, first, stop, shift = _find(
-        0, cu_seqlens_ptr, seq_lens_ptr, num_tiles_S, end_tile_S, s_S, num_tiles, K, TOKENS
-    )
-    for item in range(_turns(num_tiles * K)):
-        next_head, next_s, next_first, next_stop, next_shift = _find(
-            item + 1, cu_seqlens_ptr, seq_lens_ptr, num_tiles_S, end_tile_S, s_S, num_tiles, K, TOKENS
+    turn, number, item = 0, 0, gl.program_id(0)
+    while item < num_tiles * K:
+        asked_before = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        kv_head, s, first, stop, shift = _find(
+            item, cu_seqlens_ptr, seq_lens_ptr, num_tiles_S, end_tile_S, s_S, num_tiles, K, TOKENS
         )
         for which in gl.static_range(2):
-            mbarrier.wait(q_empty.index(which), item & 1 ^ 1)
+            mbarrier.wait(q_empty.index(which), number & 1 ^ 1)
+            _tell(plans.index(which), kv_head, first, stop, shift)
             mbarrier.expect(q_full.index(which), q_tiles.block_type.nbytes)
             at = first + which * (TOKENS // 2)
-            tma.async_copy_global_to_shared(q_tiles, [at, kv_head * GROUP, 0], q_full.index(which), queries.index(which))
+            tma.async_copy_global_to_shared(
+                q_tiles, [at, kv_head * GROUP, 0], q_full.index(which), queries.index(which)
+            )
         pages = (shift + gl.minimum(first + TOKENS, stop) + PAGE - 1) // PAGE
         table_ptr = tables_ptr + s.to(gl.int64) * table_stride
         block = gl.load(table_ptr)
@@ -199,7 +201,35 @@ def _produce(
             tma.async_copy_global_to_shared(v_tiles, [at, 0], v_full.index(stage), v_ring.index(stage))
             block = next_block
             turn += 1
-        kv_head, s, first, stop, shift = next_head, next_s, next_first, next_stop, next_shift
+        if asked_before == num_tiles * K - 1:
+            gl.store(counter_ptr, 0)
+        item = gl.num_programs(0) + asked_before
+        number += 1
+    for which in gl.static_range(2):
+        mbarrier.wait(q_empty.index(which), number & 1 ^ 1)
+        _tell(plans.index(which), 0, -1, 0, 0)
+        mbarrier.arrive(q_full.index(which))
+
+
+@gluon.jit
+def _tell(
+    plan: gl.tensor, kv_head: gl.tensor, first: gl.tensor, stop: gl.tensor, shift: gl.tensor
+) -> None:  # fmt: skip
+    """Leave the next item for a group; there is none if its first token is negative."""
+    at = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
+    plan.store(gl.where(at < 2, gl.where(at == 0, kv_head, first), gl.where(at == 2, stop, shift)))
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _hear(plan: gl.tensor) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    """The next item, as it was left."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    at = gl.arange(0, 4, LAYOUT)
+    fields = plan.load(LAYOUT)
+    kv_head, first = gl.sum(gl.where(at == 0, fields, 0), 0), gl.sum(gl.where(at == 1, fields, 0), 0)
+    stop, shift = gl.sum(gl.where(at == 2, fields, 0), 0), gl.sum(gl.where(at == 3, fields, 0), 0)
+    return kv_head, first, stop, shift
 
 
 @gluon.jit
@@ -245,11 +275,10 @@ def _next_page(
 
 @gluon.jit
 def _consume(
-    out_ptr: gl.tensor, queries: gl.tensor, k_ring: gl.tensor, v_ring: gl.tensor, last_values: gl.tensor,
-    q_full: gl.tensor, k_full: gl.tensor, v_full: gl.tensor, q_empty: gl.tensor, k_empty: gl.tensor,
-    v_empty: gl.tensor, cu_seqlens_ptr: gl.tensor, seq_lens_ptr: gl.tensor, scale: gl.tensor, S: gl.tensor,
-    out_stride: gl.tensor, WHICH: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, H: gl.constexpr, SEQUENCES: gl.constexpr,
-    SKIP_SINGLE: gl.constexpr, PAGE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    out_ptr: gl.tensor, queries: gl.tensor, plans: gl.tensor, k_ring: gl.tensor, v_ring: gl.tensor,
+    last_values: gl.tensor, q_full: gl.tensor, k_full: gl.tensor, v_full: gl.tensor, q_empty: gl.tensor,
+    k_empty: gl.tensor, v_empty: gl.tensor, scale: gl.tensor, out_stride: gl.tensor, WHICH: gl.constexpr,
+    GROUP: gl.constexpr,    H: gl.constexpr, PAGE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ) -> None:  # fmt: skip
     """The rows of one group of warps: the first or second half of each tile's tokens."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE, 16])
@@ -257,16 +286,13 @@ def _consume(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // H, H // 8], [4, 1], [1, 0])
     TOKENS: gl.constexpr = 2 * ROWS // GROUP
-    num_tiles_S, end_tile_S, s_S, num_tiles = _tiles(cu_seqlens_ptr, S, SEQUENCES, SKIP_SINGLE, TOKENS)
-    turn = 0
-    kv_head, _s, first, stop, shift = _find(
-        0, cu_seqlens_ptr, seq_lens_ptr, num_tiles_S, end_tile_S, s_S, num_tiles, K, TOKENS
-    )
-    for item in range(_turns(num_tiles * K)):
+    turn, number = 0, 0
+    mbarrier.wait(q_full.index(WHICH), 0)
+    kv_head, first, stop, shift = _hear(plans.index(WHICH))
+    while first >= 0:
         end = shift + gl.minimum(first + TOKENS, stop)
         pages = (end + PAGE - 1) // PAGE
         own = first + WHICH * (ROWS // GROUP)
-        mbarrier.wait(q_full.index(WHICH), item & 1)
         q_MH = queries.index(WHICH).reshape([ROWS, H]).load(gl.DotOperandLayout(0, SCORES, 2))
         fence_async_shared()
         gl.thread_barrier()
@@ -276,11 +302,7 @@ def _consume(
         stage = turn % STAGES
         mbarrier.wait(k_full.index(stage), turn // STAGES & 1)
         none_MC = gl.zeros([ROWS, PAGE], gl.float32, SCORES)
-        scores = warpgroup_mma(q_MH, k_ring.index(stage).permute((1, 0)), none_MC, use_acc=False, is_async=True)
-        next_head, _s, next_first, next_stop, next_shift = _find(
-            item + 1, cu_seqlens_ptr, seq_lens_ptr, num_tiles_S, end_tile_S, s_S, num_tiles, K, TOKENS
-        )
-        scores_MC = warpgroup_mma_wait(0, deps=(scores,))
+        scores_MC = warpgroup_mma(q_MH, k_ring.index(stage).permute((1, 0)), none_MC, use_acc=False)
         gl.thread_barrier()
         mbarrier.arrive(k_empty.index(stage))
         peak_M = gl.full([ROWS], -1.0e30, gl.float32, gl.SliceLayout(1, SCORES))
@@ -322,19 +344,23 @@ def _consume(
         at_M = (own + row_M // GROUP).to(gl.int64) * out_stride + (kv_head * GROUP + row_M % GROUP) * H
         is_row_M = own + row_M // GROUP < stop
         gl.store(out_ptr + at_M[:, None] + h_H[None, :], acc_MH.to(q_MH.dtype), mask=is_row_M[:, None])
-        kv_head, first, stop, shift = next_head, next_first, next_stop, next_shift
+        number += 1
+        mbarrier.wait(q_full.index(WHICH), number & 1)
+        kv_head, first, stop, shift = _hear(plans.index(WHICH))
 
 
 @gluon.jit(do_not_specialize=["S", "table_stride"])
 def _hopper_kernel(
     q_tiles: gl.tensor, k_tiles: gl.tensor, v_tiles: gl.tensor, out_ptr: gl.tensor, tables_ptr: gl.tensor,
-    cu_seqlens_ptr: gl.tensor, seq_lens_ptr: gl.tensor, scale: gl.tensor, S: gl.tensor, out_stride: gl.tensor,
-    table_stride: gl.tensor, k_block: gl.tensor, k_head: gl.tensor, v_block: gl.tensor, v_head: gl.tensor, K: gl.constexpr, GROUP: gl.constexpr, H: gl.constexpr, SEQUENCES: gl.constexpr,
+    cu_seqlens_ptr: gl.tensor, seq_lens_ptr: gl.tensor, counter_ptr: gl.tensor, scale: gl.tensor, S: gl.tensor,
+    out_stride: gl.tensor, table_stride: gl.tensor, k_block: gl.tensor, k_head: gl.tensor, v_block: gl.tensor,
+    v_head: gl.tensor, K: gl.constexpr, GROUP: gl.constexpr, H: gl.constexpr, SEQUENCES: gl.constexpr,
     SKIP_SINGLE: gl.constexpr, PAGE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ) -> None:  # fmt: skip
     """Set up the rings, and part the warps."""
     TOKENS: gl.constexpr = 2 * ROWS // GROUP
     queries = gl.allocate_shared_memory(q_tiles.dtype, [2, TOKENS // 2, GROUP, H], q_tiles.layout)
+    plans = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_ring = gl.allocate_shared_memory(k_tiles.dtype, [STAGES, PAGE, H], k_tiles.layout)
     v_ring = gl.allocate_shared_memory(v_tiles.dtype, [STAGES, PAGE, H], v_tiles.layout)
     last_values = gl.allocate_shared_memory(v_tiles.dtype, [2, PAGE, H], v_tiles.layout)
@@ -357,15 +383,13 @@ def _hopper_kernel(
         gdc_launch_dependents()
     gl.warp_specialize(
         [
-            (_consume, (out_ptr, queries, k_ring, v_ring, last_values, q_full, k_full, v_full, q_empty, k_empty,
-                        v_empty, cu_seqlens_ptr, seq_lens_ptr, scale, S, out_stride, 0, K, GROUP, H, SEQUENCES,
-                        SKIP_SINGLE, PAGE, ROWS, STAGES)),
-            (_consume, (out_ptr, queries, k_ring, v_ring, last_values, q_full, k_full, v_full, q_empty, k_empty,
-                        v_empty, cu_seqlens_ptr, seq_lens_ptr, scale, S, out_stride, 1, K, GROUP, H, SEQUENCES,
-                        SKIP_SINGLE, PAGE, ROWS, STAGES)),
-            (_produce, (q_tiles, k_tiles, v_tiles, queries, k_ring, v_ring, q_full, k_full, v_full, q_empty, k_empty,
-                        v_empty, tables_ptr, cu_seqlens_ptr, seq_lens_ptr, S, table_stride, k_block, k_head, v_block,
-                        v_head, K, GROUP, TOKENS, SEQUENCES, SKIP_SINGLE, PAGE, STAGES)),
+            (_consume, (out_ptr, queries, plans, k_ring, v_ring, last_values, q_full, k_full, v_full, q_empty, k_empty,
+                        v_empty, scale, out_stride, 0, GROUP, H, PAGE, ROWS, STAGES)),
+            (_consume, (out_ptr, queries, plans, k_ring, v_ring, last_values, q_full, k_full, v_full, q_empty, k_empty,
+                        v_empty, scale, out_stride, 1, GROUP, H, PAGE, ROWS, STAGES)),
+            (_produce, (q_tiles, k_tiles, v_tiles, queries, plans, k_ring, v_ring, q_full, k_full, v_full, q_empty,
+                        k_empty, v_empty, tables_ptr, cu_seqlens_ptr, seq_lens_ptr, counter_ptr, S, table_stride,
+                        k_block, k_head, v_block, v_head, K, GROUP, TOKENS, SEQUENCES, SKIP_SINGLE, PAGE, STAGES)),
         ],
         [4, 1],
         [232, 40],
