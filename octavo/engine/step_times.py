@@ -12,6 +12,8 @@ import msgspec
 from octavo.errors import ConfigError, RunnerError
 from octavo.types import Masks, Pending, Plan, Runner, Sampled
 
+REST = 0.05
+
 
 class StepWork(NamedTuple):
     """What the time of a step depends on."""
@@ -25,6 +27,8 @@ class StepWork(NamedTuple):
     """Pairs of a query and a key, over all sequences."""
     idle: int = 0
     """1 where no step before it was under way: nothing hides what it takes to start one."""
+    rested: int = 0
+    """1 where none has been for REST seconds or longer: what caches held is gone, and clocks are low."""
 
 
 def work_of(plan: Plan) -> StepWork:
@@ -68,7 +72,9 @@ class TimedRunner:
         self._num_under_way = 0
 
     def submit(self, plan: Plan) -> TimedStep:
-        work, submitted_at = work_of(plan)._replace(idle=int(not self._num_under_way)), self.clock()
+        work, submitted_at = work_of(plan), self.clock()
+        if not self._num_under_way:
+            work = work._replace(idle=1, rested=int(submitted_at - self._done_at >= REST))
         members = {item.seq.id for item in plan}
         goes_on = not members.isdisjoint(self._members)
         self._members = members

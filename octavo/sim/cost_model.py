@@ -51,7 +51,7 @@ class Roofline(CostModel):
             self._per_token = 2 * shape.layers * crossing / device.link
 
     def seconds(self, work: StepWork) -> float:
-        tokens, rows, context, pairs, _ = work
+        tokens, rows, context, pairs, *_ = work
         body = max(self._body[0], self._body[1] * tokens)
         head = max(self._head[0], self._head[1] * rows) if rows else 0.0
         attention = max(self._attention[0] * context, self._attention[1] * pairs)

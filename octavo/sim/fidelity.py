@@ -22,7 +22,7 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
-from octavo.engine.step_times import StepWork, TimedRunner
+from octavo.engine.step_times import REST, StepWork, TimedRunner
 from octavo.errors import ConfigError
 from octavo.sim.clock import START
 from octavo.sim.cost_model import CostModel
@@ -32,12 +32,14 @@ from octavo.sim.replica import Sizes
 from octavo.sim.report import Ledger, Targets, Told
 from octavo.sim.simulate import Fleet, Simulation
 from octavo.sim.workloads import ClosedLoop, Profile, Sessions
-from octavo.types import EngineInfo
+from octavo.types import EngineInfo, Request
 
 SHORT = Profile(0, Lengths(96, 0.6, 512), Lengths(1), Lengths(32, 0.5, 128))
 TALK = Profile(128, Lengths(48, 0.6, 256), Lengths(32, 0.6, 256), Lengths(32, 0.5, 128), 3.0, 1.0, 2)
 CALIBRATION = ((1, 1), (2, 2), (4, 6), (8, 10), (16, 20)) * 2
 """Clients and requests of the loops that the time of a step is learned from: twice, since one is over in no time."""
+PAUSES = Profile(0, Lengths(96, 0.6, 512), Lengths(1), Lengths(4)), 2.0, 4
+"""Short answers, how many a second, and requests: of the load that says what a step takes after a pause."""
 FULL_LOAD = (16, 48)
 """The same of the loop that says how much the engine can do."""
 NUM_DRAWS = 5
@@ -64,6 +66,15 @@ class Steps:
         return Steps(self.works + other.works, self.seconds + other.seconds)
 
 
+class Coming(NamedTuple):
+    """A request that is made, and due at ``moment``. What it takes to make one is a client's time."""
+
+    moment: float
+    number: int
+    job: Job
+    request: Request
+
+
 class Driver:
     """Serves a workload with a real engine, as time goes by."""
 
@@ -86,47 +97,52 @@ class Driver:
 
     def serve(self, workload: Workload) -> tuple[Ledger, Steps]:
         """What clients saw, and the steps."""
+        self.sleep(1.2 * REST)  # a simulation begins after a pause, too
         self.steps = Steps()
         self.num_served += 1
         ledger = Ledger(Targets())
         live: dict[int, Told] = {}
         texts: dict[int, list[int]] = {}
-        due: list[tuple[float, int, Job]] = []
-        coming = workload.next_job()
+        due: list[Coming] = []
+        coming = self._make(workload.next_job(), texts)
         zero, previous = self.clock() - START, -1.0
         while coming is not None or due or self.engine.has_work:
             began = self.clock() - zero
-            while coming is not None and coming.arrival + START <= began:
-                self._add(coming, coming.arrival + START, live, texts)
-                coming = workload.next_job()
-            while due and due[0][0] <= began:
-                arrival, _, job = heapq.heappop(due)
-                self._add(job, arrival, live, texts)
+            while coming is not None and coming.moment <= began:
+                self._add(coming, live)
+                coming = self._make(workload.next_job(), texts)
+            while due and due[0].moment <= began:
+                self._add(heapq.heappop(due), live)
             if not self.engine.has_work:
-                upcoming = [coming.arrival + START] if coming is not None else []
-                self._sleep_until(zero + min(upcoming + [arrival for arrival, _, _ in due[:1]]))
+                self._sleep_until(zero + min(one.moment for one in (coming, *due[:1]) if one is not None))
                 continue
             outputs = self.engine.step()
             now = self.clock() - zero
             for output in outputs:
                 texts.setdefault(live[output.request_id].job.output_token, []).extend(output.tokens)
             for told in ledger.take(outputs, live, previous, now):
-                following = workload.after(told.job, now - START)
-                if following is not None:
-                    self.num_requests += 1
-                    heapq.heappush(due, (following.arrival + START, self.num_requests, following))
+                following = self._make(workload.after(told.job, now - START), texts)
+                if following is not None:  # who asks at once does so when the request is made
+                    moment = max(following.moment, self.clock() - zero)
+                    heapq.heappush(due, following._replace(moment=moment))
             if outputs:
                 previous = now
         return ledger, self.steps
 
-    def _add(self, job: Job, arrival: float, live: dict[int, Told], texts: dict[int, list[int]]) -> None:
+    def _make(self, job: Job | None, texts: dict[int, list[int]]) -> Coming | None:
+        if job is None:
+            return None
         self.num_requests += 1
         tokens: list[int] = []
         for token, count in job.prompt:
             tokens += texts.get(token) or [token % self.vocab_size] * count
-        live[self.num_requests] = Told(job, arrival)
-        request = job.request(self.num_requests, time.monotonic(), tokens)
-        self.engine.add(msgspec.structs.replace(request, cache_salt=str(self.num_served)))
+        request = job.request(self.num_requests, 0.0, tokens)
+        request = msgspec.structs.replace(request, cache_salt=str(self.num_served))
+        return Coming(job.arrival + START, self.num_requests, job, request)
+
+    def _add(self, coming: Coming, live: dict[int, Told]) -> None:
+        live[coming.number] = Told(coming.job, coming.moment)
+        self.engine.add(msgspec.structs.replace(coming.request, arrival=time.monotonic()))
 
     def _sleep_until(self, moment: float) -> None:
         """Until just before ``moment`` of the clock: sleeps end late, and what is left is spent in ``serve``'s loop."""
@@ -135,9 +151,9 @@ class Driver:
 
 def calibrate(driver: Driver, longest: int, seed: int) -> Steps:
     """Time steps of many shapes; the last prompts, of up to ``longest`` tokens, take more than one."""
-    loops = [_loop(*sizes, seed=100 * seed + number) for number, sizes in enumerate(CALIBRATION)]
-    loops.append(ClosedLoop(3, longest * 3 // 4, 8, 0.33, 1, seed=seed))
-    return sum((driver.serve(loop)[1] for loop in loops), Steps())
+    loads: list[Workload] = [_loop(*sizes, seed=100 * seed + number) for number, sizes in enumerate(CALIBRATION)]
+    loads += [Sessions(*PAUSES, seed=seed), ClosedLoop(3, longest * 3 // 4, 8, 0.33, 1, seed=seed)]
+    return sum((driver.serve(load)[1] for load in loads), Steps())
 
 
 def _loop(clients: int, count: int, seed: int) -> ClosedLoop:

@@ -106,7 +106,7 @@ def _grouped(expected_S: Array, ratios_S: Array) -> dict[str, Any]:
 def features(work: StepWork) -> list[float]:
     """What time is linear in. Steps with prompts in them run other kernels than those without."""
     hinges = [float(max(0, count - knot)) for count in (work.tokens, work.rows) for knot in KNOTS]
-    kinds = float(work.rows > 0), float(work.tokens > work.rows), float(work.idle)
+    kinds = float(work.rows > 0), float(work.tokens > work.rows), float(work.idle), float(work.rested)
     return [1.0, *kinds, float(work.context), float(work.pairs), *hinges]
 
 
@@ -160,7 +160,7 @@ def read_log(path: Path) -> tuple[list[StepWork], list[float]]:
     works, seconds = [], []
     try:
         for line in path.read_text().splitlines():
-            entry = {"idle": 0, **json.loads(line)}
+            entry = {"idle": 0, "rested": 0, **json.loads(line)}
             works.append(StepWork(*[int(entry[name]) for name in StepWork._fields]))
             seconds.append(float(entry["seconds"]))
     except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.engine.step_times import work_of
+from octavo.engine.step_times import REST, work_of
 from octavo.sim.clock import Clock
 from octavo.sim.cost_model import CostModel
 from octavo.types import Masks, Plan, Sampled
@@ -42,7 +42,7 @@ class SimRunner:
     def submit(self, plan: Plan) -> SimStep:
         work = work_of(plan)
         if self.free_at <= self.clock.now:
-            work = work._replace(idle=1)
+            work = work._replace(idle=1, rested=int(self.clock.now - self.free_at >= REST))
         seconds = self.cost.seconds(work)
         self.free_at = max(self.free_at, self.clock.now) + seconds
         self.busy_seconds += seconds

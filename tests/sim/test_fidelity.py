@@ -14,7 +14,7 @@ from octavo.cache.kv_cache import KVCache
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.step_times import work_of
+from octavo.engine.step_times import REST, work_of
 from octavo.errors import ConfigError
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
@@ -33,12 +33,14 @@ LIMITS = {"block_size": 16, "num_kv_blocks": 2000, "max_num_seqs": 32, "max_num_
 class Machine:
     """A clock that a device moves: a step takes 4 ms and 40 us a token, times what ``factor`` says of the moment.
 
-    Steps follow each other; the host takes half a millisecond to submit one, which the device may be busy in.
+    Steps follow each other; the host takes half a millisecond to submit one, which the device may be busy in. The first
+    step after a pause takes ``waking`` seconds more.
     """
 
-    def __init__(self, factor: Callable[[float], float]) -> None:
+    def __init__(self, factor: Callable[[float], float], waking: float = 0.0) -> None:
         self.now = self.free_at = 50.0
         self.factor = factor
+        self.waking = waking
 
     def __call__(self) -> float:
         return self.now
@@ -48,7 +50,7 @@ class Machine:
 
     def submit(self, plan: Plan) -> Step:
         self.now += HOST_SECONDS
-        began = max(self.now, self.free_at)
+        began = max(self.now, self.free_at) + self.waking * (self.now - self.free_at >= REST)
         self.free_at = began + (0.004 + 4e-5 * work_of(plan).tokens) * self.factor(began)
         return Step(plan, self, self.free_at)
 
@@ -64,8 +66,10 @@ class Step(InstantStep):
         return super().sample(masks)
 
 
-def compared(factor: Callable[[float], float], count: int, rounds: int, depth: int = 1) -> dict[str, Any]:
-    machine = Machine(factor)
+def compared(
+    factor: Callable[[float], float], count: int, rounds: int, depth: int = 1, waking: float = 0.0
+) -> dict[str, Any]:
+    machine = Machine(factor, waking)
     cache = KVCache(LIMITS["num_kv_blocks"], LIMITS["block_size"])
     scheduler = Scheduler(cache, max_num_seqs=LIMITS["max_num_seqs"], max_num_batched_tokens=256)
     named = dict.fromkeys(("architecture", "dtype", "device"), "")
@@ -81,6 +85,12 @@ def test_on_an_even_machine_both_predictions_are_right(depth: int) -> None:
     assert result["within_predicted"] == result["within_replayed"] == 25, result["rows"]
     errors = [abs(row[figure]["predicted"]) for row in result["rows"] for figure in AIMS]
     assert max(errors) < 0.02, result["rows"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_step_takes_after_a_pause_is_learned(depth: int) -> None:
+    result = compared(lambda now: 1.0, 20, 2, depth, waking=0.01)
+    assert result["within_predicted"] == result["within_replayed"] == 25, result["rows"]
 
 
 @pytest.mark.parametrize(("count", "rounds"), [(1, 1), (2, 0)])
