@@ -103,35 +103,30 @@ class Driver:
         ledger = Ledger(Targets())
         live: dict[int, Told] = {}
         texts: dict[int, list[int]] = {}
-        due: list[Coming] = []
-        coming = self._make(workload.next_job(), texts)
+        due = [self._make(job, texts) for job in iter(workload.next_job, None)]  # in the order of arrival
         zero, previous = self.clock() - START, -1.0
-        while coming is not None or due or self.engine.has_work:
+        while due or self.engine.has_work:
             began = self.clock() - zero
-            while coming is not None and coming.moment <= began:
-                self._add(coming, live)
-                coming = self._make(workload.next_job(), texts)
             while due and due[0].moment <= began:
                 self._add(heapq.heappop(due), live)
             if not self.engine.has_work:
-                self._sleep_until(zero + min(one.moment for one in (coming, *due[:1]) if one is not None))
+                self._sleep_until(zero + due[0].moment)
                 continue
             outputs = self.engine.step()
             now = self.clock() - zero
             for output in outputs:
                 texts.setdefault(live[output.request_id].job.output_token, []).extend(output.tokens)
             for told in ledger.take(outputs, live, previous, now):
-                following = self._make(workload.after(told.job, now - START), texts)
-                if following is not None:  # who asks at once does so when the request is made
-                    moment = max(following.moment, self.clock() - zero)
+                job = workload.after(told.job, now - START)
+                if job is not None:
+                    following = self._make(job, texts)
+                    moment = max(following.moment, self.clock() - zero)  # who asks at once does so when it is made
                     heapq.heappush(due, following._replace(moment=moment))
             if outputs:
                 previous = now
         return ledger, self.steps
 
-    def _make(self, job: Job | None, texts: dict[int, list[int]]) -> Coming | None:
-        if job is None:
-            return None
+    def _make(self, job: Job, texts: dict[int, list[int]]) -> Coming:
         self.num_requests += 1
         tokens: list[int] = []
         for token, count in job.prompt:
