@@ -56,7 +56,8 @@ class TimedRunner:
 
     A step that goes on with nobody of the step before may follow a pause: it counts from where it was submitted, and
     what the host takes from a result to the next submission is added, as when it last did so while requests went on.
-    Other steps may hide that; one that nothing is computed before does not.
+    Other steps may hide that; one that nothing is computed before does not. Where ``wake`` told of its first request,
+    it counts from there at the latest, so that taking requests in is in it as well.
     """
 
     def __init__(self, runner: Runner, note: Note, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -66,10 +67,16 @@ class TimedRunner:
         self._members: set[int] = set()
         """Sequences of the step submitted last."""
         self._done_at = 0.0
+        self._woken_at: float | None = None
         self._between = 0.0
         """Seconds of the host from a result to the next submission."""
         self._follows_result = False
         self._num_under_way = 0
+
+    def wake(self) -> None:
+        """A request is about to be taken in."""
+        if self._woken_at is None and not self._num_under_way:
+            self._woken_at = self.clock()
 
     def submit(self, plan: Plan) -> TimedStep:
         work, submitted_at = work_of(plan), self.clock()
@@ -81,9 +88,14 @@ class TimedRunner:
         if goes_on and self._follows_result:
             self._between = submitted_at - self._done_at
         self._follows_result = False
+        since = None
+        if not goes_on:
+            since = submitted_at - self._between
+            since = since if self._woken_at is None else min(since, self._woken_at)
+        self._woken_at = None
         pending = self.runner.submit(plan)
         self._num_under_way += 1
-        return TimedStep(self, work, submitted_at, goes_on, pending)
+        return TimedStep(self, work, since, pending)
 
     def finish(self, step: TimedStep, has_failed: bool = False) -> None:
         """The result of ``step`` is there, or none will be."""
@@ -91,7 +103,7 @@ class TimedRunner:
         if has_failed:
             return
         now = self.clock()
-        began = self._done_at if step.goes_on else max(self._done_at, step.submitted_at - self._between)
+        began = self._done_at if step.since is None else max(self._done_at, step.since)
         self._done_at = now
         self._follows_result = True
         self.note(step.work, now - began)
@@ -100,15 +112,13 @@ class TimedRunner:
 class TimedStep:
     """A submitted step."""
 
-    __slots__ = ("goes_on", "pending", "runner", "submitted_at", "work")
+    __slots__ = ("pending", "runner", "since", "work")
 
-    def __init__(
-        self, runner: TimedRunner, work: StepWork, submitted_at: float, goes_on: bool, pending: Pending
-    ) -> None:
+    def __init__(self, runner: TimedRunner, work: StepWork, since: float | None, pending: Pending) -> None:
         self.runner = runner
         self.work = work
-        self.submitted_at = submitted_at
-        self.goes_on = goes_on
+        self.since = since
+        """When it began at the latest; ``None`` where it goes on with the step before."""
         self.pending = pending
 
     def sample(self, masks: Masks) -> list[Sampled]:

@@ -89,7 +89,8 @@ class Driver:
         self.clock = clock
         self.sleep = sleep
         self.steps = Steps()
-        engine.runner = TimedRunner(engine.runner, lambda work, seconds: self.steps.note(work, seconds), clock)
+        self.runner = TimedRunner(engine.runner, lambda work, seconds: self.steps.note(work, seconds), clock)
+        engine.runner = self.runner
         self.vocab_size = vocab_size
         self.num_requests = 0
         self.num_served = 0
@@ -136,6 +137,7 @@ class Driver:
         return Coming(job.arrival + START, self.num_requests, job, request)
 
     def _add(self, coming: Coming, live: dict[int, Told]) -> None:
+        self.runner.wake()
         live[coming.number] = Told(coming.job, coming.moment)
         self.engine.add(msgspec.structs.replace(coming.request, arrival=time.monotonic()))
 

@@ -49,8 +49,11 @@ class TakenStep(InstantStep):
         return super().sample(masks)
 
 
-def serve_two(depth: int) -> tuple[list[tuple[StepWork, float]], list[float]]:
-    """Two requests with a long pause between, a second of the host's own time after each step; steps, and ends."""
+def serve_two(depth: int, taking_in: float | None = None) -> tuple[list[tuple[StepWork, float]], list[float]]:
+    """Two requests with a long pause between, a second of the host's own time after each step; steps, and ends.
+
+    With ``taking_in`` it is told of each request, and takes so many seconds to take it in.
+    """
     clock = Clock()
     noted: list[tuple[StepWork, float]] = []
     runner = TimedRunner(Taking(clock), lambda work, seconds: noted.append((work, seconds)), clock)
@@ -58,6 +61,9 @@ def serve_two(depth: int) -> tuple[list[tuple[StepWork, float]], list[float]]:
     engine = Engine(scheduler, runner, depth=depth)
     ends = []
     for number in range(2):
+        if taking_in is not None:
+            runner.wake()
+            clock.now += taking_in
         engine.add(make_request(number, prompt=6, max_tokens=3))
         while engine.has_work:
             engine.step()
@@ -116,3 +122,9 @@ def test_no_log_and_no_place_for_one(tmp_path: Path) -> None:
     assert logged(runner, None) is runner
     with pytest.raises(ConfigError, match="step_log"):
         logged(runner, str(tmp_path / "none" / "steps"))
+
+
+def test_what_it_takes_to_take_a_request_in_is_in_its_first_step() -> None:
+    for depth, later in ((1, 4), (2, 3)):
+        noted, _ = serve_two(depth, taking_in=5)
+        assert [seconds for _, seconds in noted] == [8, later, later, 8, later, later]
