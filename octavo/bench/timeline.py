@@ -16,7 +16,7 @@ DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
 
 CLASSES = (
-    ("attention", r"attention|attn|flash|fmha|store_kv|rope|^_decode_kernel|^_prefill_kernel"),
+    ("attention", r"attention|attn|flash|fmha|store_kv|rope|^_decode_kernel|^_prefill_kernel|^_hopper_kernel"),
     ("matmul", r"linear|gemm|gemv|skinny|matmul|nvjet|cutlass|cublas|splitk|split_k|::mm|::addmm|::bmm"),
     ("activation", r"silu|gelu|gate_kernel"),
     ("sampling", r"sampl|argmax|topk|top_k|sort|softmax|exponential|noise|multinomial|penalt|race|settle"),
