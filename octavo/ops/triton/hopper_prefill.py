@@ -278,7 +278,7 @@ def _consume(
     out_ptr: gl.tensor, queries: gl.tensor, plans: gl.tensor, k_ring: gl.tensor, v_ring: gl.tensor,
     last_values: gl.tensor, q_full: gl.tensor, k_full: gl.tensor, v_full: gl.tensor, q_empty: gl.tensor,
     k_empty: gl.tensor, v_empty: gl.tensor, scale: gl.tensor, out_stride: gl.tensor, WHICH: gl.constexpr,
-    GROUP: gl.constexpr,    H: gl.constexpr, PAGE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, H: gl.constexpr, PAGE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ) -> None:  # fmt: skip
     """The rows of one group of warps: the first or second half of each tile's tokens."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE, 16])
