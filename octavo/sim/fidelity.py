@@ -42,7 +42,7 @@ PAUSES = Profile(0, Lengths(96, 0.6, 512), Lengths(1), Lengths(4)), 2.0, 4
 """Short answers, how many a second, and requests: of the load that says what a step takes after a pause."""
 FULL_LOAD = (16, 48)
 """The same of the loop that says how much the engine can do."""
-NUM_DRAWS = 5
+NUM_DRAWS = 9
 """All is predicted so many times, with other chances, and the median counts: which request meets a pause is chance."""
 AIMS = {
     "output_tokens_per_second": 0.05,

@@ -20,19 +20,23 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
+
+T = TypeVar("T")
 
 HOPPER = (9, 0)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 _pdl = ContextVar("pdl", default=False)
 _invariant = ContextVar("invariant", default=False)
-_compiling = ContextVar("compiling", default=False)
+_compiling: ContextVar[set[Any] | None] = ContextVar("compiling", default=None)
+"""Kernels that are being compiled, where none is run."""
 
 
 def use_pdl() -> bool:
@@ -64,20 +68,28 @@ def invariant() -> Iterator[None]:
 
 def is_compiling() -> bool:
     """Whether launches compile their kernels and run nothing."""
-    return _compiling.get()
+    return _compiling.get() is not None
 
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Compile what this block launches, as many kernels at a time as there are processors, and run none of it."""
-    with ThreadPoolExecutor(os.cpu_count()) as executor, triton.AsyncCompileMode(executor), _set(_compiling, True):
-        yield
+    """Compile what this block launches, as many kernels at a time as there are processors, and run none of it.
+
+    Triton has a C compiler build a launcher when a kernel first runs, one kernel after another. They are built here as
+    well, many at a time, and found in its cache then.
+    """
+    kernels: set[Any] = set()
+    with ThreadPoolExecutor(os.cpu_count()) as executor:
+        with triton.AsyncCompileMode(executor), _set(_compiling, kernels):
+            yield
+        compiled = {kernel.result() if hasattr(kernel, "result") else kernel for kernel in kernels}
+        list(executor.map(lambda kernel: driver.active.launcher_cls(kernel.src, kernel.metadata), compiled))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch ``kernel[grid]``; its ``PDL`` argument, and the launch itself, follow ``use_pdl()``."""
-    if _compiling.get():
-        kernel.warmup(*args, grid=grid, PDL=use_pdl(), launch_pdl=use_pdl(), **options)
+    if (compiling := _compiling.get()) is not None:
+        compiling.add(kernel.warmup(*args, grid=grid, PDL=use_pdl(), launch_pdl=use_pdl(), **options))
         return
     kernel[grid](*args, PDL=use_pdl(), launch_pdl=use_pdl(), **options)
 
@@ -128,7 +140,7 @@ def declines_floats(dtype: torch.dtype) -> str | None:
 
 
 @contextlib.contextmanager
-def _set(variable: ContextVar[bool], value: bool) -> Iterator[None]:
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
     token = variable.set(value)
     try:
         yield

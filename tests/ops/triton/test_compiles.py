@@ -64,7 +64,7 @@ dispatch.Op._choose = lambda self, device, dtype: choose(self, "cuda", dtype)
 from octavo.bench.kernel_runs import calls
 
 attention.has_gluon = lambda device: triton.__version__.startswith(attention.GLUON_VERSION)
-launch._compiling.set(True)
+launch._compiling.set(set())
 launch._pdl.set(True)
 for name, call in calls(torch.device("cpu")):
     if name.endswith("float32"):
@@ -77,12 +77,49 @@ print(*set(passed))
 """
 
 
+LAUNCHERS = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+built = []
+
+class Device:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+    launcher_cls = staticmethod(lambda src, metadata: built.append(src.name))
+
+driver.set_active(Device())
+from octavo.ops.triton.launch import compiling
+from octavo.ops.triton.rms_norm import rms_norm_triton
+
+x = torch.zeros(4, 64)
+with compiling():
+    for _ in range(3):
+        for dtype in (torch.float32, torch.bfloat16):
+            rms_norm_triton(x.to(dtype), torch.ones(64, dtype=dtype), 1e-6)
+    assert not built
+print(*built)
+"""
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="there they are compiled to the end")
-def test_every_launch_passes_the_front_end(tmp_path_factory: pytest.TempPathFactory) -> None:
-    environment = {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "FAILED" not in done.stdout, done.stdout[-4000:]
+def test_every_launch_passes_the_front_end(tmp_path: Path) -> None:
+    printed = run_alone(SCRIPT, tmp_path)
+    assert "FAILED" not in printed, printed[-4000:]
     unknown = () if triton.__version__.startswith(GLUON_VERSION) else (KERNELS / "hopper_prefill.py",)
     sources = "".join(path.read_text() for path in KERNELS.glob("*.py") if path not in unknown)
-    assert set(done.stdout.split()) == set(re.findall(r"^def (\w*kernel)\(", sources, re.MULTILINE))
+    assert set(printed.split()) == set(re.findall(r"^def (\w*kernel)\(", sources, re.MULTILINE))
+
+
+def test_launchers_are_built_with_the_kernels_and_once(tmp_path: Path) -> None:
+    assert run_alone(LAUNCHERS, tmp_path).split() == ["rms_norm_kernel"] * 2, "one for each type of numbers"
+
+
+def run_alone(script: str, cache: Path) -> str:
+    """What a process prints that compiles for real, into an empty cache."""
+    environment = {"TRITON_CACHE_DIR": str(cache), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
