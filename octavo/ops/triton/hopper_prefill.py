@@ -36,6 +36,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.attention import HeadLayout, LayerCache
 from octavo.ops.triton.launch import launch, num_multiprocessors
+from octavo.ops.triton.prompt_tiles import find_tile, tiles_of
 from octavo.ops.triton.split_sums import LOG2_E
 
 PAGE = 64
@@ -120,42 +121,6 @@ def _rows(cache: Tensor) -> list[int]:
 
 
 @gluon.jit
-def _find(
-    item: gl.tensor, cu_seqlens_ptr: gl.tensor, seq_lens_ptr: gl.tensor, num_tiles_S: gl.tensor, end_tile_S: gl.tensor,
-    s_S: gl.tensor, num_tiles: gl.tensor, K: gl.constexpr, TOKENS: gl.constexpr,
-) -> tuple[gl.tensor, ...]:  # fmt: skip
-    """An item's kv head, its sequence, the first token, the one after the sequence's last, and the way from a token to
-    its position. Tiles come with the last first, which see most keys.
-    """
-    tile = num_tiles - 1 - item // K
-    s = gl.sum((end_tile_S <= tile).to(gl.int32), 0)
-    before = gl.sum(gl.where(s_S < s, num_tiles_S, 0), 0)
-    first = gl.load(cu_seqlens_ptr + s) + (tile - before) * TOKENS
-    stop = gl.load(cu_seqlens_ptr + s + 1)
-    return item % K, s, first, stop, gl.load(seq_lens_ptr + s) - stop
-
-
-@gluon.jit
-def _add(a: gl.tensor, b: gl.tensor) -> gl.tensor:
-    return a + b
-
-
-@gluon.jit
-def _tiles(
-    cu_seqlens_ptr: gl.tensor, S: gl.tensor, SEQUENCES: gl.constexpr, SKIP_SINGLE: gl.constexpr, TOKENS: gl.constexpr,
-) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """Each sequence's tiles, where they end, its number, and the number of all tiles."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([SEQUENCES // 32], [32], [1], [0])
-    s_S = gl.arange(0, SEQUENCES, LAYOUT)
-    start_S = gl.load(cu_seqlens_ptr + s_S, mask=s_S < S, other=0)
-    query_len_S = gl.load(cu_seqlens_ptr + s_S + 1, mask=s_S < S, other=0) - start_S
-    if SKIP_SINGLE:
-        query_len_S = gl.where(query_len_S == 1, 0, query_len_S)
-    num_tiles_S = (query_len_S + TOKENS - 1) // TOKENS
-    return num_tiles_S, gl.associative_scan(num_tiles_S, 0, _add), s_S, gl.sum(num_tiles_S, 0)
-
-
-@gluon.jit
 def _produce(
     q_tiles: gl.tensor, k_tiles: gl.tensor, v_tiles: gl.tensor, queries: gl.tensor, plans: gl.tensor,
     k_ring: gl.tensor, v_ring: gl.tensor, q_full: gl.tensor, k_full: gl.tensor, v_full: gl.tensor, q_empty: gl.tensor,
@@ -170,11 +135,11 @@ def _produce(
     All programs together ask the counter once for each item; who asks last sets it back.
     """
     BYTES: gl.constexpr = k_tiles.block_type.nbytes
-    num_tiles_S, end_tile_S, s_S, num_tiles = _tiles(cu_seqlens_ptr, S, SEQUENCES, SKIP_SINGLE, TOKENS)
+    num_tiles_S, end_tile_S, s_S, num_tiles = tiles_of(cu_seqlens_ptr, S, SEQUENCES, SKIP_SINGLE, TOKENS)
     turn, number, item = 0, 0, gl.program_id(0)
     while item < num_tiles * K:
         asked_before = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        kv_head, s, first, stop, shift = _find(
+        kv_head, s, first, stop, shift = find_tile(
             item, cu_seqlens_ptr, seq_lens_ptr, num_tiles_S, end_tile_S, s_S, num_tiles, K, TOKENS
         )
         for which in gl.static_range(2):
@@ -274,6 +239,33 @@ def _next_page(
 
 
 @gluon.jit
+def _last_page(
+    turn: gl.tensor, weights_MC: gl.tensor, acc_MH: gl.tensor, v_ring: gl.tensor, clean_CH: gl.tensor,
+    v_full: gl.tensor, v_empty: gl.tensor, first_key: gl.tensor, end: gl.tensor, length: gl.tensor,
+    STAGES: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """The sums with a tile's last page. Slots behind the sequence's ``length`` may hold anything, also NaN, which a
+    weight of 0 would not undo: values are taken through ``clean_CH`` then, without those from ``end`` on."""
+    PAGE: gl.constexpr = weights_MC.shape[1]
+    H: gl.constexpr = acc_MH.shape[1]
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // H, H // 8], [4, 1], [1, 0])
+    stage = turn % STAGES
+    mbarrier.wait(v_full.index(stage), turn // STAGES & 1)
+    if first_key + PAGE > length:
+        v_CH = v_ring.index(stage).load(LOADED)
+        key_C = first_key + gl.arange(0, PAGE, gl.SliceLayout(1, LOADED))
+        clean_CH.store(gl.where((key_C < end)[:, None], v_CH, 0.0).to(weights_MC.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        acc_MH = warpgroup_mma(weights_MC, clean_CH, acc_MH)
+    else:
+        acc_MH = warpgroup_mma(weights_MC, v_ring.index(stage), acc_MH)
+    gl.thread_barrier()
+    mbarrier.arrive(v_empty.index(stage))
+    return acc_MH
+
+
+@gluon.jit
 def _consume(
     out_ptr: gl.tensor, queries: gl.tensor, plans: gl.tensor, k_ring: gl.tensor, v_ring: gl.tensor,
     last_values: gl.tensor, q_full: gl.tensor, k_full: gl.tensor, v_full: gl.tensor, q_empty: gl.tensor,
@@ -284,7 +276,6 @@ def _consume(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // H, H // 8], [4, 1], [1, 0])
     TOKENS: gl.constexpr = 2 * ROWS // GROUP
     turn, number = 0, 0
     mbarrier.wait(q_full.index(WHICH), 0)
@@ -298,7 +289,6 @@ def _consume(
         gl.thread_barrier()
         mbarrier.arrive(q_empty.index(WHICH))
         position_M = shift + own + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES)) // GROUP
-
         stage = turn % STAGES
         mbarrier.wait(k_full.index(stage), turn // STAGES & 1)
         none_MC = gl.zeros([ROWS, PAGE], gl.float32, SCORES)
@@ -323,22 +313,11 @@ def _consume(
             )  # fmt: skip
         turn += pages
 
-        last = (turn - 1) % STAGES
-        mbarrier.wait(v_full.index(last), (turn - 1) // STAGES & 1)
-        if pages * PAGE > shift + stop:
-            # Slots behind the last token's may hold anything, also NaN, which a weight of 0 would not undo.
-            v_CH = v_ring.index(last).load(LOADED)
-            key_C = (pages - 1) * PAGE + gl.arange(0, PAGE, gl.SliceLayout(1, LOADED))
-            last_values.index(WHICH).store(gl.where((key_C < end)[:, None], v_CH, 0.0).to(q_MH.dtype))
-            fence_async_shared()
-            gl.thread_barrier()
-            acc_MH = warpgroup_mma(weights_MC, last_values.index(WHICH), acc_MH)
-        else:
-            acc_MH = warpgroup_mma(weights_MC, v_ring.index(last), acc_MH)
-        gl.thread_barrier()
-        mbarrier.arrive(v_empty.index(last))
+        acc_MH = _last_page(
+            turn - 1, weights_MC, acc_MH, v_ring, last_values.index(WHICH), v_full, v_empty, (pages - 1) * PAGE, end,
+            shift + stop, STAGES,
+        )  # fmt: skip
         acc_MH = acc_MH / gl.convert_layout(sum_M, gl.SliceLayout(1, SUMS))[:, None]
-
         row_M = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
         h_H = gl.arange(0, H, gl.SliceLayout(0, SUMS))
         at_M = (own + row_M // GROUP).to(gl.int64) * out_stride + (kv_head * GROUP + row_M % GROUP) * H
