@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 from octavo.build import build_engine, resolve_device
+from octavo.collector import leave_out_what_exists
 from octavo.config import EngineConfig, to_flat
 from octavo.engine.engine import Engine
 from octavo.errors import ConfigError
@@ -30,8 +31,7 @@ def build_prepared(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     for thread in threading.enumerate():
         if thread.name == PREPARING:
             thread.join()
-    gc.collect()
-    gc.freeze()
+    leave_out_what_exists()
     return engine, info
 
 

@@ -13,6 +13,7 @@ from octavo.errors import ConfigError, RunnerError
 from octavo.types import Masks, Pending, Plan, Runner, Sampled
 
 REST = 0.05
+"""Seconds."""
 
 
 class StepWork(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import logging
 import select
 import signal
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from octavo.cache.kv_events import KVEvent
+from octavo.collector import leave_out_what_exists
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, OctavoError, RequestError
 from octavo.server import wire
@@ -186,9 +186,7 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
             message = f"{type(error).__name__}: {error}"
         channel.send(wire.Failed(start.generation, type(error).__name__, message))
         return None
-    # What exists now lives as long as the process: full collections need not look at it again.
-    gc.collect()
-    gc.freeze()
+    leave_out_what_exists()
     channel.send(wire.Ready(start.generation, info))
     return engine
 

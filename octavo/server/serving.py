@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octavo.collector import leave_out_what_exists
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.server.async_engine import AsyncEngine
@@ -103,9 +103,7 @@ class _Serving:
         finally:
             engine.cancel()
             await asyncio.gather(engine, return_exceptions=True)
-        # What exists now lives as long as the process: collections need not look at it again.
-        gc.collect()
-        gc.freeze()
+        leave_out_what_exists()
         return server
 
     def _load(self) -> HTTPServer:

@@ -14,7 +14,6 @@ loaded before the wait for the predecessor, since what else it holds is of earli
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.triton.configs.decode_attention import DecodeConfig, config_for
-from octavo.ops.triton.launch import after_predecessor, launch
+from octavo.ops.triton.launch import after_predecessor, counters, launch
 from octavo.ops.triton.own_row import load_angles, load_heads, load_norm, turned
 from octavo.ops.triton.split_sums import LOG2_E, add_parts, leave_part, store_heads
 
@@ -97,7 +96,7 @@ def run_decode_attention(
         out_TW,
         torch.empty(*partial_shape, H, dtype=torch.float32, device=x_TW.device),
         torch.empty(partial_shape, dtype=torch.float32, device=x_TW.device),
-        pair_counters(x_TW.device),
+        counters(x_TW.device, MAX_PAIRS),
         heads.scale / heads.softcap if heads.softcap else heads.scale * LOG2_E.value,
         heads.softcap * LOG2_E.value,
         heads.norm_eps,
@@ -139,14 +138,6 @@ def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfi
         "num_warps": config.warps,
         "maxnreg": config.registers,
     }
-
-
-@functools.cache
-def pair_counters(device: torch.device) -> Tensor:
-    """How many programs of each pair have come: zero between launches. Kept for good, as captured graphs hold it."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    assert not capturing, "attention must have run once before it is captured in a graph"
-    return torch.zeros(MAX_PAIRS, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize=["table_stride"])

@@ -17,8 +17,6 @@ Shapes: T tokens, S sequences, N heads, K kv heads, H head dim; M rows of a grou
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 from torch import Tensor
@@ -35,7 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.attention import HeadLayout, LayerCache
-from octavo.ops.triton.launch import launch, num_multiprocessors
+from octavo.ops.triton.launch import counters, launch, num_multiprocessors
 from octavo.ops.triton.prompt_tiles import find_tile, tiles_of
 from octavo.ops.triton.split_sums import LOG2_E
 
@@ -89,7 +87,7 @@ def hopper_prefill(
     launch(
         _hopper_kernel,
         (num_multiprocessors(q_TNH.device),),
-        *(q_tiles, *tiles, out_TNH, block_tables_SB, cu_seqlens_q, seq_lens_S, _counter(q_TNH.device)),
+        *(q_tiles, *tiles, out_TNH, block_tables_SB, cu_seqlens_q, seq_lens_S, counters(q_TNH.device, 1)),
         *(scale * LOG2_E.value, len(seq_lens_S), out_TNH.stride(0), block_tables_SB.stride(0)),
         *strides,
         K=K,
@@ -103,14 +101,6 @@ def hopper_prefill(
         num_warps=4,
         maxnreg=REGISTERS,
     )
-
-
-@functools.cache
-def _counter(device: torch.device) -> Tensor:
-    """How often items were asked for: zero between launches. Kept for good, as captured graphs hold it."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    assert not capturing, "attention must have run once before it is captured in a graph"
-    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def _rows(cache: Tensor) -> list[int]:

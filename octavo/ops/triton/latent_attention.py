@@ -18,8 +18,8 @@ from torch import Tensor
 
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.latent_attention import latent_attention
-from octavo.ops.triton.decode_attention import MAX_PAIRS, pair_counters
-from octavo.ops.triton.launch import after_predecessor, declines_floats, is_invariant, launch
+from octavo.ops.triton.decode_attention import MAX_PAIRS
+from octavo.ops.triton.launch import after_predecessor, counters, declines_floats, is_invariant, launch
 from octavo.ops.triton.prefill_attention import MAX_SPARE, NO_SCORE, key_blocks
 from octavo.ops.triton.rotate_store import rotate_store
 from octavo.ops.triton.split_sums import LOG2_E, add_parts, leave_part, store_heads
@@ -75,7 +75,7 @@ def attend_single_rows(
         single_rows_kernel, (splits, tiles, S),
         q_TNH, cache, out_TNL, rows.block_tables_SB, rows.seq_lens_S,
         torch.empty(*shape, L, dtype=torch.float32, device=q_TNH.device),
-        torch.empty(shape, dtype=torch.float32, device=q_TNH.device), pair_counters(q_TNH.device),
+        torch.empty(shape, dtype=torch.float32, device=q_TNH.device), counters(q_TNH.device, MAX_PAIRS),
         scale * LOG2_E.value, rows.block_tables_SB.stride(0), cache.stride(0),
         **_constants(q_TNH, split, cache, config), MIN_TILES=MIN_KEYS // config.keys, SPLITS=splits,
     )

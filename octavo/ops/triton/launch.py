@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
@@ -126,6 +127,17 @@ def prefetch_lines(rows: tl.tensor, BYTES: tl.constexpr) -> None:
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@functools.cache
+def counters(device: torch.device, number: int) -> Tensor:
+    """Counters by which programs of a kernel meet: zero between launches. Kept for good, as captured graphs hold them.
+
+    Kernels that ask for the same number share them, as kernels of a stream run one after another.
+    """
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not capturing, "a kernel with counters must have run once before it is captured in a graph"
+    return torch.zeros(number, dtype=torch.int32, device=device)
 
 
 @functools.cache

@@ -11,7 +11,6 @@ squares are summed beside, and the sums are scaled at the end.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.ops.triton.gates import gated
-from octavo.ops.triton.launch import launch, prefetch_lines, start_successor, wait_for_predecessor
+from octavo.ops.triton.launch import counters, launch, prefetch_lines, start_successor, wait_for_predecessor
 
 MAX_TILES = 1 << 16
 """Tiles of a product whose sums are split; each has a counter."""
@@ -303,7 +302,7 @@ def skinny_gemm(
         TensorDescriptor.from_tensor(weight_NK, [config.block_n, config.block_k]) if copy_engine else None,
         *(bias_N, norm_K, residual_TN, out_TN),
         x_TK.new_empty(tiles * config.splits * values, dtype=torch.float32) if is_split else None,
-        counters(x_TK.device) if is_split else None,
+        counters(x_TK.device, MAX_TILES) if is_split else None,
         *(eps, T, outputs, K, int(config.release == "late")),
         BLOCK_T=block_t,
         BLOCK_N=config.block_n,
@@ -325,11 +324,3 @@ def _suits_copy_engine(*matrices: Tensor) -> bool:
         m.data_ptr() % COPY_ENGINE_BYTES == 0 and m.stride(0) * m.element_size() % COPY_ENGINE_BYTES == 0
         for m in matrices
     )
-
-
-@functools.cache
-def counters(device: torch.device) -> Tensor:
-    """How many splits of each tile are done: zeros between launches. Kept for good, as captured graphs hold it."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    assert not capturing, "a product with splits must have run once before it is captured in a graph"
-    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)

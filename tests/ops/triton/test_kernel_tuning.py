@@ -15,8 +15,9 @@ from octavo.bench.kernel_cases import LinearCase, Weights, head_case, layer_case
 from octavo.bench.kernel_tuning import MAX_ERROR, Tuner, candidates
 from octavo.errors import ConfigError
 from octavo.ops.triton.gemv import GemvConfig
+from octavo.ops.triton.launch import counters
 from octavo.ops.triton.linear_configs import LinearConfig
-from octavo.ops.triton.skinny_gemm import SkinnyConfig, counters
+from octavo.ops.triton.skinny_gemm import MAX_TILES, SkinnyConfig
 
 H200_MULTIPROCESSORS = 132
 SMALL = SHAPES["tiny"] | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 80, "head_dim": 16}
@@ -35,7 +36,7 @@ def tuner(device: str, monkeypatch: pytest.MonkeyPatch) -> Tuner:
 
     monkeypatch.setattr(kernel_tuning, "microseconds", microseconds)
     where = torch.device(device)
-    counters(where)
+    counters(where, MAX_TILES)
     return Tuner(where, Weights(1 << 20, where))
 
 

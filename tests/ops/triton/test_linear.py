@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from octavo.ops.triton import invariant_linear
 from octavo.ops.triton.gemv import GemvConfig
-from octavo.ops.triton.launch import invariant
+from octavo.ops.triton.launch import counters, invariant
 from octavo.ops.triton.linear import linear_triton, run_linear
 from octavo.ops.triton.linear_configs import LinearConfig
-from octavo.ops.triton.skinny_gemm import SkinnyConfig, counters
+from octavo.ops.triton.skinny_gemm import MAX_TILES, SkinnyConfig
 from tests.ops.triton.poison import poison_new_tensors
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -94,7 +94,7 @@ class Case:
 @pytest.fixture(autouse=True)
 def _poison(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    counters(torch.device(device))
+    counters(torch.device(device), MAX_TILES)
     poison_new_tensors(monkeypatch)
 
 
@@ -153,7 +153,7 @@ def test_splits_leave_their_counters_at_zero(device: str) -> None:
     case = Case.random(device, 5, 158, 200, torch.bfloat16)
     first, second = (run_linear(*case.arguments(), CONFIGS["skinny, splits"]) for _ in range(2))
     assert torch.equal(first, second)
-    assert not counters(torch.device(device)).any()
+    assert not counters(torch.device(device), MAX_TILES).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
