@@ -33,6 +33,12 @@ class Shape(NamedTuple):
         return self.layers * (attention + self.ffn_matrices * self.hidden * self.ffn) + self.hidden * self.vocab
 
     @property
+    def last_weights(self) -> int:
+        """Those that only rows with a token to come go through: behind the last layer's attention, with the head."""
+        last_layer = self.hidden * self.head_dim * self.heads + self.ffn_matrices * self.hidden * self.ffn
+        return last_layer + self.hidden * self.vocab
+
+    @property
     def kv_values_per_token(self) -> int:
         """Keys and values that one position of the context takes in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
@@ -81,9 +87,8 @@ def decode_work(shape: Shape, batch: int, context: int, weight_bytes: float = 2,
 
 
 def prefill_work(shape: Shape, tokens: int, weight_bytes: float = 2, kv_bytes: float = 2) -> Work:
-    """A prompt of ``tokens`` tokens in one step; only its last token goes through the head."""
-    head = shape.hidden * shape.vocab
+    """A prompt of ``tokens`` tokens in one step; only its last token goes through what is behind the last attention."""
     moved = shape.matrix_weights * weight_bytes + shape.kv_values_per_token * kv_bytes * tokens
     pairs = tokens * (tokens + 1) // 2
-    flops = 2 * tokens * (shape.matrix_weights - head) + 2 * head
+    flops = 2 * tokens * (shape.matrix_weights - shape.last_weights) + 2 * shape.last_weights
     return Work(int(moved), flops + 4 * shape.layers * shape.heads * shape.head_dim * pairs)

@@ -87,7 +87,7 @@ class GroupRouter:
 
     def _hide_groups(self, worth_TX: Tensor) -> Tensor:
         """Put the experts of all but the best groups out of reach."""
-        by_group = worth_TX.view(len(worth_TX), self.num_groups, -1)
+        by_group = worth_TX.view(len(worth_TX), self.num_groups, worth_TX.shape[1] // self.num_groups)
         worth_TG = by_group.topk(1 if self.bias_X is None else 2, dim=-1).values.sum(dim=-1)
         best = worth_TG.topk(self.num_chosen_groups, dim=-1).indices
         is_hidden_TG = torch.ones_like(worth_TG, dtype=torch.bool).scatter_(1, best, False)

@@ -32,6 +32,8 @@ class ForwardBatch:
     rows: PagedRows
     first_rows: list[int]
     """Where each sequence's rows begin, and at the end their number."""
+    wanted_R: Tensor | None = None
+    """int64: the rows whose result is looked at; ``None`` for all."""
 
 
 @dataclass(slots=True)
@@ -63,8 +65,8 @@ class BatchBuilder:
         self.num_pools = num_pools
         self._tables: WeakKeyDictionary[Sequence, _Table] = WeakKeyDictionary()
 
-    def build(self, plan: Plan) -> ForwardBatch:
-        """Tensors for a plan of which no item is stale.
+    def build(self, plan: Plan, wanted: list[int] | None = None) -> ForwardBatch:
+        """Tensors for a plan of which no item is stale; ``wanted`` rows are looked at, if not all.
 
         A ``None`` among the tokens is looked up in its sequence, where the step that sampled it is committed.
         """
@@ -91,6 +93,7 @@ class BatchBuilder:
             self._tensor(positions),
             PagedRows(*places, begins, lengths, most, whole),
             first_rows,
+            None if wanted is None else torch.tensor(wanted, dtype=torch.int64, device=self.device),
         )
 
     def _places(

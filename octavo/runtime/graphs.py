@@ -26,9 +26,9 @@ MIXED_ROWS = (
     *range(640, 2049, 128),
 )
 """Rows of a step with a graph that has prompts in it. Longer ones keep the device busy without one."""
-MIXED_SEQS = (8, 32)
-"""Sequences of such a step of at most FEW_ROWS; above them, as many as a step may have."""
 FEW_ROWS = 512
+FEW_SEQS, MANY_SEQS = (8, 32), (64,)
+"""Sequences of such a step of at most FEW_ROWS, and of a longer one; above them, as many as a step may have."""
 EXTRA_BATCH_SIZES = (1, 4, 16, 32, 64, 128, 192, 256)
 EXTRA_MIXED_ROWS = (64, 256, 512, 1024, MIXED_ROWS[-1])
 """The same for steps with extras, which are rarer."""
@@ -63,12 +63,16 @@ def padded_shape(
     if max_query_len == 1:
         size = min(padded(num_seqs, EXTRA_BATCH_SIZES if kind.has_extras else BATCH_SIZES, 32), most_seqs)
         return StepShape(size, size, 1, *kind), True
-    seqs = min(padded(num_seqs, MIXED_SEQS if num_rows <= FEW_ROWS else (), max_num_seqs), most_seqs)
+    seqs = min(padded(num_seqs, _mixed_seqs(num_rows), max_num_seqs), most_seqs)
     if num_rows <= MIXED_ROWS[-1]:
         rows = padded(num_rows, EXTRA_MIXED_ROWS if kind.has_extras else MIXED_ROWS, 1)
         return StepShape(rows, seqs, rows, *kind), True
     rows = -(-num_rows // 128) * 128
     return StepShape(rows, seqs, rows, *kind), False
+
+
+def _mixed_seqs(num_rows: int) -> tuple[int, ...]:
+    return FEW_SEQS if num_rows <= FEW_ROWS else MANY_SEQS
 
 
 def graph_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = False) -> list[StepShape]:
@@ -81,7 +85,7 @@ def graph_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = Fal
         for size in range(1, max_num_seqs + 1):
             shapes.add(padded_shape(size, size, 1, max_num_seqs, kind)[0])
         for rows in MIXED_ROWS:
-            for seqs in (*(MIXED_SEQS if rows <= FEW_ROWS else ()), max_num_seqs) if rows <= max_num_rows else ():
+            for seqs in (*_mixed_seqs(rows), max_num_seqs) if rows <= max_num_rows else ():
                 few = min(seqs, rows - 1, max_num_seqs)
                 shapes.add(padded_shape(rows, few, rows, max_num_seqs, kind)[0])
     return sorted(shapes, key=lambda shape: (not shape.has_extras, shape), reverse=True)

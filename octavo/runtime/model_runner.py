@@ -106,15 +106,18 @@ class ModelRunner:
 
     def compute(self, plan: Plan, masks: Masks) -> list[Sampled]:
         """Compute and sample a plan of which no item is stale."""
-        batch = self._builder.build(plan)
-        x_TD = self._compute(batch, _rows_by_adapter(plan, batch))
         chosen: list[int] = []
         rows: list[Row] = []
-        for item, end in zip(plan, batch.first_rows[1:], strict=True):
+        end = 0
+        for item in plan:
+            end += len(item.tokens) + len(item.drafts)
             if item.samples and item.seq.request.task == "generate":
                 chosen.extend(range(end - 1 - len(item.drafts), end))
                 rows.extend(_rows(item, masks))
-        choices = iter(self._sampler.sample(self._model.logits(x_TD[chosen]).float(), rows) if rows else [])
+        batch = self._builder.build(plan, None if end == len(plan) or _needs_all_rows(plan) else chosen)
+        x_TD = self._compute(batch, _rows_by_adapter(plan, batch))
+        x_RD = x_TD[chosen] if batch.wanted_R is None else x_TD
+        choices = iter(self._sampler.sample(self._model.logits(x_RD).float(), rows) if rows else [])
         results = []
         for item, (first, end) in zip(plan, itertools.pairwise(batch.first_rows), strict=True):
             if item.seq.request.task != "generate":
@@ -134,7 +137,7 @@ class ModelRunner:
             return self._plain_forward(batch)
 
     def _plain_forward(self, batch: ForwardBatch) -> Tensor:
-        return self._model.forward(batch.token_ids_T, batch.positions_T, self._layers, batch.rows)
+        return self._model.forward(batch.token_ids_T, batch.positions_T, self._layers, batch.rows, batch.wanted_R)
 
     def _add_prompt_logprobs(self, sampled: Sampled, item: Scheduled, x_TD: Tensor) -> None:
         """Log-probabilities of the prompt's tokens that follow this item's positions, some rows at a time."""
@@ -149,6 +152,12 @@ class ModelRunner:
                 sampled.tokens, sampled.error = [], NOT_NUMBERS
                 return
             sampled.prompt_logprobs += token_logprobs(logits_RV, tokens, [count] * len(tokens))
+
+
+def _needs_all_rows(plan: Plan) -> bool:
+    """Whether more is looked at than the rows that tokens are sampled after. Adapters know the rows of a whole step."""
+    requests = [item.seq.request for item in plan]
+    return any(r.task != "generate" or r.adapter or r.params.prompt_logprobs is not None for r in requests)
 
 
 def _rows_by_adapter(plan: Plan, batch: ForwardBatch) -> dict[str, Tensor]:
