@@ -25,7 +25,8 @@ class CostModel(Protocol):
 
 
 class Roofline(CostModel):
-    """Matrices, head and attention each take the longer of moving their bytes and doing their arithmetic.
+    """Matrices, what is behind the last attention (only for rows with a token to come), and attention each take the
+    longer of moving their bytes and doing their arithmetic.
 
     ``tensor_parallel`` devices share all of it evenly and sum up twice a layer: 2 (p - 1) / p of the activations cross
     each link (ring all-reduce).
@@ -36,11 +37,11 @@ class Roofline(CostModel):
     ) -> None:
         if shape.kv_heads % tensor_parallel or shape.heads % tensor_parallel:
             raise ConfigError(f"tensor_parallel: {tensor_parallel} does not divide the {shape.kv_heads} kv heads")
-        head = shape.hidden * shape.vocab
-        body = shape.matrix_weights - head
+        last = shape.last_weights
+        body = shape.matrix_weights - last
         bandwidth, arithmetic = device.bandwidth * tensor_parallel, device.arithmetic * tensor_parallel
         self._body = (body * weight_bytes / bandwidth, 2 * body / arithmetic)
-        self._head = (head * weight_bytes / bandwidth, 2 * head / arithmetic)
+        self._last = (last * weight_bytes / bandwidth, 2 * last / arithmetic)
         pair_flops = 4 * shape.layers * shape.heads * shape.head_dim
         self._attention = (shape.kv_values_per_token * VALUE_BYTES / bandwidth, pair_flops / arithmetic)
         self._base = shape.layers * LAYER_SECONDS
@@ -53,9 +54,9 @@ class Roofline(CostModel):
     def seconds(self, work: StepWork) -> float:
         tokens, rows, context, pairs, *_ = work
         body = max(self._body[0], self._body[1] * tokens)
-        head = max(self._head[0], self._head[1] * rows) if rows else 0.0
+        last = max(self._last[0], self._last[1] * rows) if rows else 0.0
         attention = max(self._attention[0] * context, self._attention[1] * pairs)
-        return self._base + self._per_token * tokens + body + head + attention
+        return self._base + self._per_token * tokens + body + last + attention
 
 
 def num_blocks_of(
