@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -76,13 +77,18 @@ def is_compiling() -> bool:
 def compiling() -> Iterator[None]:
     """Compile what this block launches, as many kernels at a time as there are processors, and run none of it.
 
+    They begin when all are known: much of compiling is Python, and among so many threads the block would come last.
     Triton has a C compiler build a launcher when a kernel first runs, one kernel after another. They are built here as
     well, many at a time, and found in its cache then.
     """
     kernels: set[Any] = set()
-    with ThreadPoolExecutor(os.cpu_count()) as executor:
+    are_known = threading.Event()
+    with ThreadPoolExecutor(os.cpu_count(), initializer=are_known.wait) as executor:
         with triton.AsyncCompileMode(executor), _set(_compiling, kernels):
-            yield
+            try:
+                yield
+            finally:
+                are_known.set()
         compiled = {kernel.result() if hasattr(kernel, "result") else kernel for kernel in kernels}
         list(executor.map(lambda kernel: driver.active.launcher_cls(kernel.src, kernel.metadata), compiled))
 
