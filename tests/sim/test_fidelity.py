@@ -34,19 +34,21 @@ class Machine:
     """A clock that a device moves: a step takes 4 ms and 40 us a token, times what ``factor`` says of the moment.
 
     Steps follow each other; the host takes half a millisecond to submit one, which the device may be busy in. The first
-    step after a pause takes ``waking`` seconds more.
+    step after a pause takes ``waking`` seconds more. Sleeps end ``late``, and to look at the clock takes a microsecond.
     """
 
-    def __init__(self, factor: Callable[[float], float], waking: float = 0.0) -> None:
+    def __init__(self, factor: Callable[[float], float], waking: float = 0.0, late: float = 1e-4) -> None:
         self.now = self.free_at = 50.0
         self.factor = factor
         self.waking = waking
+        self.late = late
 
     def __call__(self) -> float:
+        self.now += 1e-6
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.now += max(seconds, 1e-4)
+        self.now += seconds + self.late
 
     def submit(self, plan: Plan) -> Step:
         self.now += HOST_SECONDS
@@ -67,9 +69,14 @@ class Step(InstantStep):
 
 
 def compared(
-    factor: Callable[[float], float], count: int, rounds: int, depth: int = 1, waking: float = 0.0
+    factor: Callable[[float], float],
+    count: int,
+    rounds: int,
+    depth: int = 1,
+    waking: float = 0.0,
+    late: float = 1e-4,
 ) -> dict[str, Any]:
-    machine = Machine(factor, waking)
+    machine = Machine(factor, waking, late)
     cache = KVCache(LIMITS["num_kv_blocks"], LIMITS["block_size"])
     scheduler = Scheduler(cache, max_num_seqs=LIMITS["max_num_seqs"], max_num_batched_tokens=256)
     named = dict.fromkeys(("architecture", "dtype", "device"), "")
@@ -91,6 +98,13 @@ def test_on_an_even_machine_both_predictions_are_right(depth: int) -> None:
 def test_what_a_step_takes_after_a_pause_is_learned(depth: int) -> None:
     result = compared(lambda now: 1.0, 20, 2, depth, waking=0.01)
     assert result["within_predicted"] == result["within_replayed"] == 25, result["rows"]
+
+
+def test_requests_are_taken_in_when_they_are_due_however_late_sleeps_end() -> None:
+    result = compared(lambda now: 1.0, 20, 2, late=0.0015)
+    assert result["within_predicted"] == result["within_replayed"] == 25, result["rows"]
+    for row in result["rows"]:
+        assert abs(row["ttft_p50"]["predicted"]) < 0.02, row
 
 
 @pytest.mark.parametrize(("count", "rounds"), [(1, 1), (2, 0)])
