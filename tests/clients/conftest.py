@@ -32,12 +32,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="clients: run by `make test-clients`"))
 
 
+def greedy(folder: Path, **more: float) -> list[str]:
+    """Settings of a server whose answers are greedy and brief by default, and ``more``, written into ``folder``."""
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0, "max_new_tokens": 100, **more}))
+    return ["--tool-call-parser", "hermes", "--generation-config", str(folder)]
+
+
 @pytest.fixture(scope="session")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """How the servers are started: the default model, greedy and brief where a client does not say otherwise."""
-    folder = tmp_path_factory.mktemp("generation")
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0, "max_new_tokens": 100}))
-    return ["--tool-call-parser", "hermes", "--generation-config", str(folder)]
+    return greedy(tmp_path_factory.mktemp("generation"))
 
 
 @pytest.fixture(scope="session")
