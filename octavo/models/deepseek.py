@@ -19,7 +19,6 @@ from octavo import ops
 from octavo.layers.moe import GroupRouter, MoE, SharedExpert
 from octavo.models.config import ACTIVATIONS, read_common
 from octavo.models.keys import ConfigKeys, wrong
-from octavo.models.last_rows import pick
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.mixtral import MoEConfig, with_experts
@@ -174,14 +173,7 @@ class DeepseekLayer(LlamaLayer):
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
         return MoE(norm, router, Experts(*experts, config.activation), shared)
 
-    def __call__(
-        self,
-        x_TD: Tensor,
-        angles: tuple[Tensor, Tensor],
-        cache: LayerCache,
-        rows: PagedRows,
-        wanted_R: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         config, T = self.config, len(x_TD)
         h_TD = self.input_norm(x_TD)
         q_TN = self.q_proj(self.q_a_proj(h_TD), norm=self.q_norm) if config.query_rank else self.q_proj(h_TD)
@@ -191,7 +183,7 @@ class DeepseekLayer(LlamaLayer):
         q_TNL = ops.head_linear(plain_TNP, self.key_map_NLP)
         qk_TW = join_heads(q_rotated, q_TNL, k_rotated, self.kv_norm(latent_TL))
         out_TNL = ops.latent_attention(qk_TW, config.num_heads, *angles, cache, rows, config.scale)
-        out_TNL, x_TD = pick(wanted_R, out_TNL, x_TD)
+        out_TNL, x_TD = rows.pick(out_TNL, x_TD)
         out_TNV = ops.head_linear(out_TNL, self.value_map_NVL)
         return self.mlp(self.o_proj(out_TNV.flatten(1), residual=x_TD))
 

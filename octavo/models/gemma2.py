@@ -17,7 +17,6 @@ from torch import Tensor
 
 from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.keys import ConfigKeys
-from octavo.models.last_rows import in_last
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
 from octavo.models.loader import WeightLoader
 from octavo.models.post_norm import NormNames, PostNormLayer
@@ -55,17 +54,12 @@ class GemmaForCausalLM(LlamaForCausalLM):
         self.embedding_scale = weights.rounded(config.hidden_size**0.5)
 
     def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        caches: Sequence[LayerCache],
-        rows: PagedRows,
-        wanted_R: Tensor | None = None,
+        self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
     ) -> Tensor:
         x_TD = self.embedding(token_ids_T) * self.embedding_scale
         angles = self.rotary(positions_T)
-        for layer, cache, wanted in zip(self.layers, caches, in_last(self.layers, wanted_R), strict=True):
-            x_TD = layer(x_TD, angles, cache, rows, wanted)
+        for layer, cache, own_rows in zip(self.layers, caches, rows.of_layers(len(self.layers)), strict=True):
+            x_TD = layer(x_TD, angles, cache, own_rows)
         return x_TD
 
 

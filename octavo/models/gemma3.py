@@ -18,7 +18,6 @@ from octavo.layers.rotary import DefaultRope, Rotary
 from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.gemma2 import Gemma2Config, Gemma2ForCausalLM, Gemma2Layer, read_gemma2
 from octavo.models.keys import ConfigKeys, wrong
-from octavo.models.last_rows import in_last
 from octavo.models.llama import LlamaConfig, read_llama
 from octavo.models.loader import WeightLoader
 from octavo.models.rope import RopeContext, read_rope, rope_values
@@ -85,16 +84,11 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         self.local_rotary = Rotary(config.local_rope, config.head_dim, weights.form.device)
 
     def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        caches: Sequence[LayerCache],
-        rows: PagedRows,
-        wanted_R: Tensor | None = None,
+        self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
     ) -> Tensor:
         x_TD = self.embedding(token_ids_T) * self.embedding_scale
         angles, local_angles = self.rotary(positions_T), self.local_rotary(positions_T)
-        last = in_last(self.layers, wanted_R)
-        for layer, cache, is_local, wanted in zip(self.layers, caches, self.config.is_local, last, strict=True):
-            x_TD = layer(x_TD, local_angles if is_local else angles, cache, rows, wanted)
+        by_layer = rows.of_layers(len(self.layers))
+        for layer, cache, is_local, own_rows in zip(self.layers, caches, self.config.is_local, by_layer, strict=True):
+            x_TD = layer(x_TD, local_angles if is_local else angles, cache, own_rows)
         return x_TD

@@ -18,7 +18,6 @@ from octavo.layers.embedding import Embedding
 from octavo.layers.linear import Linear
 from octavo.models.config import ModelConfig, architecture
 from octavo.models.keys import ConfigKeys, token_ids, wrong
-from octavo.models.last_rows import in_last, pick
 from octavo.models.loader import WeightLoader
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 
@@ -81,11 +80,10 @@ class GPT2Layer:
         self.up = linear("mlp.c_fc", D, F)
         self.down = linear("mlp.c_proj", F, D)
 
-    def __call__(self, x_TD: Tensor, cache: LayerCache, rows: PagedRows, wanted_R: Tensor | None = None) -> Tensor:
+    def __call__(self, x_TD: Tensor, cache: LayerCache, rows: PagedRows) -> Tensor:
         """The next residual stream, of the rows that are wanted if not of all; ``x`` may be overwritten."""
         qkv_TW = self.qkv_proj(self.input_norm(x_TD))
-        attended_TD = ops.attention(qkv_TW, self.heads, None, None, cache, rows)
-        attended_TD, x_TD = pick(wanted_R, attended_TD, x_TD)
+        attended_TD, x_TD = rows.pick(ops.attention(qkv_TW, self.heads, None, None, cache, rows), x_TD)
         x_TD = self.o_proj(attended_TD, residual=x_TD)
         return self.down(ops.gelu(self.up(self.mlp_norm(x_TD)), True), residual=x_TD)
 
@@ -108,16 +106,11 @@ class GPT2LMHeadModel:
         self.head = weights.head("lm_head", self.embedding, config.tie_word_embeddings)
 
     def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        caches: Sequence[LayerCache],
-        rows: PagedRows,
-        wanted_R: Tensor | None = None,
+        self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
     ) -> Tensor:
         x_TD = self.embedding(token_ids_T) + self.positions(positions_T)
-        for layer, cache, wanted in zip(self.layers, caches, in_last(self.layers, wanted_R), strict=True):
-            x_TD = layer(x_TD, cache, rows, wanted)
+        for layer, cache, own_rows in zip(self.layers, caches, rows.of_layers(len(self.layers)), strict=True):
+            x_TD = layer(x_TD, cache, own_rows)
         return x_TD
 
     def logits(self, x_RD: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from octavo.layers.mlp import GatedMLP
 from octavo.layers.rotary import DefaultRope, Rotary
 from octavo.models.config import ACTIVATIONS, FULL, ModelConfig, layer_windows, read_common, read_layer_types
 from octavo.models.keys import ConfigKeys
-from octavo.models.last_rows import in_last, pick
 from octavo.models.loader import WeightLoader
 from octavo.models.rope import RopeContext, read_rope, rope_values, rotary_width
 from octavo.ops import attention
@@ -118,18 +117,10 @@ class LlamaLayer:
         names = {f"{prefix}.gate_proj": F, f"{prefix}.up_proj": F}
         return weights.linear(names, config.hidden_size, config.mlp_bias)
 
-    def __call__(
-        self,
-        x_TD: Tensor,
-        angles: tuple[Tensor, Tensor],
-        cache: LayerCache,
-        rows: PagedRows,
-        wanted_R: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         """The next residual stream, of the rows that are wanted if not of all; ``x`` may be overwritten."""
         qkv_TW = self.qkv_proj(x_TD, norm=self.input_norm)
-        attended_TN = attention(qkv_TW, self.heads, *angles, cache, rows)
-        attended_TN, x_TD = pick(wanted_R, attended_TN, x_TD)
+        attended_TN, x_TD = rows.pick(attention(qkv_TW, self.heads, *angles, cache, rows), x_TD)
         return self.mlp(self.o_proj(attended_TN, residual=x_TD))
 
 
@@ -155,22 +146,14 @@ class LlamaForCausalLM:
         self.head = weights.head("lm_head", self.embedding, config.tie_word_embeddings)
 
     def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        caches: Sequence[LayerCache],
-        rows: PagedRows,
-        wanted_R: Tensor | None = None,
+        self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
     ) -> Tensor:
-        """Compute these tokens (int64, as their positions), extending the caches.
-
-        Returns the last layer's output [T, D]; or [R, D] for the ``wanted`` rows, where there it is computed of no
-        others: behind its attention, no row needs another.
-        """
+        """Compute these tokens (int64, as their positions), extending the caches; the last layer's output [T, D], or
+        [R, D] where some rows alone are wanted."""
         x_TD = self.embedding(token_ids_T)
         angles = self.rotary(positions_T)
-        for layer, cache, wanted in zip(self.layers, caches, in_last(self.layers, wanted_R), strict=True):
-            x_TD = layer(x_TD, angles, cache, rows, wanted)
+        for layer, cache, own_rows in zip(self.layers, caches, rows.of_layers(len(self.layers)), strict=True):
+            x_TD = layer(x_TD, angles, cache, own_rows)
         return x_TD
 
     def logits(self, x_RD: Tensor) -> Tensor:

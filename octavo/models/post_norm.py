@@ -10,7 +10,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from octavo.layers.norm import RMSNorm
-from octavo.models.last_rows import pick
 from octavo.models.llama import LlamaConfig, LlamaLayer
 from octavo.models.loader import WeightLoader
 from octavo.ops import attention
@@ -48,17 +47,9 @@ class PostNormLayer(LlamaLayer):
         self.after_mlp = norm(self.names.after_mlp)
         self.activation = config.activation
 
-    def __call__(
-        self,
-        x_TD: Tensor,
-        angles: tuple[Tensor, Tensor],
-        cache: LayerCache,
-        rows: PagedRows,
-        wanted_R: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         qkv_TW = self.prepare(self.qkv_proj(x_TD, norm=self.before_attention))
-        attended_TN = attention(qkv_TW, self.heads, *angles, cache, rows)
-        attended_TN, x_TD = pick(wanted_R, attended_TN, x_TD)
+        attended_TN, x_TD = rows.pick(attention(qkv_TW, self.heads, *angles, cache, rows), x_TD)
         x_TD = self.after_attention(self.o_proj(attended_TN)).add_(x_TD)
         gated_TF = self.gate_up_proj(x_TD, norm=self.before_mlp, activation=self.activation)
         return self.after_mlp(self.down_proj(gated_TF)).add_(x_TD)

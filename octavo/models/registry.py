@@ -37,12 +37,7 @@ class CausalLM(Protocol):
     """What a runner needs of a model. ``LlamaForCausalLM`` documents the methods."""
 
     def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        caches: Sequence[LayerCache],
-        rows: PagedRows,
-        wanted_R: Tensor | None = None,
+        self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
     ) -> Tensor: ...
 
     def logits(self, x_RD: Tensor) -> Tensor: ...

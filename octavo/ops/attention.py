@@ -6,7 +6,7 @@ B blocks of the longest table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -74,6 +74,9 @@ class PagedRows:
     """No sequence has more rows. With 1, row s is sequence s."""
     whole: PagedRows | None = None
     """The same rows in the other pool, for layers that see all positions where others have windows."""
+    wanted_R: Tensor | None = None
+    """Rows whose result is looked at, ``None`` for all. Behind the last layer's attention, where no row needs another's
+    result, the others are not computed; of a prompt that leaves its last."""
 
     def of(self, cache: LayerCache) -> PagedRows:
         """The rows in the pool of ``cache``."""
@@ -81,6 +84,18 @@ class PagedRows:
             return self
         assert self.whole is not None, "a layer's pool has no block tables"
         return self.whole
+
+    def of_layers(self, count: int) -> list[PagedRows]:
+        """The rows as each of a model's layers takes them: of all but the last the next one needs every row."""
+        if self.wanted_R is None:
+            return [self] * count
+        return [*[replace(self, wanted_R=None)] * (count - 1), self]
+
+    def pick(self, attended_TX: Tensor, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """What goes on behind attention: the wanted rows of its result and of the residual stream, or all of both."""
+        if self.wanted_R is None:
+            return attended_TX, x_TD
+        return attended_TX[self.wanted_R], x_TD[self.wanted_R]
 
 
 @op

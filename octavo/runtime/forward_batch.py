@@ -32,8 +32,6 @@ class ForwardBatch:
     rows: PagedRows
     first_rows: list[int]
     """Where each sequence's rows begin, and at the end their number."""
-    wanted_R: Tensor | None = None
-    """int64: the rows whose result is looked at; ``None`` for all."""
 
 
 @dataclass(slots=True)
@@ -88,12 +86,12 @@ class BatchBuilder:
             places = self._places([_in_whole(item.seq) for item in plan], seq_lens, of_row, positions)
             whole = PagedRows(*places, begins, lengths, most)
         places = self._places([item.seq for item in plan], seq_lens, of_row, positions)
+        wanted_R = None if wanted is None else torch.tensor(wanted, dtype=torch.int64, device=self.device)
         return ForwardBatch(
             torch.tensor(token_ids, dtype=torch.int64, device=self.device),
             self._tensor(positions),
-            PagedRows(*places, begins, lengths, most, whole),
+            PagedRows(*places, begins, lengths, most, whole, wanted_R),
             first_rows,
-            None if wanted is None else torch.tensor(wanted, dtype=torch.int64, device=self.device),
         )
 
     def _places(

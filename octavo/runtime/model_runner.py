@@ -116,7 +116,7 @@ class ModelRunner:
                 rows.extend(_rows(item, masks))
         batch = self._builder.build(plan, None if end == len(plan) or _needs_all_rows(plan) else chosen)
         x_TD = self._compute(batch, _rows_by_adapter(plan, batch))
-        x_RD = x_TD[chosen] if batch.wanted_R is None else x_TD
+        x_RD = x_TD[chosen] if batch.rows.wanted_R is None else x_TD
         choices = iter(self._sampler.sample(self._model.logits(x_RD).float(), rows) if rows else [])
         results = []
         for item, (first, end) in zip(plan, itertools.pairwise(batch.first_rows), strict=True):
@@ -137,7 +137,7 @@ class ModelRunner:
             return self._plain_forward(batch)
 
     def _plain_forward(self, batch: ForwardBatch) -> Tensor:
-        return self._model.forward(batch.token_ids_T, batch.positions_T, self._layers, batch.rows, batch.wanted_R)
+        return self._model.forward(batch.token_ids_T, batch.positions_T, self._layers, batch.rows)
 
     def _add_prompt_logprobs(self, sampled: Sampled, item: Scheduled, x_TD: Tensor) -> None:
         """Log-probabilities of the prompt's tokens that follow this item's positions, some rows at a time."""

@@ -54,7 +54,7 @@ class RecordedForward:
         T = len(batch.token_ids_T)
         is_short = T <= MOST_ROWS and batch.rows.max_query_len == 1
         if not (is_short and self._is_recordable) or is_wrapped():
-            return self._forward(batch.token_ids_T, batch.positions_T, batch.rows, batch.wanted_R)
+            return self._forward(batch.token_ids_T, batch.positions_T, batch.rows)
         width = max(LEAST_TABLE, 1 << (batch.rows.block_tables_SB.shape[1] - 1).bit_length())
         step = self._steps.get((T, width))
         if step is None:
@@ -63,10 +63,8 @@ class RecordedForward:
         step.recording.repeat()
         return step.x_TD
 
-    def _forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows, wanted_R: Tensor | None = None
-    ) -> Tensor:
-        return self._model.forward(token_ids_T, positions_T, self._caches, rows, wanted_R)
+    def _forward(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
+        return self._model.forward(token_ids_T, positions_T, self._caches, rows)
 
     def _record(self, batch: ForwardBatch, width: int) -> Tensor:
         T, own = len(batch.token_ids_T), batch.rows

@@ -10,16 +10,15 @@ import contextlib
 import importlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from octavo import ops
 from octavo.layers.stacked_lora import StackedRows
-from octavo.models.last_rows import pick
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
 from octavo.runtime.graphs import Kind, padded_shape
@@ -105,12 +104,11 @@ class StepProgram:
         if step.extras is not None:
             self.extras.remember(step, step.extras)
         wanted_S = None if shape.max_query_len == 1 else (rows.cu_seqlens_q[1:] - 1).clamp(min=0)
-        inputs = step.token_ids_T, step.positions_T, self._layers, rows
-        if step.adapters_T is None:
-            x_SD = self._model.forward(*inputs, wanted_S)
-        else:
-            with self._adapted(step.adapters_T):  # which know the rows of a whole step
-                x_SD = pick(wanted_S, self._model.forward(*inputs))[0]
+        # Adapters know the rows of a whole step.
+        rows = replace(rows, wanted_R=wanted_S if step.adapters_T is None else None)
+        with self._adapted(step):
+            x_TD = self._model.forward(step.token_ids_T, step.positions_T, self._layers, rows)
+        x_SD = x_TD if wanted_S is rows.wanted_R else x_TD[wanted_S]
         logits_SV = self._model.logits(x_SD)
         if step.extras is None:
             tokens_S = ops.sample(logits_SV, step.params)
@@ -131,9 +129,11 @@ class StepProgram:
             first,
         )
 
-    def _adapted(self, places_T: Tensor) -> contextlib.AbstractContextManager[None]:
+    def _adapted(self, step: DeviceStep) -> contextlib.AbstractContextManager[None]:
+        if step.adapters_T is None:
+            return contextlib.nullcontext()
         assert self._adapter_rows is not None, "the model was loaded without adapters"
-        return self._adapter_rows.on_device(places_T)
+        return self._adapter_rows.on_device(step.adapters_T)
 
 
 def load_compiler() -> None:

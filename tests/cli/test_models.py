@@ -21,8 +21,7 @@ from octavo.models.text_part import TEXT_PARTS
 from octavo.weights.checkpoint import open_checkpoint
 from tests.models.adapter_files import make_adapter
 from tests.models.encoder_families import make_encoder
-from tests.models.families import ROWS, make_checkpoint
-from tests.models.test_architectures import FIRST_ROWS
+from tests.models.families import FIRST_ROWS, ROWS, make_checkpoint
 
 FITTING = ["--device", "cpu", "--num-kv-blocks", "40"]
 

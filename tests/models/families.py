@@ -176,6 +176,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2/scaled_by_layer": ("gpt2", {**GPT2, "n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),
     "gpt2/unscaled_untied": ("gpt2", {**GPT2, "scale_attn_weights": False, "tie_word_embeddings": False}),
 }
+FIRST_ROWS = list({row.partition("/")[0]: row for row in reversed(ROWS)}.values())
+"""One of each family."""
 RANDOM = ("norm.weight", ".bias", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "sinks", "_bias")
 """Parameters that begin as all ones or zeros, where mistakes would not show."""
 

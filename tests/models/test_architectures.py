@@ -30,10 +30,6 @@ def random_tokens(length: int, seed: int = 0) -> list[int]:
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
 
 
-FIRST_ROWS = list({row.partition("/")[0]: row for row in reversed(ROWS)}.values())
-"""One of each family."""
-
-
 class Made:
     """A checkpoint, and what transformers makes of it."""
 
