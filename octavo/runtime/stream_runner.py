@@ -58,6 +58,8 @@ PREPARING = "prepare"
 """Name of the thread that compiles and captures what a start did not wait for; it ends when all is there."""
 IDLE_SECONDS = 0.05
 """So long after the last step, the device is taken to be idle."""
+HANDOVER_SECONDS = 0.001
+"""Between two captures of an idle device, for a step that has come meanwhile."""
 ERRORS = {NOT_FINITE: sampler.NOT_NUMBERS, NOTHING_LEFT: sampler.NOTHING_LEFT, OUT_OF_RANGE: sampler.OVERFLOW}
 """What ``ops.sample`` says instead of a token."""
 
@@ -171,13 +173,14 @@ class StreamRunner:
     def _capture_when_idle(self, shape: StepShape) -> None:
         while self._graphs is not None and shape not in self._graphs:
             with self._lock:
-                if not self._num_unfinished and time.monotonic() - self._last_finish > IDLE_SECONDS:
+                is_idle = not self._num_unfinished and time.monotonic() - self._last_finish > IDLE_SECONDS
+                if is_idle:
                     with self._on_stream():
                         self._pack([], [], NO_CELLS, shape)
                         self._compute(shape, has_graph=True)
                         torch.cuda.current_stream().synchronize()
-            if shape not in self._graphs:
-                time.sleep(IDLE_SECONDS)
+            # Whoever waits for the lock gets it only when nobody takes it again at once.
+            time.sleep(HANDOVER_SECONDS if is_idle else IDLE_SECONDS)
 
     def _compile(self, program: StepProgram, shapes: list[StepShape]) -> None:
         with compiled_only(), self._as_in_graphs():

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -366,6 +367,42 @@ def test_steps_with_extras_wait_for_their_kernels(loaded: Loaded) -> None:
     assert_same(run(engine, some), run(loaded.engine(), some))
     assert time.monotonic() - started > 0.15
     timer.join()
+
+
+class SlowGraphs(set[StepShape]):
+    """Graphs of which each takes a while to capture, most of it Python."""
+
+    def __call__(self, shape: StepShape) -> None:
+        end = time.perf_counter() + 0.05
+        while time.perf_counter() < end:
+            pass
+        self.add(shape)
+
+    def fit(self, shape: StepShape) -> StepShape:
+        return shape
+
+
+def test_a_step_waits_for_one_capture_of_an_idle_device_and_not_for_all(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner: Any = stream_engine(loaded).runner
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    runner._graphs = graphs = SlowGraphs()
+    shapes = graph_shapes(8, 32)
+    captures = threading.Thread(target=lambda: [runner._capture_when_idle(shape) for shape in shapes], daemon=True)
+    captures.start()
+    while len(graphs) < 2 and captures.is_alive():
+        time.sleep(0.001)
+    seq = Sequence(requests(1, temperature=0)[0])
+    seq.status, seq.block_table = Status.RUNNING, [0, 1, 2]
+    before, started = len(graphs), time.monotonic()
+    runner.submit([Scheduled(seq, 0, tuple(seq.tokens), (), True, seq.epoch)])
+    assert 2 <= len(graphs) <= before + 3, f"it waited for {time.monotonic() - started:.2f} s"
+    time.sleep(0.1)
+    assert len(graphs) <= before + 3, "captures went on although a step was under way"
+    runner._num_unfinished = 0
+    captures.join(timeout=30)
+    assert graphs >= set(shapes)
 
 
 def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
