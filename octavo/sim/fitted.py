@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from octavo.engine.step_times import StepWork
+from octavo.engine.step_times import REST, StepWork
 from octavo.errors import ConfigError
 from octavo.sim.cost_model import CostModel
 
@@ -34,7 +35,8 @@ LEAST_STEPS = 50
 
 @dataclass(frozen=True)
 class Fitted(CostModel):
-    """``seconds`` is linear in the context and the pairs, and piecewise linear in tokens and in rows.
+    """``seconds`` is linear in the context and the pairs, and piecewise linear in tokens and in rows. A rest before a
+    step costs by its root, and more with more tokens.
 
     What steps of about this length differed by, measured over fitted time, is drawn from as it was seen. A simulation
     without it would have no tail.
@@ -106,7 +108,8 @@ def _grouped(expected_S: Array, ratios_S: Array) -> dict[str, Any]:
 def features(work: StepWork) -> list[float]:
     """What time is linear in. Steps with prompts in them run other kernels than those without."""
     hinges = [float(max(0, count - knot)) for count in (work.tokens, work.rows) for knot in KNOTS]
-    kinds = float(work.rows > 0), float(work.tokens > work.rows), float(work.idle), float(work.rested)
+    rest = math.sqrt(work.rest / REST)
+    kinds = float(work.rows > 0), float(work.tokens > work.rows), float(work.idle), rest, rest * work.tokens
     return [1.0, *kinds, float(work.context), float(work.pairs), *hinges]
 
 
@@ -160,8 +163,8 @@ def read_log(path: Path) -> tuple[list[StepWork], list[float]]:
     works, seconds = [], []
     try:
         for line in path.read_text().splitlines():
-            entry = {"idle": 0, "rested": 0, **json.loads(line)}
-            works.append(StepWork(*[int(entry[name]) for name in StepWork._fields]))
+            entry = {**StepWork._field_defaults, **json.loads(line)}
+            works.append(StepWork(*[int(entry[name]) for name in StepWork._fields[:-1]], float(entry["rest"])))
             seconds.append(float(entry["seconds"]))
     except OSError as error:
         raise ConfigError(f"cost log: cannot read {path}: {error.strerror}") from None
