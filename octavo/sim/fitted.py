@@ -164,7 +164,8 @@ def read_log(path: Path) -> tuple[list[StepWork], list[float]]:
     try:
         for line in path.read_text().splitlines():
             entry = {**StepWork._field_defaults, **json.loads(line)}
-            works.append(StepWork(*[int(entry[name]) for name in StepWork._fields[:-1]], float(entry["rest"])))
+            counts = StepWork(*[int(entry[name]) for name in StepWork._fields[:-1]])
+            works.append(counts._replace(rest=float(entry["rest"])))
             seconds.append(float(entry["seconds"]))
     except OSError as error:
         raise ConfigError(f"cost log: cannot read {path}: {error.strerror}") from None

@@ -35,7 +35,8 @@ class Machine:
     """A clock that a device moves: a step takes 4 ms and 40 us a token, times what ``factor`` says of the moment.
 
     Steps follow each other; the host takes half a millisecond to submit one, which the device may be busy in. The first
-    step after a pause takes up to ``waking`` seconds more, by the root of the pause. Sleeps end ``late``, and to look at the clock takes a microsecond.
+    step after a pause takes up to ``waking`` seconds more, by the root of the pause. Sleeps end ``late``, and to look
+    at the clock takes a microsecond.
     """
 
     def __init__(self, factor: Callable[[float], float], waking: float = 0.0, late: float = 1e-4) -> None:
