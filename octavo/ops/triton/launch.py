@@ -18,9 +18,11 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -92,12 +94,21 @@ def compiling(compiler: KernelCompiler) -> Iterator[None]:
             yield
         finally:
             triton.knobs.runtime.jit_cache_hook = before
-    if kernels:
-        target = driver.active.get_current_target()
+    target = driver.active.get_current_target()
+    are_there = _mark(kernels, target)
+    if kernels and not are_there.exists():
         compiler.compile((target.backend, target.arch, target.warp_size), kernels)
     loaded = [kernel.preload(data) for data, kernel in kernels.items()]
     with ThreadPoolExecutor(os.cpu_count()) as executor:
         list(executor.map(lambda kernel: driver.active.launcher_cls(kernel.src, kernel.metadata), loaded))
+    if kernels:
+        are_there.touch()
+
+
+def _mark(kernels: Mapping[str, Any], target: object) -> Path:
+    """A file in Triton's cache that says that these were put there, so that the next start need not wait to ask."""
+    parts = [triton.__version__, repr(target), *kernels, *(kernel.cache_key for kernel in kernels.values())]
+    return Path(triton.knobs.cache.dir, f"octavo_{sha256(repr(parts).encode()).hexdigest()}")
 
 
 def _leave_for_later(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:

@@ -141,6 +141,14 @@ def test_kernels_are_compiled_by_another_process_and_launchers_built_once(tmp_pa
     assert not compiled, "what is in the cache is not found there"
 
 
+def test_what_was_compiled_once_is_not_asked_for_again(tmp_path: Path) -> None:
+    run_alone(COMPILED_ELSEWHERE, tmp_path, SERVER)
+    asked = COMPILED_ELSEWHERE.replace("kernel_compiler.KernelCompiler()", "None")
+    built, compiled = run_alone(asked, tmp_path, "").splitlines()
+    assert built.split() == SAMPLING + NORMS
+    assert not compiled
+
+
 def test_without_that_process_they_are_compiled_here(tmp_path: Path) -> None:
     built, compiled = run_alone(COMPILED_ELSEWHERE, tmp_path, "octavo.no_such_module").splitlines()
     assert built.split() == compiled.split() == SAMPLING + NORMS
