@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import logging
+import os
 import select
 import signal
 import socket
@@ -17,14 +18,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 from octavo.cache.kv_events import KVEvent
 from octavo.collector import leave_out_what_exists
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, OctavoError, RequestError
-from octavo.kernel_compiler import NVIDIA_DRIVER, KernelCompiler
 from octavo.server import wire
 from octavo.telemetry.events import Event
 from octavo.telemetry.phases import Phases, log_to_stderr
@@ -204,13 +203,11 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
 
 
 def _default_build() -> Build:
-    phases, compiler = Phases(), KernelCompiler()
-    if NVIDIA_DRIVER.exists():
-        compiler.start()  # it has as much to import
+    phases = Phases()
     from octavo.build import build_engine  # brings torch, which the front process must never import
 
     phases.done("imports of the engine process")
-    return partial(build_engine, compiler=compiler)
+    return build_engine
 
 
 def _settle_signals() -> None:
@@ -224,4 +221,7 @@ def _settle_signals() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    # A thread may be preparing graphs for later steps; an orderly end of the interpreter would abort it, loudly.
+    os._exit(code)
