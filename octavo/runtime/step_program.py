@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from octavo import ops
+from octavo.kernel_compiler import KernelCompiler
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
@@ -137,12 +138,15 @@ class StepProgram:
 
 
 def load_compiler() -> None:
-    """Import the kernels, and have their compiler ready, in a thread, while weights are read."""
+    """Import the kernels and their compiler in a thread, while weights are read.
+
+    The compiler knows itself by a digest of all its files, which it takes when it is first used.
+    """
 
     def load() -> None:
         importlib.import_module("octavo.ops.triton")
-        with contextlib.suppress(ImportError):  # then there are no kernels to compile
-            importlib.import_module("octavo.ops.triton.compiling").warm_up()
+        with contextlib.suppress(ImportError, AttributeError):  # there is no promise that it is called so
+            importlib.import_module("triton.runtime.cache").triton_key()
 
     threading.Thread(target=load, name="load compiler", daemon=True).start()
 
@@ -166,9 +170,9 @@ def batch_invariant() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiled_only() -> Iterator[None]:
+def compiled_only(compiler: KernelCompiler) -> Iterator[None]:
     """In this block kernels are compiled, many at a time, and not run."""
     from octavo.ops.triton.launch import compiling
 
-    with compiling():
+    with compiling(compiler):
         yield

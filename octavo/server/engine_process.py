@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import logging
-import os
 import select
 import signal
 import socket
@@ -18,12 +17,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from octavo.cache.kv_events import KVEvent
 from octavo.collector import leave_out_what_exists
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, OctavoError, RequestError
+from octavo.kernel_compiler import NVIDIA_DRIVER, KernelCompiler
 from octavo.server import wire
 from octavo.telemetry.events import Event
 from octavo.telemetry.phases import Phases, log_to_stderr
@@ -203,11 +204,13 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
 
 
 def _default_build() -> Build:
-    phases = Phases()
+    phases, compiler = Phases(), KernelCompiler()
+    if NVIDIA_DRIVER.exists():
+        compiler.start()  # it has as much to import
     from octavo.build import build_engine  # brings torch, which the front process must never import
 
     phases.done("imports of the engine process")
-    return build_engine
+    return partial(build_engine, compiler=compiler)
 
 
 def _settle_signals() -> None:
@@ -221,7 +224,4 @@ def _settle_signals() -> None:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stderr.flush()
-    # A thread may be preparing graphs for later steps; an orderly end of the interpreter would abort it, loudly.
-    os._exit(code)
+    sys.exit(main())

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import triton
 
+from octavo.kernel_compiler import SERVER
 from octavo.ops.triton.attention import GLUON_VERSION
 from tests.triton_interpreter import DEVICE
 
@@ -77,8 +78,7 @@ print(*set(passed))
 """
 
 
-COMPILED_BY_CHILDREN = """
-import os
+COMPILED_ELSEWHERE = """
 import sys
 import torch
 from triton.backends.compiler import GPUTarget
@@ -94,6 +94,7 @@ class Device:
     launcher_cls = staticmethod(lambda src, metadata: built.append(src.name))
 
 driver.set_active(Device())
+from octavo import kernel_compiler
 from octavo.ops.sample import SampleParams
 from octavo.ops.triton.launch import compiling
 from octavo.ops.triton.rms_norm import rms_norm_triton
@@ -101,20 +102,17 @@ from octavo.ops.triton.sample import sample_triton
 
 compiled = []
 make_ir = compiler.ASTSource.make_ir
-parent, broken = os.getpid(), sys.argv[1:]
 
 def noting(self, *args, **kwargs):
-    if os.getpid() == parent:
-        compiled.extend({self.name} - {"_nothing"})  # that is compiled to have the compiler ready
-    elif self.name in broken:
-        os.kill(os.getpid(), 9)
+    compiled.append(self.name)
     return make_ir(self, *args, **kwargs)
 
 compiler.ASTSource.make_ir = noting
+kernel_compiler.SERVER = sys.argv[1]
 x = torch.zeros(4, 64)
 ints, floats = torch.zeros(4, dtype=torch.int32), torch.zeros(4)
 params = SampleParams(floats, floats, ints, floats, ints.long(), ints)
-with compiling():
+with compiling(kernel_compiler.KernelCompiler()):
     for _ in range(3):
         for dtype in (torch.float32, torch.bfloat16):
             rms_norm_triton(x.to(dtype), torch.ones(64, dtype=dtype), 1e-6)
@@ -137,16 +135,23 @@ def test_every_launch_passes_the_front_end(tmp_path: Path) -> None:
     assert set(printed.split()) == set(re.findall(r"^def (\w*kernel)\(", sources, re.MULTILINE))
 
 
-def test_kernels_are_compiled_by_children_and_launchers_built_once(tmp_path: Path) -> None:
-    built, compiled = run_alone(COMPILED_BY_CHILDREN, tmp_path).splitlines()
+def test_kernels_are_compiled_by_another_process_and_launchers_built_once(tmp_path: Path) -> None:
+    built, compiled = run_alone(COMPILED_ELSEWHERE, tmp_path, SERVER).splitlines()
     assert built.split() == SAMPLING + NORMS
     assert not compiled, "what is in the cache is not found there"
 
 
-def test_what_children_do_not_compile_is_compiled_here(tmp_path: Path) -> None:
-    built, compiled = run_alone(COMPILED_BY_CHILDREN, tmp_path, *SAMPLING).splitlines()
+def test_what_was_compiled_once_is_not_asked_for_again(tmp_path: Path) -> None:
+    run_alone(COMPILED_ELSEWHERE, tmp_path, SERVER)
+    asked = COMPILED_ELSEWHERE.replace("kernel_compiler.KernelCompiler()", "None")
+    built, compiled = run_alone(asked, tmp_path, "").splitlines()
     assert built.split() == SAMPLING + NORMS
-    assert set(SAMPLING) <= set(compiled.split())
+    assert not compiled
+
+
+def test_without_that_process_they_are_compiled_here(tmp_path: Path) -> None:
+    built, compiled = run_alone(COMPILED_ELSEWHERE, tmp_path, "octavo.no_such_module").splitlines()
+    assert built.split() == compiled.split() == SAMPLING + NORMS
 
 
 def run_alone(script: str, cache: Path, *arguments: str) -> str:
