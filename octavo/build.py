@@ -23,7 +23,6 @@ from octavo.errors import ConfigError
 from octavo.grammar.masks import MatcherMasks
 from octavo.grammar.matchers import GrammarError
 from octavo.grammar.vocabulary import Vocabulary
-from octavo.kernel_compiler import KernelCompiler
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import Adapters, load_with_adapters
 from octavo.models.bert import EncoderConfig
@@ -55,11 +54,11 @@ last token, which must be known."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def build_engine(config: EngineConfig, compiler: KernelCompiler | None = None) -> tuple[Engine, EngineInfo]:
+def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     """Load the model and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
     phases = Phases()
     device = resolve_device(config.model.device)
-    _prepare(device, compiler := compiler or KernelCompiler())
+    _prepare(device)
     path = resolve_model(config.model)
     checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed, str(device))
     generation = chosen_config(config.model.generation_config, checkpoint.generation_config)
@@ -79,8 +78,7 @@ def build_engine(config: EngineConfig, compiler: KernelCompiler | None = None) -
         kinds = kv_dtype, form.dtype, device.type
         limits, budget = memory.settle(config, model_config, *kinds, weights=loaded.num_bytes, free=free)
         storage = _storage(model_config, limits, kv_dtype, device)
-        sizes = model_config.vocab_size, limits
-        runner = make_runner(config.model, loaded.model, storage, *sizes, pooling, adapters, compiler)
+        runner = make_runner(config.model, loaded.model, storage, model_config.vocab_size, limits, pooling, adapters)
         phases.done("memory")
         runner.warm_up()
         phases.done("kernels and graphs")
@@ -111,15 +109,11 @@ def build_engine(config: EngineConfig, compiler: KernelCompiler | None = None) -
     forms = f"{form.dtype} {form.scheme} {info.kernels}"
     if (offload := make_offload(config.cache, storage, copies, path, forms)) is not None:
         scheduler.cache.use_offload(offload)
-    proposer = _proposer(config)
-    depth = DEPTH[device.type] if config.scheduler.async_scheduling and proposer is None else 1
+    ngram = parse_speculative_config(config.speculative.speculative_config)
+    proposer = None if ngram is None else NgramProposer(ngram)
+    depth = DEPTH[device.type] if config.scheduler.async_scheduling and ngram is None else 1
     timed = logged(runner, config.scheduler.step_log)
     return Engine(scheduler, timed, grammars=grammars, proposer=proposer, adapters=adapters, depth=depth), info
-
-
-def _proposer(config: EngineConfig) -> NgramProposer | None:
-    ngram = parse_speculative_config(config.speculative.speculative_config)
-    return None if ngram is None else NgramProposer(ngram)
 
 
 def _storage(model: ModelConfig, limits: memory.Limits, dtype: torch.dtype, device: torch.device) -> KVStorage:
@@ -174,7 +168,6 @@ def make_runner(
     limits: memory.Limits,
     pooling: Pooling = LAST_TOKEN,
     adapters: Adapters | None = None,
-    compiler: KernelCompiler | None = None,
 ) -> ModelRunner | StreamRunner:
     """The runner for the storage's device. What a CPU computes never depends on the batch."""
     if storage.pool.device.type == "cpu":
@@ -185,7 +178,7 @@ def make_runner(
     most = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks)
     rows = None if adapters is None or not isinstance(adapters.rows, StackedRows) else adapters.rows
     return StreamRunner(
-        model, storage, vocab_size, most, settings.batch_invariant, settings.enforce_eager, pooling, rows, compiler
+        model, storage, vocab_size, most, settings.batch_invariant, settings.enforce_eager, pooling, rows
     )
 
 
@@ -207,13 +200,11 @@ def _compiling_beside(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractCont
     return compiling_beside(kv_dtype)
 
 
-def _prepare(device: torch.device, compiler: KernelCompiler) -> None:
+def _prepare(device: torch.device) -> None:
     """What is to be done before, or beside, the loading of the model."""
     if device.type == "cpu":
-        compiler.close()
         _share_cores(num_physical_cores())
     else:
-        compiler.start()
         load_compiler()
 
 

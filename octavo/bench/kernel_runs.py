@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.kernel_compiler import KernelCompiler
 from octavo.ops.adjust_logits import Adjustments
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.moe import ClampedSwish, Experts
@@ -208,7 +207,7 @@ def run_all(device: torch.device) -> int:
 
     made = list(calls(device))
     with pdl():
-        with compiling(KernelCompiler()):
+        with compiling():
             for _, call in made:
                 call()
         for name, call in made:

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 
 from octavo import ops
-from octavo.kernel_compiler import KernelCompiler
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
@@ -170,9 +169,9 @@ def batch_invariant() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiled_only(compiler: KernelCompiler) -> Iterator[None]:
+def compiled_only() -> Iterator[None]:
     """In this block kernels are compiled, many at a time, and not run."""
     from octavo.ops.triton.launch import compiling
 
-    with compiling(compiler):
+    with compiling():
         yield

@@ -26,7 +26,6 @@ import numpy.typing as npt
 import torch
 
 from octavo.errors import RunnerError
-from octavo.kernel_compiler import KernelCompiler
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
@@ -100,10 +99,8 @@ class StreamRunner:
         enforce_eager: bool = False,
         pooling: Pooling = LAST_TOKEN,
         adapter_rows: StackedRows | None = None,
-        compiler: KernelCompiler | None = None,
     ) -> None:
         device = storage.pool.device
-        self._compiler = compiler or KernelCompiler()
         self._make_program = partial(StepProgram, model, storage, vocab_size, limits, adapter_rows)
         self._storage, self._limits = storage, limits
         self._batch_invariant = batch_invariant
@@ -167,7 +164,6 @@ class StreamRunner:
             finally:
                 self._has_extra_kernels.set()
             self._compile(program, shapes)
-        self._compiler.close()
         logger.info("other kernels, in the background: %.1f s", time.perf_counter() - started)
         if self._graphs is None:
             return []
@@ -187,7 +183,7 @@ class StreamRunner:
             time.sleep(HANDOVER_SECONDS if is_idle else IDLE_SECONDS)
 
     def _compile(self, program: StepProgram, shapes: list[StepShape]) -> None:
-        with compiled_only(self._compiler), self._as_in_graphs():
+        with compiled_only(), self._as_in_graphs():
             for shape in shapes:
                 program(shape)
 

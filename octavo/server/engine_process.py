@@ -10,21 +10,19 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import logging
+import os
 import select
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 from octavo.cache.kv_events import KVEvent
 from octavo.collector import leave_out_what_exists
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, OctavoError, RequestError
-from octavo.kernel_compiler import NVIDIA_DRIVER, KernelCompiler
 from octavo.server import wire
 from octavo.telemetry.events import Event
 from octavo.telemetry.phases import Phases, log_to_stderr
@@ -32,9 +30,6 @@ from octavo.types import Adapters, EngineInfo, EngineStats, Output, Request
 
 IDLE_WAIT = 0.001
 """Seconds to wait for messages when a step found nothing to do although there is work."""
-ALERT = {"cuda": 0.005}
-"""Seconds for which an idle engine on such a device looks for messages before it sleeps until one comes. Clients that
-ask one thing after another are back by then, and being woken takes a tenth of a millisecond."""
 
 logger = logging.getLogger("octavo.engine")
 
@@ -67,7 +62,6 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._reader = wire.FrameReader()
-        self.alert_seconds = 0.0
 
     def send(self, message: wire.FromEngine) -> None:
         """Send one message; wait while the front process has no room for it."""
@@ -78,14 +72,10 @@ class Channel:
 
     def receive(self, wait: bool) -> list[wire.ToEngine]:
         """The messages that arrived; with ``wait``, at least one. Raise ``FrontGone`` at the end of the stream."""
-        sleeps_at = time.monotonic() + self.alert_seconds
         while True:
-            sleeps = wait and time.monotonic() >= sleeps_at
             try:
-                data = self._socket.recv(1 << 18, 0 if sleeps else socket.MSG_DONTWAIT)
+                data = self._socket.recv(1 << 18, 0 if wait else socket.MSG_DONTWAIT)
             except BlockingIOError:
-                if wait:
-                    continue
                 return []
             except ConnectionResetError:
                 raise FrontGone from None
@@ -198,19 +188,16 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
         channel.send(wire.Failed(start.generation, type(error).__name__, message))
         return None
     leave_out_what_exists()
-    channel.alert_seconds = ALERT.get(info.device, 0.0)
     channel.send(wire.Ready(start.generation, info))
     return engine
 
 
 def _default_build() -> Build:
-    phases, compiler = Phases(), KernelCompiler()
-    if NVIDIA_DRIVER.exists():
-        compiler.start()  # it has as much to import
+    phases = Phases()
     from octavo.build import build_engine  # brings torch, which the front process must never import
 
     phases.done("imports of the engine process")
-    return partial(build_engine, compiler=compiler)
+    return build_engine
 
 
 def _settle_signals() -> None:
@@ -224,4 +211,7 @@ def _settle_signals() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    # Threads may be preparing graphs for later steps: an orderly end of the interpreter waits for them, or aborts.
+    os._exit(code)

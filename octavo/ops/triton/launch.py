@@ -18,11 +18,9 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from hashlib import sha256
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -32,8 +30,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
-from octavo.kernel_compiler import KernelCompiler
-
 T = TypeVar("T")
 
 HOPPER = (9, 0)
@@ -41,10 +37,8 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 _pdl = ContextVar("pdl", default=False)
 _invariant = ContextVar("invariant", default=False)
-_compiling: ContextVar[dict[str, Any] | None] = ContextVar("compiling", default=None)
-"""Kernels that are to be compiled, by what they are compiled for, where none is run."""
-_hooked = threading.Lock()
-"""Held while Triton's hook, of which there is one, is ours."""
+_compiling: ContextVar[set[Any] | None] = ContextVar("compiling", default=None)
+"""Kernels that are being compiled, where none is run."""
 
 
 def use_pdl() -> bool:
@@ -80,63 +74,29 @@ def is_compiling() -> bool:
 
 
 @contextlib.contextmanager
-def compiling(compiler: KernelCompiler) -> Iterator[None]:
-    """Compile what this block launches, all at once, and run none of it.
+def compiling() -> Iterator[None]:
+    """Compile what this block launches, as many kernels at a time as there are processors, and run none of it.
 
-    ``compiler`` puts it into Triton's cache, from which it is loaded. Triton has a C compiler build a launcher when a
-    kernel first runs, one kernel after another. They are built here as well, many at a time, and found in its cache
-    then.
+    They begin when all are known: much of compiling is Python, and among so many threads the block would come last.
+    Triton has a C compiler build a launcher when a kernel first runs, one kernel after another. They are built here as
+    well, many at a time, and found in its cache then.
     """
-    kernels: dict[str, Any] = {}
-    with _hooked, _set(_compiling, kernels):
-        before, triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_cache_hook, _leave_for_later
-        try:
-            yield
-        finally:
-            triton.knobs.runtime.jit_cache_hook = before
-    target = driver.active.get_current_target()
-    are_there = _mark(kernels, target)
-    if kernels and not are_there.exists():
-        compiler.compile((target.backend, target.arch, target.warp_size), kernels)
-    loaded = [kernel.preload(data) for data, kernel in kernels.items()]
-    with ThreadPoolExecutor(os.cpu_count()) as executor:
-        list(executor.map(lambda kernel: driver.active.launcher_cls(kernel.src, kernel.metadata), loaded))
-    if kernels:
-        are_there.touch()
-
-
-def _mark(kernels: Mapping[str, Any], target: object) -> Path:
-    """A file in Triton's cache that says that these were put there, so that the next start need not wait to ask."""
-    parts = [triton.__version__, repr(target), *kernels, *(kernel.cache_key for kernel in kernels.values())]
-    return Path(triton.knobs.cache.dir, f"octavo_{sha256(repr(parts).encode()).hexdigest()}")
-
-
-def _leave_for_later(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-    """Triton's hook before it compiles: whether it is to be left for later. It is called by all threads."""
-    kernels = _compiling.get()
-    if kernels is not None:
-        settle_key(fn.jit_function)
-        kernels[compile["specialization_data"]] = fn.jit_function
-    return kernels is not None
-
-
-def settle_key(kernel: Any) -> None:
-    """Give a kernel the key by which all processes find it in Triton's cache.
-
-    The constants of a function that it calls are part of it only if that one has its key already (Triton 3.6), so what
-    a process finds would depend on what it compiled before.
-    """
-    for name in kernel.fn.__code__.co_names:
-        callee = kernel.fn.__globals__.get(name)
-        if isinstance(callee, triton.JITFunction) and callee.hash is None:
-            settle_key(callee)
-    _ = kernel.cache_key
+    kernels: set[Any] = set()
+    are_known = threading.Event()
+    with ThreadPoolExecutor(os.cpu_count(), initializer=are_known.wait) as executor:
+        with triton.AsyncCompileMode(executor), _set(_compiling, kernels):
+            try:
+                yield
+            finally:
+                are_known.set()
+        compiled = {kernel.result() if hasattr(kernel, "result") else kernel for kernel in kernels}
+        list(executor.map(lambda kernel: driver.active.launcher_cls(kernel.src, kernel.metadata), compiled))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch ``kernel[grid]``; its ``PDL`` argument, and the launch itself, follow ``use_pdl()``."""
-    if is_compiling():
-        kernel.warmup(*args, grid=grid, PDL=use_pdl(), launch_pdl=use_pdl(), **options)
+    if (compiling := _compiling.get()) is not None:
+        compiling.add(kernel.warmup(*args, grid=grid, PDL=use_pdl(), launch_pdl=use_pdl(), **options))
         return
     kernel[grid](*args, PDL=use_pdl(), launch_pdl=use_pdl(), **options)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import triton
 
-from octavo.kernel_compiler import SERVER
 from octavo.ops.triton.attention import GLUON_VERSION
 from tests.triton_interpreter import DEVICE
 
@@ -78,11 +77,9 @@ print(*set(passed))
 """
 
 
-COMPILED_ELSEWHERE = """
-import sys
+LAUNCHERS = """
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import compiler
 from triton.runtime.driver import driver
 
 built = []
@@ -94,36 +91,17 @@ class Device:
     launcher_cls = staticmethod(lambda src, metadata: built.append(src.name))
 
 driver.set_active(Device())
-from octavo import kernel_compiler
-from octavo.ops.sample import SampleParams
 from octavo.ops.triton.launch import compiling
 from octavo.ops.triton.rms_norm import rms_norm_triton
-from octavo.ops.triton.sample import sample_triton
 
-compiled = []
-make_ir = compiler.ASTSource.make_ir
-
-def noting(self, *args, **kwargs):
-    compiled.append(self.name)
-    return make_ir(self, *args, **kwargs)
-
-compiler.ASTSource.make_ir = noting
-kernel_compiler.SERVER = sys.argv[1]
 x = torch.zeros(4, 64)
-ints, floats = torch.zeros(4, dtype=torch.int32), torch.zeros(4)
-params = SampleParams(floats, floats, ints, floats, ints.long(), ints)
-with compiling(kernel_compiler.KernelCompiler()):
+with compiling():
     for _ in range(3):
         for dtype in (torch.float32, torch.bfloat16):
             rms_norm_triton(x.to(dtype), torch.ones(64, dtype=dtype), 1e-6)
-        sample_triton(x, params)
-    assert not built and not compiled
-print(*sorted(built))
-print(*sorted(compiled))
+    assert not built
+print(*built)
 """
-SAMPLING = ["_race_kernel", "_settle_kernel"]
-NORMS = ["rms_norm_kernel"] * 2
-"""One for each type of numbers."""
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there they are compiled to the end")
@@ -135,29 +113,13 @@ def test_every_launch_passes_the_front_end(tmp_path: Path) -> None:
     assert set(printed.split()) == set(re.findall(r"^def (\w*kernel)\(", sources, re.MULTILINE))
 
 
-def test_kernels_are_compiled_by_another_process_and_launchers_built_once(tmp_path: Path) -> None:
-    built, compiled = run_alone(COMPILED_ELSEWHERE, tmp_path, SERVER).splitlines()
-    assert built.split() == SAMPLING + NORMS
-    assert not compiled, "what is in the cache is not found there"
+def test_launchers_are_built_with_the_kernels_and_once(tmp_path: Path) -> None:
+    assert run_alone(LAUNCHERS, tmp_path).split() == ["rms_norm_kernel"] * 2, "one for each type of numbers"
 
 
-def test_what_was_compiled_once_is_not_asked_for_again(tmp_path: Path) -> None:
-    run_alone(COMPILED_ELSEWHERE, tmp_path, SERVER)
-    asked = COMPILED_ELSEWHERE.replace("kernel_compiler.KernelCompiler()", "None")
-    built, compiled = run_alone(asked, tmp_path, "").splitlines()
-    assert built.split() == SAMPLING + NORMS
-    assert not compiled
-
-
-def test_without_that_process_they_are_compiled_here(tmp_path: Path) -> None:
-    built, compiled = run_alone(COMPILED_ELSEWHERE, tmp_path, "octavo.no_such_module").splitlines()
-    assert built.split() == compiled.split() == SAMPLING + NORMS
-
-
-def run_alone(script: str, cache: Path, *arguments: str) -> str:
+def run_alone(script: str, cache: Path) -> str:
     """What a process prints that compiles for real, into an empty cache."""
     environment = {"TRITON_CACHE_DIR": str(cache), "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
