@@ -12,9 +12,8 @@ import msgspec
 from octavo.errors import ConfigError, RunnerError
 from octavo.types import Masks, Pending, Plan, Runner, Sampled
 
-REST = 0.04
-"""Seconds without a step after which the next one takes no longer for more of them: on an H200 the first step of a lone
-prompt took 1.53 ms right after another, 1.68 after 6 ms, 1.97 after 25, and 2.0 to 2.1 from 40 on."""
+REST = 0.05
+"""Seconds."""
 
 
 class StepWork(NamedTuple):
@@ -29,8 +28,8 @@ class StepWork(NamedTuple):
     """Pairs of a query and a key, over all sequences."""
     idle: int = 0
     """1 where no step before it was under way: nothing hides what it takes to start one."""
-    rest: float = 0.0
-    """For how long none had been then, in seconds, and at most REST: what caches held is gone, and clocks are low."""
+    rested: int = 0
+    """1 where none has been for REST seconds or longer: what caches held is gone, and clocks are low."""
 
 
 def work_of(plan: Plan) -> StepWork:
@@ -83,7 +82,7 @@ class TimedRunner:
     def submit(self, plan: Plan) -> TimedStep:
         work, submitted_at = work_of(plan), self.clock()
         if not self._num_under_way:
-            work = work._replace(idle=1, rest=min(REST, submitted_at - self._done_at))
+            work = work._replace(idle=1, rested=int(submitted_at - self._done_at >= REST))
         members = {item.seq.id for item in plan}
         goes_on = not members.isdisjoint(self._members)
         self._members = members

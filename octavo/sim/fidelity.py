@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -192,7 +193,9 @@ def measure(driver: Driver, info: EngineInfo, count: int, rounds: int) -> tuple[
     speed = driver.serve(_loop(*FULL_LOAD, seed=98))[0].figures()["requests_per_second"]
     before = every = calibrate(driver, longest, seed=0)
     parts: list[Part] = []
-    for name, make in [load for number in range(rounds) for load in workloads(speed, count, number)]:
+    loads = [load for number in range(rounds) for load in workloads(speed, count, number)]
+    for name, make in loads:
+        print(f"{len(parts)} of {len(loads)} parts are measured; next: {name}", file=sys.stderr)
         ledger, own = driver.serve(make())
         after = calibrate(driver, longest, seed=len(parts) + 1)
         parts.append(Part(name, make, ledger, own, before + after))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from octavo.engine.step_times import REST, StepWork
+from octavo.engine.step_times import StepWork
 from octavo.errors import ConfigError
 from octavo.sim.cost_model import CostModel
 
@@ -35,8 +34,7 @@ LEAST_STEPS = 50
 
 @dataclass(frozen=True)
 class Fitted(CostModel):
-    """``seconds`` is linear in the context and the pairs, and piecewise linear in tokens and in rows. A rest before a
-    step costs by its root, and more with more tokens.
+    """``seconds`` is linear in the context and the pairs, and piecewise linear in tokens and in rows.
 
     What steps of about this length differed by, measured over fitted time, is drawn from as it was seen. A simulation
     without it would have no tail.
@@ -108,8 +106,7 @@ def _grouped(expected_S: Array, ratios_S: Array) -> dict[str, Any]:
 def features(work: StepWork) -> list[float]:
     """What time is linear in. Steps with prompts in them run other kernels than those without."""
     hinges = [float(max(0, count - knot)) for count in (work.tokens, work.rows) for knot in KNOTS]
-    rest = math.sqrt(work.rest / REST)
-    kinds = float(work.rows > 0), float(work.tokens > work.rows), float(work.idle), rest, rest * work.tokens
+    kinds = float(work.rows > 0), float(work.tokens > work.rows), float(work.idle), float(work.rested)
     return [1.0, *kinds, float(work.context), float(work.pairs), *hinges]
 
 
@@ -163,9 +160,8 @@ def read_log(path: Path) -> tuple[list[StepWork], list[float]]:
     works, seconds = [], []
     try:
         for line in path.read_text().splitlines():
-            entry = {**StepWork._field_defaults, **json.loads(line)}
-            counts = StepWork(*[int(entry[name]) for name in StepWork._fields[:-1]])
-            works.append(counts._replace(rest=float(entry["rest"])))
+            entry = {"idle": 0, "rested": 0, **json.loads(line)}
+            works.append(StepWork(*[int(entry[name]) for name in StepWork._fields]))
             seconds.append(float(entry["seconds"]))
     except OSError as error:
         raise ConfigError(f"cost log: cannot read {path}: {error.strerror}") from None

@@ -42,7 +42,7 @@ class SimRunner:
     def submit(self, plan: Plan) -> SimStep:
         work = work_of(plan)
         if self.free_at <= self.clock.now:
-            work = work._replace(idle=1, rest=min(REST, self.clock.now - self.free_at))
+            work = work._replace(idle=1, rested=int(self.clock.now - self.free_at >= REST))
         seconds = self.cost.seconds(work)
         self.free_at = max(self.free_at, self.clock.now) + seconds
         self.busy_seconds += seconds

@@ -11,7 +11,7 @@ from octavo.bench.overhead import InstantRunner, InstantStep
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.step_times import REST, StepWork, TimedRunner, logged
+from octavo.engine.step_times import StepWork, TimedRunner, logged
 from octavo.errors import ConfigError, RunnerError
 from octavo.types import Masks, Plan, Sampled
 from tests.engine.making import make_request
@@ -76,14 +76,14 @@ def serve_two(depth: int, taking_in: float | None = None) -> tuple[list[tuple[St
 def test_steps_one_by_one_hold_what_the_host_takes_between_them() -> None:
     noted, _ = serve_two(depth=1)
     works = [work for work, _ in noted]
-    assert works[:3] == [StepWork(6, 1, 6, 21, 1, REST), StepWork(1, 1, 7, 7, 1, REST), StepWork(1, 1, 8, 8, 1, REST)]
+    assert works[:3] == [StepWork(6, 1, 6, 21, 1, 1), StepWork(1, 1, 7, 7, 1, 1), StepWork(1, 1, 8, 8, 1, 1)]
     assert [seconds for _, seconds in noted] == [3, 4, 4, 4, 4, 4], "the pause counts, or the host's second does not"
 
 
 def test_steps_that_overlap_hide_what_the_host_takes() -> None:
     noted, _ = serve_two(depth=2)
     assert [seconds for _, seconds in noted] == [3, 3, 3, 4, 3, 3], "after a pause nothing hides the host's second"
-    assert [(work.idle, work.rest) for work, _ in noted] == [(1, REST), (0, 0), (0, 0)] * 2
+    assert [(work.idle, work.rested) for work, _ in noted] == [(1, 1), (0, 0), (0, 0)] * 2
 
 
 def test_a_step_that_fails_is_not_under_way_any_more() -> None:

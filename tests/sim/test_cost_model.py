@@ -167,7 +167,7 @@ def test_logs_are_read_and_bad_ones_are_named(tmp_path: Path) -> None:
     assert got_works == works
     assert got_seconds == pytest.approx(seconds)
     for line in lines:
-        del line["idle"], line["rest"]
+        del line["idle"], line["rested"]
     path.write_text("\n".join(map(json.dumps, lines)))
     assert read_log(path)[0] == works, "it may be left out"
     path.write_text('{"tokens": 1}\n')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -35,8 +34,7 @@ class Machine:
     """A clock that a device moves: a step takes 4 ms and 40 us a token, times what ``factor`` says of the moment.
 
     Steps follow each other; the host takes half a millisecond to submit one, which the device may be busy in. The first
-    step after a pause takes up to ``waking`` seconds more, by the root of the pause. Sleeps end ``late``, and to look
-    at the clock takes a microsecond.
+    step after a pause takes ``waking`` seconds more. Sleeps end ``late``, and to look at the clock takes a microsecond.
     """
 
     def __init__(self, factor: Callable[[float], float], waking: float = 0.0, late: float = 1e-4) -> None:
@@ -53,9 +51,8 @@ class Machine:
         self.now += seconds + self.late
 
     def submit(self, plan: Plan) -> Step:
-        pause = min(REST, max(0.0, self.now - self.free_at))
         self.now += HOST_SECONDS
-        began = max(self.now, self.free_at) + self.waking * math.sqrt(pause / REST)
+        began = max(self.now, self.free_at) + self.waking * (self.now - self.free_at >= REST)
         self.free_at = began + (0.004 + 4e-5 * work_of(plan).tokens) * self.factor(began)
         return Step(plan, self, self.free_at)
 
