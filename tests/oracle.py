@@ -43,6 +43,7 @@ def empty_digest(salt: str) -> int:
 
 def likely_token(prefix_digest: int, allowed: Collection[int] | None = None) -> int:
     """The "model": the one token that follows a prefix, among those allowed."""
+    assert allowed is None or allowed, "nothing is allowed"
     token = (prefix_digest * 2654435761 >> 7) % VOCAB_SIZE
     while allowed is not None and token not in allowed:
         token = (token + 1) % VOCAB_SIZE
