@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import logging
-import os
 import select
 import signal
 import socket
@@ -211,7 +210,4 @@ def _settle_signals() -> None:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stderr.flush()
-    # Threads may be preparing graphs for later steps: an orderly end of the interpreter waits for them, or aborts.
-    os._exit(code)
+    sys.exit(main())
