@@ -35,6 +35,8 @@ class Progress:
 
     matcher: LLMatcher
     num_tokens: int = 0
+    has_ended: bool = False
+    """The text is complete, and a token has said so; a client may have asked that it go on all the same."""
     seconds: float = 0.0
     error: str | None = None
 
@@ -66,6 +68,12 @@ class ComingMasks(Mapping[int, list[Mask]]):
         return len(self._future.result())
 
 
+def _allow_all(masks: list[Mask]) -> None:
+    """Bind nothing: what is written after the end of a text is no part of it."""
+    for mask in masks:
+        mask[:] = 0xFF
+
+
 def _give_way() -> None:
     """Leave the cores to the steps: on Linux, where threads have priorities of their own."""
     if sys.platform == "linux":
@@ -85,6 +93,7 @@ class MatcherMasks:
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=_give_way)
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._tokenizer: LLTokenizer | None = None
+        self._eos_ids: frozenset[int] = frozenset()
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
         self._last: Future[dict[int, list[Mask]]] | None = None
 
@@ -99,7 +108,8 @@ class MatcherMasks:
         matcher = self._kept.get(text)
         if matcher is None:
             if self._tokenizer is None:
-                self._tokenizer = make_tokenizer(self._load())
+                vocabulary = self._load()
+                self._tokenizer, self._eos_ids = make_tokenizer(vocabulary), frozenset(vocabulary.eos_ids)
             matcher = self._kept[text] = compile_matcher(normalised(text), self._tokenizer)
         self._kept.move_to_end(text)
         while len(self._kept) > 1 and sum(map(len, self._kept)) > MAX_KEPT_BYTES:
@@ -131,25 +141,35 @@ class MatcherMasks:
     def _compute_one(self, task: Task) -> list[Mask]:
         """A mask for the next token and, behind each draft that is allowed, for the one after it."""
         assert self._tokenizer is not None
-        progress, matcher = task.progress, task.progress.matcher
+        progress = task.progress
         masks = [new_mask(self._tokenizer) for _ in range(1 + len(task.drafts))]
-        started = time.thread_time()
-        if progress.error is None:
-            matcher.consume_tokens(list(task.tokens))  # type: ignore[arg-type]
-            fill_mask(matcher, masks[0])
-            num_taken = 0
-            for draft, mask in zip(task.drafts, masks[1:], strict=True):
-                if not matcher.try_consume_tokens([draft]):
-                    break
-                num_taken += 1
-                fill_mask(matcher, mask)
-            matcher.rollback(num_taken)
+        progress.has_ended = progress.has_ended or not self._eos_ids.isdisjoint(task.tokens)
+        if progress.has_ended:
+            _allow_all(masks)
+        elif progress.error is None:
+            started = time.thread_time()
+            self._match(task, masks)
             progress.seconds += time.thread_time() - started
             self._check(task)
         if progress.error is not None:
             for mask in masks:
                 mask[:] = 0  # with nothing allowed, the sampler ends this sequence and no other
         return masks
+
+    def _match(self, task: Task, masks: list[Mask]) -> None:
+        matcher = task.progress.matcher
+        matcher.consume_tokens(list(task.tokens))  # type: ignore[arg-type]
+        fill_mask(matcher, masks[0])
+        num_taken = 0
+        for draft, mask in zip(task.drafts, masks[1:], strict=True):
+            if draft in self._eos_ids:
+                _allow_all(masks[1 + num_taken :])
+                break
+            if not matcher.try_consume_tokens([draft]):
+                break
+            num_taken += 1
+            fill_mask(matcher, mask)
+        matcher.rollback(num_taken)
 
     def _check(self, task: Task) -> None:
         progress = task.progress

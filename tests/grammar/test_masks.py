@@ -18,7 +18,7 @@ from octavo.grammar.masks import MatcherMasks, Progress
 from octavo.grammar.matchers import compile_matcher, fill_mask, make_tokenizer, new_mask, normalised
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.sampling_params import SamplingParams
-from octavo.types import Masks, Output, Plan, Request
+from octavo.types import Masks, Output, Plan, Request, Status
 from tests.grammar.walks import allowed
 from tests.oracle import VOCAB_SIZE, OracleRunner, ToyProposer, Trouble, choose, digest, empty_digest
 
@@ -68,13 +68,16 @@ def expected(request: Request) -> tuple[list[int], str]:
     for token in request.prompt_tokens:
         prefix = digest(prefix, token)
     output: list[int] = []
+    has_ended = False
     while len(output) < request.max_tokens:
         fill_mask(matcher, mask)
-        token = choose(request, len(request.prompt_tokens) + len(output), prefix, allowed(mask))
+        bound = None if has_ended else allowed(mask)
+        token = choose(request, len(request.prompt_tokens) + len(output), prefix, bound)
         output.append(token)
-        if token == EOS:
+        if token in request.eos_token_ids:
             return output, "stop"
-        assert matcher.consume_token(token)
+        has_ended = has_ended or token == EOS
+        assert has_ended or matcher.consume_token(token)
         prefix = digest(prefix, token)
     return output, "length"
 
@@ -83,11 +86,12 @@ def random_request(rng: random.Random, request_id: int) -> Request:
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 20))]
     grammar = rng.choice(GRAMMARS)
     params = SamplingParams(grammar=grammar, logprobs=rng.choice([None, 0]))
-    request = Request(request_id, prompt, params, max_tokens=rng.randrange(1, 30), eos_token_ids=(EOS,))
+    ends = (EOS,) if rng.random() < 0.8 else ()
+    request = Request(request_id, prompt, params, max_tokens=rng.randrange(1, 30), eos_token_ids=ends)
     if rng.random() < 0.3:
         output, _ = expected(request)
         done = output[: rng.randrange(len(output))]
-        request = Request(request_id, prompt, params, request.max_tokens, 0, (EOS,), done)
+        request = Request(request_id, prompt, params, request.max_tokens, 0, ends, done)
     return request
 
 
@@ -123,6 +127,37 @@ def test_any_workload_gives_what_a_plain_loop_gives(depth: int, drafts: bool) ->
         num_faults += runner.num_failed_steps
     assert num_preemptions
     assert num_faults
+
+
+class EndsOften:
+    """Guesses that the text ends, and then goes on."""
+
+    def propose(self, plan: Plan) -> None:
+        for item in plan:
+            if item.seq.status is Status.RUNNING and not item.seq.num_in_flight:
+                item.seq.draft_tokens = [EOS, 7]
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS)
+@pytest.mark.parametrize("eos_token_ids", [(EOS,), ()])
+def test_a_guess_may_be_that_the_text_ends(grammar: str, eos_token_ids: tuple[int, ...]) -> None:
+    """Behind a complete text nothing is bound: nobody reads it, but who asked that the end be ignored."""
+    scheduler = Scheduler(KVCache(50, 4), max_num_seqs=8, max_num_batched_tokens=32)
+    masks = SetMasks(lambda: VOCABULARY)
+    engine = Engine(scheduler, OracleRunner(4), grammars=masks, proposer=EndsOften())
+    requests = [
+        Request(number, [1, number], SamplingParams(grammar=grammar), 30, eos_token_ids=eos_token_ids)
+        for number in range(4)
+    ]
+    for request in requests:
+        engine.add(request)
+    tokens: dict[int, list[int]] = {request.id: [] for request in requests}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            tokens[output.request_id] += output.tokens
+    assert tokens == {request.id: expected(request)[0] for request in requests}
+    assert engine.stats().num_accepted_drafts
 
 
 def prepared(masks: MatcherMasks, grammar: str) -> Progress:

@@ -35,6 +35,13 @@ def test_min_tokens_gives_way_to_the_end_of_the_grammar(llm: LLM) -> None:
     assert re.fullmatch("[a-c]{3}[0-9]{4}", output.text)
 
 
+def test_a_text_that_goes_on_behind_its_end_is_bound_no_more(llm: LLM) -> None:
+    (output,) = llm.generate("x", params(1, ignore_eos=True))[0].outputs
+    assert output.finish_reason == "length"
+    assert len(output.token_ids) == 20
+    assert re.match(EXPRESSION, output.text)
+
+
 def test_a_stop_string_ends_a_bound_text(llm: LLM) -> None:
     grammar = forms.whole(forms.choice(["one, two, three"]))
     (output,) = llm.generate("x", SamplingParams(grammar=grammar, stop=(", th",), max_tokens=30))[0].outputs
