@@ -13,6 +13,7 @@ from octavo.cli import main
 from octavo.config import POLICY_NAMES
 from octavo.types import Sequence
 from tests.engine.making import make_request
+from tests.timing import undisturbed
 
 KNOWN = {
     "alpha": [2762, 9122, 19667, 2537],
@@ -91,13 +92,18 @@ def test_the_time_of_a_step_does_not_grow_with_the_requests() -> None:
     def typical(requests: int) -> float:
         return float(run(Work(requests=requests))["p50_step_duration_ms"])
 
-    assert min(typical(4000) for _ in range(2)) < 2 * min(typical(500) for _ in range(4))
+    twice = 2 * min(typical(500) for _ in range(4))
+    assert undisturbed(lambda: typical(4000), twice) < twice
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_step_of_256_with_10_000_waiting_takes_less_than_a_millisecond(policy: str) -> None:
-    """It takes about 0.4 ms; the bound is wide since other work may share the machine."""
-    row = measure_waiting(policy, 256, 10_000, 0, steps=60)
-    assert row["running"] == 256
-    assert row["waiting"] >= 9_000
-    assert row["step_ms"]["min"] < 1.0
+    """It takes about 0.4 ms, and more than twice that on a core whose other half is at work."""
+
+    def milliseconds() -> float:
+        row = measure_waiting(policy, 256, 10_000, 0, steps=60)
+        assert row["running"] == 256
+        assert row["waiting"] >= 9_000
+        return float(row["step_ms"]["min"])
+
+    assert undisturbed(milliseconds, 1.0) < 1.0

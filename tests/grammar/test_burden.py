@@ -18,6 +18,7 @@ from octavo.grammar.vocabulary import PackedVocabulary, Vocabulary, pack_tokens
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from tests.grammar.walks import VOCABULARY
+from tests.timing import undisturbed
 
 NUM_TOKENS = 150_000
 MAX_ASKING_SECONDS = 0.015
@@ -32,15 +33,19 @@ def niceness(pid: int) -> int:
 def test_starting_the_child_costs_little_whatever_the_vocabulary() -> None:
     tokens = [bytes([i % 256]) if i < 256 else b"%x" % i for i in range(NUM_TOKENS)]
     vocabulary = PackedVocabulary(pack_tokens(tokens), [NUM_TOKENS - 1], [NUM_TOKENS - 1])
-    asking = GrammarCompiler(lambda: vocabulary)
-    try:
-        before = time.thread_time()
-        verdict = asking._ask(forms.whole(forms.choice(["yes", "no"])))
-        used = time.thread_time() - before
-        assert verdict.form is not None, verdict.reason
-        assert used < MAX_ASKING_SECONDS
-    finally:
-        asking.close()
+
+    def seconds() -> float:
+        asking = GrammarCompiler(lambda: vocabulary)
+        try:
+            before = time.thread_time()
+            verdict = asking._ask(forms.whole(forms.choice(["yes", "no"])))
+            used = time.thread_time() - before
+            assert verdict.form is not None, verdict.reason
+            return used
+        finally:
+            asking.close()
+
+    assert undisturbed(seconds, MAX_ASKING_SECONDS) < MAX_ASKING_SECONDS
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="reads a process's niceness from /proc")

@@ -15,6 +15,7 @@ from octavo.grammar.matchers import compile_matcher, fill_mask, make_tokenizer, 
 from octavo.text.tokenizer import load_tokenizer
 from tests.grammar.schemas import SCHEMAS
 from tests.grammar.walks import allowed
+from tests.timing import undisturbed
 
 MAX_SECONDS = 100e-6
 
@@ -24,10 +25,7 @@ def test_a_mask_costs_less_than_a_tenth_of_a_millisecond(default_model_path: Pat
     tokenizer = load_tokenizer(default_model_path)
     assert tokenizer is not None
     matchers = make_tokenizer(tokenizer.vocabulary(()))
-    for _ in range(3):  # neighbours only add: once is enough
-        seconds = _seconds_of_a_mask(matchers, tokenizer.eos_token_ids)
-        if seconds < MAX_SECONDS:
-            break
+    seconds = undisturbed(lambda: _seconds_of_a_mask(matchers, tokenizer.eos_token_ids), MAX_SECONDS)
     assert seconds < MAX_SECONDS, f"{seconds * 1e6:.0f} microseconds"
 
 
