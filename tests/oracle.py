@@ -229,7 +229,7 @@ class OracleRunner:
             copied += [GARBAGE] * (self.block_size - num_tokens)
             slots.update(enumerate(copied, target * self.block_size))
 
-        self.acts.append(copy)
+        self._do(copy)
         self.num_copied += num_tokens
 
     def read_block(self, block: int) -> list[int]:
@@ -241,7 +241,14 @@ class OracleRunner:
 
     def write_block(self, block: int, content: Iterable[int]) -> None:
         digests = dict(zip(self._block_slots(block), content, strict=True))
-        self.acts.append(lambda slots: slots.update(digests))
+        self._do(lambda slots: slots.update(digests))
+
+    def _do(self, act: Act) -> None:
+        """Before the next step that is submitted; at once, where those submitted earlier may not have begun."""
+        if self.reads_live_tables:
+            act(self.slots)
+        else:
+            self.acts.append(act)
 
     def _block_slots(self, block: int) -> range:
         return range(block * self.block_size, (block + 1) * self.block_size)
