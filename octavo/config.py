@@ -384,10 +384,10 @@ def parse_lora_modules(text: str | None) -> dict[str, str]:
     return modules
 
 
-def to_flat(config: EngineConfig) -> dict[str, Any]:
-    """The inverse of ``from_flat``: flat names to values, ready for JSON."""
+def to_flat(config: EngineConfig, config_class: type[EngineConfig] | None = None) -> dict[str, Any]:
+    """The inverse of ``from_flat``: flat names to values, ready for JSON; with a class, those that it has as well."""
     return {
         name: value
-        for group in dataclasses.fields(config)
+        for group in dataclasses.fields(config_class or config)
         for name, value in dataclasses.asdict(getattr(config, group.name)).items()
     }

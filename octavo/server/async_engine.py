@@ -60,9 +60,8 @@ class AsyncEngine:
         self.kv_events = KVEventRing()
         self.failure: str | None = None
         """Why there will never again be an engine, once the supervisor has given up."""
-        engine_config = EngineConfig(model=config.model, cache=config.cache, scheduler=config.scheduler)
         self.adapters = AdapterTable(config.model)
-        self._engine_settings = to_flat(engine_config)
+        self._engine_settings = to_flat(config, EngineConfig)
         """What the next engine process is told to build."""
         self._supervisor = Supervisor(argv or ENGINE_ARGV, self._engine_settings, config.server.engine_timeout, self)
         self._ids = itertools.count(1)

@@ -150,6 +150,16 @@ def test_neighbours_preemption_and_streaming_change_nothing(serve: Callable[...,
     assert stats["num_used_blocks"] == 0
 
 
+def test_guesses_change_nothing(server: Server, serve: Callable[..., Server]) -> None:
+    guessing = serve("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}')
+    prompt = "1 apple, 2 pears, 3 plums. 1 apple, 2 pears, 3 plums. 1 apple, 2"
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 40}
+    want, found = (one.post("/v1/completions", body).json()["choices"][0] for one in (server, guessing))
+    assert (found["text"], found["finish_reason"]) == (want["text"], want["finish_reason"])
+    stats = guessing.get("/stats").json()
+    assert 0 < stats["num_accepted_drafts"] <= stats["num_drafts"]
+
+
 def test_engine_killed_in_the_middle_of_sixteen_streams(server: Server) -> None:
     num_restarts = server.get("/stats").json()["num_restarts"]
     bodies = [{**body, "max_tokens": 60, "n": 1, "ignore_eos": True} for body in mixed_requests(16, seed=2)]

@@ -10,8 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo import errors
+from octavo.config import EngineConfig, ServeConfig, settings
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
+from octavo.server.async_engine import AsyncEngine
 from octavo.types import Output, Request
 from tests.server.child_engine import SLOW, Recorder, assert_right, finish, kill, make_engine, running, send, until
 from tests.server.fake_engine import expected
@@ -30,6 +32,13 @@ def test_streams_end_with_their_tokens_and_leave_nothing() -> None:
             assert engine.num_restarts == 0
 
     asyncio.run(main())
+
+
+def test_an_engine_process_is_told_all_settings_of_an_engine_and_no_others() -> None:
+    guesses = '{"method": "ngram", "num_speculative_tokens": 2}'
+    told = AsyncEngine(ServeConfig.from_flat({"speculative_config": guesses}))._engine_settings
+    assert told.keys() == {setting.name for setting in settings(EngineConfig)}
+    assert told["speculative_config"] == guesses
 
 
 def test_abort_ends_in_silence_and_frees_the_engine() -> None:
