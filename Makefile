@@ -49,7 +49,7 @@ $(VENV)/.dev: $(VENV)/.run
 
 # Clients have dependencies of their own, so they never meet the server's. Without npm those of Node are skipped.
 # Two packages are there for the JSON schemas in them alone.
-$(CLIENTS)/.done: tests/clients/requirements.txt tests/clients/package.json
+$(CLIENTS)/.done: tests/clients/requirements.txt tests/clients/package.json Makefile
 	@echo "octavo: installing client packages in $(CLIENTS)"
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install uv "$(TORCH)"
