@@ -1,10 +1,11 @@
-"""A model's forward pass on a CPU, recorded once for each number of sequences and then repeated in compiled code.
+"""A model's forward pass on a CPU, recorded once for each number of rows and then repeated in compiled code.
 
-Preparing a layer's calls in Python takes longer than computing them for a few tokens. Steps in which every sequence has
-one row are therefore recorded (``ops.cpu.calls``) over inputs that stay where they are, into which each step is copied.
-Longer steps, and models that use more than kernels with recordable calls, run as they are written.
+Preparing a layer's calls in Python takes longer than computing them for a few tokens. Short steps are therefore
+recorded (``ops.cpu.calls``) over inputs that stay where they are, into which each step is copied. There is room for as
+many sequences as rows; where there are fewer, the others have no rows. Longer steps, and models that use more than
+kernels with recordable calls, run as they are written.
 
-Shapes: T tokens of the step, B entries of the widest block table.
+Shapes: T tokens of the step, S sequences, B entries of the widest block table.
 """
 
 from __future__ import annotations
@@ -50,11 +51,16 @@ class RecordedForward:
         self._is_recordable = True
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """The last layer's output [T, D]; see ``CausalLM.forward``."""
-        T = len(batch.token_ids_T)
-        is_short = T <= MOST_ROWS and batch.rows.max_query_len == 1
-        if not (is_short and self._is_recordable) or is_wrapped():
+        """The last layer's output, [T, D] or [R, D]; see ``CausalLM.forward``."""
+        T, wanted_R = len(batch.token_ids_T), batch.rows.wanted_R
+        if T > MOST_ROWS or not self._is_recordable or is_wrapped():
             return self._forward(batch.token_ids_T, batch.positions_T, batch.rows)
+        x_TD = self._repeated(batch)
+        return x_TD if wanted_R is None else x_TD[wanted_R]
+
+    def _repeated(self, batch: ForwardBatch) -> Tensor:
+        """The output of all rows: which of them are wanted may differ where all else is alike."""
+        T = len(batch.token_ids_T)
         width = max(LEAST_TABLE, 1 << (batch.rows.block_tables_SB.shape[1] - 1).bit_length())
         step = self._steps.get((T, width))
         if step is None:
@@ -83,14 +89,14 @@ class RecordedForward:
 
 
 def _like(rows: PagedRows, width: int, whole: PagedRows | None = None) -> PagedRows:
-    """Room for such rows, with tables of ``width`` entries."""
-    tables = torch.zeros(len(rows.seq_lens_S), width, dtype=torch.int32)
-    inputs = torch.empty_like(rows.slot_mapping_T), tables, rows.cu_seqlens_q.clone(), torch.empty_like(rows.seq_lens_S)
-    return PagedRows(*inputs, 1, whole)
+    """Room for so many rows, of as many sequences, with tables of ``width`` entries."""
+    T = len(rows.slot_mapping_T)
+    tables, starts, lengths = (torch.zeros(size, dtype=torch.int32) for size in ((T, width), T + 1, T))
+    return PagedRows(torch.empty_like(rows.slot_mapping_T), tables, starts, lengths, T, whole)
 
 
 def _fill(batch: ForwardBatch, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> None:
-    """Bring a step's inputs to where the calls read them. With one row each, ``cu_seqlens_q`` is always the same."""
+    """Bring a step's inputs to where the calls read them."""
     token_ids_T.copy_(batch.token_ids_T)
     positions_T.copy_(batch.positions_T)
     _fill_rows(batch.rows, rows)
@@ -99,7 +105,9 @@ def _fill(batch: ForwardBatch, token_ids_T: Tensor, positions_T: Tensor, rows: P
 
 
 def _fill_rows(given: PagedRows, rows: PagedRows) -> None:
+    """Copy what is given; sequences behind those that there are begin where the rows end."""
+    S, width = given.block_tables_SB.shape
     rows.slot_mapping_T.copy_(given.slot_mapping_T)
-    rows.seq_lens_S.copy_(given.seq_lens_S)
-    tables = given.block_tables_SB
-    rows.block_tables_SB[:, : tables.shape[1]].copy_(tables)
+    rows.block_tables_SB[:S, :width].copy_(given.block_tables_SB)
+    rows.cu_seqlens_q.fill_(len(given.slot_mapping_T))[: S + 1].copy_(given.cu_seqlens_q)
+    rows.seq_lens_S.zero_()[:S].copy_(given.seq_lens_S)

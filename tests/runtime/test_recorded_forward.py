@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,16 +51,24 @@ def pair(tmp_path: Path) -> Pair:
     return Pair(tmp_path)
 
 
+def mixed_batch(rows_and_lengths: list[tuple[int, int]], seed: int = 0) -> ForwardBatch:
+    """Some rows for each of several contexts; ``lengths`` include them."""
+    generator, S = torch.Generator().manual_seed(seed), len(rows_and_lengths)
+    seq_lens = torch.tensor([length for _, length in rows_and_lengths], dtype=torch.int32)
+    counts = [count for count, _ in rows_and_lengths]
+    first_rows = [0, *itertools.accumulate(counts)]
+    width = -(-max(seq_lens.tolist()) // BLOCK)
+    tables = torch.randperm(300, generator=generator)[: S * width].view(S, width)
+    positions = torch.cat([torch.arange(length - count, length) for count, length in rows_and_lengths])
+    of_row = torch.repeat_interleave(torch.arange(S), torch.tensor(counts))
+    slots = tables[of_row, positions // BLOCK] * BLOCK + positions % BLOCK
+    rows = PagedRows(slots, tables.int(), torch.tensor(first_rows, dtype=torch.int32), seq_lens, max(counts))
+    return ForwardBatch(torch.randint(97, (len(slots),), generator=generator), positions, rows, first_rows)
+
+
 def decode_batch(lengths: list[int], seed: int = 0) -> ForwardBatch:
     """One row for each of several contexts."""
-    generator, S = torch.Generator().manual_seed(seed), len(lengths)
-    seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    width = -(-max(lengths) // BLOCK)
-    tables = torch.randperm(300, generator=generator)[: S * width].view(S, width)
-    last = seq_lens.long() - 1
-    slots = tables[torch.arange(S), last // BLOCK] * BLOCK + last % BLOCK
-    rows = PagedRows(slots, tables.int(), torch.arange(S + 1, dtype=torch.int32), seq_lens, 1)
-    return ForwardBatch(torch.randint(97, (S,), generator=generator), last, rows, list(range(S + 1)))
+    return mixed_batch([(1, length) for length in lengths], seed)
 
 
 def test_repeated_steps_have_the_bits_of_the_plain_pass(pair: Pair) -> None:
@@ -66,6 +76,22 @@ def test_repeated_steps_have_the_bits_of_the_plain_pass(pair: Pair) -> None:
     for step in range(12):
         pair.compare(decode_batch(rng.integers(1, 60, 1 + step % 4).tolist(), step))
     assert len(pair.recorded._steps) == 4
+
+
+def test_sequences_of_several_rows_take_part(pair: Pair) -> None:
+    """Chunks of prompts and guesses, of as many rows as a step of single ones before, or after."""
+    rng = np.random.default_rng(1)
+    for step in range(40):
+        num_rows, parts = 8, []
+        while num_rows:
+            count = int(rng.integers(1, num_rows + 1))
+            parts.append((count, count + int(rng.integers(0, 30))))
+            num_rows -= count
+        batch = mixed_batch(parts, step)
+        pair.compare(batch)
+        last_R = batch.rows.cu_seqlens_q[1:].long() - 1
+        pair.compare(replace(batch, rows=replace(batch.rows, wanted_R=last_R)))
+    assert sorted(pair.recorded._steps) == [(8, 32)]
 
 
 def test_tables_that_grow_get_a_recording_of_their_own(pair: Pair) -> None:
@@ -77,8 +103,7 @@ def test_tables_that_grow_get_a_recording_of_their_own(pair: Pair) -> None:
 def test_long_steps_run_as_they_are_written(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded_forward, "MOST_ROWS", 2)
     pair.compare(decode_batch([5, 9, 3]))
-    rows = PagedRows(torch.arange(6), *(torch.tensor(x, dtype=torch.int32) for x in ([[0, 1]], [0, 6], [6])), 6)
-    pair.compare(ForwardBatch(torch.arange(6), torch.arange(6), rows, [0, 6]))
+    pair.compare(mixed_batch([(6, 6)]))
     assert not pair.recorded._steps
 
 
