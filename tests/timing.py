@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Seconds before each try: neighbours slow a shared core down by half for seconds on end, seldom for a minute."""
+"""Seconds before each try: neighbours slow a shared core down by half, for seconds on end, at times for minutes."""
 
 
 def undisturbed(measure: Callable[[], float], enough: float) -> float:
