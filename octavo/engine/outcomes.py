@@ -19,23 +19,21 @@ def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats
         num_prompt_tokens = min(num_committed, seq.num_prompt_tokens) - start
         stats.num_prompt_tokens += num_prompt_tokens
         events.note(seq.id, "chunk", start=start, tokens=num_prompt_tokens)
-    tokens: list[int] = []
+    tokens = result.tokens
     reason: FinishReason | None = None
-    if item.samples:
-        tokens = result.tokens
-        if num_committed + len(tokens) >= seq.max_computed_tokens or not seq.stop_token_ids.isdisjoint(tokens):
-            tokens, reason = stopping.cut(seq, num_committed, tokens)
-        if len(tokens) == 1:
-            seq.tokens[num_committed] = tokens[0]
-        else:
-            seq.tokens[num_committed : num_committed + 1] = tokens
-        stats.num_output_tokens += len(tokens)
-        if item.drafts:
-            num_rejected = 1 + len(item.drafts) - len(result.tokens)
-            stats.num_drafts += len(item.drafts)
-            stats.num_accepted_drafts += len(result.tokens) - 1
-            cache.truncate(seq, seq.num_computed_tokens - num_rejected)
-            num_committed += len(tokens) - 1
+    if not item.samples:
+        tokens = []
+    elif len(tokens) == 1 and num_committed + 1 < seq.max_computed_tokens and tokens[0] not in seq.stop_token_ids:
+        seq.tokens[num_committed] = tokens[0]
+    else:
+        tokens, reason = stopping.cut(seq, num_committed, tokens)
+        seq.tokens[num_committed : num_committed + 1] = tokens
+    if item.drafts:
+        num_rejected = 1 + len(item.drafts) - len(result.tokens)
+        stats.num_drafts += len(item.drafts)
+        stats.num_accepted_drafts += len(result.tokens) - 1
+        cache.truncate(seq, seq.num_computed_tokens - num_rejected)
+        num_committed += len(tokens) - 1
     if num_committed % cache.block_size < num_committed - start:  # a block ends between the two
         cache.publish(seq, num_committed)
     if cache.window:

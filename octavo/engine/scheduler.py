@@ -39,9 +39,9 @@ class Scheduler:
     2. Each running sequence gets at least one token a step: a chunk of a long prompt leaves one token of the
        budget for everybody behind it. So no decode ever waits for somebody's prefill.
     3. A sequence is admitted when there are blocks for all its tokens, and one more for each that runs: a
-       chunked prompt never stalls halfway, and who is admitted is not preempted at once. With a window, those of a step
-       are enough, as blocks come back on the way. Who is first in line
-       says the policy; while the first has to wait, so do all behind it.
+       chunked prompt never stalls halfway, and who is admitted is not preempted at once. With a window, those of a
+       step are enough, as blocks come back on the way. Who is first in line says the policy; while the first has to
+       wait, so do all behind it.
     4. A running sequence that needs a block takes those of a younger one that is idle, never of an older one. So
        the oldest always advances, and each becomes the oldest in the end.
     5. A policy may let a running sequence yield its place to the first in line, and says which of several long
@@ -124,8 +124,7 @@ class Scheduler:
         if self.waiting.makes_place:
             self._make_place()
         plan: Plan = []
-        budget = self.max_num_batched_tokens
-        num_behind = len(self.running)
+        budget, num_behind = self.max_num_batched_tokens, len(self.running)
         if self.pace is not None:
             budget = self.pace.budget(num_behind, budget, self.waiting.seconds_left())
         whole = budget
@@ -148,27 +147,27 @@ class Scheduler:
                 num_tokens = min(num_tokens, budget - num_behind)
                 self.cut.append(seq)
             drafts = take_drafts(seq, num_tokens, budget - num_behind) if seq.draft_tokens else ()
-            end = start + num_tokens + len(drafts)
-            has_room = end <= len(seq.block_table) * block_size
-            if not (has_room or self.cache.reserve(seq, end) or self._preempt_for(seq, end)):
+            num_taken = num_tokens + len(drafts) if drafts else num_tokens
+            if start + num_taken > len(seq.block_table) * block_size and not self._find_room(seq, start + num_taken):
                 # Everybody behind is younger and in flight. Left out now, they are idle when it asks again.
                 self.interval.end()
                 rest = budget + num_aside
                 break
             plan.append(take(seq, num_tokens, drafts))
-            budget -= end - start
+            budget -= num_taken
         else:
             rest = self._admit(plan, budget + num_aside)
         self.cache.note_filled(whole - rest)
         return plan
 
-    def _preempt_for(self, seq: Sequence, num_tokens: int) -> bool:
-        """Preempt sequences younger than ``seq`` until it has blocks for ``num_tokens`` positions."""
-        while victim := self.choose_victim(self._idle_behind(seq)):
+    def _find_room(self, seq: Sequence, num_tokens: int) -> bool:
+        """Give ``seq`` blocks for ``num_tokens`` positions, if need be those of younger ones."""
+        while not self.cache.reserve(seq, num_tokens):
+            victim = self.choose_victim(self._idle_behind(seq))
+            if victim is None:
+                return False
             self._preempt(victim, by=seq)
-            if self.cache.reserve(seq, num_tokens):
-                return True
-        return False
+        return True
 
     def _idle_behind(self, seq: Sequence) -> Iterator[Sequence]:
         """Those younger than ``seq`` that are not in flight, youngest first."""
@@ -223,10 +222,8 @@ class Scheduler:
 
     @property
     def _has_place(self) -> bool:
-        num_running = len(self.running)
-        if num_running + len(self.leaving) >= self.max_num_seqs:
-            return False
-        return self.pace is None or self.pace.admits(num_running, self.waiting.targets())
+        is_free = len(self.running) + len(self.leaving) < self.max_num_seqs
+        return is_free and (self.pace is None or self.pace.admits(len(self.running), self.waiting.targets()))
 
     def _next_in(self) -> Sequence | None:
         """The first in line, if it can enter."""
@@ -317,7 +314,8 @@ class Scheduler:
         self.suspects.acquit(plan)
         if self.waiting.charges:
             self.waiting.charge(plan, sampled)
-        outputs = []
+        outputs: list[Output] = []
+        cache, stats, events = self.cache, self.stats, self.events
         for item, result in zip(plan, sampled, strict=True):
             seq = item.seq
             seq.num_in_flight -= 1
@@ -325,10 +323,11 @@ class Scheduler:
                 self._let_go(seq)
             elif result.error is not None:
                 outputs.append(self._end_with_error(seq, result.error))
-            elif news := take_in(item, result, self.cache, self.stats, self.events):
+            elif news := take_in(item, result, cache, stats, events):
                 outputs.append(news)
                 if news.finish_reason is not None:
                     self._finish(seq, news.finish_reason)
+        stats.num_output_tokens += sum([len(news.tokens) for news in outputs])
         return outputs
 
     def fail(self, plan: Plan, error: RunnerError) -> list[Output]:

@@ -17,12 +17,11 @@ def take(seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Schedu
     taken = PENDING
     if tokens[start] is not None:
         taken = (tokens[start],) if num_tokens == 1 else tuple(tokens[start:end])
-    item = Scheduled(seq, start, taken, drafts, samples, seq.epoch)
     if samples:
         tokens.append(None)
-    seq.num_computed_tokens = end + len(drafts)
+    seq.num_computed_tokens = end + len(drafts) if drafts else end
     seq.num_in_flight += 1
-    return item
+    return Scheduled(seq, start, taken, drafts, samples, seq.epoch)
 
 
 def take_drafts(seq: Sequence, num_tokens: int, limit: int) -> tuple[int, ...]:

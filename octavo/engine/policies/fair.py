@@ -19,10 +19,14 @@ MAX_REMEMBERED = 4096
 """Tenants whose counters are kept although they have no request."""
 
 
+Rank = tuple[float, float, str, "Tenant"]
+"""Counter, load and name of a tenant, and itself; no two names are equal."""
+
+
 class Tenant:
     """Who is charged: a counter, and how much waits and runs."""
 
-    __slots__ = ("counter", "is_listed", "name", "num_running", "waiting", "weight")
+    __slots__ = ("counter", "is_listed", "load", "name", "num_running", "waiting", "weight")
 
     def __init__(self, name: str, weight: float) -> None:
         self.name = name
@@ -31,18 +35,20 @@ class Tenant:
         """What it got, in prompt tokens, divided by its weight."""
         self.waiting = WaitingQueue()
         self.num_running = 0
+        self.load = 0.0
+        """Places in the batch, by weight."""
         self.is_listed = False
         """Whether the heap has an entry for it."""
 
-    @property
-    def load(self) -> float:
-        """Places in the batch, by weight."""
-        return self.num_running / self.weight
+    def run(self, change: int) -> None:
+        """So many more of its sequences run."""
+        self.num_running += change
+        self.load = self.num_running / self.weight
 
     @property
-    def rank(self) -> tuple[float, float, str]:
+    def rank(self) -> Rank:
         """Smaller is served first. Equal counters are those of newcomers, to whom places count."""
-        return self.counter, self.load, self.name
+        return self.counter, self.load, self.name, self
 
 
 class Fair(Policy):
@@ -69,7 +75,7 @@ class Fair(Policy):
         """Those of them that have something running."""
         self.floor = 0.0
         """The smallest counter of those who waited when somebody was last chosen."""
-        self._by_rank: list[tuple[tuple[float, float, str], Tenant]] = []
+        self._by_rank: list[Rank] = []
         """A heap with one entry for each tenant that waits; its rank may have changed since it was written."""
         self._tenant_of: dict[int, Tenant] = {}
         self._limit = MAX_REMEMBERED
@@ -86,7 +92,7 @@ class Fair(Policy):
             tenant.counter = max(tenant.counter, self.floor)
         if not tenant.is_listed:
             tenant.is_listed = True
-            heapq.heappush(self._by_rank, (tenant.rank, tenant))
+            heapq.heappush(self._by_rank, tenant.rank)
         tenant.waiting.push(seq)
 
     def _find(self, name: str) -> Tenant:
@@ -103,18 +109,18 @@ class Fair(Policy):
         idle = sorted((t for t in tenants if not (t.waiting or t.num_running)), key=lambda tenant: tenant.counter)
         for tenant in idle[: len(idle) - MAX_REMEMBERED // 2]:
             del self.tenants[tenant.name]
-        self._by_rank = [(tenant.rank, tenant) for tenant in self.tenants.values() if tenant.is_listed]
+        self._by_rank = [tenant.rank for tenant in self.tenants.values() if tenant.is_listed]
         heapq.heapify(self._by_rank)
         self._limit = max(MAX_REMEMBERED, 2 * len(self.tenants))
 
     def first(self) -> Sequence:
         while True:
-            rank, tenant = self._by_rank[0]
-            if not tenant.waiting:
+            counter, load, _, tenant = self._by_rank[0]
+            if counter != tenant.counter or load != tenant.load:
+                heapq.heapreplace(self._by_rank, tenant.rank)
+            elif not tenant.waiting:
                 tenant.is_listed = False
                 heapq.heappop(self._by_rank)
-            elif tenant.rank != rank:
-                heapq.heapreplace(self._by_rank, (tenant.rank, tenant))
             else:
                 self.floor = max(self.floor, tenant.counter)
                 return tenant.waiting.first()
@@ -125,12 +131,12 @@ class Fair(Policy):
     def admit(self, seq: Sequence) -> None:
         self.remove(seq.id)
         tenant: Tenant = seq.account
-        tenant.num_running += 1
+        tenant.run(1)
         self.served[tenant.name] = tenant
 
     def leave(self, seq: Sequence) -> None:
         tenant: Tenant = seq.account
-        tenant.num_running -= 1
+        tenant.run(-1)
         if not tenant.num_running:
             del self.served[tenant.name]
 
@@ -147,7 +153,9 @@ class Fair(Policy):
 
     def who_yields(self, seq: Sequence, running: dict[int, Sequence]) -> Sequence | None:
         own: Tenant = seq.account
-        other = max(self.served.values(), key=lambda tenant: (tenant.load, tenant.counter))
+        served = self.served.values()
+        most = max([tenant.load for tenant in served])
+        other = max([tenant for tenant in served if tenant.load == most], key=lambda tenant: tenant.counter)
         if other is own or (own.num_running + 1) / own.weight > (other.num_running - 1) / other.weight:
             return None
         return next(victim for victim in reversed(running.values()) if victim.account is other)
@@ -156,7 +164,7 @@ class Fair(Policy):
         return max(candidates, key=lambda seq: (seq.account.load, seq.account.counter), default=None)
 
     def check(self) -> None:
-        listed = [tenant for _, tenant in self._by_rank]
+        listed = [tenant for *_, tenant in self._by_rank]
         assert len(listed) == len(set(listed)), "a tenant is listed twice"
         for tenant in self.tenants.values():
             tenant.waiting.check()
