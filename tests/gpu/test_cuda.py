@@ -83,3 +83,24 @@ def test_an_engine_finds_the_memory_of_the_one_before_it(checkpoint: Path) -> No
             for thread in threading.enumerate():
                 if thread.name == PREPARING:
                     thread.join()
+
+
+@pytest.mark.parametrize("num_kv_blocks", [64, 20], ids=["roomy", "tight"])
+def test_guesses_change_nothing(checkpoint: Path, num_kv_blocks: int) -> None:
+    """Among requests that want log-probabilities, so that steps of the host's and of the device's own alternate."""
+    settings = {"block_size": 16, "max_num_batched_tokens": 48, "max_num_seqs": 8, "dtype": "float32"}
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1 if i % 3 == 2 else None)
+        for i in range(len(PROMPTS))
+    ]
+    with LLM(str(checkpoint), device="cuda", num_kv_blocks=64, **settings) as llm:
+        expected = [result.outputs[0].token_ids for result in llm.generate(PROMPTS, params)]
+    guesses = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    with LLM(
+        str(checkpoint), device="cuda", num_kv_blocks=num_kv_blocks, speculative_config=guesses, **settings
+    ) as llm:
+        found = [result.outputs[0].token_ids for result in llm.generate(PROMPTS, params)]
+        stats = llm.engine.stats()
+        llm.engine.check()
+    assert found == expected
+    assert 0 < stats.num_accepted_drafts <= stats.num_drafts
