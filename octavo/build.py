@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -84,9 +83,14 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         runner.warm_up()
         phases.done("kernels and graphs")
     info = EngineInfo(
-        **dataclasses.asdict(limits),
+        max_model_len=limits.max_model_len,
         vocab_size=model_config.vocab_size,
         eos_token_ids=token_ids(generation, "eos_token_id") or model_config.eos_token_ids,
+        block_size=limits.block_size,
+        num_kv_blocks=limits.num_kv_blocks,
+        num_window_blocks=limits.num_window_blocks,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         architecture=model_config.architecture,
         num_parameters=loaded.num_parameters,
         dtype=str(form.dtype).removeprefix("torch."),
@@ -144,7 +148,7 @@ def _scheduler(config: EngineConfig, limits: memory.Limits, model: ModelConfig) 
         _cache(config.cache, limits, model),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        settings=dataclasses.replace(config.scheduler, max_num_mixed_tokens=limits.max_num_mixed_tokens),
+        settings=config.scheduler,
     )
 
 

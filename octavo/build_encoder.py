@@ -71,7 +71,7 @@ def build_encoder(
 
 def _check_settings(config: EngineConfig) -> None:
     """Refuse what is about generated tokens."""
-    for name in ("max_itl", "tpot_target", "decode_interval", "max_num_mixed_tokens"):
+    for name in ("max_itl", "tpot_target", "decode_interval"):
         if getattr(config.scheduler, name) is not None:
             raise ConfigError(f"{name}: an encoder generates no tokens, between which there could be a pause")
     if config.speculative.speculative_config is not None:

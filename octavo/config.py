@@ -117,12 +117,6 @@ class SchedulerSettings:
     max_num_batched_tokens: int | None = setting(
         None, "most tokens computed in one step; longer prompts are computed in chunks", low=1
     )
-    max_num_mixed_tokens: int | None = setting(
-        None,
-        "most tokens computed in a step in which somebody decodes, who waits for all of them; default: 768 for large "
-        "models on a GPU, else as in any step",
-        low=1,
-    )
     scheduling_policy: str = setting("fcfs", "who is served first", POLICY_NAMES)
     policy_ageing: float | None = setting(
         None,
@@ -310,7 +304,14 @@ def _check_combinations(config: EngineConfig) -> None:
         raise ConfigError("num_kv_blocks and kv_cache_memory both size the KV cache; give one of them")
     if cache.gpu_memory_utilization > 1:
         raise ConfigError("gpu_memory_utilization: must be at most 1")
-    _check_step_sizes(scheduler)
+    if (
+        scheduler.max_num_seqs is not None
+        and scheduler.max_num_batched_tokens is not None
+        and scheduler.max_num_batched_tokens < scheduler.max_num_seqs
+    ):
+        raise ConfigError(
+            "max_num_batched_tokens must be at least max_num_seqs, so that every sequence can advance in a step"
+        )
     if cache.kv_watermark >= 1:
         raise ConfigError("kv_watermark: must be below 1")
     if not cache.enable_prefix_caching and (cache.eviction_policy != "lru" or cache.enable_kv_events):
@@ -326,12 +327,6 @@ def _check_combinations(config: EngineConfig) -> None:
         _check_tenants(config.server, config.model)
     _check_policy(scheduler, cache)
     parse_speculative_config(config.speculative.speculative_config)
-
-
-def _check_step_sizes(scheduler: SchedulerSettings) -> None:
-    for name in ("max_num_batched_tokens", "max_num_mixed_tokens"):
-        if (size := getattr(scheduler, name)) is not None and size < (scheduler.max_num_seqs or 0):
-            raise ConfigError(f"{name} must be at least max_num_seqs, so that every sequence can advance in a step")
 
 
 def _check_tenants(server: ServerSettings, model: ModelSettings) -> None:

@@ -306,8 +306,6 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Numbers in a vector, if there are any."""
     sampling_defaults: dict[str, int | float] = {}
     """Values of ``SamplingParams`` for requests that leave them open, as the checkpoint's configuration says."""
-    max_num_mixed_tokens: int | None = None
-    """Where steps in which somebody decodes have a limit of their own."""
 
 
 Masks = Mapping[int, Any]

@@ -37,7 +37,7 @@ class Scheduler:
 
     1. Running sequences go before waiting ones, older (by ``Sequence.order``) before younger.
     2. Each running sequence gets at least one token a step: a chunk of a long prompt leaves one token of the
-       budget for everybody behind it. So no decode ever waits for somebody's prefill, and the budget may be less then.
+       budget for everybody behind it. So no decode ever waits for somebody's prefill.
     3. A sequence is admitted when there are blocks for all its tokens, and one more for each that runs: a
        chunked prompt never stalls halfway, and who is admitted is not preempted at once. With a window, those of a
        step are enough, as blocks come back on the way. Who is first in line says the policy; while the first has to
@@ -69,7 +69,6 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_num_mixed_tokens = min(settings.max_num_mixed_tokens or max_num_batched_tokens, max_num_batched_tokens)
         self.keeps_whole = keeps_whole
         self.clock = clock
         self.waiting = make_policy(Surroundings(cache, max_num_seqs, settings, clock))
@@ -84,7 +83,7 @@ class Scheduler:
         self.yielding: Sequence | None = None
         """Running, and asked to give up its place."""
         self.cut: list[Sequence] = []
-        """Those of whose prompts the last plan had only a part; all others that run decode."""
+        """Those of whose prompts the last plan had only a part."""
         self.suspects = Suspects()
         self.stats = EngineStats(num_blocks=cache.whole.num_blocks)
         """The counters; gauges are filled in by whoever asks."""
@@ -125,8 +124,7 @@ class Scheduler:
         if self.waiting.makes_place:
             self._make_place()
         plan: Plan = []
-        num_behind = len(self.running)
-        budget = self.max_num_mixed_tokens if num_behind > len(self.cut) else self.max_num_batched_tokens
+        budget, num_behind = self.max_num_batched_tokens, len(self.running)
         if self.pace is not None:
             budget = self.pace.budget(num_behind, budget, self.waiting.seconds_left())
         whole = budget
@@ -253,7 +251,8 @@ class Scheduler:
         Who is in flight cannot be preempted: it is left out of further plans until it is idle.
         """
         while True:
-            self._take_place()
+            if self.yielding is not None:
+                self._take_place()
             if self.yielding is not None or not self.waiting or not self.running:
                 return
             seq = self.waiting.first()

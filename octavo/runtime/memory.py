@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from octavo.config import CacheSettings, EngineConfig, SchedulerSettings
-from octavo.engine.mixed_steps import mixed_tokens_on_gpu
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.ops.paged_attention import MAX_SCRATCH
@@ -58,8 +57,6 @@ class Limits:
     max_num_batched_tokens: int
     num_window_blocks: int = 0
     """Blocks of the layers with windows, where these have a pool of their own: see ``TwoPools``."""
-    max_num_mixed_tokens: int | None = None
-    """``None`` where steps in which somebody decodes have no limit of their own."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +137,7 @@ def settle(
         per_block = pools.bytes_per_whole_block
     window_bytes = 0 if pools is None else num_window_blocks * pools.bytes_per_window_block
     _check_fit(max_model_len, kept, num_blocks, block_size, per_block, room - window_bytes)
-    mixed = settings.scheduler.max_num_mixed_tokens
-    if device == "cuda":
-        mixed = mixed_tokens_on_gpu(settings.scheduler, weights, max_num_seqs, max_num_batched_tokens)
-    step = max_num_seqs, max_num_batched_tokens
-    limits = Limits(max_model_len, block_size, num_blocks, *step, num_window_blocks, mixed)
+    limits = Limits(max_model_len, block_size, num_blocks, max_num_seqs, max_num_batched_tokens, num_window_blocks)
     return limits, MemoryBudget(weights, num_blocks * per_block + window_bytes, activations, logits)
 
 
@@ -152,8 +145,7 @@ def _batch_limits(settings: SchedulerSettings, defaults: DeviceDefaults) -> tupl
     """Sequences and tokens in a step; a limit that is open follows the one that is given."""
     seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
     if seqs is None:
-        most = defaults.max_num_seqs
-        seqs = min(most, tokens or most, settings.max_num_mixed_tokens or most)
+        seqs = min(defaults.max_num_seqs, tokens or defaults.max_num_seqs)
     return seqs, tokens or max(defaults.max_num_batched_tokens, seqs)
 
 

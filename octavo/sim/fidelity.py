@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -226,8 +226,7 @@ class Pool:
 def predict(cost: CostModel, info: EngineInfo, engine: EngineConfig, depth: int, workload: Workload) -> Ledger:
     """What clients see of the same jobs on a virtual clock."""
     sizes = Sizes(info.num_kv_blocks, info.block_size, info.max_num_seqs, info.max_num_batched_tokens, depth)
-    scheduler = replace(engine.scheduler, max_num_mixed_tokens=info.max_num_mixed_tokens)
-    simulation = Simulation(Fleet(cost, sizes, cache=engine.cache, scheduler=scheduler), workload, Targets())
+    simulation = Simulation(Fleet(cost, sizes, cache=engine.cache, scheduler=engine.scheduler), workload, Targets())
     return simulation.results()[0].ledger
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from octavo.bench.dummy_models import SHAPES
 from octavo.bench.roofline import Shape, shape_of
 from octavo.config import EngineConfig
-from octavo.engine.mixed_steps import mixed_tokens_on_gpu
 from octavo.errors import ConfigError
 from octavo.sim.cost_model import CostModel, Roofline, num_blocks_of
 from octavo.sim.devices import Device, find_device
@@ -59,7 +58,6 @@ class Asked:
         )
         max_tokens = scheduler.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, scheduler.max_num_seqs or 0)
         max_num_seqs = scheduler.max_num_seqs or min(MAX_NUM_SEQS, max_tokens)
-        mixed = mixed_tokens_on_gpu(scheduler, shape.matrix_weights * weight_bytes, max_num_seqs, max_tokens)
         return Fleet(
             self._cost(shape, device, weight_bytes),
             Sizes(num_blocks, block_size, max_num_seqs, max_tokens, self.depth),
@@ -67,7 +65,7 @@ class Asked:
             self.tensor_parallel,
             self.router,
             cache,
-            replace(scheduler, max_num_mixed_tokens=mixed),
+            scheduler,
         )
 
     def _cost(self, shape: Shape, device: Device, weight_bytes: float) -> CostModel:

@@ -37,8 +37,6 @@ class Features:
     victim: str = "auto"
     max_itl: float | None = None
     decode_interval: int | None = None
-    mixed: int | None = None
-    """Most tokens of a step in which somebody decodes, above one for each sequence."""
     prefix_caching: bool = True
     parts: bool = True
     """Whether blocks are reused in part."""
@@ -255,7 +253,6 @@ class Run:
                     preemption_victim=features.victim,
                     max_itl=features.max_itl,
                     decode_interval=features.decode_interval,
-                    max_num_mixed_tokens=self._most_mixed(),
                     turn_tokens=3 if features.policy == "decode-round-robin" else None,
                 ),
                 clock=self.clock,
@@ -302,18 +299,11 @@ class Run:
         if record is not None and request_id < num_added and (record.last is None or record.last.finish_reason is None):
             self.aborted.add(request_id)
 
-    def _most_mixed(self) -> int | None:
-        if self.features.mixed is None:
-            return None
-        return min(self.workload.max_num_seqs + self.features.mixed, self.workload.max_num_batched_tokens)
-
     def _check_last_plan(self) -> None:
         if self.runner.plans:
             plan = self.runner.plans[-1]
             num_tokens = sum(len(item.tokens) + len(item.drafts) for item in plan)
             assert num_tokens <= self.workload.max_num_batched_tokens, "over the token budget"
-            if any(item.start >= item.seq.num_prompt_tokens for item in plan) and (most := self._most_mixed()):
-                assert num_tokens <= most, "over the budget of steps in which somebody decodes"
             assert len(plan) <= self.workload.max_num_seqs, "too many sequences in a step"
 
     def _check_nothing_left(self) -> None:
