@@ -320,6 +320,7 @@ class Run:
             assert stats.prefix_hits == stats.num_cached_blocks == 0
         assert stats.num_running == stats.num_waiting == stats.num_used_blocks == 0
         assert stats.num_faults == self.runner.num_failed_steps
+        assert stats.num_output_tokens == sum(len(record.tokens) for record in self.records.values())
         assert cache.num_copied == self.runner.num_copied
 
     def _check_record(self, request: Request) -> None:

@@ -21,11 +21,9 @@ POLICIES = "engine/policies/"
 MUTANTS = [
     # Who gets what of a step.
     Mutant(SCHEDULER, "num_tokens = min(num_tokens, budget - num_behind)", "num_tokens = min(num_tokens, budget)"),
-    Mutant(SCHEDULER, "budget -= end - start", "budget -= num_tokens"),
-    Mutant(SCHEDULER, "end = start + num_tokens + len(drafts)", "end = start + num_tokens"),
-    Mutant(
-        SCHEDULER, "if num_running + len(self.leaving) >= self.max_num_seqs:", "if num_running >= self.max_num_seqs:"
-    ),
+    Mutant(SCHEDULER, "budget -= num_taken", "budget -= num_tokens"),
+    Mutant(SCHEDULER, "self._find_room(seq, start + num_taken)", "self._find_room(seq, start + num_tokens)"),
+    Mutant(SCHEDULER, "len(self.running) + len(self.leaving) < self.max", "len(self.running) < self.max"),
     Mutant(SCHEDULER, "num_spare=len(self.running)", "num_spare=0"),
     Mutant(SCHEDULER, "is_sorted = is_sorted and (newest is None or newest.order < seq.order)", "is_sorted = True"),
     Mutant(SCHEDULER, "budget, num_aside = budget + num_aside, 0", "budget = budget + num_aside"),
@@ -46,6 +44,9 @@ MUTANTS = [
     Mutant(SCHEDULER, "while seq.tokens[-1] is None:", "if seq.tokens[-1] is None:"),
     # What a result means.
     Mutant("engine/outcomes.py", "num_committed += len(tokens) - 1", "num_committed += len(tokens)"),
+    Mutant("engine/outcomes.py", " and tokens[0] not in seq.stop_token_ids", ""),
+    Mutant("engine/outcomes.py", "num_committed + 1 < seq.max_computed_tokens", "True"),
+    Mutant(SCHEDULER, "sum([len(news.tokens) for news in outputs])", "len(outputs)"),
     Mutant("engine/outcomes.py", "num_rejected = 1 + len(item.drafts) - len(result.tokens)", "num_rejected = 0"),
     Mutant("engine/outcomes.py", "cache.truncate(seq, seq.num_computed_tokens - num_rejected)", "pass"),
     Mutant("engine/stopping.py", "if count == room:", "if count == room + 1:"),
@@ -87,7 +88,7 @@ MUTANTS = [
         "(own.num_running + 1) / own.weight > (other.num_running - 1)",
         "own.num_running / own.weight >= other.num_running",
     ),
-    Mutant(POLICIES + "fair.py", "elif tenant.rank != rank:", "elif False:"),
+    Mutant(POLICIES + "fair.py", "if counter != tenant.counter or load != tenant.load:", "if False:"),
     Mutant(POLICIES + "fair.py", "key=lambda seq: (seq.account.counter, -seq.order[0])", "key=lambda seq: seq.order"),
     Mutant(POLICIES + "round_robin.py", "if self._had_its_turn(seq):", "if False:"),
     Mutant("engine/victims.py", "return min(candidates, key", "return max(candidates, key"),
