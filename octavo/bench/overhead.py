@@ -32,7 +32,7 @@ class InstantStep:
         self.plan = plan
 
     def sample(self, masks: Masks) -> list[Sampled]:
-        return [Sampled([TOKEN] if item.samples and item.epoch == item.seq.epoch else []) for item in self.plan]
+        return [Sampled([TOKEN] if item.samples and not item.is_stale else []) for item in self.plan]
 
 
 def build_instant_engine(num_sequences: int, tokens: int, runner: Runner | None = None) -> Engine:

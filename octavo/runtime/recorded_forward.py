@@ -5,7 +5,7 @@ recorded (``ops.cpu.calls``) over inputs that stay where they are, into which ea
 many sequences as rows; where there are fewer, the others have no rows. Longer steps, and models that use more than
 kernels with recordable calls, run as they are written.
 
-Shapes: T tokens of the step, S sequences, B entries of the widest block table.
+Shapes: T tokens of the step, R rows whose result is wanted, S sequences, B entries of the widest block table.
 """
 
 from __future__ import annotations
