@@ -315,6 +315,11 @@ Masks = Mapping[int, Any]
 class Pending(Protocol):
     """A submitted step."""
 
+    @property
+    def is_started(self) -> bool:
+        """Whether the device computes it now, or next, although nobody has asked for its result yet."""
+        ...
+
     def sample(self, masks: Masks) -> list[Sampled]:
         """Wait for the step and return one ``Sampled`` per ``Scheduled``; raise ``RunnerError`` if it failed."""
         ...

@@ -365,6 +365,8 @@ class OracleRunner:
 class PendingStep:
     """A submitted step; it is executed when its result is asked for, so that masks can take part."""
 
+    is_started = False
+
     def __init__(self, runner: OracleRunner, plan: Plan, tables: list[Tables], acts: list[Act]) -> None:
         self.runner, self.plan, self.tables, self.acts = runner, plan, tables, acts
 

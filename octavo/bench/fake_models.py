@@ -75,6 +75,8 @@ class FakeRunner:
 class FakeStep:
     """A step that is computed when its tokens are asked for, after those before it are known."""
 
+    is_started = False
+
     def __init__(self, plan: Plan, next_token: NextToken) -> None:
         self.plan = plan
         self.next_token = next_token

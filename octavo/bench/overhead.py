@@ -28,6 +28,8 @@ class InstantRunner:
 class InstantStep:
     """A step of it: already done."""
 
+    is_started = True
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from octavo.cache.kv_events import KVEvent
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.spare_time import SpareTime
 from octavo.errors import CheckpointError, InvalidParameter, ModelNotFound, RunnerError
 from octavo.telemetry.events import Event
 from octavo.types import (
@@ -79,6 +80,9 @@ class Engine:
         self.adapters: Adapters = adapters or NoAdapters()
         self.depth = depth
         self.in_flight: deque[tuple[Plan, Pending]] = deque()
+        self.spare_time = SpareTime()
+        self._ended_at = 0.0
+        """When the last step was over."""
         self.preparing: dict[int, tuple[Request, Future[Any]]] = {}
         """Requests whose grammar is not ready yet, or whose cached prefix is on its way from a disk; the scheduler does
         not know of them."""
@@ -118,10 +122,18 @@ class Engine:
         """Whether ``step`` has something to do."""
         return self.scheduler.has_work or bool(self.preparing)
 
+    def spare_seconds(self) -> float:
+        """Seconds for which ``step`` had better not be called: the device is busy, and somebody may come meanwhile."""
+        if not self.in_flight or not self.in_flight[0][1].is_started:
+            return 0.0
+        return self._ended_at + self.spare_time.beside(self.in_flight[0][0]) - self.scheduler.clock()
+
     def step(self) -> list[Output]:
         """Run one iteration: schedule, execute, commit. Returns what it has to tell."""
         clock = self.scheduler.clock
         started = clock()
+        began = self._ended_at if self.in_flight else started
+        runs_ahead = bool(self.in_flight) and self.in_flight[0][1].is_started
         refused = self._add_prepared() if self.preparing else []
         while len(self.in_flight) < self.depth and (plan := self.scheduler.schedule()):
             self.in_flight.append((plan, self.runner.submit(plan)))  # the forward pass starts; no wait
@@ -129,13 +141,19 @@ class Engine:
             return refused
         plan, pending = self.in_flight.popleft()
         masks = self.grammars.masks(plan)  # CPU work beside the forward pass
+        asked = clock()
         try:
             sampled = pending.sample(masks)  # the one place that waits for the device
         except RunnerError as error:
+            self._ended_at = clock()
             return refused + self.scheduler.fail(plan, error)  # tried again in parts; only who is guilty ends
+        waited = clock() - asked
         outputs = self.scheduler.commit(plan, sampled)  # append tokens, free blocks, finish
         self.proposer.propose(plan)  # drafts for the next step
-        self.scheduler.note_step(plan, clock() - started)
+        self._ended_at = clock()
+        self.scheduler.note_step(plan, self._ended_at - began)
+        if runs_ahead and self.scheduler.stats.step_tokens == len(plan):
+            self.spare_time.note(plan, started - began, waited)
         return refused + outputs
 
     def take_events(self) -> list[Event]:

@@ -56,9 +56,9 @@ class TimedRunner:
     """Another runner, whose steps are timed from one result to the next, so that all around them is counted in.
 
     A step that goes on with nobody of the step before may follow a pause: it counts from where it was submitted, and
-    what the host takes from a result to the next submission is added, as when it last did so while requests went on.
-    Other steps may hide that; one that nothing is computed before does not. Where ``wake`` told of its first request,
-    it counts from there at the latest, so that taking requests in is in it as well.
+    what the host takes from a result to the next submission is added, as when it last did so with nothing under way.
+    Beside a step that is, it may take its time. Where ``wake`` told of its first request, it counts from there at the
+    latest, so that taking requests in is in it as well.
     """
 
     def __init__(self, runner: Runner, note: Note, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -86,7 +86,7 @@ class TimedRunner:
         members = {item.seq.id for item in plan}
         goes_on = not members.isdisjoint(self._members)
         self._members = members
-        if goes_on and self._follows_result:
+        if goes_on and self._follows_result and not self._num_under_way:
             self._between = submitted_at - self._done_at
         self._follows_result = False
         since = None
@@ -121,6 +121,10 @@ class TimedStep:
         self.since = since
         """When it began at the latest; ``None`` where it goes on with the step before."""
         self.pending = pending
+
+    @property
+    def is_started(self) -> bool:
+        return self.pending.is_started
 
     def sample(self, masks: Masks) -> list[Sampled]:
         try:

@@ -52,6 +52,10 @@ class PendingStep:
     runner: Computer
     plan: Plan
 
+    @property
+    def is_started(self) -> bool:
+        return False
+
     def sample(self, masks: Masks) -> list[Sampled]:
         """Compute the plan; items that are stale by now give an empty ``Sampled``. Raise ``RunnerError``."""
         live = [item for item in self.plan if not item.is_stale]

@@ -42,6 +42,7 @@ class EngineLike(Protocol):
     def has_work(self) -> bool: ...
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: int) -> None: ...
+    def spare_seconds(self) -> float: ...
     def step(self) -> list[Output]: ...
     def stats(self) -> EngineStats: ...
     def take_events(self) -> list[Event]: ...
@@ -84,8 +85,9 @@ class Channel:
             if payloads or not wait:
                 return [wire.unpack_to_engine(payload) for payload in payloads]
 
-    def wait_readable(self, seconds: float) -> None:
-        select.select([self._socket], [], [], seconds)
+    def wait_readable(self, seconds: float) -> bool:
+        """Wait so long for something to receive; whether there is."""
+        return bool(select.select([self._socket], [], [], seconds)[0])
 
 
 class EngineLoop:
@@ -107,7 +109,9 @@ class EngineLoop:
                 if message.generation == self.generation:
                     self._handle(message)
             if self.engine.has_work:
-                self._step()
+                spare = self.engine.spare_seconds()
+                if spare <= 0 or not self.channel.wait_readable(spare):
+                    self._step()
             elif messages:
                 self._report([], self.engine.stats())
 

@@ -67,16 +67,16 @@ class Events:
             heapq.heappush(self._awake, (now, replica.number, replica))
 
     def _look_at(self, replica: Replica, now: float) -> None:
-        """A step has ended: tell what it brought, and take the next one."""
+        """A step has ended, or the next one must be decided: tell what the one brought, and take the other."""
         done = replica.tell(now)
         if done:
             for told in done:
                 self._follow(told.job, now)
             while self._due and self._due[0][0] <= now:  # who asks again at once is there for the next step
                 self._send(heapq.heappop(self._due)[2], now)
-        replica.step()
+        again = replica.step(now)
         if replica.is_awake:
-            heapq.heappush(self._awake, (replica.clock.now, replica.number, replica))
+            heapq.heappush(self._awake, (again, replica.number, replica))
 
     def _follow(self, job: Job, now: float) -> None:
         following = self.workload.after(job, now - START)

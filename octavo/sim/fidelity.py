@@ -23,6 +23,7 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
+from octavo.engine.spare_time import SpareTime
 from octavo.engine.step_times import REST, StepWork, TimedRunner
 from octavo.errors import ConfigError
 from octavo.sim.clock import START
@@ -103,6 +104,7 @@ class Driver:
         """What clients saw, and the steps."""
         self.sleep(1.2 * REST)  # a simulation begins after a pause, too
         self.steps = Steps()
+        self.engine.spare_time = SpareTime()  # nor does a simulation know any yet
         self.num_served += 1
         ledger = Ledger(Targets())
         live: dict[int, Told] = {}
@@ -115,6 +117,9 @@ class Driver:
                 self._add(heapq.heappop(due), live)
             if not self.engine.has_work:
                 self._sleep_until(zero + due[0].moment)
+                continue
+            if (spare := self.engine.spare_seconds()) > 0:
+                self._sleep_until(zero + min([began + spare, *(coming.moment for coming in due[:1])]))
                 continue
             outputs = self.engine.step()
             now = self.clock() - zero

@@ -102,12 +102,16 @@ class Replica:
         self.news = []
         return done
 
-    def step(self) -> None:
-        """Take the next step, if there is something to do; it is over when the clock says so."""
+    def step(self, now: float) -> float:
+        """Take the next step, if there is something to do and it need be decided ``now``; when to look at it again."""
+        self.clock.now = max(self.clock.now, now)
         self.is_awake = self.engine.has_work
         if self.is_awake:
+            if (later := now + self.engine.spare_seconds()) > now:
+                return later
             self.news = self.engine.step()
             self.engine.take_events()  # nobody asks for them here, and they would pile up
+        return self.clock.now
 
     def _note_queue(self, now: float) -> None:
         if now >= self.ledger.timeline.next_at:

@@ -7,6 +7,8 @@ from octavo.sim.clock import Clock
 from octavo.sim.cost_model import CostModel
 from octavo.types import Masks, Plan, Sampled
 
+DECIDING = 0.0002
+"""Seconds of the host for a step, while the device computes another; where it does not, they are in the step's cost."""
 NOTHING = Sampled([])
 """What an item gives that samples nothing; the scheduler only reads it."""
 
@@ -43,6 +45,8 @@ class SimRunner:
         work = work_of(plan)
         if self.free_at <= self.clock.now:
             work = work._replace(idle=1, rested=int(self.clock.now - self.free_at >= REST))
+        else:
+            self.clock.now += DECIDING
         seconds = self.cost.seconds(work)
         self.free_at = max(self.free_at, self.clock.now) + seconds
         self.busy_seconds += seconds
@@ -53,6 +57,7 @@ class SimStep:
     """A submitted step, done at ``done_at``."""
 
     __slots__ = ("done_at", "plan", "runner")
+    is_started = True
 
     def __init__(self, plan: Plan, done_at: float, runner: SimRunner) -> None:
         self.plan = plan

@@ -81,13 +81,16 @@ def test_steps_one_by_one_hold_what_the_host_takes_between_them() -> None:
 
 
 def test_steps_that_overlap_hide_what_the_host_takes() -> None:
+    """Nobody knows what it took before the first step after a pause: while requests go on, a submission may be late."""
     noted, _ = serve_two(depth=2)
-    assert [seconds for _, seconds in noted] == [3, 3, 3, 4, 3, 3], "after a pause nothing hides the host's second"
+    assert [seconds for _, seconds in noted] == [3] * 6
     assert [(work.idle, work.rested) for work, _ in noted] == [(1, 1), (0, 0), (0, 0)] * 2
 
 
 def test_a_step_that_fails_is_not_under_way_any_more() -> None:
     class Failing:
+        is_started = False
+
         def submit(self, plan: Plan) -> Failing:
             return self
 

@@ -33,6 +33,10 @@ class WatchedStep:
     def __init__(self, pending: Pending, plan: Plan, check: Callable[[Plan], None]) -> None:
         self.pending, self.plan, self.check = pending, plan, check
 
+    @property
+    def is_started(self) -> bool:
+        return self.pending.is_started
+
     def sample(self, masks: Masks) -> list[Sampled]:
         self.check(self.plan)
         return self.pending.sample(masks)

@@ -97,6 +97,9 @@ class FakeEngine:
     def abort(self, request_id: int) -> None:
         self.requests.pop(request_id, None)
 
+    def spare_seconds(self) -> float:
+        return 0.0
+
     def step(self) -> list[Output]:
         knobs = self.knobs
         running = list(self.requests.values())[: knobs.max_num_seqs]

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,9 @@ class IdleEngine:
     def abort(self, request_id: int) -> None:
         self.requests.discard(request_id)
 
+    def spare_seconds(self) -> float:
+        return 0.0
+
     def step(self) -> list[Output]:
         self.calls += 1
         return []
@@ -198,6 +202,42 @@ def test_steps_that_do_nothing_are_not_reported_and_do_not_spin() -> None:
     with pytest.raises(TimeoutError):
         ours.recv(1)
     assert 1 < engine.calls <= 0.3 / engine_process.IDLE_WAIT
+    ours.sendall(wire.pack(wire.Stop(1)))
+    thread.join(10)
+    assert not thread.is_alive()
+    ours.close()
+    theirs.close()
+
+
+class BusyEngine(IdleEngine):
+    """Has a device that is busy until two requests are there, or for ever so short after one is."""
+
+    def __init__(self, spare: float) -> None:
+        super().__init__()
+        self.spare = spare
+        self.asked: list[int] = []
+        """Requests that were there at each step."""
+
+    def spare_seconds(self) -> float:
+        return self.spare if len(self.requests) == 1 else 0.0
+
+    def step(self) -> list[Output]:
+        self.asked.append(len(self.requests))
+        self.requests.clear()
+        return []
+
+
+@pytest.mark.parametrize(("spare", "asked"), [(30.0, [2]), (0.01, [1, 1]), (-1.0, [1, 1])])
+def test_a_step_waits_for_requests_while_the_device_is_busy(spare: float, asked: list[int]) -> None:
+    ours, theirs = socket.socketpair()
+    engine = BusyEngine(spare)
+    loop = engine_process.EngineLoop(engine, engine_process.Channel(theirs), generation=1)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    for number in (1, 2):
+        ours.sendall(wire.pack(wire.Submit(1, make_request(number, 5))))
+        time.sleep(0.2)
+    assert engine.asked == asked
     ours.sendall(wire.pack(wire.Stop(1)))
     thread.join(10)
     assert not thread.is_alive()

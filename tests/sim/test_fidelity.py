@@ -26,15 +26,16 @@ from octavo.sim.simulate import Simulation
 from octavo.types import EngineInfo, Masks, Plan, Sampled
 from tests.llm.tiny import write_checkpoint
 
-HOST_SECONDS = 0.0005
+HOST_SECONDS = 0.0002
 LIMITS = {"block_size": 16, "num_kv_blocks": 2000, "max_num_seqs": 32, "max_num_batched_tokens": 256}
 
 
 class Machine:
     """A clock that a device moves: a step takes 4 ms and 40 us a token, times what ``factor`` says of the moment.
 
-    Steps follow each other; the host takes half a millisecond to submit one, which the device may be busy in. The first
-    step after a pause takes ``waking`` seconds more. Sleeps end ``late``, and to look at the clock takes a microsecond.
+    Steps follow each other; the host takes a fifth of a millisecond to submit one, which the device may be busy in. The
+    first step after a pause takes ``waking`` seconds more. Sleeps end ``late``, and to look at the clock takes a
+    microsecond.
     """
 
     def __init__(self, factor: Callable[[float], float], waking: float = 0.0, late: float = 1e-4) -> None:
@@ -78,7 +79,7 @@ def compared(
 ) -> dict[str, Any]:
     machine = Machine(factor, waking, late)
     cache = KVCache(LIMITS["num_kv_blocks"], LIMITS["block_size"])
-    scheduler = Scheduler(cache, max_num_seqs=LIMITS["max_num_seqs"], max_num_batched_tokens=256)
+    scheduler = Scheduler(cache, max_num_seqs=LIMITS["max_num_seqs"], max_num_batched_tokens=256, clock=machine)
     named = dict.fromkeys(("architecture", "dtype", "device"), "")
     info = EngineInfo(1024, 32_000, (), **LIMITS, **named, num_parameters=0, memory={}, kernels={})
     driver = Driver(Engine(scheduler, machine, depth=depth), info.vocab_size, machine, machine.sleep)
