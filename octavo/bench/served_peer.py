@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from octavo.bench.clients import Clients, share
 from octavo.bench.gpu_watch import GpuWatch
-from octavo.bench.peer_process import PeerProcess
 from octavo.bench.report import portable_command
 from octavo.bench.server_process import ServerProcess, free_port
 from octavo.bench.workloads import WORKLOADS, Workload, warm_up
@@ -77,7 +77,7 @@ class ServedComparison:
     """Visits of servers until ``deadline`` (``time.monotonic()``); ``keep`` is given the result after each run."""
 
     servers: Mapping[str, Server]
-    client: PeerProcess
+    clients: Clients
     model: Path
     workloads: Sequence[str]
     logs: Path
@@ -123,10 +123,9 @@ class ServedComparison:
                 self.keep(self.result())
 
     def _run(self, load: Workload, url: str, seed: int) -> dict[str, Any]:
-        work = {"arguments": client_arguments(load, url, self.model, seed)}
-        found = self.client.run(work, seconds=max(self._left(), 1.0))
-        if "error" in found:
-            raise ConfigError(f"the client failed: {found['error']}")
+        part, count = share(load, len(self.clients)), len(self.clients)
+        arguments = [client_arguments(part, url, self.model, seed * count + number) for number in range(count)]
+        found = self.clients.run(arguments, seconds=max(self._left(), 1.0))
         if found["completed"] != load.prompts:
             raise ConfigError(f"{found['completed']} of {load.prompts} requests were served: {found['first_errors']}")
         return found
@@ -145,7 +144,8 @@ class ServedComparison:
         return {
             "model": self.model.name,
             "workloads": {name: WORKLOADS[name]._asdict() for name in self.workloads},
-            "client": self.client.about,
+            "client": self.clients.about,
+            "clients": len(self.clients),
             "rows": compare(self.runs, self.workloads),
             "visits": self.visits,
             "runs": self.runs,

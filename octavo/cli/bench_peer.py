@@ -8,6 +8,7 @@ import shlex
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ SERVED_CONTEXT = 8192
 def numbers(text: str) -> list[int]:
     """``"1,4,16"`` as numbers."""
     return [int(part) for part in text.split(",")]
+
+
+def positive(text: str) -> int:
+    """``"4"`` as a number that is not 0."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
+    return int(text)
 
 
 def reals(text: str) -> list[float]:
@@ -53,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served.add_argument(
         "--visits", default="octavo:2,vllm:3,octavo:1", help="engines in turn, with rounds of each visit"
     )
+    served.add_argument("--clients", type=positive, default=1, help="how many share each workload")
     served.add_argument("--octavo-args", default="", help="more arguments of `octavo serve`, as one text")
     served.add_argument("--vllm-args", default="", help="more arguments of vLLM's server, as one text")
     served.add_argument("--deadline", type=float, default=540, help="seconds after which nothing is started any more")
@@ -86,13 +95,16 @@ def _beside_llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _beside_vllm(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo.bench.clients import Clients, share
     from octavo.bench.dummy_models import SHAPES, model_folder
     from octavo.bench.peer_process import SCRIPTS, PeerProcess
     from octavo.bench.served_peer import ServedComparison, Server, parse_visits
-    from octavo.bench.workloads import named_workloads
+    from octavo.bench.workloads import WORKLOADS, named_workloads
 
     deadline = time.monotonic() + args.deadline
     visits, workloads = parse_visits(args.visits), named_workloads(args.workloads)
+    for name in workloads:
+        share(WORKLOADS[name], args.clients)
     config = load_config(EngineConfig, args)
     is_shape = config.model.model in SHAPES
     model = model_folder(config.model.model, cache_dir() / "shapes")
@@ -111,15 +123,17 @@ def _beside_vllm(args: argparse.Namespace) -> dict[str, Any]:
     }
     logs = args.logs or Path(tempfile.mkdtemp(prefix="octavo_logs_"))
     logs.mkdir(parents=True, exist_ok=True)
-    client = PeerProcess([python, str(SCRIPTS / "run_vllm_client.py")], env, logs / "client.log")
+    command = [python, str(SCRIPTS / "run_vllm_client.py")]
+    client_logs = [logs / f"client_{number}.log" for number in range(args.clients)]
+    clients = Clients([partial(PeerProcess, command, env, log) for log in client_logs])
     comparison = ServedComparison(
-        servers, client, model, workloads, logs, deadline, lambda result: keep("peer", result, args.output)
+        servers, clients, model, workloads, logs, deadline, lambda result: keep("peer", result, args.output)
     )
     try:
         for engine, rounds in visits:
             comparison.visit(engine, rounds)
     finally:
-        client.close()
+        clients.close()
         comparison.watch.close()
     return comparison.result()
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo.bench.clients import Clients, share, together
 from octavo.bench.peer_process import PeerProcess
 from octavo.bench.served_peer import FIGURES, ServedComparison, Server, client_arguments, compare, parse_visits
 from octavo.bench.server_process import ServerProcess, free_port
@@ -34,11 +36,17 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 """
 
 
-def stand_in(more: str = "{}") -> PeerProcess:
-    return PeerProcess([sys.executable, "-c", CLIENT % (list(FIGURES.values()), more)])
+SAMPLES = """{
+    "ttfts": [0.5] * prompts, "gaps": [0.01, 0.03] * prompts, "tpots": [0.02] * prompts, "began": 5.0, "chunks": 3,
+    "ended": 7.0, "total_input_tokens": 30, "total_output_tokens": 10 * prompts, "arguments": arguments,
+} if json.loads(line)["samples"] else {}"""
 
 
-def comparison(tmp_path: Path, client: PeerProcess, server: str = SERVER, seconds: float = 60) -> ServedComparison:
+def stand_in(more: str = "{}", count: int = 1) -> Clients:
+    return Clients([partial(PeerProcess, [sys.executable, "-c", CLIENT % (list(FIGURES.values()), more)])] * count)
+
+
+def comparison(tmp_path: Path, client: Clients, server: str = SERVER, seconds: float = 60) -> ServedComparison:
     servers = dict.fromkeys(("octavo", "vllm"), Server((sys.executable, "-c", server), "/ready"))
     kept: list[dict[str, Any]] = []
     return ServedComparison(
@@ -100,6 +108,43 @@ def test_requests_that_fail_are_not_a_measurement(tmp_path: Path) -> None:
     client.close()
     assert "1 of 2 requests were served: ['it broke']" in found.visits[0]["error"]
     assert found.runs == []
+
+
+def test_several_clients_share_a_load_and_their_requests_are_taken_together(tmp_path: Path) -> None:
+    clients = stand_in(SAMPLES, count=2)
+    found = comparison(tmp_path, clients)
+    found.workloads = ["S1"]
+    found.visit("octavo", 2)
+    clients.close()
+    assert found.result()["clients"] == 2
+    assert "error" not in found.visits[0]
+    for run in found.runs:
+        client = run["client"]
+        assert client["completed"] == 4
+        assert client["duration"] == 2.0
+        assert client["output_throughput"] == 20.0
+        assert client["total_token_throughput"] == 50.0
+        assert (client["median_ttft_ms"], client["p99_tpot_ms"]) == (500.0, 20.0)
+        assert client["median_itl_ms"] == pytest.approx(20.0)
+
+
+def test_what_clients_saw_is_from_the_first_start_to_the_last_end() -> None:
+    one = {"ttfts": [0.1], "gaps": [0.01] * 99, "tpots": [0.01], "began": 3.0, "ended": 5.0, "chunks": 100}
+    sums = {"completed": 1, "total_input_tokens": 5, "total_output_tokens": 100, "first_errors": ["a", "b"]}
+    two = {**one, "began": 2.5, "ended": 4.5, "gaps": [0.01] * 97 + [0.5] * 2, "total_output_tokens": 150}
+    found = together([{**one, **sums}, {**sums, **two}])
+    assert (found["duration"], found["output_throughput"], found["completed"]) == (2.5, 100.0, 2)
+    assert found["median_itl_ms"] == pytest.approx(10)
+    assert found["p99_itl_ms"] == pytest.approx(24.7), "between the two nearest ranks"
+    assert len(found["first_errors"]) == 3
+
+
+def test_loads_that_clients_cannot_share_evenly_are_refused() -> None:
+    assert share(WORKLOADS["W4"], 4)[:5] == (128, 512, 256, 0.0, 64)
+    assert share(WORKLOADS["W2"], 1) == WORKLOADS["W2"]
+    for name, count in (("W2", 2), ("W1", 16)):
+        with pytest.raises(ConfigError, match=f"clients: {count} cannot share"):
+            share(WORKLOADS[name], count)
 
 
 def test_nothing_is_started_after_the_deadline(tmp_path: Path) -> None:

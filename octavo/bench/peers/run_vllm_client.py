@@ -1,7 +1,9 @@
 """vLLM's serving benchmark, ``vllm bench serve``, loaded once. Run by an interpreter that has vLLM.
 
 Reads one JSON object a line, ``{"arguments": [...]}`` with the arguments of ``vllm bench serve``, and answers each with
-its result as one line. What vLLM prints goes to standard error.
+its result as one line. With ``"samples": true`` the answer has every request's times as well, in seconds, and when the
+first began and the last ended, on a clock that all processes of the machine share. What vLLM prints goes to standard
+error.
 """
 
 from __future__ import annotations
@@ -37,13 +39,28 @@ def versions() -> Iterator[tuple[str, str]]:
             yield name, "not installed"
 
 
-def run(parser: FlexibleArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
+def run(parser: FlexibleArgumentParser, arguments: Sequence[str], samples: bool) -> dict[str, Any]:
     """One measurement: the summary, with the first few errors instead of a list for each request."""
     result = serve.main(parser.parse_args([*arguments, "--save-detailed"]))
     errors = [text[-400:] for text in result.get("errors", []) if text]
     chunks = sum(len(gaps) + 1 for gaps in result.get("itls", []))
     summary = {key: value for key, value in result.items() if key not in PER_REQUEST}
-    return {**summary, "chunks": chunks, "first_errors": errors[:3]}
+    return {**summary, "chunks": chunks, "first_errors": errors[:3], **(samples_of(result) if samples else {})}
+
+
+def samples_of(result: dict[str, Any]) -> dict[str, Any]:
+    """Times to first tokens, between chunks, and per token after the first; start and end of it all."""
+    starts, ttfts, gaps = (result[name] for name in ("start_times", "ttfts", "itls"))
+    totals = [sum(own) for own in gaps]
+    return {
+        "ttfts": ttfts,
+        "gaps": [round(gap, 6) for own in gaps for gap in own],
+        "tpots": [
+            total / (tokens - 1) for total, tokens in zip(totals, result["output_lens"], strict=True) if tokens > 1
+        ],
+        "began": min(starts),
+        "ended": max(map(sum, zip(starts, ttfts, totals, strict=True))),
+    }
 
 
 def main() -> None:
@@ -52,7 +69,8 @@ def main() -> None:
     answer({"engine": "vllm", "version": vllm.__version__, "versions": dict(versions())})
     for line in sys.stdin:
         try:
-            answer(run(parser, json.loads(line)["arguments"]))
+            work = json.loads(line)
+            answer(run(parser, work["arguments"], work.get("samples", False)))
         except (Exception, SystemExit) as error:
             answer({"error": repr(error)[:500]})
 
