@@ -169,9 +169,9 @@ def batch_invariant() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiled_only() -> Iterator[None]:
-    """In this block kernels are compiled, many at a time, and not run."""
+def compiled_only(num_threads: int | None = None) -> Iterator[None]:
+    """In this block kernels are compiled, so many at a time, and not run."""
     from octavo.ops.triton.launch import compiling
 
-    with compiling():
+    with compiling(num_threads):
         yield

@@ -56,6 +56,8 @@ NO_CELLS: Indices = np.zeros(0, dtype=np.int64)
 """A step of nothing but padding has none."""
 PREPARING = "prepare"
 """Name of the thread that compiles and captures what a start did not wait for; it ends when all is there."""
+COMPILING_BESIDE_STEPS = 2
+"""Threads. Half of compiling is Python, and for its lock the thread that runs steps has to queue with all of them."""
 IDLE_SECONDS = 0.05
 """So long after the last step, the device is taken to be idle."""
 HANDOVER_SECONDS = 0.001
@@ -163,7 +165,7 @@ class StreamRunner:
                     self._graphs.prefer(extra)
             finally:
                 self._has_extra_kernels.set()
-            self._compile(program, shapes)
+            self._compile(program, shapes, COMPILING_BESIDE_STEPS)
         logger.info("other kernels, in the background: %.1f s", time.perf_counter() - started)
         if self._graphs is None:
             return []
@@ -182,8 +184,8 @@ class StreamRunner:
             # Whoever waits for the lock gets it only when nobody takes it again at once.
             time.sleep(HANDOVER_SECONDS if is_idle else IDLE_SECONDS)
 
-    def _compile(self, program: StepProgram, shapes: list[StepShape]) -> None:
-        with compiled_only(), self._as_in_graphs():
+    def _compile(self, program: StepProgram, shapes: list[StepShape], num_threads: int | None = None) -> None:
+        with compiled_only(num_threads), self._as_in_graphs():
             for shape in shapes:
                 program(shape)
 

@@ -74,8 +74,8 @@ def is_compiling() -> bool:
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """Compile what this block launches, as many kernels at a time as there are processors, and run none of it.
+def compiling(num_threads: int | None = None) -> Iterator[None]:
+    """Compile what this block launches, so many kernels at a time (as there are processors), and run none of it.
 
     They begin when all are known: much of compiling is Python, and among so many threads the block would come last.
     Triton has a C compiler build a launcher when a kernel first runs, one kernel after another. They are built here as
@@ -83,7 +83,7 @@ def compiling() -> Iterator[None]:
     """
     kernels: set[Any] = set()
     are_known = threading.Event()
-    with ThreadPoolExecutor(os.cpu_count(), initializer=are_known.wait) as executor:
+    with ThreadPoolExecutor(num_threads or os.cpu_count(), initializer=are_known.wait) as executor:
         with triton.AsyncCompileMode(executor), _set(_compiling, kernels):
             try:
                 yield
