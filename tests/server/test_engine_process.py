@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,35 @@ def test_it_ends_in_order(children: list[Child], ending: str) -> None:
     else:
         child.process.send_signal(signal.SIGTERM)
     assert child.process.wait(10) == (-signal.SIGTERM if ending == "SIGTERM" else 0)
+
+
+BESIDE_COMPILING = """
+import sys, threading
+from tests.server import fake_engine as f
+def build(config):
+    def compute():
+        while True:
+            sum(range(1000))
+    for _ in range(2):
+        threading.Thread(target=compute, daemon=True).start()
+    return f.build(config)
+sys.exit(f.engine_process.main(build=build))
+"""
+
+
+def test_steps_go_on_beside_threads_that_compute_in_python(children: list[Child]) -> None:
+    """With Python's own interval, each of several locks of a step is waited for by 5 ms for each of the threads."""
+    child = Child(BESIDE_COMPILING)
+    children.append(child)
+    child.send(wire.Start(3, to_flat(EngineConfig(model=ModelSettings(model=json.dumps({"step_seconds": 0.001}))))))
+    child.receive()
+    child.send(wire.Submit(3, make_request(1, 100_000)))
+    times = []
+    for _ in range(200):
+        child.receive_step()
+        times.append(time.perf_counter())
+    gaps = sorted(b - a for a, b in pairwise(times))
+    assert gaps[len(gaps) // 2] < 0.008
 
 
 def test_it_ends_in_the_middle_of_work_when_the_socket_closes(children: list[Child]) -> None:
