@@ -16,7 +16,6 @@ SAMPLES = {"ttft": "ttfts", "itl": "gaps", "tpot": "tpots"}
 """What figures are of, and where a client's answer has the seconds."""
 PERCENTILES = {"median": 50, "p99": 99}
 
-
 Start = Callable[[], PeerProcess]
 
 
@@ -42,6 +41,7 @@ class Clients:
         return answers[0] if len(answers) == 1 else together(answers)
 
     def close(self) -> None:
+        """Let them end."""
         for client in self.clients:
             client.close()
 

@@ -15,7 +15,7 @@ MARGIN = 0.0005
 LEAST_WAIT = 0.00005
 """Seconds; a result that took less was there already, for who knows how long."""
 NUM_SEEN = 8
-"""Steps that are looked back on: so many in a row were all slow only if the next one is."""
+"""Steps that are looked back on: where so many in a row had time to spare, the next one has."""
 
 
 class SpareTime:

@@ -75,7 +75,7 @@ def is_compiling() -> bool:
 
 @contextlib.contextmanager
 def compiling(num_threads: int | None = None) -> Iterator[None]:
-    """Compile what this block launches, so many kernels at a time (as there are processors), and run none of it.
+    """Compile what this block launches, so many kernels at a time, or as there are processors, and run none of it.
 
     They begin when all are known: much of compiling is Python, and among so many threads the block would come last.
     Triton has a C compiler build a launcher when a kernel first runs, one kernel after another. They are built here as
