@@ -46,6 +46,8 @@ PAUSES = Profile(0, Lengths(96, 0.6, 512), Lengths(1), Lengths(4)), 2.0, 4
 """Short answers, how many a second, and requests: of the load that says what a step takes after a pause."""
 FULL_LOAD = (16, 48)
 """The same of the loop that says how much the engine can do."""
+HELD_EARLY = 0.0002
+"""Seconds by which a sleep is to end before a step must be decided; there is a margin behind that."""
 NUM_DRAWS = 9
 """All is predicted so many times, with other chances, and the median counts: which request meets a pause is chance."""
 AIMS = {
@@ -119,7 +121,7 @@ class Driver:
                 self._sleep_until(zero + due[0].moment)
                 continue
             if (spare := self.engine.spare_seconds()) > 0:
-                self._sleep_until(zero + min([began + spare, *(coming.moment for coming in due[:1])]))
+                self._sleep_until(zero + min([began + spare, *(coming.moment for coming in due[:1])]), HELD_EARLY)
                 continue
             outputs = self.engine.step()
             now = self.clock() - zero
@@ -149,10 +151,10 @@ class Driver:
         live[coming.number] = Told(coming.job, coming.moment)
         self.engine.add(msgspec.structs.replace(coming.request, arrival=time.monotonic()))
 
-    def _sleep_until(self, moment: float) -> None:
+    def _sleep_until(self, moment: float, early: float = 0.002) -> None:
         """Until just before ``moment`` of the clock. What is left is spent in ``serve``'s loop: all sleeps end late, a
         sleep of no time by a tenth of a millisecond."""
-        left = moment - self.clock() - 0.002
+        left = moment - self.clock() - early
         if left > 0:
             self.sleep(left)
 
