@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench.report import keep
-from octavo.cli.settings import add_settings, load_config
+from octavo.cli.settings import add_settings, load_config, positive
 from octavo.config import EngineConfig, cache_dir
 from octavo.errors import ConfigError
 
@@ -25,13 +25,6 @@ SERVED_CONTEXT = 8192
 def numbers(text: str) -> list[int]:
     """``"1,4,16"`` as numbers."""
     return [int(part) for part in text.split(",")]
-
-
-def positive(text: str) -> int:
-    """``"4"`` as a number that is not 0."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
-    return int(text)
 
 
 def reals(text: str) -> list[float]:

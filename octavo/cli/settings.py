@@ -159,3 +159,11 @@ def _suggestion(name: str, known: Sequence[str], prefix: str = "") -> str:
     """Which of ``known`` may be meant; a ``prefix`` that all names share says nothing about that."""
     close = difflib.get_close_matches(name.removeprefix(prefix), [other.removeprefix(prefix) for other in known], n=1)
     return f"; did you mean {prefix}{close[0]}?" if close else ""
+
+
+def positive(text: str) -> int:
+    """A flag's number that is at least 1. Raises ``ArgumentTypeError``, and ``ValueError`` for what is no number."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import add_flag, flag_name
+from octavo.cli.settings import add_flag, flag_name, positive
 from octavo.config import EngineConfig, settings
 from octavo.errors import ConfigError
 
@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is asked for, what serves it, and the engine's own settings."""
     parser.add_argument("--model", default="llama-3.1-8b", help="a shape's name, or a folder with a config.json")
     parser.add_argument("--device", default="h200", help="what each replica runs on")
-    parser.add_argument("--replicas", type=_positive, default=1)
-    parser.add_argument("--tensor-parallel-size", type=_positive, default=1, help="devices of a replica")
+    parser.add_argument("--replicas", type=positive, default=1)
+    parser.add_argument("--tensor-parallel-size", type=positive, default=1, help="devices of a replica")
     parser.add_argument("--router", default="least-loaded", help="round-robin, session, least-loaded or prefix-aware")
     parser.add_argument("--weight-bits", type=float, default=16, help="bits of a weight")
     parser.add_argument(
@@ -31,15 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="what a server with --step-log wrote, to learn the time of a step from; default: roofline",
     )
-    parser.add_argument("--depth", type=_positive, default=2, help="steps in flight; a CPU has 1")
+    parser.add_argument("--depth", type=positive, default=2, help="steps in flight; a CPU has 1")
     work = parser.add_argument_group("workload")
     work.add_argument("--workload", default="chat", help="single, chat, agent, summary, W1 to W5, or a recorded trace")
-    work.add_argument("--num-prompts", type=_positive, default=1000, help="requests in all, later turns among them")
+    work.add_argument("--num-prompts", type=positive, default=1000, help="requests in all, later turns among them")
     work.add_argument("--rate", type=_above_zero, help="requests a second, over all turns")
     work.add_argument("--burstiness", type=_above_zero, default=1.0, help="1 is Poisson, below that come bursts")
-    work.add_argument("--concurrency", type=_positive, help="so many clients that ask one request after another")
-    work.add_argument("--input-len", type=_positive, help="mean prompt tokens, in place of the workload's")
-    work.add_argument("--output-len", type=_positive, help="mean output tokens, in place of the workload's")
+    work.add_argument("--concurrency", type=positive, help="so many clients that ask one request after another")
+    work.add_argument("--input-len", type=positive, help="mean prompt tokens, in place of the workload's")
+    work.add_argument("--output-len", type=positive, help="mean output tokens, in place of the workload's")
     work.add_argument("--seed", type=int, default=0)
     goal = parser.add_argument_group("targets and results")
     goal.add_argument("--slo-ttft", type=_above_zero, default=float("inf"), help="seconds to the first token")
@@ -142,13 +142,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(part) for part in value]
     return None if isinstance(value, float) and not abs(value) < float("inf") else value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
 
 
 def _above_zero(text: str) -> float:

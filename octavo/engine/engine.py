@@ -132,8 +132,8 @@ class Engine:
         """Run one iteration: schedule, execute, commit. Returns what it has to tell."""
         clock = self.scheduler.clock
         started = clock()
-        began = self._ended_at if self.in_flight else started
-        runs_ahead = bool(self.in_flight) and self.in_flight[0][1].is_started
+        runs_ahead = bool(self.in_flight)
+        began = self._ended_at if runs_ahead else started
         refused = self._add_prepared() if self.preparing else []
         while len(self.in_flight) < self.depth and (plan := self.scheduler.schedule()):
             self.in_flight.append((plan, self.runner.submit(plan)))  # the forward pass starts; no wait
@@ -152,7 +152,7 @@ class Engine:
         self.proposer.propose(plan)  # drafts for the next step
         self._ended_at = clock()
         self.scheduler.note_step(plan, self._ended_at - began)
-        if runs_ahead and self.scheduler.stats.step_tokens == len(plan):
+        if runs_ahead and pending.is_started and self.scheduler.stats.step_tokens == len(plan):
             self.spare_time.note(plan, started - began, waited)
         return refused + outputs
 

@@ -27,7 +27,7 @@ MIXED_ROWS = (
 )
 """Rows of a step with a graph that has prompts in it. Longer ones keep the device busy without one."""
 FEW_ROWS = 512
-FEW_SEQS, MANY_SEQS = (8, 32, 64), (64,)
+FEW_SEQS, MANY_SEQS = (8, 32), (64,)
 """Sequences of such a step of at most FEW_ROWS, and of a longer one; above them, as many as a step may have."""
 EXTRA_BATCH_SIZES = (1, 4, 16, 32, 64, 128, 192, 256)
 EXTRA_MIXED_ROWS = (64, 256, 512, 1024, MIXED_ROWS[-1])

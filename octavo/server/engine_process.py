@@ -28,8 +28,8 @@ from octavo.telemetry.phases import Phases, log_to_stderr
 from octavo.types import Adapters, EngineInfo, EngineStats, Output, Request
 
 SWITCH_INTERVAL = 0.0001
-"""Seconds for which a thread that computes keeps Python's lock from the one that runs steps, which needs it again and
-again. Beside two threads that compute, steps of 3.6 ms took 26 with Python's own 5 ms, and 5 with this."""
+"""Seconds for which a thread that computes keeps Python's lock from the one that runs steps, which needs it several
+times a step. By itself Python takes 5 ms, and there may be several such threads."""
 IDLE_WAIT = 0.001
 """Seconds to wait for messages when a step found nothing to do although there is work."""
 
