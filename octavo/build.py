@@ -16,6 +16,7 @@ from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
 from octavo.config import CacheSettings, EngineConfig, ModelSettings
 from octavo.engine.engine import Engine
+from octavo.engine.mixed_steps import settle_mixed_steps
 from octavo.engine.ngram import NgramProposer
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_times import logged
@@ -38,7 +39,7 @@ from octavo.runtime.cpu_threads import num_physical_cores
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import LAST_TOKEN, Forward, ModelRunner
 from octavo.runtime.offloading import make_offload
-from octavo.runtime.step_program import StepLimits, load_compiler
+from octavo.runtime.step_program import StepLimits, load_kernels
 from octavo.runtime.stream_runner import StreamRunner
 from octavo.speculative_config import parse_speculative_config
 from octavo.telemetry.phases import Phases
@@ -102,7 +103,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         sampling_defaults=defaults,
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
-    scheduler = _scheduler(config, limits, model_config)
+    scheduler = _scheduler(config, limits, model_config, 0 if device.type == "cpu" else loaded.num_bytes)
     copies = _copies(storage, runner)
     if config.cache.enable_partial_reuse:
         _copy_parts(scheduler.cache, copies)
@@ -143,12 +144,12 @@ def _cache(settings: CacheSettings, limits: memory.Limits, model: ModelConfig) -
     return KVCache(*sizes, eviction=policy, watermark=watermark, window=window, events=events)
 
 
-def _scheduler(config: EngineConfig, limits: memory.Limits, model: ModelConfig) -> Scheduler:
+def _scheduler(config: EngineConfig, limits: memory.Limits, model: ModelConfig, bytes_on_gpu: int) -> Scheduler:
     return Scheduler(
         _cache(config.cache, limits, model),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        settings=config.scheduler,
+        settings=settle_mixed_steps(config.scheduler, bytes_on_gpu),
     )
 
 
@@ -205,7 +206,7 @@ def _prepare(device: torch.device) -> None:
     if device.type == "cpu":
         _share_cores(num_physical_cores())
     else:
-        load_compiler()
+        load_kernels()
 
 
 def _share_cores(count: int) -> None:

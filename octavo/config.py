@@ -117,6 +117,11 @@ class SchedulerSettings:
     max_num_batched_tokens: int | None = setting(
         None, "most tokens computed in one step; longer prompts are computed in chunks", low=1
     )
+    max_num_mixed_tokens: int | None = setting(
+        None,
+        "most tokens computed in a step beside a few who decode; default: 256 for large models on a GPU, else no other",
+        low=1,
+    )
     scheduling_policy: str = setting("fcfs", "who is served first", POLICY_NAMES)
     policy_ageing: float | None = setting(
         None,

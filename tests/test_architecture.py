@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "octavo"
 
 # A module may import only from lower levels, or from its own folder. `base` modules are single files.
 LEVELS: list[set[str]] = [
-    {"errors", "child_worker", "collector"},
+    {"errors", "child_worker", "collector", "kernel_compiler"},
     {"setting", "speculative_config"},
     {"sampling_params", "config", "child_process"},
     {"types"},
@@ -33,7 +33,7 @@ LEVELS: list[set[str]] = [
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 
 TORCH_FREE = {
-    *("errors", "setting", "speculative_config", "sampling_params", "config", "types"),
+    *("errors", "kernel_compiler", "setting", "speculative_config", "sampling_params", "config", "types"),
     *("telemetry", "text", "cache", "engine", "grammar"),
 }
 TORCH_FREE_FILES = {"weights/gguf.py", "weights/blocks.py", "weights/hub.py", "weights/default_model.py"}

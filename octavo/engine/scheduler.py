@@ -15,6 +15,7 @@ from octavo.config import SchedulerSettings
 from octavo.engine.checks import check_scheduler, check_servable, may_share
 from octavo.engine.gauges import snapshot
 from octavo.engine.interval import DecodeInterval
+from octavo.engine.mixed_steps import MixedSteps
 from octavo.engine.outcomes import error_output, take_in
 from octavo.engine.pace import Pace
 from octavo.engine.policies import make_policy
@@ -74,6 +75,7 @@ class Scheduler:
         self.waiting = make_policy(Surroundings(cache, max_num_seqs, settings, clock))
         """The policy, which is the queue of those who wait."""
         self.choose_victim = VICTIMS.get(settings.preemption_victim, self.waiting.choose_victim)
+        self.mixed_steps = MixedSteps(settings.max_num_mixed_tokens, max_num_batched_tokens)
         self.interval = DecodeInterval(settings.decode_interval or 1)
         self.pace = Pace(settings.max_itl) if settings.max_itl or self.waiting.has_targets else None
         self.running: dict[int, Sequence] = {}
@@ -124,13 +126,14 @@ class Scheduler:
         if self.waiting.makes_place:
             self._make_place()
         plan: Plan = []
-        budget, num_behind = self.max_num_batched_tokens, len(self.running)
+        num_behind = len(self.running)
+        prompts_only = self.interval.leaves_out(lambda: bool(self.cut) or self._next_in() is not None)
+        budget = self.mixed_steps.budget(num_behind, num_behind if prompts_only else len(self.cut), len(self.waiting))
         if self.pace is not None:
             budget = self.pace.budget(num_behind, budget, self.waiting.seconds_left())
         whole = budget
         favoured, num_aside = self._set_aside(budget) if self.cut else (None, 0)
         budget -= num_aside
-        prompts_only = self.interval.leaves_out(lambda: bool(self.cut) or self._next_in() is not None)
         self.cut = []
         block_size = self.cache.block_size
         for seq in list(self.running.values()):
@@ -163,8 +166,7 @@ class Scheduler:
     def _find_room(self, seq: Sequence, num_tokens: int) -> bool:
         """Give ``seq`` blocks for ``num_tokens`` positions, if need be those of younger ones."""
         while not self.cache.reserve(seq, num_tokens):
-            victim = self.choose_victim(self._idle_behind(seq))
-            if victim is None:
+            if (victim := self.choose_victim(self._idle_behind(seq))) is None:
                 return False
             self._preempt(victim, by=seq)
         return True
@@ -251,8 +253,7 @@ class Scheduler:
         Who is in flight cannot be preempted: it is left out of further plans until it is idle.
         """
         while True:
-            if self.yielding is not None:
-                self._take_place()
+            self._take_place()
             if self.yielding is not None or not self.waiting or not self.running:
                 return
             seq = self.waiting.first()

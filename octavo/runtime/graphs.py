@@ -96,14 +96,23 @@ def first_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = Fal
 
     They are what a start waits for, so each stands for kernels that are worth it.
     """
-    sizes = {min(size, max_num_seqs) for size in (1, 16, max_num_seqs)}
-    shapes = {padded_shape(size, size, 1, max_num_seqs)[0] for size in sizes}
-    for rows in (256, 512, max_num_rows):
-        if 1 < rows <= min(max_num_rows, MIXED_ROWS[-1]):
+    shapes = {_decode_shape(max_num_seqs, max_num_seqs)}
+    for rows in (512, min(max_num_rows, MIXED_ROWS[-1])):
+        if 1 < rows <= max_num_rows:
             shapes.add(padded_shape(rows, min(rows - 1, max_num_seqs), rows, max_num_seqs)[0])
     if with_adapters:
         shapes |= {shape._replace(has_adapters=True) for shape in _largest(shapes)}
     return sorted(shapes, reverse=True)
+
+
+def next_shapes(max_num_seqs: int) -> list[StepShape]:
+    """Shapes whose kernels follow at once, the smallest first: few sequences are faster with kernels of their own."""
+    return sorted({_decode_shape(size, max_num_seqs) for size in (1, 16)})
+
+
+def _decode_shape(num_seqs: int, max_num_seqs: int) -> StepShape:
+    size = min(num_seqs, max_num_seqs)
+    return padded_shape(size, size, 1, max_num_seqs)[0]
 
 
 def first_extra_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = False) -> list[StepShape]:
@@ -135,16 +144,16 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def prefer(self, shapes: list[StepShape]) -> None:
-        """Where no graph is there that a step fits into, one of these is captured: their kernels are compiled."""
-        self._compiled = shapes
+    def offer(self, shapes: list[StepShape]) -> None:
+        """From now on these may be captured when a step fits into none that is smaller: their kernels are compiled."""
+        self._compiled += shapes
 
     def allow_captures(self) -> None:
         """From now on any shape may be captured: its kernels are compiled, so it takes no longer than a few steps."""
         self._next_capture = 0.0
 
     def fit(self, shape: StepShape) -> StepShape:
-        """The shape to bring a step to: its own, or a larger one that is there.
+        """The shape to bring a step to: its own, or a larger one that is there or on offer.
 
         Between two captures that steps have to wait for lies a second, so that they are not felt.
         """
@@ -153,8 +162,7 @@ class Graphs:
         if time.monotonic() >= self._next_capture:
             self._next_capture = time.monotonic() + SECONDS_BETWEEN_CAPTURES
             return shape
-        known = [known for known in self._graphs if known.holds(shape)]
-        return min(known or [compiled for compiled in self._compiled if compiled.holds(shape)], default=shape)
+        return min((known for known in (*self._graphs, *self._compiled) if known.holds(shape)), default=shape)
 
     def __contains__(self, shape: StepShape) -> bool:
         return shape in self._graphs

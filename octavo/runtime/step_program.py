@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from octavo import ops
+from octavo.kernel_compiler import preparation
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
@@ -136,18 +137,13 @@ class StepProgram:
         return self._adapter_rows.on_device(step.adapters_T)
 
 
-def load_compiler() -> None:
-    """Import the kernels and their compiler in a thread, while weights are read.
-
-    The compiler knows itself by a digest of all its files, which it takes when it is first used.
-    """
-
-    def load() -> None:
-        importlib.import_module("octavo.ops.triton")
-        with contextlib.suppress(ImportError, AttributeError):  # there is no promise that it is called so
-            importlib.import_module("triton.runtime.cache").triton_key()
-
-    threading.Thread(target=load, name="load compiler", daemon=True).start()
+def load_kernels() -> None:
+    """Import the kernels in a thread, and let their compiler get ready, while weights are read."""
+    preparation()
+    load = threading.Thread(
+        target=importlib.import_module, args=("octavo.ops.triton",), name="load kernels", daemon=True
+    )
+    load.start()
 
 
 @contextlib.contextmanager

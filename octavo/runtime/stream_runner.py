@@ -35,7 +35,15 @@ from octavo.runtime import sampler
 from octavo.runtime.block_copies import StepQueue
 from octavo.runtime.cells import Cells, Tables
 from octavo.runtime.forward_batch import Indices
-from octavo.runtime.graphs import Graphs, Kind, first_extra_shapes, first_shapes, graph_shapes, padded_shape
+from octavo.runtime.graphs import (
+    Graphs,
+    Kind,
+    first_extra_shapes,
+    first_shapes,
+    graph_shapes,
+    next_shapes,
+    padded_shape,
+)
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import LAST_TOKEN, ModelRunner
 from octavo.runtime.step_extras import pack_extras, read_report
@@ -153,23 +161,24 @@ class StreamRunner:
 
     def _compile_the_rest(self) -> list[StepShape]:
         """Compile what all other shapes launch, beside the steps that run; the shapes whose graphs are to follow."""
-        limits = self._limits
+        limits, graphs = self._limits, self._graphs
         most = limits.max_num_seqs, limits.max_num_batched_tokens, self._adapter_rows is not None
-        shapes = graph_shapes(*most)
+        extra, few, shapes = first_extra_shapes(*most), next_shapes(limits.max_num_seqs), graph_shapes(*most)
         started = time.perf_counter()
         with torch.cuda.stream(torch.cuda.Stream()), self._around():  # type: ignore[no-untyped-call]
             try:
                 program = self._make_program()
-                self._compile(program, extra := first_extra_shapes(*most))
-                if self._graphs is not None:
-                    self._graphs.prefer(extra)
+                self._compile(program, extra)
             finally:
                 self._has_extra_kernels.set()
+            self._compile(program, few, COMPILING_BESIDE_STEPS)
+            if graphs is not None:
+                graphs.offer([*extra, *few])
             self._compile(program, shapes, COMPILING_BESIDE_STEPS)
         logger.info("other kernels, in the background: %.1f s", time.perf_counter() - started)
-        if self._graphs is None:
+        if graphs is None:
             return []
-        self._graphs.allow_captures()
+        graphs.allow_captures()
         return shapes
 
     def _capture_when_idle(self, shape: StepShape) -> None:

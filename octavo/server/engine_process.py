@@ -22,6 +22,7 @@ from octavo.cache.kv_events import KVEvent
 from octavo.collector import leave_out_what_exists
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, OctavoError, RequestError
+from octavo.kernel_compiler import prepare_where_there_may_be_a_gpu
 from octavo.server import wire
 from octavo.telemetry.events import Event
 from octavo.telemetry.phases import Phases, log_to_stderr
@@ -167,7 +168,6 @@ def main(build: Build | None = None, argv: list[str] | None = None) -> int:
     """Run an engine process; ``build`` is ``octavo.build.build_engine`` unless a test brings its own."""
     arguments = sys.argv[1:] if argv is None else argv
     _settle_signals()
-    sys.setswitchinterval(SWITCH_INTERVAL)
     channel = Channel(socket.socket(fileno=int(arguments[-1])))
     try:
         start = channel.receive(wait=True)[0]
@@ -177,6 +177,7 @@ def main(build: Build | None = None, argv: list[str] | None = None) -> int:
         built = _build(build, start, channel)
         if built is None:
             return 1
+        sys.setswitchinterval(SWITCH_INTERVAL)
         EngineLoop(built, channel, start.generation).run()
     except FrontGone:
         logger.info("the front process is gone")
@@ -186,7 +187,8 @@ def main(build: Build | None = None, argv: list[str] | None = None) -> int:
 def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLike | None:
     """Build the engine and say so, or say why not and return ``None``."""
     try:
-        engine, info = (build or _default_build())(EngineConfig.from_flat(start.config))
+        config = EngineConfig.from_flat(start.config)
+        engine, info = (build or _default_build(config.model.device))(config)
     except Exception as error:
         message = str(error)
         if not isinstance(error, OctavoError):
@@ -199,8 +201,9 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
     return engine
 
 
-def _default_build() -> Build:
+def _default_build(device: str) -> Build:
     phases = Phases()
+    prepare_where_there_may_be_a_gpu(device)
     from octavo.build import build_engine  # brings torch, which the front process must never import
 
     phases.done("imports of the engine process")

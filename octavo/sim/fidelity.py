@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -243,6 +243,8 @@ def compare(driver: Driver, info: EngineInfo, config: EngineConfig, count: int, 
         raise ConfigError(f"num_prompts must be at least 2 and rounds at least 1; they are {count} and {rounds}")
     parts, every = measure(driver, info, count, rounds)
     cost = fit(every.works, every.seconds)
+    mixed = driver.engine.scheduler.mixed_steps.most_mixed  # by default it hangs on the model
+    config = replace(config, scheduler=replace(config.scheduler, max_num_mixed_tokens=mixed))
     pools: dict[str, dict[str, list[Pool]]] = {}
     for part in parts:
         near: CostModel = cost.as_of(part.near.works, part.near.seconds)

@@ -10,6 +10,7 @@ from typing import Any
 from octavo.bench.dummy_models import SHAPES
 from octavo.bench.roofline import Shape, shape_of
 from octavo.config import EngineConfig
+from octavo.engine.mixed_steps import settle_mixed_steps
 from octavo.errors import ConfigError
 from octavo.sim.cost_model import CostModel, Roofline, num_blocks_of
 from octavo.sim.devices import Device, find_device
@@ -65,7 +66,7 @@ class Asked:
             self.tensor_parallel,
             self.router,
             cache,
-            scheduler,
+            settle_mixed_steps(scheduler, shape.matrix_weights * weight_bytes / self.tensor_parallel),
         )
 
     def _cost(self, shape: Shape, device: Device, weight_bytes: float) -> CostModel:

@@ -48,6 +48,8 @@ FEATURES = {
     "sliced": Features(max_itl=0.03),
     "sliced and fair": Features(max_itl=0.03, policy="fair", tight=True),
     "prompts first": Features(decode_interval=4, depth=2),
+    "short mixed steps": Features(mixed=2, depth=2, drafts=True),
+    "tight and short mixed steps": Features(mixed=1, tight=True, fault_rate=0.03),
     "tight and prompts first": Features(decode_interval=9, tight=True, drafts=True),
     "windows": Features(window=True),
     "windows, drafts and overlap": Features(window=True, drafts=True, depth=2),
@@ -88,7 +90,7 @@ def serve(seed: int, features: Features) -> None:
             offload.close()
     num_steps, stats = len(run.runner.plans), run.engine.stats()
     chosen = {**vars(features), "eviction": run.workload.eviction, "watermark": run.workload.watermark > 0}
-    chosen |= {name: chosen[name] not in (None, 0) for name in ("fault_rate", "max_itl", "decode_interval")}
+    chosen |= {name: chosen[name] not in (None, 0) for name in ("fault_rate", "max_itl", "decode_interval", "mixed")}
     happened["steps"] += num_steps
     steps_with.update(dict.fromkeys(chosen.items(), num_steps))
     happened.update(
@@ -145,6 +147,7 @@ def test_there_were_many_steps_with_every_choice_of_every_setting() -> None:
         victim=st.sampled_from(["auto", "youngest", "cheapest", "largest"]),
         max_itl=st.sampled_from([None, 0.03, 0.2]),
         decode_interval=st.sampled_from([None, 1, 3, 20]),
+        mixed=st.sampled_from([None, 1, 2, 9]),
         prefix_caching=st.booleans(),
         parts=st.booleans(),
         tiers=st.sampled_from(["none", "host", "disk"]),

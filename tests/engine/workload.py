@@ -37,6 +37,8 @@ class Features:
     victim: str = "auto"
     max_itl: float | None = None
     decode_interval: int | None = None
+    mixed: int | None = None
+    """Most tokens of a step beside a few who decode, above one for each sequence."""
     prefix_caching: bool = True
     parts: bool = True
     """Whether blocks are reused in part."""
@@ -253,6 +255,7 @@ class Run:
                     preemption_victim=features.victim,
                     max_itl=features.max_itl,
                     decode_interval=features.decode_interval,
+                    max_num_mixed_tokens=self._most_mixed(),
                     turn_tokens=3 if features.policy == "decode-round-robin" else None,
                 ),
                 clock=self.clock,
@@ -298,6 +301,11 @@ class Run:
         record = self.records.get(request_id)
         if record is not None and request_id < num_added and (record.last is None or record.last.finish_reason is None):
             self.aborted.add(request_id)
+
+    def _most_mixed(self) -> int | None:
+        if self.features.mixed is None:
+            return None
+        return min(self.workload.max_num_seqs + self.features.mixed, self.workload.max_num_batched_tokens)
 
     def _check_last_plan(self) -> None:
         if self.runner.plans:

@@ -22,7 +22,16 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.runtime.graphs import Graphs, Kind, first_extra_shapes, first_shapes, graph_shapes, kinds, padded_shape
+from octavo.runtime.graphs import (
+    Graphs,
+    Kind,
+    first_extra_shapes,
+    first_shapes,
+    graph_shapes,
+    kinds,
+    next_shapes,
+    padded_shape,
+)
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.sampler import NOT_NUMBERS
 from octavo.runtime.step_inputs import StepShape
@@ -408,13 +417,18 @@ def test_a_step_waits_for_one_capture_of_an_idle_device_and_not_for_all(
 def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     graphs: Any = Graphs(lambda shape: None, contextlib.nullcontext)
-    plain, extra = first_shapes(64, 512), first_extra_shapes(64, 512)
-    graphs._graphs = dict.fromkeys(plain)
+    first, few, extra = first_shapes(64, 512), next_shapes(64), first_extra_shapes(64, 512)
+    graphs._graphs = dict.fromkeys(first)
     small, mixed = StepShape(4, 4, 1), StepShape(48, 8, 48)
-    assert graphs.fit(small) == StepShape(16, 16, 1)
-    assert graphs.fit(small._replace(has_extras=True)) == small._replace(has_extras=True)
-    graphs.prefer(extra)
-    assert graphs.fit(small._replace(has_extras=True)) == StepShape(64, 64, 1, has_extras=True)
+    small_extra = small._replace(has_extras=True)
+    assert graphs.fit(small) == StepShape(64, 64, 1)
+    assert graphs.fit(mixed) == StepShape(512, 64, 512)
+    assert graphs.fit(small_extra) == small_extra
+    graphs.offer([*extra, *few])
+    assert graphs.fit(small) == StepShape(16, 16, 1), "one with a kernel for few sequences may be captured"
+    assert graphs.fit(StepShape(1, 1, 1)) == StepShape(1, 1, 1)
+    assert graphs.fit(StepShape(32, 32, 1)) == StepShape(64, 64, 1)
+    assert graphs.fit(small_extra) == StepShape(64, 64, 1, has_extras=True)
     assert graphs.fit(mixed._replace(has_extras=True)) == extra[0]
     graphs.allow_captures()
     assert graphs.fit(small) == small

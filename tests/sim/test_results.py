@@ -79,7 +79,7 @@ def test_decisions_are_those_that_they_always_were(
 ) -> None:
     """Whoever makes the scheduler, the cache or the simulator faster changes none; another cost of a step may."""
     asked = Asked("llama-3.1-8b", "h200", workload, 120, rate=60, replicas=2)
-    figures = run(asked, num_kv_blocks=400, block_size=16, max_num_seqs=24)
+    figures = run(asked, num_kv_blocks=400, block_size=16, max_num_seqs=24, max_num_mixed_tokens=2048)
     assert figures["requests"] + figures["refused"] == 120
     assert (figures["steps"], figures["preemptions"]) == (steps, preemptions)
     assert figures["prefix_hit_rate"] == pytest.approx(hit_rate, abs=1e-5)

@@ -30,6 +30,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
+from octavo.kernel_compiler import preparation
+
 T = TypeVar("T")
 
 HOPPER = (9, 0)
@@ -81,6 +83,7 @@ def compiling(num_threads: int | None = None) -> Iterator[None]:
     Triton has a C compiler build a launcher when a kernel first runs, one kernel after another. They are built here as
     well, many at a time, and found in its cache then.
     """
+    preparation().join()
     kernels: set[Any] = set()
     are_known = threading.Event()
     with ThreadPoolExecutor(num_threads or os.cpu_count(), initializer=are_known.wait) as executor:

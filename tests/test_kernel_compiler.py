@@ -1,0 +1,60 @@
+"""What a start does for the compiler of kernels, beside other things."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from octavo import kernel_compiler
+
+_preparation = kernel_compiler.preparation
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    """Nothing has been prepared in this process."""
+    _preparation.cache_clear()
+    yield
+    _preparation.cache_clear()
+
+
+def test_it_is_prepared_once_and_can_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, digests = threading.Event(), []
+
+    def triton_key() -> None:
+        go.wait(10)
+        digests.append(threading.current_thread())
+
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace(triton_key=triton_key))
+    thread = kernel_compiler.preparation()
+    assert kernel_compiler.preparation() is thread
+    assert thread.is_alive()
+    go.set()
+    thread.join(10)
+    assert digests == [thread]
+
+
+@pytest.mark.parametrize("module", [None, SimpleNamespace()])
+def test_another_triton_or_none_is_no_error(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", module)
+    kernel_compiler.preparation().join(10)
+    assert not errors
+
+
+def test_only_where_there_may_be_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr(kernel_compiler, "preparation", lambda: begun.append(1))
+    monkeypatch.setattr(kernel_compiler, "NVIDIA_DRIVER", tmp_path / "none")
+    kernel_compiler.prepare_where_there_may_be_a_gpu("auto")
+    monkeypatch.setattr(kernel_compiler, "NVIDIA_DRIVER", tmp_path)
+    kernel_compiler.prepare_where_there_may_be_a_gpu("cpu")
+    assert not begun
+    kernel_compiler.prepare_where_there_may_be_a_gpu("auto")
+    assert begun
