@@ -19,7 +19,7 @@ serve: $(VENV)/.run  ## serve MODEL on HOST:PORT; more flags in ARGS
 	@exec $(BIN)/octavo serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(VENV)/.dev  ## run every test; those that need a GPU are skipped without one
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-clients: $(VENV)/.dev $(CLIENTS)/.done  ## drive a server with other projects' clients: docs/clients.md
 	OCTAVO_CLIENTS=$(abspath $(CLIENTS)) $(BIN)/python -m pytest tests/clients $(ARGS)

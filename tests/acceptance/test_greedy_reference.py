@@ -12,6 +12,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.weights.blocks import BlockTensor, dequantize
 from octavo.weights.checkpoint import open_checkpoint
+from tests.gguf_reference import read_once
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -31,9 +32,9 @@ def llm(default_model_path: Path) -> Any:
 def reference(default_model_path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
-        default_model_path.parent, gguf_file=default_model_path.name, dtype=torch.float32
-    ).eval()
+    folder, file = default_model_path.parent, default_model_path.name
+    with read_once():
+        return AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
 
 
 def prompts(llm: LLM) -> list[list[int]]:

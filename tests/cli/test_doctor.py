@@ -9,6 +9,7 @@ import torch
 
 import octavo
 from octavo.cli import main
+from octavo.ops.cpu.compiled import cache_folder
 from tests.llm.tiny import SETTINGS, write_checkpoint
 
 FLAGS = [part for name, value in SETTINGS.items() for part in ("--" + name.replace("_", "-"), str(value))]
@@ -17,7 +18,8 @@ SECTIONS = ["versions", "machine", "models", "model", "kernels"]
 
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No model was fetched yet."""
+    """No model was fetched yet. Compiled kernels stay where they are: the first to ask for their folder decides it."""
+    cache_folder()
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

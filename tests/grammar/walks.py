@@ -42,7 +42,8 @@ def tokenizer() -> LLTokenizer:
 
 
 def allowed(mask: np.ndarray) -> list[int]:
-    return [int(token) for token in np.flatnonzero(np.unpackbits(mask, bitorder="little"))]
+    tokens: list[int] = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+    return tokens
 
 
 def write(part: forms.Part, rng: random.Random, max_tokens: int = 600) -> bytes | None:

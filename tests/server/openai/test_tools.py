@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
@@ -42,13 +42,20 @@ def says(text: str) -> InProcessEngine:
     return InProcessEngine(lambda request: [*text.encode(), IM_END])
 
 
+@pytest.fixture(scope="module")
+def hermes() -> Iterator[Served]:
+    served = Served(says(""), byte_tokenizer(TEMPLATE), {"tool_call_parser": "hermes"})
+    yield served
+    served.stop()
+
+
 @pytest.fixture
-def serve_hermes(serve_app: Any) -> Callable[[str], Served]:
-    tokenizer = byte_tokenizer(TEMPLATE)
+def serve_hermes(hermes: Served) -> Callable[[str], Served]:
+    """Have the model of the one server say something; a process for templates is started for it once."""
 
     def start(text: str) -> Served:
-        served: Served = serve_app(says(text), tokenizer=tokenizer, tool_call_parser="hermes")
-        return served
+        hermes.engine.answer = says(text).answer
+        return hermes
 
     return start
 
