@@ -119,7 +119,7 @@ class SchedulerSettings:
     )
     max_num_mixed_tokens: int | None = setting(
         None,
-        "most tokens computed in a step beside a few who decode; default: 256 for large models on a GPU, else no other",
+        "most tokens computed in a step beside a few who decode; default: 384 for large models on a GPU, else no other",
         low=1,
     )
     scheduling_policy: str = setting("fcfs", "who is served first", POLICY_NAMES)
