@@ -71,4 +71,4 @@ def build(config: EngineConfig, step_seconds: float) -> tuple[Engine, EngineInfo
 
 if __name__ == "__main__":
     seconds = float(sys.argv[1]) / 1e3
-    sys.exit(main(build=lambda config: build(config, seconds), argv=sys.argv[2:]))
+    main(build=lambda config: build(config, seconds))

@@ -171,6 +171,11 @@ class Engine:
         stats.num_waiting += len(self.preparing)
         return stats
 
+    def close(self) -> None:
+        """Wait until blocks on their way to slower memory are there; the engine must not be used any more."""
+        if self.scheduler.cache.offload is not None:
+            self.scheduler.cache.offload.close()
+
     def check(self) -> None:
         """Assert that all bookkeeping agrees; for tests and for finding out what went wrong."""
         self.scheduler.check()

@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import logging
+import os
 import select
 import signal
 import socket
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from octavo.cache.kv_events import KVEvent
 from octavo.collector import leave_out_what_exists
@@ -51,6 +52,7 @@ class EngineLike(Protocol):
     def stats(self) -> EngineStats: ...
     def take_events(self) -> list[Event]: ...
     def take_kv_events(self) -> list[KVEvent]: ...
+    def close(self) -> None: ...
 
 
 Build = Callable[[EngineConfig], tuple[EngineLike, EngineInfo]]
@@ -164,11 +166,18 @@ class EngineLoop:
         self.channel.send(wire.StepDone(self.generation, outputs, stats, refusals, events, kv_events))
 
 
-def main(build: Build | None = None, argv: list[str] | None = None) -> int:
+def main(build: Build | None = None) -> NoReturn:
     """Run an engine process; ``build`` is ``octavo.build.build_engine`` unless a test brings its own."""
-    arguments = sys.argv[1:] if argv is None else argv
+    code = _serve(build)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads may be compiling kernels for later steps: an orderly end of the interpreter waits for them, or aborts.
+    os._exit(code)
+
+
+def _serve(build: Build | None) -> int:
     _settle_signals()
-    channel = Channel(socket.socket(fileno=int(arguments[-1])))
+    channel = Channel(socket.socket(fileno=int(sys.argv[-1])))
     try:
         start = channel.receive(wait=True)[0]
         if not isinstance(start, wire.Start):
@@ -178,7 +187,10 @@ def main(build: Build | None = None, argv: list[str] | None = None) -> int:
         if built is None:
             return 1
         sys.setswitchinterval(SWITCH_INTERVAL)
-        EngineLoop(built, channel, start.generation).run()
+        try:
+            EngineLoop(built, channel, start.generation).run()
+        finally:
+            built.close()
     except FrontGone:
         logger.info("the front process is gone")
     return 0
@@ -221,4 +233,4 @@ def _settle_signals() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -139,11 +139,11 @@ def test_a_disk_is_found_again_by_the_next_engine_and_by_no_other_model(tmp_path
     first = Conversations(100, 0, tmp_path)
     first.talk(20, 3)
     assert first.offload is not None
-    first.offload.close()
+    first.engine.close()
     second = Conversations(100, 8, tmp_path)
     assert second.talk(10, 1) > 0.5
     assert second.offload is not None
-    second.offload.close()
+    second.engine.close()
     other = Conversations(100, 8, tmp_path)
     other.offload = Offload(OracleStore(other.runner), 4, "another", HostTier(1000), DiskTier(tmp_path, 1 << 30))
     other.cache.use_offload(other.offload)

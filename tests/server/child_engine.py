@@ -53,7 +53,7 @@ def make_config(timeout: float = 30.0, **knobs: Any) -> ServeConfig:
 def make_engine(timeout: float = 30.0, **knobs: Any) -> AsyncEngine:
     # The repository's root must be found by the child, which runs a file from within the tests.
     code = f"import sys; sys.path.insert(0, {str(SCRIPT.parents[2])!r}); "
-    code += "from tests.server import fake_engine as f; sys.exit(f.engine_process.main(build=f.build))"
+    code += "from tests.server import fake_engine as f; f.engine_process.main(build=f.build)"
     return AsyncEngine(make_config(timeout, **knobs), [sys.executable, "-c", code])
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import struct
 import sys
+import threading
 import time
 
 import msgspec
@@ -63,6 +64,8 @@ class Knobs(msgspec.Struct, forbid_unknown_fields=True):
     slow_step: int = -1
     """A step takes ``slow_seconds`` when it first sees a prompt that begins with this."""
     slow_seconds: float = 0.0
+    writes: str = ""
+    """A file that closing the engine writes, which takes half a second; and beside it a thread that does not end."""
 
 
 def token_at(prompt: list[int], position: int) -> int:
@@ -133,6 +136,11 @@ class FakeEngine:
     def take_kv_events(self) -> list[KVEvent]:
         return []
 
+    def close(self) -> None:
+        if self.knobs.writes:
+            time.sleep(0.5)
+            open(self.knobs.writes, "w").close()
+
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self.requests),
@@ -151,8 +159,10 @@ def build(config: EngineConfig) -> tuple[FakeEngine, EngineInfo]:
         if os.path.exists(knobs.start_crash_after):
             os._exit(7)
         open(knobs.start_crash_after, "w").close()
+    if knobs.writes:
+        threading.Thread(target=time.sleep, args=(3600,)).start()
     return FakeEngine(knobs), INFO
 
 
 if __name__ == "__main__":
-    sys.exit(engine_process.main(build=build))
+    engine_process.main(build=build)

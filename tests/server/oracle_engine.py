@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 from octavo.cache.kv_cache import KVCache
@@ -46,4 +45,4 @@ def build(config: EngineConfig) -> tuple[Engine, EngineInfo]:
 
 
 if __name__ == "__main__":
-    sys.exit(engine_process.main(build=build))
+    engine_process.main(build=build)

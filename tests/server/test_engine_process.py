@@ -67,7 +67,7 @@ def children() -> Iterator[list[Child]]:
 
 
 def start(children: list[Child], **knobs: Any) -> Child:
-    code = "import sys; from tests.server import fake_engine as f; sys.exit(f.engine_process.main(build=f.build))"
+    code = "import sys; from tests.server import fake_engine as f; f.engine_process.main(build=f.build)"
     child = Child(code)
     children.append(child)
     child.send(wire.Start(3, to_flat(EngineConfig(model=ModelSettings(model=json.dumps(knobs))))))
@@ -141,6 +141,20 @@ def test_it_ends_in_order(children: list[Child], ending: str) -> None:
     assert child.process.wait(10) == (-signal.SIGTERM if ending == "SIGTERM" else 0)
 
 
+@pytest.mark.parametrize("ending", ["stop", "close"])
+def test_it_ends_when_its_engine_is_closed_whatever_other_threads_do(
+    children: list[Child], ending: str, tmp_path: Path
+) -> None:
+    child = start(children, writes=str(tmp_path / "written"))
+    child.receive()
+    if ending == "stop":
+        child.send(wire.Stop(3))
+    else:
+        child.socket.close()
+    assert child.process.wait(10) == 0
+    assert (tmp_path / "written").exists()
+
+
 BESIDE_COMPILING = """
 import sys, threading
 from tests.server import fake_engine as f
@@ -151,7 +165,7 @@ def build(config):
     for _ in range(2):
         threading.Thread(target=compute, daemon=True).start()
     return f.build(config)
-sys.exit(f.engine_process.main(build=build))
+f.engine_process.main(build=build)
 """
 
 
@@ -219,6 +233,9 @@ class IdleEngine:
 
     def take_kv_events(self) -> list[KVEvent]:
         return []
+
+    def close(self) -> None:
+        pass
 
 
 def test_steps_that_do_nothing_are_not_reported_and_do_not_spin() -> None:

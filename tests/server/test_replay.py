@@ -77,7 +77,7 @@ def test_random_kills_change_no_token_and_no_logprob(depth: int) -> None:
 
     async def main() -> None:
         code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-        code += "from tests.server import oracle_engine as o; sys.exit(o.engine_process.main(build=o.build))"
+        code += "from tests.server import oracle_engine as o; o.engine_process.main(build=o.build)"
         engine = AsyncEngine(ServeConfig(model=ModelSettings(seed=depth)), [sys.executable, "-c", code])
         await engine.start()
         streams = []
