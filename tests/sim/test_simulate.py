@@ -11,13 +11,15 @@ import pytest
 
 from octavo.bench.virtual import StepCost, VirtualEngine
 from octavo.cli import main
-from octavo.config import SchedulerSettings
+from octavo.config import EngineConfig, SchedulerSettings
+from octavo.engine.mixed_steps import MIXED_TOKENS
 from octavo.engine.step_times import StepWork
 from octavo.sim.clock import START
 from octavo.sim.cost_model import CostModel
 from octavo.sim.jobs import Awaits, Job, Workload
 from octavo.sim.replica import Sizes
 from octavo.sim.report import Ledger, Targets
+from octavo.sim.setup import Asked
 from octavo.sim.simulate import Fleet, Simulation
 from octavo.sim.workloads import PROFILES, ClosedLoop, Sessions
 
@@ -240,3 +242,16 @@ def test_search_finds_the_least_number_of_devices() -> None:
     fewer = dataclasses.replace(asked, replicas=best.num_devices - 1)
     engine = EngineConfig.from_flat({"max_num_batched_tokens": 2048})
     assert Simulation(fewer.fleet(engine), fewer.clients(), targets).run()["good_share"] < 0.99
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor_parallel", "most"),
+    [("llama-3.1-8b", 1, MIXED_TOKENS), ("llama-3.1-8b", 4, None), ("tiny", 1, None)],
+)
+def test_steps_beside_few_who_decode_are_bounded_as_on_a_gpu(
+    model: str, tensor_parallel: int, most: int | None
+) -> None:
+    asked = Asked(model, "h200", "single", 10, rate=1, tensor_parallel=tensor_parallel)
+    assert asked.fleet(EngineConfig()).scheduler.max_num_mixed_tokens == most
+    settings = EngineConfig.from_flat({"max_num_mixed_tokens": 7})
+    assert asked.fleet(settings).scheduler.max_num_mixed_tokens == 7
