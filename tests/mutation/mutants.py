@@ -92,6 +92,9 @@ MUTANTS = [
     Mutant(POLICIES + "fair.py", "key=lambda seq: (seq.account.counter, -seq.order[0])", "key=lambda seq: seq.order"),
     Mutant(POLICIES + "round_robin.py", "if self._had_its_turn(seq):", "if False:"),
     Mutant("engine/victims.py", "return min(candidates, key", "return max(candidates, key"),
+    Mutant("engine/mixed_steps.py", "num_cut < num_running", "num_cut <= num_running"),
+    Mutant("engine/mixed_steps.py", " and num_waiting <= FEW_WAITING", ""),
+    Mutant("engine/mixed_steps.py", "num_running + 1), self.most)", "num_running), self.most)"),
     Mutant("engine/pace.py", "self._bound(wanted) - self.predict(0, num_running)", "self._bound(wanted)"),
     Mutant("engine/pace.py", "num_running + max(LEAST_CHUNK, num_chunk_tokens)", "num_running + num_chunk_tokens"),
     # Blocks.
