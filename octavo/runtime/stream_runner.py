@@ -169,11 +169,13 @@ class StreamRunner:
             try:
                 program = self._make_program()
                 self._compile(program, extra)
+                if graphs is not None:
+                    graphs.offer(extra)
             finally:
                 self._has_extra_kernels.set()
             self._compile(program, few, COMPILING_BESIDE_STEPS)
             if graphs is not None:
-                graphs.offer([*extra, *few])
+                graphs.offer(few)
             self._compile(program, shapes, COMPILING_BESIDE_STEPS)
         logger.info("other kernels, in the background: %.1f s", time.perf_counter() - started)
         if graphs is None:

@@ -433,3 +433,23 @@ def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are(monke
     graphs.allow_captures()
     assert graphs.fit(small) == small
     assert graphs.fit(small) == StepShape(16, 16, 1), "the next capture may come a second later"
+
+
+def test_steps_with_extras_go_on_when_there_are_shapes_to_bring_them_to(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner: Any = stream_engine(loaded).runner
+    runner._has_extra_kernels.clear()
+    told: list[tuple[list[StepShape], bool]] = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    runner._compile = lambda *args: None
+    runner._graphs = SimpleNamespace(
+        offer=lambda shapes: told.append((shapes, runner._has_extra_kernels.is_set())), allow_captures=lambda: None
+    )
+    limits = runner._limits
+    assert runner._compile_the_rest() == graph_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
+    assert told == [
+        (first_extra_shapes(limits.max_num_seqs, limits.max_num_batched_tokens), False),
+        (next_shapes(limits.max_num_seqs), True),
+    ]
