@@ -18,6 +18,7 @@ SERVED_COLUMNS = {
     "itl_p50_ms": "ITL p50 ms",
     "itl_p99_ms": "ITL p99 ms",
     "tpot_p50_ms": "TPOT p50 ms",
+    "mj_per_token": "mJ per token",
 }
 ABLATION_COLUMNS = {
     "num_steps": "steps",
@@ -92,12 +93,13 @@ def number(value: object) -> str:
 def _served(result: Mapping[str, Any]) -> str:
     """One row for each workload; cells are Octavo's median, vLLM's, and how many times better Octavo is."""
     cells = {(row["workload"], row["figure"]): row for row in result["rows"]}
+    columns = {figure: title for figure, title in SERVED_COLUMNS.items() if any(told == figure for _, told in cells)}
     lines = []
     for workload in result["workloads"]:
-        found = [cells[workload, figure] for figure in SERVED_COLUMNS]
+        found = [cells.get((workload, figure), {}) for figure in columns]
         runs = "/".join(str(len(found[0].get(engine, {}).get("all", []))) for engine in ("octavo", "vllm"))
         lines.append([workload, *map(_pair, found), runs])
-    header = ["workload", *(f"{title}: Octavo, vLLM (times better)" for title in SERVED_COLUMNS.values()), "runs"]
+    header = ["workload", *(f"{title}: Octavo, vLLM (times better)" for title in columns.values()), "runs"]
     visits = [
         [visit["engine"], number(visit.get("ready_s", "-")), visit.get("error", "")] for visit in result["visits"]
     ]

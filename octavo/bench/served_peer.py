@@ -31,7 +31,10 @@ FIGURES = {
     "tpot_p50_ms": "median_tpot_ms",
     "tpot_p99_ms": "p99_tpot_ms",
 }
-"""Our names to those of the client's result. Milliseconds are better small, tokens per second are better large."""
+"""Our names to those of the client's result. Tokens per second are better large, all else is better small."""
+ENERGY = "mj_per_token"
+STEADY_SECONDS = 7.0
+"""Shortest run whose energy is told: power is read once a second, and a run's edges are not what it takes."""
 
 START_SECONDS = 300.0
 RESERVE_SECONDS = 20.0
@@ -153,24 +156,35 @@ class ServedComparison:
 
 
 def compare(runs: Sequence[Mapping[str, Any]], workloads: Sequence[str]) -> list[dict[str, Any]]:
-    """One row for each workload and figure: each engine's median, and how many times better Octavo is.
+    """One row for each workload and figure that is told: each engine's median, and how many times better Octavo is.
 
-    ``times_better`` is above 1 where Octavo is ahead: the quotient of throughputs, and the inverse one of times. It is
-    missing while one of the two has no run.
+    ``times_better`` is above 1 where Octavo is ahead: the quotient of throughputs, and the inverse one of all else. It
+    is missing while one of the two has no run.
     """
     rows = []
     for workload in workloads:
-        for figure, key in FIGURES.items():
+        for figure in (*FIGURES, ENERGY):
             row: dict[str, Any] = {"workload": workload, "figure": figure}
             for engine in ("octavo", "vllm"):
-                values = [r["client"][key] for r in runs if (r["workload"], r["engine"]) == (workload, engine)]
-                if values:
+                mine = [_figure(r, figure) for r in runs if (r["workload"], r["engine"]) == (workload, engine)]
+                if values := [value for value in mine if value is not None]:
                     row[engine] = {"median": round(statistics.median(values), 3), "all": [round(v, 3) for v in values]}
             if "octavo" in row and "vllm" in row and row["octavo"]["median"] and row["vllm"]["median"]:
                 ratio = row["octavo"]["median"] / row["vllm"]["median"]
-                row["times_better"] = round(1 / ratio if figure.endswith("_ms") else ratio, 3)
-            rows.append(row)
+                row["times_better"] = round(ratio if figure.endswith("_tok_s") else 1 / ratio, 3)
+            if "octavo" in row or "vllm" in row:
+                rows.append(row)
     return rows
+
+
+def _figure(run: Mapping[str, Any], figure: str) -> float | None:
+    """A figure of one run; its energy is that of the first GPU, for each output token, where it can be told."""
+    client, gpu = run["client"], run.get("gpu") or {}
+    if figure != ENERGY:
+        return float(client[FIGURES[figure]])
+    if not gpu or client["duration"] < STEADY_SECONDS:
+        return None
+    return float(1e3 * gpu["power_w_median"] * client["duration"] / client["total_output_tokens"])
 
 
 def parse_visits(text: str) -> list[tuple[str, int]]:

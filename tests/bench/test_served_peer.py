@@ -72,6 +72,18 @@ def test_medians_and_ratios() -> None:
     assert "times_better" not in rows["W2", "itl_p50_ms"]
 
 
+def test_energy_is_told_of_runs_that_are_long_enough_for_it() -> None:
+    def lasting(engine: str, watts: float, seconds: float) -> dict[str, Any]:
+        one = run(engine, "W3")
+        client = {**one["client"], "duration": seconds, "total_output_tokens": 1000}
+        return {**one, "client": client, "gpu": {"power_w_median": watts} if watts else {}}
+
+    runs = [lasting("octavo", 700, 10), lasting("vllm", 350, 40), lasting("vllm", 350, 5), lasting("vllm", 0, 40)]
+    row = next(row for row in compare(runs, ["W3"]) if row["figure"] == "mj_per_token")
+    assert (row["octavo"]["all"], row["vllm"]["all"]) == ([7000.0], [14000.0])
+    assert row["times_better"] == 2, "of energy, the smaller is the better"
+
+
 def test_visits_take_turns_and_rounds_of_both_have_the_same_seeds(tmp_path: Path) -> None:
     client = stand_in()
     found = comparison(tmp_path, client)
