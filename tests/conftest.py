@@ -38,8 +38,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
-def pytest_collection_finish() -> None:
-    """Leave all that was imported out of every later search for garbage: an engine begins with one."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Next to nothing of what is imported is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_what_is_new_is_searched() -> None:
+    """Leave what came before out of all later searches for garbage: an engine begins with one."""
     gc.collect()
     gc.freeze()
 
