@@ -18,6 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 serve: $(VENV)/.run  ## serve MODEL on HOST:PORT; more flags in ARGS
 	@exec $(BIN)/octavo serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
+test: export PYTHONDONTWRITEBYTECODE :=  # tests start processes by the hundred: each would compile all that it imports
 test: $(VENV)/.dev  ## run every test; those that need a GPU are skipped without one
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,34 @@ import pytest
 import torch
 
 import tests.triton_interpreter  # noqa: F401 (before anything else imports triton)
+from tests.timing import turn
 
 
-def pytest_collection_finish() -> None:
-    """Leave all that was imported out of every later search for garbage: an engine begins with one."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that must be alone come first, when no other worker has anything running between two tests, either."""
+    items.sort(key=lambda item: item.get_closest_marker("alone") is None)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test waits for its turn with all of its fixtures, and before its time begins."""
+    with turn(is_alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Next to nothing of what is imported is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_what_is_new_is_searched() -> None:
+    """Leave what came before out of all later searches for garbage: an engine begins with one."""
     gc.collect()
     gc.freeze()
 

@@ -25,6 +25,7 @@ if HAS_TRITON and DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
     from triton import knobs
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     propagate, knobs.propagate_env = knobs.propagate_env, False
@@ -126,10 +127,34 @@ if HAS_TRITON and DEVICE == "cpu":
         key = element.name, *(size.value if type(size) is tl.constexpr else size for size in shape)
         if key not in _blocks:
             _make_block(block, element, shape)
-            _blocks[key] = dict(block.__dict__)
+            sizes = tl.core.tuple([tl.constexpr(size) for size in block.shape])
+            _blocks[key] = {**block.__dict__, "sizes": sizes, "numel_of_sizes": tl.constexpr(block.numel)}
         block.__dict__.update(_blocks[key])
 
     tl.core.block_type.__init__ = _make_block_once
+
+    _make_tensor = tl.core.tensor.__init__
+
+    def _make_tensor_of_known_type(tensor: Any, handle: Any, type: Any) -> None:
+        """Triton counts and wraps the sizes of every result anew."""
+        known = type.__dict__
+        if "sizes" not in known:
+            _make_tensor(tensor, handle, type)
+            return
+        tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+        tensor.shape, tensor.numel = known["sizes"], known["numel_of_sizes"]
+
+    tl.core.tensor.__init__ = _make_tensor_of_known_type
+
+    _broadcast = TritonSemantic.broadcast_impl_value
+
+    def _broadcast_unless_alike(semantic: Any, left: Any, right: Any) -> Any:
+        """Triton compares the sizes of both one by one, each of them wrapped for it."""
+        if left.type.is_block() and right.type.is_block() and left.type.shape.values == right.type.shape.values:
+            return left, right
+        return _broadcast(semantic, left, right)
+
+    TritonSemantic.broadcast_impl_value = _broadcast_unless_alike
 
     class _TypeWhenAsked:
         """The type of a tuple, of which every tensor has one as its shape and hardly any is asked for its type."""

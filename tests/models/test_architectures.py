@@ -19,7 +19,7 @@ from octavo.models.registry import ARCHITECTURES, read_config
 from tests.models.families import MAX_LEN, ROWS, VOCAB_SIZE, make_checkpoint
 
 LENGTHS = (300, 1, 2, 17, 130)
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_num_batched_tokens": 48, "max_num_seqs": 4, "kv_cache_memory": 0.05}
 
 

@@ -89,16 +89,28 @@ def test_greedy_tokens_are_those_of_transformers(loaded: Loaded, settings: dict[
     assert found == {r.id: loaded.greedy(r.prompt_tokens, r.max_tokens) for r in some}
 
 
-@pytest.mark.parametrize("settings", ENGINES, ids=str)
-def test_rows_of_the_device_and_of_the_host_together(loaded: Loaded, settings: dict[str, Any]) -> None:
-    """Some requests ask for what only the host does: the steps behind wait for it, and nobody's tokens change."""
+def requests_of_the_host_and_others() -> list[Request]:
     kinds = [*MIXED, {"temperature": 0, "prompt_logprobs": 1, "frequency_penalty": 0.5}]
-    some = [
+    return [
         Request(r.id, r.prompt_tokens, SamplingParams(**kinds[r.id % 6]), r.max_tokens, r.seed) for r in requests(15)
     ]
-    expected = [tokens_of(run(loaded.engine(), [request]))[request.id] for request in some]
+
+
+@pytest.fixture(scope="module")
+def tokens_alone(loaded: Loaded) -> list[list[int]]:
+    """Of each of ``requests_of_the_host_and_others``, by the plain runner."""
+    with dispatch.only(REFERENCE):
+        return [tokens_of(run(loaded.engine(), [r]))[r.id] for r in requests_of_the_host_and_others()]
+
+
+@pytest.mark.parametrize("settings", ENGINES, ids=str)
+def test_rows_of_the_device_and_of_the_host_together(
+    loaded: Loaded, tokens_alone: list[list[int]], settings: dict[str, Any]
+) -> None:
+    """Some requests ask for what only the host does: the steps behind wait for it, and nobody's tokens change."""
+    some = requests_of_the_host_and_others()
     found = tokens_of(run(stream_engine(loaded, **settings), some))
-    assert [found[request.id] for request in some] == expected
+    assert [found[request.id] for request in some] == tokens_alone
 
 
 def test_requests_that_come_and_go_at_random(loaded: Loaded) -> None:
@@ -229,11 +241,18 @@ def without_host(engine: Engine) -> Engine:
     return engine
 
 
+@pytest.fixture(scope="module")
+def plain_extras(loaded: Loaded) -> dict[int, list[Output]]:
+    with dispatch.only(REFERENCE):
+        return run(loaded.engine(), with_extras(16))
+
+
 @pytest.mark.parametrize("settings", ENGINES, ids=str)
-def test_extras_are_those_of_the_plain_runner(loaded: Loaded, settings: dict[str, Any]) -> None:
-    some = with_extras(16)
+def test_extras_are_those_of_the_plain_runner(
+    loaded: Loaded, plain_extras: dict[int, list[Output]], settings: dict[str, Any]
+) -> None:
     engine = without_host(stream_engine(loaded, **settings))
-    assert_same(run(engine, some), run(loaded.engine(), some))
+    assert_same(run(engine, with_extras(16)), plain_extras)
     if settings.get("num_blocks") == 22:
         assert engine.stats().num_preemptions > 0
 

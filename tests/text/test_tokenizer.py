@@ -13,6 +13,7 @@ from tokenizers import pre_tokenizers
 
 from octavo.errors import InvalidParameter
 from octavo.text.tokenizer import Tokenizer
+from tests.gguf_reference import read_once
 
 CORPUS = [
     "",
@@ -40,7 +41,8 @@ DIGITS_AFTER_SPACES = ["1.\n2.\n\n3.   4", "x  1", "\t\t42\n\n7 8  9", "a = [ 1,
 @pytest.fixture(scope="module")
 def reference(default_model_path: Path) -> Any:
     transformers = pytest.importorskip("transformers")
-    return transformers.AutoTokenizer.from_pretrained(default_model_path.parent, gguf_file=default_model_path.name)
+    with read_once():
+        return transformers.AutoTokenizer.from_pretrained(default_model_path.parent, gguf_file=default_model_path.name)
 
 
 @pytest.mark.model
