@@ -35,7 +35,7 @@ from octavo.ops import dispatch
 from octavo.quant.scheme import WeightFormat, best_scheme
 from octavo.runtime import memory
 from octavo.runtime.block_copies import BlockCopies, DeviceBlockCopies, HostBlockCopies
-from octavo.runtime.cpu_threads import num_physical_cores
+from octavo.runtime.cpu_threads import num_threads_wanted
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import LAST_TOKEN, Forward, ModelRunner
 from octavo.runtime.offloading import make_offload
@@ -204,7 +204,7 @@ def _compiling_beside(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractCont
 def _prepare(device: torch.device) -> None:
     """What is to be done before, or beside, the loading of the model."""
     if device.type == "cpu":
-        _share_cores(num_physical_cores())
+        _share_cores(num_threads_wanted())
     else:
         load_kernels()
 

@@ -13,7 +13,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.registry import read_config
 from octavo.runtime import memory
-from octavo.runtime.cpu_threads import num_physical_cores
+from octavo.runtime.cpu_threads import num_physical_cores, num_threads_wanted
 from octavo.runtime.kv_storage import KVStorage, kv_bytes_per_token
 from octavo.runtime.memory import GIB, Limits, MemoryBudget, settle
 
@@ -131,3 +131,9 @@ def test_hardware_threads_of_one_core_count_once(tmp_path: Path, monkeypatch: py
         (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
         (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(siblings + "\n")
     assert num_physical_cores(tmp_path) == 3  # two cores, and one that says nothing
+
+
+def test_the_usual_variable_says_how_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, count in (("5", 5), ("0", num_physical_cores()), ("many", num_physical_cores())):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert num_threads_wanted() == count

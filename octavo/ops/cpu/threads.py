@@ -151,11 +151,10 @@ _lock = threading.Lock()
 
 
 def num_threads() -> int:
-    """Threads that a kernel uses, the caller's among them: the CPUs of this process, or ``OMP_NUM_THREADS``."""
+    """Threads that a kernel uses, the caller's among them: one for each CPU of this process until somebody says."""
     global _num_threads
     if _num_threads is None:
-        wanted = os.environ.get("OMP_NUM_THREADS", "")
-        _num_threads = int(wanted) if wanted.isdecimal() and int(wanted) else len(os.sched_getaffinity(0))
+        _num_threads = len(os.sched_getaffinity(0))
     return _num_threads
 
 
