@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,17 +16,21 @@ from octavo.build_encoder import build_encoder
 from octavo.cache.hybrid_cache import HybridCache
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
-from octavo.config import CacheSettings, EngineConfig, ModelSettings
+from octavo.config import CacheSettings, EngineConfig, ModelSettings, parse_lora_modules
+from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.engine import Engine
+from octavo.engine.graph_choice import GraphChoice
 from octavo.engine.mixed_steps import settle_mixed_steps
 from octavo.engine.ngram import NgramProposer
+from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.step_encoder import StepEncoder
+from octavo.engine.step_runner import BlockMessages, StepRunner, compute_padding
 from octavo.engine.step_times import logged
 from octavo.errors import ConfigError
 from octavo.grammar.masks import MatcherMasks
 from octavo.grammar.matchers import GrammarError
 from octavo.grammar.vocabulary import Vocabulary
-from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import Adapters, load_with_adapters
 from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
@@ -34,14 +40,17 @@ from octavo.models.registry import CausalLM, read_config
 from octavo.ops import dispatch
 from octavo.quant.scheme import WeightFormat, best_scheme
 from octavo.runtime import memory
-from octavo.runtime.block_copies import BlockCopies, DeviceBlockCopies, HostBlockCopies
 from octavo.runtime.cpu_threads import num_threads_wanted
+from octavo.runtime.device_program import load_kernels
+from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.model_runner import LAST_TOKEN, Forward, ModelRunner
 from octavo.runtime.offloading import make_offload
-from octavo.runtime.step_program import StepLimits, load_kernels
-from octavo.runtime.stream_runner import StreamRunner
+from octavo.runtime.step_program import Forward
+from octavo.runtime.stream_executor import StreamExecutor
 from octavo.speculative_config import parse_speculative_config
+from octavo.steps.limits import StepLimits
+from octavo.steps.messages import Executor
+from octavo.steps.shapes import exact_shape
 from octavo.telemetry.phases import Phases
 from octavo.text.tokenizer import load_tokenizer
 from octavo.types import EngineInfo
@@ -79,10 +88,20 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         kinds = kv_dtype, form.dtype, device.type
         limits, budget = memory.settle(config, model_config, *kinds, weights=loaded.num_bytes, free=free)
         storage = _storage(model_config, limits, kv_dtype, device)
-        runner = make_runner(config.model, loaded.model, storage, model_config.vocab_size, limits, pooling, adapters)
+        executor = make_executor(
+            config.model, loaded.model, storage, model_config.vocab_size, limits, pooling, adapters
+        )
+        numbers = None if adapters is None else dict[str, int]()
+        runner, warm_up = make_runner(
+            config.model, executor, storage.num_pools, model_config.vocab_size, limits, numbers
+        )
         phases.done("memory")
-        runner.warm_up()
+        warm_up()
         phases.done("kernels and graphs")
+    lora = None if numbers is None else LoadedAdapters(runner, numbers, config.model.max_loras)
+    if lora is not None:
+        for name, folder in parse_lora_modules(config.model.lora_modules).items():
+            lora.load(name, folder)
     info = EngineInfo(
         max_model_len=limits.max_model_len,
         vocab_size=model_config.vocab_size,
@@ -104,32 +123,27 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
     scheduler = _scheduler(config, limits, model_config, 0 if device.type == "cpu" else loaded.num_bytes)
-    copies = _copies(storage, runner)
+    blocks = BlockMessages(runner, storage.bytes_per_block)
     if config.cache.enable_partial_reuse:
-        _copy_parts(scheduler.cache, copies)
+        _copy_parts(scheduler.cache, blocks)
     forms = f"{form.dtype} {form.scheme} {info.kernels}"
-    if (offload := make_offload(config.cache, storage, copies, path, forms)) is not None:
+    if (offload := make_offload(config.cache, storage, blocks, path, forms)) is not None:
         scheduler.cache.use_offload(offload)
     ngram = parse_speculative_config(config.speculative.speculative_config)
     proposer = None if ngram is None else NgramProposer(ngram)
     depth = DEPTH[device.type] if config.scheduler.async_scheduling and ngram is None else 1
     timed = logged(runner, config.scheduler.step_log)
-    return Engine(scheduler, timed, grammars=grammars, proposer=proposer, adapters=adapters, depth=depth), info
+    return Engine(scheduler, timed, grammars=grammars, proposer=proposer, adapters=lora, depth=depth), info
 
 
 def _storage(model: ModelConfig, limits: memory.Limits, dtype: torch.dtype, device: torch.device) -> KVStorage:
     return KVStorage(model, limits.num_kv_blocks, limits.block_size, dtype, device, limits.num_window_blocks)
 
 
-def _copies(storage: KVStorage, runner: ModelRunner | StreamRunner) -> BlockCopies:
-    queue = runner.queue if isinstance(runner, StreamRunner) else None
-    return HostBlockCopies(storage) if queue is None else DeviceBlockCopies(storage, queue)
-
-
-def _copy_parts(cache: KVCache, copies: BlockCopies) -> None:
-    cache.copy_slots = copies.copy_slots
+def _copy_parts(cache: KVCache, blocks: BlockMessages) -> None:
+    cache.copy_slots = partial(blocks.copy_slots, 0)
     if cache.whole is not cache:
-        cache.whole.copy_slots = copies.copy_whole_slots
+        cache.whole.copy_slots = partial(blocks.copy_slots, 1)
 
 
 def _cache(settings: CacheSettings, limits: memory.Limits, model: ModelConfig) -> KVCache:
@@ -161,7 +175,7 @@ def _vocabulary(settings: ModelSettings, path: Path, info: EngineInfo) -> Vocabu
     return tokenizer.vocabulary(info.eos_token_ids)
 
 
-def make_runner(
+def make_executor(
     settings: ModelSettings,
     model: CausalLM,
     storage: KVStorage,
@@ -169,18 +183,42 @@ def make_runner(
     limits: memory.Limits,
     pooling: Pooling = LAST_TOKEN,
     adapters: Adapters | None = None,
-) -> ModelRunner | StreamRunner:
-    """The runner for the storage's device. What a CPU computes never depends on the batch."""
+) -> Executor:
+    """The executor for the storage's device. What a CPU computes never depends on the batch."""
+    most = step_limits(limits)
     if storage.pool.device.type == "cpu":
         forward = None if settings.enforce_eager else _recorded(model, storage)
-        rows = None if adapters is None else adapters.rows
-        return ModelRunner(model, storage, vocab_size, forward, pooling, rows)
-    max_blocks = -(-limits.max_model_len // limits.block_size)
-    most = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks)
-    rows = None if adapters is None or not isinstance(adapters.rows, StackedRows) else adapters.rows
-    return StreamRunner(
-        model, storage, vocab_size, most, settings.batch_invariant, settings.enforce_eager, pooling, rows
+        return HostExecutor(model, storage, vocab_size, most, forward, pooling, adapters)
+    return StreamExecutor(
+        model, storage, vocab_size, most, settings.batch_invariant, settings.enforce_eager, pooling, adapters
     )
+
+
+def make_runner(
+    settings: ModelSettings,
+    executor: Executor,
+    num_groups: int,
+    vocab_size: int,
+    limits: memory.Limits,
+    adapters: dict[str, int] | None = None,
+) -> tuple[StepRunner, Callable[[], None]]:
+    """The runner in front of an executor, and what a start waits for. ``adapters`` are to be those that are loaded."""
+    most = step_limits(limits)
+    batch = PersistentBatch(most.max_num_seqs, most.max_blocks, num_groups)
+    encoder = StepEncoder(batch, limits.block_size, vocab_size, exact_shape, adapters, settings.batch_invariant)
+    runner = StepRunner(executor, encoder)
+    if not executor.runs_ahead:
+        return runner, partial(compute_padding, runner)
+    has_graphs = not settings.enforce_eager
+    graphs = GraphChoice(most.max_num_seqs, most.max_num_batched_tokens, adapters is not None, has_graphs)
+    encoder.choose_shape = graphs.choose
+    return runner, partial(graphs.warm_up, runner)
+
+
+def step_limits(limits: memory.Limits) -> StepLimits:
+    """The most that a step of an engine can be."""
+    max_blocks = -(-limits.max_model_len // limits.block_size)
+    return StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks)
 
 
 def _recorded(model: CausalLM, storage: KVStorage) -> Forward | None:

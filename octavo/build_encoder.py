@@ -13,6 +13,7 @@ import torch
 
 from octavo.cache.kv_cache import KVCache
 from octavo.config import EngineConfig
+from octavo.engine.encoder_runner import EncoderRunner
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError
@@ -21,8 +22,8 @@ from octavo.models.encoders import load_encoder
 from octavo.models.pooling import longest_text, read_pooling
 from octavo.ops import dispatch
 from octavo.quant.scheme import WeightFormat
-from octavo.runtime.encoder_runner import EncoderRunner
-from octavo.types import EngineInfo
+from octavo.runtime.encoder_executor import EncoderExecutor
+from octavo.types import EngineInfo, Task
 from octavo.weights.checkpoint import Checkpoint
 
 MAX_NUM_SEQS = 256
@@ -37,7 +38,8 @@ def build_encoder(
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=True)
     loaded = load_encoder(model, checkpoint, form)
     gc.collect()
-    runner = EncoderRunner(loaded.model, pooling, form.device)
+    task: Task = "score" if model.is_judge else "embed"
+    runner = EncoderRunner(EncoderExecutor(loaded.model, pooling, form.device), task)
     runner.warm_up()
     num_blocks = 2 * max_num_seqs  # the scheduler admits nobody without a block to spare for each that runs
     scheduler = Scheduler(
@@ -63,7 +65,7 @@ def build_encoder(
         device=str(form.device),
         memory={"weights": loaded.num_bytes, "activations": activations},
         kernels={choice.op: choice.kernel for choice in choices if choice.chosen},
-        tasks=("score",) if model.is_judge else ("embed",),
+        tasks=(task,),
         embedding_size=0 if model.is_judge else model.hidden_size,
     )
     return Engine(scheduler, runner), info

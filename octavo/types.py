@@ -131,8 +131,8 @@ class Sequence:
     """What ``Grammars.prepare`` made of the request's grammar, if it has one."""
     account: Any = None
     """The policy's own note of this sequence, such as who is charged for it."""
-    cell: int = -1
-    """The runner's own note of where it keeps what it knows of this sequence."""
+    batch_index: int = -1
+    """Where the persistent batch keeps what steps tell of this sequence."""
     stop_token_ids: frozenset[int] = field(init=False)
     max_computed_tokens: int = field(init=False)
     """Positions that are ever computed: prompt and output, but for the last token, which nothing follows."""
@@ -326,7 +326,7 @@ class Pending(Protocol):
 
 
 class Runner(Protocol):
-    """Computes plans. The one door between deciding and executing."""
+    """Computes plans."""
 
     def submit(self, plan: Plan) -> Pending:
         """Start computing ``plan``; never wait for the device."""

@@ -12,8 +12,8 @@ from octavo.build import build_engine, resolve_device
 from octavo.collector import leave_out_what_exists
 from octavo.config import EngineConfig, to_flat
 from octavo.engine.engine import Engine
+from octavo.engine.graph_choice import PREPARING
 from octavo.errors import ConfigError
-from octavo.runtime.stream_runner import PREPARING
 from octavo.sampling_params import SamplingParams
 from octavo.types import EngineInfo, Request
 

@@ -20,29 +20,28 @@ from octavo.quant.scheme import LinearWeight
 
 
 class AdapterRows:
-    """Which rows of the step that is being computed want which adapter; one for all maps of a model."""
+    """Which rows of the step that is being computed ask for which adapter; one for all maps of a model."""
 
     max_rank: int | None = None
     """The highest rank that there is room for; ``None``: any."""
 
     def __init__(self) -> None:
-        self.by_name: Mapping[str, Tensor] = {}
-        """Row numbers, int64."""
-        self.places: dict[str, int] = {}
-        """The adapters that are loaded, and a number for each that no other has."""
+        self.by_number: Mapping[int, Tensor] = {}
+        """Row numbers, int64, of each adapter that is asked for."""
 
     def make_linear(self, weights: Sequence[LinearWeight], bias_N: Tensor | None = None) -> AdaptedLinear:
         """A map whose rows these are."""
         return AdaptedLinear(self, weights, bias_N)
 
     @contextlib.contextmanager
-    def of_step(self, by_name: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within this block, these are the rows."""
-        self.by_name = by_name
+    def of_rows(self, adapters_T: Tensor) -> Iterator[None]:
+        """Within this block, rows ask for the adapters of these numbers (int32); -1 is none."""
+        numbers = [number for number in torch.unique(adapters_T).tolist() if number >= 0]
+        self.by_number = {number: (adapters_T == number).nonzero()[:, 0] for number in numbers}
         try:
             yield
         finally:
-            self.by_name = {}
+            self.by_number = {}
 
 
 class AdaptedLinear(Linear):
@@ -53,16 +52,16 @@ class AdaptedLinear(Linear):
 
     def __init__(self, rows: AdapterRows, weights: Sequence[LinearWeight], bias_N: Tensor | None = None) -> None:
         super().__init__(weights, bias_N)
-        self.changes: dict[str, list[LowRank]] = {}
+        self.changes: dict[int, list[LowRank]] = {}
         self._rows = rows
 
-    def add(self, name: str, change: LowRank) -> None:
+    def add(self, number: int, change: LowRank) -> None:
         """Let an adapter change some of the outputs."""
-        self.changes.setdefault(name, []).append(change)
+        self.changes.setdefault(number, []).append(change)
 
-    def remove(self, name: str) -> None:
+    def remove(self, number: int) -> None:
         """Forget what an adapter changes, if anything."""
-        self.changes.pop(name, None)
+        self.changes.pop(number, None)
 
     def __call__(
         self,
@@ -73,14 +72,14 @@ class AdaptedLinear(Linear):
         activation: Activation | None = None,
     ) -> Tensor:
         """See ``Linear``."""
-        wanted = {name: rows for name, rows in self._rows.by_name.items() if name in self.changes}
-        if not wanted:
+        adapted = {number: rows for number, rows in self._rows.by_number.items() if number in self.changes}
+        if not adapted:
             return super().__call__(x_TK, norm=norm, residual=residual, activation=activation)
-        own = torch.cat(list(wanted.values()))
+        own = torch.cat(list(adapted.values()))
         own_residual = None if residual is None else residual[own]
         groups, end = [], 0
-        for name, rows in wanted.items():
-            groups.append(RowGroup(end, end := end + len(rows), self.changes[name]))
+        for number, rows in adapted.items():
+            groups.append(RowGroup(end, end := end + len(rows), self.changes[number]))
         changed = self._changed(x_TK[own], norm, own_residual, activation, groups)
         y_TN = changed.new_empty(len(x_TK), changed.shape[1])
         y_TN[own] = changed

@@ -1,6 +1,6 @@
 """Linear maps that adapters change for some rows of a step, where only the device knows for which.
 
-Adapters have places in stacks that are made once, so that captured graphs serve those that are loaded later.
+Each adapter's number is its place in stacks that are made once, so that captured graphs serve those that come later.
 
 Shapes: T tokens, K inputs, N outputs.
 """
@@ -20,46 +20,42 @@ from octavo.layers.lora import AdaptedLinear, AdapterRows
 from octavo.layers.norm import RMSNorm
 from octavo.ops.linear import Activation, compose
 from octavo.ops.lora import LowRank
-from octavo.ops.stacked_lora import NOBODY, LowRankStack
+from octavo.ops.stacked_lora import LowRankStack
 from octavo.quant.scheme import LinearWeight
 
 
 class StackedRows(AdapterRows):
-    """Which place each row of a step wants; ``max_rank`` is the rank that every stack has room for."""
+    """Which adapter each row of a step asks for; ``max_rank`` is the rank that every stack has room for."""
 
     def __init__(self, max_adapters: int, max_rank: int) -> None:
         super().__init__()
         self.max_adapters = max_adapters
         self.max_rank: int = max_rank
         self._of_thread = threading.local()
-        """Its ``places_T``: while one thread runs steps, another may compile what others will launch."""
+        """Its ``adapters_T``: while one thread runs steps, another may compile what others will launch."""
 
     def make_linear(self, weights: Sequence[LinearWeight], bias_N: Tensor | None = None) -> StackedLinear:
         """See ``AdapterRows``."""
         return StackedLinear(self, weights, bias_N)
 
     @contextlib.contextmanager
-    def on_device(self, places_T: Tensor) -> Iterator[None]:
-        """Within this block, rows want the adapters at these places (int32), which are read when kernels run."""
-        self._of_thread.places_T = places_T
+    def of_rows(self, adapters_T: Tensor) -> Iterator[None]:
+        """See ``AdapterRows``; the numbers are read when kernels run."""
+        self._of_thread.adapters_T = adapters_T
         try:
             yield
         finally:
-            self._of_thread.places_T = None
+            self._of_thread.adapters_T = None
 
-    def places_of(self, x_TK: Tensor) -> Tensor | None:
-        """The place of each row of the step, ``None`` where no row wants any."""
-        given_T: Tensor | None = getattr(self._of_thread, "places_T", None)
-        if given_T is not None or not self.by_name:
-            return given_T
-        places_T = torch.full((len(x_TK),), NOBODY, dtype=torch.int32, device=x_TK.device)
-        for name, rows in self.by_name.items():
-            places_T[rows] = self.places[name]
-        return places_T
+    @property
+    def adapters_T(self) -> Tensor | None:
+        """The adapter of each row of the step, ``None`` where no row asks for any."""
+        given_T: Tensor | None = getattr(self._of_thread, "adapters_T", None)
+        return given_T
 
 
 class StackedLinear(AdaptedLinear):
-    """A linear map with a stack of changes. In a step without ``places`` it is computed as by ``Linear``."""
+    """A linear map with a stack of changes. In a step without adapters it is computed as by ``Linear``."""
 
     def __init__(self, rows: StackedRows, weights: Sequence[LinearWeight], bias_N: Tensor | None = None) -> None:
         super().__init__(rows, weights, bias_N)
@@ -77,20 +73,19 @@ class StackedLinear(AdaptedLinear):
         )
         return self._stack.down_APRK.nbytes + self._stack.up_ANR.nbytes
 
-    def add(self, name: str, change: LowRank) -> None:
+    def add(self, number: int, change: LowRank) -> None:
         """See ``AdaptedLinear``; the change is done when this returns."""
         assert self._stack is not None, "there is no room for adapters of this map"
-        place, rank = self._stacked_rows.places[name], len(change.down_RK)
+        rank = len(change.down_RK)
         part = self._stack.parts_P2[:, 0].tolist().index(change.start)
-        self._stack.down_APRK[place, part, :rank].copy_(change.down_RK)
-        self._stack.up_ANR[place, change.start : change.start + len(change.up_NR), :rank].copy_(change.up_NR)
+        self._stack.down_APRK[number, part, :rank].copy_(change.down_RK)
+        self._stack.up_ANR[number, change.start : change.start + len(change.up_NR), :rank].copy_(change.up_NR)
 
-    def remove(self, name: str) -> None:
-        """See ``AdaptedLinear``. Steps that are still running may have it or not: nobody wants their results."""
+    def remove(self, number: int) -> None:
+        """See ``AdaptedLinear``. Steps that are still running may have it or not: their results are not used."""
         if self._stack is not None:
-            place = self._stacked_rows.places[name]
-            self._stack.down_APRK[place].zero_()
-            self._stack.up_ANR[place].zero_()
+            self._stack.down_APRK[number].zero_()
+            self._stack.up_ANR[number].zero_()
 
     def __call__(
         self,
@@ -101,14 +96,14 @@ class StackedLinear(AdaptedLinear):
         activation: Activation | None = None,
     ) -> Tensor:
         """See ``Linear``. A residual is added first where nothing is between it and the change."""
-        stack, places_T = self._stack, self._stacked_rows.places_of(x_TK)
-        if stack is None or places_T is None:
+        stack, adapters_T = self._stack, self._stacked_rows.adapters_T
+        if stack is None or adapters_T is None:
             return Linear.__call__(self, x_TK, norm=norm, residual=residual, activation=activation)
         norm_K, eps = (None, 0.0) if norm is None else (norm.weight_D, norm.eps)
         inner, outer = (residual, None) if activation is None else (None, residual)
 
         def multiply(h_TK: Tensor) -> Tensor:
             y_TN = Linear.__call__(self, h_TK, residual=inner)
-            return ops.stacked_lora(y_TN, h_TK, places_T, stack)
+            return ops.stacked_lora(y_TN, h_TK, adapters_T, stack)
 
         return compose(x_TK, norm_K, eps, outer, activation, multiply)

@@ -26,42 +26,30 @@ HEAD = "lm_head"
 
 
 class Adapters:
-    """Adapters by name, in the maps of one model."""
+    """Adapters by number, in the maps of one model."""
 
-    def __init__(self, maps: Mapping[str, MapPart], rows: AdapterRows, form: WeightFormat, most: int) -> None:
+    def __init__(self, maps: Mapping[str, MapPart], rows: AdapterRows, form: WeightFormat) -> None:
         self.rows = rows
         self.maps = maps
         self._form = form
-        self._most = most
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.rows.places
-
-    def load(self, name: str, path: str) -> None:
+    def load(self, number: int, path: str) -> None:
         """Add the adapter in the folder ``path``, or nothing of it. Raises ``CheckpointError``."""
-        if name in self:
-            raise CheckpointError(f"an adapter called {name} is loaded already")
-        places = self.rows.places
-        if len(places) >= self._most:
-            raise CheckpointError(f"{self._most} adapters are loaded already, as many as max_loras allows")
         changes = list(changes_of(Path(path), self.maps, self._form))
         rank = max(len(change.down_RK) for _, change in changes)
         if self.rows.max_rank is not None and rank > self.rows.max_rank:
             raise CheckpointError(f"{path}: has rank {rank}; max_lora_rank allows {self.rows.max_rank} on this device")
-        places[name] = min(set(range(self._most)) - set(places.values()))
         for linear, change in changes:
             assert isinstance(linear, AdaptedLinear), "this model was not loaded for adapters"
-            linear.add(name, change)
+            linear.add(number, change)
         if self._form.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # steps run on a stream of their own
 
-    def unload(self, name: str) -> None:
-        """Forget an adapter, which no request may need any more."""
-        if name in self:
-            for part in self.maps.values():
-                if isinstance(part.linear, AdaptedLinear):
-                    part.linear.remove(name)
-            del self.rows.places[name]
+    def unload(self, number: int) -> None:
+        """Forget an adapter, which no step asks for any more."""
+        for part in self.maps.values():
+            if isinstance(part.linear, AdaptedLinear):
+                part.linear.remove(number)
 
 
 def make_stacks(maps: Mapping[str, MapPart], form: WeightFormat) -> int:
@@ -110,7 +98,7 @@ def changes_of(path: Path, maps: Mapping[str, MapPart], form: WeightFormat) -> I
 def load_with_adapters(
     settings: ModelSettings, config: ModelConfig, source: Source, form: WeightFormat
 ) -> tuple[LoadedModel, Adapters | None]:
-    """The model, with the adapters of the settings beside its weights or in them; see ``load_model``.
+    """The model, with room for adapters, or with the adapter of the settings merged into it; see ``load_model``.
 
     Raises ``ConfigError`` for settings that cannot work.
     """
@@ -128,7 +116,4 @@ def load_with_adapters(
     loaded = load_model(config, source, form, rows)
     if isinstance(rows, StackedRows):
         loaded = loaded._replace(num_bytes=loaded.num_bytes + make_stacks(loaded.maps, form))
-    adapters = Adapters(loaded.maps, rows, form, settings.max_loras)
-    for name, path in modules.items():
-        adapters.load(name, path)
-    return loaded, adapters
+    return loaded, Adapters(loaded.maps, rows, form)

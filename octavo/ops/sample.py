@@ -13,13 +13,19 @@ from torch import Tensor
 
 from octavo.ops.dispatch import op
 from octavo.ops.noise import exponentials, token_hashes
+from octavo.steps.messages import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE
 
-NOT_FINITE = -1
-"""Instead of a token: a logit of the row is not a finite number."""
-NOTHING_LEFT = -2
-"""Instead of a token: all that is left is banned."""
-OUT_OF_RANGE = -3
-"""Instead of a token: penalties or a temperature bring a logit out of the range of float32."""
+__all__ = [
+    "BANNED",
+    "GREEDY_BELOW",
+    "NOTHING_LEFT",
+    "NOT_FINITE",
+    "OUT_OF_RANGE",
+    "OVERFLOWN",
+    "SampleParams",
+    "least_kept",
+    "sample",
+]
 
 BANNED = torch.finfo(torch.float32).min
 """As a logit: this token may not be chosen. A finite number, so that a model's own infinities still show."""

@@ -1,28 +1,17 @@
 """Copies of single blocks: to host memory and back for the tiers behind the prefix cache, and of a block's beginning.
 
-Each takes place, for the storage, where it is asked for: after the steps that were started and the copies asked for
-before it, and before all others. A step that still waits to be started may follow as well: it touches only blocks that
-its sequences hold, and those of a sequence that lost them are left out of it.
+Each takes place, for the storage, in the order of messages: after the steps and copies that were sent before it, and
+before all others.
 
 Shapes: L layers, P parts (keys and values), N blocks, K kv heads, S block size, H head dim.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 
 from octavo.runtime.kv_storage import KVStorage
-
-
-class StepQueue(NamedTuple):
-    """Where steps run: their stream, and a lock that is held by whoever uses it, or captures a graph on it."""
-
-    stream: torch.cuda.Stream
-    lock: threading.Lock
+from octavo.runtime.replies import Done
 
 
 class HostBlockCopies:
@@ -30,14 +19,11 @@ class HostBlockCopies:
 
     def __init__(self, storage: KVStorage) -> None:
         self._pool_LPNKSH = storage.pool
-        self.num_bytes = storage.pool[:, :, 0].numel() * storage.pool.element_size()
         self.copy_slots = storage.copy_slots
-        self.copy_whole_slots = storage.copy_whole_slots
 
-    def read(self, block: int) -> Callable[[], bytes]:
+    def read(self, block: int) -> Done[bytes]:
         """Copy ``block`` out at once: the next step may write to it."""
-        content = self._pool_LPNKSH[:, :, block].contiguous().view(torch.uint8).numpy().tobytes()
-        return lambda: content
+        return Done(self._pool_LPNKSH[:, :, block].contiguous().view(torch.uint8).numpy().tobytes())
 
     def write(self, block: int, content: bytes) -> None:
         """Put ``content`` into ``block``."""
@@ -49,52 +35,50 @@ class HostBlockCopies:
 class DeviceBlockCopies:
     """Blocks of a storage on a CUDA device, by way of pinned memory and a stream of their own.
 
-    A copy waits for the steps submitted before it, and the steps submitted after it wait until the block has been read
-    or written; the host waits for nothing but the end of a copy out, in the thread that wants its content.
+    A copy waits for the steps sent before it, and the steps sent after it wait until the block has been read or
+    written; the host waits for nothing but the end of a copy out, in the thread that asks for its content.
     """
 
-    def __init__(self, storage: KVStorage, steps: StepQueue) -> None:
+    def __init__(self, storage: KVStorage, steps: torch.cuda.Stream) -> None:
+        """``steps``: where steps run."""
         self._storage = storage
         self._pool_LPNKSH = storage.pool
-        self.num_bytes = storage.pool[:, :, 0].numel() * storage.pool.element_size()
-        self._steps, self._lock = steps
+        self._steps = steps
         self._copies = torch.cuda.Stream(storage.pool.device)  # type: ignore[no-untyped-call]
 
-    def read(self, block: int) -> Callable[[], bytes]:
-        """Start to copy ``block`` out; what is returned waits for it."""
-        with self._lock, torch.cuda.stream(self._copies):
+    def read(self, block: int) -> BlockContent:
+        """Start to copy ``block`` out."""
+        with torch.cuda.stream(self._copies):
             self._copies.wait_stream(self._steps)
             place = self._pool_LPNKSH[:, :, block].contiguous()
             self._steps.wait_event(self._copies.record_event())
             pinned = torch.empty(place.shape, dtype=place.dtype, pin_memory=True)
             pinned.copy_(place, non_blocking=True)
-            done = self._copies.record_event()
-
-        def content() -> bytes:
-            done.synchronize()
-            return pinned.view(torch.uint8).numpy().tobytes()
-
-        return content
+            return BlockContent(pinned, self._copies.record_event())
 
     def write(self, block: int, content: bytes) -> None:
         """Start to put ``content`` into ``block``."""
         place = self._pool_LPNKSH[:, :, block]
         raw = torch.frombuffer(bytearray(content), dtype=torch.uint8).pin_memory()
-        with self._lock, torch.cuda.stream(self._copies):
+        with torch.cuda.stream(self._copies):
             on_device = raw.to(place.device, non_blocking=True)
             self._copies.wait_stream(self._steps)
             place.copy_(on_device.view(place.dtype).view(place.shape))
             self._steps.wait_event(self._copies.record_event())
 
-    def copy_slots(self, source: int, target: int, num_tokens: int) -> None:
+    def copy_slots(self, group: int, source: int, target: int, num_tokens: int) -> None:
         """Start ``KVStorage.copy_slots``, on the steps' own stream."""
-        with self._lock, torch.cuda.stream(self._steps):
-            self._storage.copy_slots(source, target, num_tokens)
-
-    def copy_whole_slots(self, source: int, target: int, num_tokens: int) -> None:
-        """Start ``KVStorage.copy_whole_slots``, on the same stream."""
-        with self._lock, torch.cuda.stream(self._steps):
-            self._storage.copy_whole_slots(source, target, num_tokens)
+        with torch.cuda.stream(self._steps):
+            self._storage.copy_slots(group, source, target, num_tokens)
 
 
-BlockCopies = HostBlockCopies | DeviceBlockCopies
+class BlockContent:
+    """A block's content on its way to the host."""
+
+    def __init__(self, pinned: torch.Tensor, done: torch.cuda.Event) -> None:
+        self._pinned, self._done = pinned, done
+
+    def wait(self) -> bytes:
+        """Wait for the copy, in any thread."""
+        self._done.synchronize()
+        return self._pinned.view(torch.uint8).numpy().tobytes()

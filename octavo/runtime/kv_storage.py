@@ -50,18 +50,16 @@ class KVStorage:
     def num_pools(self) -> int:
         return 1 if self.whole_pool is None else 2
 
-    def copy_slots(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first ``num_tokens`` positions of block ``source`` of ``pool``, in all its layers, to ``target``."""
-        _copy_slots(self.pool, source, target, num_tokens)
+    def copy_slots(self, group: int, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first ``num_tokens`` positions of a group's block ``source``, in all its layers, to ``target``."""
+        pool_LPNKSH = self.pool if group == 0 else self.whole_pool
+        assert pool_LPNKSH is not None, f"there is no group {group}"
+        pool_LPNKSH[:, :, target, :, :num_tokens] = pool_LPNKSH[:, :, source, :, :num_tokens]
 
-    def copy_whole_slots(self, source: int, target: int, num_tokens: int) -> None:
-        """The same in ``whole_pool``."""
-        assert self.whole_pool is not None
-        _copy_slots(self.whole_pool, source, target, num_tokens)
-
-
-def _copy_slots(pool_LPNKSH: torch.Tensor, source: int, target: int, num_tokens: int) -> None:
-    pool_LPNKSH[:, :, target, :, :num_tokens] = pool_LPNKSH[:, :, source, :, :num_tokens]
+    @property
+    def bytes_per_block(self) -> int:
+        """Of one block of the first group, over all its layers."""
+        return self.pool[:, :, 0].numel() * self.pool.element_size()
 
 
 def num_parts(config: ModelConfig) -> int:

@@ -18,7 +18,7 @@ from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.ops.paged_attention import MAX_SCRATCH
 from octavo.runtime.kv_storage import kv_bytes_per_token
-from octavo.runtime.model_runner import LOGPROB_ROWS
+from octavo.runtime.step_program import LOGPROB_ROWS
 from octavo.runtime.two_pools import TwoPools
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def settle(
     max_model_len = _longest_asked(settings, model)
     activations = _activation_bytes(model, max_num_batched_tokens, dtype)
     if device == "cuda":
-        activations += 4 * (max_num_seqs + 1) * max_model_len  # histories for penalties, see ``step_extras``
+        activations += 4 * (max_num_seqs + 1) * max_model_len  # histories for penalties, see ``sampling_state``
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     per_block = kv_bytes_per_token(model, kv_dtype) * block_size
     room = free - activations - logits

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.cache.offload import Offload
+from octavo.cache.offload import BlockStore, Offload
 from octavo.cache.tiers import DiskTier, HostTier
 from octavo.config import CacheSettings
-from octavo.runtime.block_copies import BlockCopies
 from octavo.runtime.kv_storage import KVStorage
 
 GIB = 1 << 30
@@ -15,9 +14,9 @@ DEFAULT_DISK_GIB = 32.0
 
 
 def make_offload(
-    settings: CacheSettings, storage: KVStorage, copies: BlockCopies, model: Path, forms: str
+    settings: CacheSettings, storage: KVStorage, store: BlockStore, model: Path, forms: str
 ) -> Offload | None:
-    """The tiers for ``storage``, by way of ``copies``. ``None`` when the settings ask for none.
+    """The tiers for ``storage``, by way of ``store``. ``None`` when the settings ask for none.
 
     ``forms`` says in what precision and by which kernels ``model`` computes: what another model, or the same in another
     form, left on the disk is never found. Raises ``ConfigError`` when the folder cannot be used.
@@ -30,7 +29,7 @@ def make_offload(
         disk = DiskTier(Path(settings.kv_offload_dir).expanduser(), int(capacity * GIB))
     host = HostTier(int(settings.kv_offload_memory * GIB))
     identity = f"{fingerprint(model)}\n{forms}\n{storage.pool.dtype}\n{storage.pool.device.type}"
-    return Offload(copies, storage.block_size, identity, host, disk)
+    return Offload(store, storage.block_size, identity, host, disk)
 
 
 def fingerprint(model: Path) -> str:

@@ -5,25 +5,19 @@ Shapes: T tokens, S texts, D model.
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import torch
 from torch import Tensor
 
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
-from octavo.runtime.sampler import NOT_NUMBERS
-from octavo.types import Sampled, Scheduled, Sequence
+from octavo.steps.messages import PooledRows
 
 
-def answer(values_SD: Tensor) -> list[Sampled]:
-    """One result for each row, as float32 bytes; a row that has what is no number gets an error."""
+def as_vectors(values_SD: Tensor) -> list[bytes | None]:
+    """Each row as float32 bytes; ``None`` for one with a number that is not finite."""
     rows_SD = values_SD.to(device="cpu", dtype=torch.float32)
-    are_numbers = rows_SD.isfinite().all(dim=-1).tolist()
-    return [
-        Sampled([], values=row.numpy().tobytes()) if is_number else Sampled([], error=NOT_NUMBERS)
-        for row, is_number in zip(rows_SD, are_numbers, strict=True)
-    ]
+    are_finite = rows_SD.isfinite().all(dim=-1).tolist()
+    return [row.numpy().tobytes() if is_finite else None for row, is_finite in zip(rows_SD, are_finite, strict=True)]
 
 
 def to_length_one(vectors_SD: Tensor) -> Tensor:
@@ -41,21 +35,24 @@ class ChunkPooler:
     def __init__(self, model: CausalLM, pooling: Pooling) -> None:
         self._model = model
         self._pooling = pooling
-        self._sums: WeakKeyDictionary[Sequence, dict[int, Tensor]] = WeakKeyDictionary()
+        self._sums: dict[int, dict[int, Tensor]] = {}
+        """By batch index, then by the position that a sum ends at."""
 
-    def take(self, item: Scheduled, x_TD: Tensor) -> Sampled:
-        """Take the rows of a chunk, as the last layer gives them; with the last chunk, the text's vector."""
+    def take(self, rows: PooledRows, x_TD: Tensor) -> bytes | None:
+        """Take the rows of a chunk, as the last layer gives them; with the last chunk, the text's vector in float32, or
+        ``None`` where it is not finite."""
         if self._pooling.kind == "mean":
             sum_D = self._model.norm(x_TD).double().sum(dim=0)
-            sums = self._sums.setdefault(item.seq, {})
-            if item.start:
-                sum_D += sums[item.start]
-            end = item.start + len(item.tokens)
-            sums[end] = sum_D
+            if rows.start:
+                sum_D += self._sums[rows.index][rows.start]
+            else:
+                self._sums[rows.index] = {}
+            end = rows.start + rows.num_rows
+            self._sums[rows.index][end] = sum_D
             vector_D = sum_D / end
         else:
             vector_D = self._model.norm(x_TD[-1:])[0].float()
-        if not item.samples:
-            return Sampled([])
+        if not rows.is_last:
+            return None
         vectors_SD = vector_D.unsqueeze(0)
-        return answer(to_length_one(vectors_SD) if self._pooling.normalizes else vectors_SD)[0]
+        return as_vectors(to_length_one(vectors_SD) if self._pooling.normalizes else vectors_SD)[0]

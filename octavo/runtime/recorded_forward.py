@@ -21,7 +21,6 @@ from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.cpu.calls import Arena, Recording, recording
 from octavo.ops.dispatch import is_wrapped
-from octavo.runtime.forward_batch import ForwardBatch
 
 logger = logging.getLogger(__name__)
 
@@ -50,33 +49,32 @@ class RecordedForward:
         self._steps: dict[tuple[int, int], _Step] = {}
         self._is_recordable = True
 
-    def __call__(self, batch: ForwardBatch) -> Tensor:
+    def __call__(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
         """The last layer's output, [T, D] or [R, D]; see ``CausalLM.forward``."""
-        T, wanted_R = len(batch.token_ids_T), batch.rows.wanted_R
-        if T > MOST_ROWS or not self._is_recordable or is_wrapped():
-            return self._forward(batch.token_ids_T, batch.positions_T, batch.rows)
-        x_TD = self._repeated(batch)
-        return x_TD if wanted_R is None else x_TD[wanted_R]
+        if len(token_ids_T) > MOST_ROWS or not self._is_recordable or is_wrapped():
+            return self._forward(token_ids_T, positions_T, rows)
+        x_TD = self._repeated(token_ids_T, positions_T, rows)
+        return x_TD if rows.wanted_R is None else x_TD[rows.wanted_R]
 
-    def _repeated(self, batch: ForwardBatch) -> Tensor:
-        """The output of all rows: which of them are wanted may differ where all else is alike."""
-        T = len(batch.token_ids_T)
-        width = max(LEAST_TABLE, 1 << (batch.rows.block_tables_SB.shape[1] - 1).bit_length())
-        step = self._steps.get((T, width))
+    def _repeated(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
+        """The output of all rows: which of them are looked at may differ where all else is alike."""
+        width = max(LEAST_TABLE, 1 << (rows.block_tables_SB.shape[1] - 1).bit_length())
+        step = self._steps.get((len(token_ids_T), width))
         if step is None:
-            return self._record(batch, width)
-        _fill(batch, step.token_ids_T, step.positions_T, step.rows)
+            return self._record(token_ids_T, positions_T, rows, width)
+        step.token_ids_T.copy_(token_ids_T)
+        step.positions_T.copy_(positions_T)
+        _fill(rows, step.rows)
         step.recording.repeat()
         return step.x_TD
 
     def _forward(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
         return self._model.forward(token_ids_T, positions_T, self._caches, rows)
 
-    def _record(self, batch: ForwardBatch, width: int) -> Tensor:
-        T, own = len(batch.token_ids_T), batch.rows
-        rows = _like(own, width, None if own.whole is None else _like(own.whole, width))
-        token_ids_T, positions_T = torch.empty_like(batch.token_ids_T), torch.empty_like(batch.positions_T)
-        _fill(batch, token_ids_T, positions_T, rows)
+    def _record(self, token_ids_T: Tensor, positions_T: Tensor, given: PagedRows, width: int) -> Tensor:
+        rows = _like(given, width, None if given.whole is None else _like(given.whole, width))
+        token_ids_T, positions_T = token_ids_T.clone(), positions_T.clone()
+        _fill(given, rows)
         with recording(self._arena) as made:
             x_TD = self._forward(token_ids_T, positions_T, rows)
         if made.foreign:
@@ -84,7 +82,7 @@ class RecordedForward:
             self._is_recordable = False
             self._steps.clear()
         else:
-            self._steps[T, width] = _Step(token_ids_T, positions_T, rows, made, x_TD)
+            self._steps[len(token_ids_T), width] = _Step(token_ids_T, positions_T, rows, made, x_TD)
         return x_TD
 
 
@@ -95,19 +93,13 @@ def _like(rows: PagedRows, width: int, whole: PagedRows | None = None) -> PagedR
     return PagedRows(torch.empty_like(rows.slot_mapping_T), tables, starts, lengths, T, whole)
 
 
-def _fill(batch: ForwardBatch, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> None:
-    """Bring a step's inputs to where the calls read them."""
-    token_ids_T.copy_(batch.token_ids_T)
-    positions_T.copy_(batch.positions_T)
-    _fill_rows(batch.rows, rows)
-    if batch.rows.whole is not None and rows.whole is not None:
-        _fill_rows(batch.rows.whole, rows.whole)
-
-
-def _fill_rows(given: PagedRows, rows: PagedRows) -> None:
-    """Copy what is given; sequences behind those that there are begin where the rows end."""
+def _fill(given: PagedRows, rows: PagedRows) -> None:
+    """Bring a step's inputs to where the calls read them; sequences behind those that there are begin where the rows
+    end."""
     S, width = given.block_tables_SB.shape
     rows.slot_mapping_T.copy_(given.slot_mapping_T)
     rows.block_tables_SB[:S, :width].copy_(given.block_tables_SB)
     rows.cu_seqlens_q.fill_(len(given.slot_mapping_T))[: S + 1].copy_(given.cu_seqlens_q)
     rows.seq_lens_S.zero_()[:S].copy_(given.seq_lens_S)
+    if given.whole is not None and rows.whole is not None:
+        _fill(given.whole, rows.whole)

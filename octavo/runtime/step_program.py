@@ -1,173 +1,143 @@
-"""Everything that a device does in a step, from the packed inputs to the tokens; nothing in it waits for the host.
+"""A step from its tensors to tokens: forward pass, logits, sampling, log-probabilities.
 
-Shapes: T rows, S sequences, P pools of blocks, B entries of a block table, C cells, Q steps whose results are kept,
-W numbers of a report, D model, V vocabulary.
+Shapes: T rows, S sequences, R sampled rows, W numbers of a report, D model, V vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from octavo import ops
-from octavo.kernel_compiler import preparation
-from octavo.layers.stacked_lora import StackedRows
+from octavo.layers.lora import AdapterRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
-from octavo.runtime.graphs import Kind, padded_shape
-from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.step_extras import ExtraTables
-from octavo.runtime.step_inputs import DeviceStep, StepShape, num_bytes, view_step
+from octavo.runtime.pooled import ChunkPooler
+from octavo.runtime.sampling_state import SamplingState, report
+from octavo.runtime.step_views import StepTensors
+from octavo.steps.messages import PromptRows, Step, StepResult
+from octavo.steps.shapes import StepShape
 
-STEPS_IN_FLIGHT = 4
-"""Buffers for steps: more than an engine ever has in flight."""
+Forward = Callable[[Tensor, Tensor, PagedRows], Tensor]
+"""The last layer's output of token ids [T] at positions [T], good until the next call: [T, D], or [R, D] where the rows
+have logits indices."""
+
+LOGPROB_ROWS = 128
+"""Prompt positions whose logits are in memory at once."""
 
 
-class StepLimits(NamedTuple):
-    """The most that a step can be."""
+class Computed(NamedTuple):
+    """What is left on the device of a step."""
 
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_blocks: int
-    """Entries of a block table."""
-
-    def largest(self) -> StepShape:
-        """A shape that no step exceeds."""
-        most_rows = max(self.max_num_batched_tokens, self.max_num_seqs, 2)
-        return padded_shape(most_rows, self.max_num_seqs, 2, self.max_num_seqs, Kind(True, True))[0]
+    tokens_R: Tensor | None
+    """int32; ``None`` where nothing was to be sampled."""
+    reports_RW: Tensor | None
+    x_TD: Tensor
+    """The last layer's output, of all rows where a message asks for these."""
 
 
 class StepProgram:
-    """The computation of a step over buffers of its own, which are never moved: graphs hold their addresses."""
+    """The computation of a step on its device, which never waits for the host. ``state`` is that of sampling."""
 
     def __init__(
-        self,
-        model: CausalLM,
-        storage: KVStorage,
-        vocab_size: int,
-        limits: StepLimits,
-        adapter_rows: StackedRows | None = None,
+        self, model: CausalLM, forward: Forward, state: SamplingState, adapter_rows: AdapterRows | None = None
     ) -> None:
-        device, largest = storage.pool.device, limits.largest()
-        self._model = model
-        self._layers = storage.layers
+        self.model = model
+        self.state = state
+        self._forward = forward
         self._adapter_rows = adapter_rows
-        tables = storage.num_pools, largest.num_seqs, limits.max_blocks
-        self._tables_PSB = torch.zeros(tables, dtype=torch.int32, device=device)
-        self._steps: dict[StepShape, DeviceStep] = {}
-        self._inputs = torch.zeros(
-            num_bytes(largest, limits.max_blocks, storage.num_pools), dtype=torch.uint8, device=device
-        )
-        self._counter = torch.zeros(1, dtype=torch.int32, device=device)
-        self.num_steps = 0
-        """Steps that were started; the device counts them too."""
-        self.last_tokens_C = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
-        """By cell; the last one is that of padding."""
-        pinned = device.type == "cuda"
-        self.uploads_QB = torch.zeros(STEPS_IN_FLIGHT, len(self._inputs), dtype=torch.uint8, pin_memory=pinned)
-        """On the host: row ``num_steps % Q`` is that of the next step, which the device reads by itself."""
-        self.results_QS = torch.zeros(STEPS_IN_FLIGHT, largest.num_seqs, dtype=torch.int32, pin_memory=pinned)
-        """On the host: the device writes the tokens of a step to the row that its inputs had."""
-        max_len = limits.max_blocks * storage.block_size
-        self.extras = ExtraTables(limits.max_num_seqs, max_len, largest.num_seqs, vocab_size, device)
-        shape = (STEPS_IN_FLIGHT, *self.extras.reports_SW.shape)
-        self._reports_QSW = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
 
-    def start_again(self) -> None:
-        """Let the device count as the host does, after a step that failed to start."""
-        self._counter.fill_(self.num_steps)
-
-    def send_reports(self, index: int, count: int) -> npt.NDArray[np.int32]:
-        """Send the last step's first ``count`` reports down; they are there when the step is done."""
-        reports_SW = self._reports_QSW[index, :count]
-        reports_SW.copy_(self.extras.reports_SW[:count], non_blocking=True)
-        found: npt.NDArray[np.int32] = reports_SW.numpy()
-        return found
-
-    def __call__(self, shape: StepShape) -> None:
-        """Compute the step of this shape whose inputs have been packed."""
-        step = self._steps.get(shape)
-        if step is None:
-            step = self._steps[shape] = view_step(self._inputs, shape, self._tables_PSB)
-        rows = step.rows
-        ops.pull_step(self._inputs, self.uploads_QB, self._counter)
-        self._stage(step, rows)
-        if rows.whole is not None:
-            self._stage(step, rows.whole, shape.num_seqs)
-        if step.extras is not None:
-            self.extras.remember(step, step.extras)
-        wanted_S = None if shape.max_query_len == 1 else (rows.cu_seqlens_q[1:] - 1).clamp(min=0)
-        # Adapters know the rows of a whole step.
-        rows = replace(rows, wanted_R=wanted_S if step.adapters_T is None else None)
+    def __call__(self, step: StepTensors, shape: StepShape, message: Step | None = None) -> Computed:
+        """Compute a step of this shape. Without a ``message``, what is reported has the width that suits all requests,
+        and the step is nothing but its tensors: a graph of it can be replayed."""
+        rows, extras = step.rows, step.extras
+        if extras is not None:
+            self.state.remember(step, extras)
+        indices_R = step.logits_indices_R
+        if indices_R is None and shape.max_query_len > 1:
+            indices_R = (rows.cu_seqlens_q[1:] - 1).clamp(min=0)
+        # Adapters are found for all rows of a step.
+        keeps_all = step.adapters_T is not None or (message is not None and message.needs_all_rows)
+        rows = replace(rows, wanted_R=None if keeps_all else indices_R)
         with self._adapted(step):
-            x_TD = self._model.forward(step.token_ids_T, step.positions_T, self._layers, rows)
-        x_SD = x_TD if wanted_S is rows.wanted_R else x_TD[wanted_S]
-        logits_SV = self._model.logits(x_SD)
-        if step.extras is None:
-            tokens_S = ops.sample(logits_SV, step.params)
-        else:
-            tokens_S = ops.sample(self.extras.adjust(logits_SV, step, step.extras), step.params)
-            self.extras.report(logits_SV, tokens_S, step.extras)
-        ops.publish_tokens(tokens_S, step.cells_S, self.last_tokens_C, self.results_QS, self._counter)
+            x_TD = self._forward(step.token_ids_T, step.positions_T, rows)
+        if message is not None and not message.is_sampled:
+            return Computed(None, None, x_TD)
+        x_RD = x_TD if indices_R is rows.wanted_R else x_TD[indices_R]
+        logits_RV = self.model.logits(x_RD)
+        if extras is None:
+            return Computed(ops.sample(logits_RV, step.params), None, x_TD)
+        adjusted_RV = self.state.adjust(logits_RV, step, extras, () if message is None else message.masks)
+        tokens_R = ops.sample(adjusted_RV, step.params)
+        num_top = self.state.most_top if message is None else message.num_top
+        if num_top < 0:
+            return Computed(tokens_R, None, x_TD)
+        asked_R = tokens_R.masked_fill(extras.wants_logprobs_R == 0, -1)
+        return Computed(tokens_R, report(logits_RV, asked_R, min(num_top, self.state.vocab_size)), x_TD)
 
-    def _stage(self, step: DeviceStep, rows: PagedRows, first: int = 0) -> None:
-        ops.stage_step(
-            step.token_ids_T,
-            rows.cu_seqlens_q,
-            step.cells_S,
-            self.last_tokens_C,
-            step.packed_tables,
-            step.width,
-            rows.block_tables_SB,
-            first,
-        )
-
-    def _adapted(self, step: DeviceStep) -> contextlib.AbstractContextManager[None]:
+    def _adapted(self, step: StepTensors) -> contextlib.AbstractContextManager[None]:
         if step.adapters_T is None:
             return contextlib.nullcontext()
         assert self._adapter_rows is not None, "the model was loaded without adapters"
-        return self._adapter_rows.on_device(step.adapters_T)
+        return self._adapter_rows.of_rows(step.adapters_T)
 
 
-def load_kernels() -> None:
-    """Import the kernels in a thread, and let their compiler get ready, while weights are read."""
-    preparation()
-    load = threading.Thread(
-        target=importlib.import_module, args=("octavo.ops.triton",), name="load kernels", daemon=True
-    )
-    load.start()
+class RowReader:
+    """What a message asks of a step's rows in addition to tokens, brought to the host."""
+
+    def __init__(self, model: CausalLM, pooler: ChunkPooler) -> None:
+        self._model = model
+        self._pooler = pooler
+
+    def result(self, message: Step, computed: Computed) -> tuple[StepResult, list[int]]:
+        """The step's result, and the index of the last sampled row that counts of each sequence; waits for it."""
+        num_samples = message.num_seqs + sum(map(len, message.drafts))
+        tokens: list[int] = [] if computed.tokens_R is None else computed.tokens_R[:num_samples].tolist()
+        accepted, last_rows = _accept(message, tokens)
+        reports = b"" if computed.reports_RW is None else as_bytes(computed.reports_RW[:num_samples])
+        x_TD = computed.x_TD
+        prompts = [self._prompt_reports(prompt, x_TD[prompt.first_row :]) for prompt in message.prompts]
+        values = [
+            self._pooler.take(rows, x_TD[rows.first_row : rows.first_row + rows.num_rows]) for rows in message.pooled
+        ]
+        return StepResult(tokens, accepted, reports, prompts, values), last_rows
+
+    def _prompt_reports(self, prompt: PromptRows, x_TD: Tensor) -> bytes | None:
+        """Reports of a prompt's rows, some at a time; ``None`` where a logit is not finite."""
+        parts = []
+        for first in range(0, len(prompt.tokens), LOGPROB_ROWS):
+            tokens = prompt.tokens[first : first + LOGPROB_ROWS]
+            logits_RV = self._model.logits(x_TD[first : first + len(tokens)])
+            if not logits_RV.float().sum(dim=-1).isfinite().all():
+                return None
+            tokens_R = torch.tensor(tokens, dtype=torch.int32, device=logits_RV.device)
+            parts.append(as_bytes(report(logits_RV, tokens_R, min(prompt.num_top, logits_RV.shape[1]))))
+        return b"".join(parts)
 
 
-@contextlib.contextmanager
-def launched_early() -> Iterator[None]:
-    """In this block kernels are launched so that they may start before their predecessor has ended."""
-    from octavo.ops.triton.launch import pdl  # triton is there where CUDA is, and maybe nowhere else
+def _accept(message: Step, tokens: list[int]) -> tuple[list[int], list[int]]:
+    """Drafts are accepted as long as they are what was sampled in their place: the same tokens as without drafts.
 
-    with pdl():
-        yield
+    Of each sequence, how many were accepted, and the index of the sampled row behind them.
+    """
+    if not message.drafts:
+        return [], list(range(message.num_seqs))
+    accepted, last_rows, row = [], [], 0
+    for drafts in message.drafts:
+        num_accepted = 0
+        while num_accepted < len(drafts) and tokens[row + num_accepted] == drafts[num_accepted]:
+            num_accepted += 1
+        accepted.append(num_accepted)
+        last_rows.append(row + num_accepted)
+        row += len(drafts) + 1
+    return accepted, last_rows
 
 
-@contextlib.contextmanager
-def batch_invariant() -> Iterator[None]:
-    """In this block a row's result depends on nothing but its sequence, to the bit."""
-    from octavo.ops.triton.launch import invariant
-
-    with invariant():
-        yield
-
-
-@contextlib.contextmanager
-def compiled_only(num_threads: int | None = None) -> Iterator[None]:
-    """In this block kernels are compiled, so many at a time, and not run."""
-    from octavo.ops.triton.launch import compiling
-
-    with compiling(num_threads):
-        yield
+def as_bytes(values: Tensor) -> bytes:
+    """Numbers as they lie in memory."""
+    return values.cpu().contiguous().numpy().tobytes()

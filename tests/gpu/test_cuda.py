@@ -10,7 +10,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.ops.noise import exponentials, token_hashes
-from octavo.runtime.stream_runner import PREPARING
+from octavo.engine.graph_choice import PREPARING
 from tests.gpu.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

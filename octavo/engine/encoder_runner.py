@@ -1,0 +1,55 @@
+"""The runner of an engine around an encoder: the texts of a plan go to the executor as one message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.engine.step_encoder import NOT_NUMBERS
+from octavo.steps.messages import Encode, Executor, Text
+from octavo.types import Masks, Plan, Sampled, Scheduled, Task
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTexts:
+    """A plan that is computed when its result is asked for."""
+
+    runner: EncoderRunner
+    plan: Plan
+
+    @property
+    def is_started(self) -> bool:
+        return False
+
+    def sample(self, masks: Masks) -> list[Sampled]:
+        """Compute the plan; items that are stale by now give an empty ``Sampled``. Raise ``RunnerError``."""
+        return self.runner.compute(self.plan)
+
+
+class EncoderRunner:
+    """Sends texts to an executor that does one ``task`` with them."""
+
+    def __init__(self, executor: Executor, task: Task) -> None:
+        self._executor = executor
+        self._task: Task = task
+
+    def submit(self, plan: Plan) -> PendingTexts:
+        """Take a plan, in which every text is whole; the steps before it may still be without a result."""
+        return PendingTexts(self, plan)
+
+    def warm_up(self) -> None:
+        """Compute a text of no request, so that no request waits for a compiler."""
+        self._executor.send(Encode([Text([0, 0])])).wait()
+
+    def compute(self, plan: Plan) -> list[Sampled]:
+        """The results of a plan."""
+        live = [item for item in plan if not item.is_stale]
+        assert all(item.start == 0 and item.samples for item in live), "an encoder got a part of a text"
+        texts = [Text(item.seq.request.prompt_tokens, item.seq.request.second_start) for item in live]
+        values = iter(self._executor.send(Encode(texts)).wait() if texts else [])
+        return [Sampled([]) if item.is_stale else self._sampled(item, next(values)) for item in plan]
+
+    def _sampled(self, item: Scheduled, value: bytes | None) -> Sampled:
+        task = item.seq.request.task
+        if task != self._task:
+            return Sampled([], error=f"this model can {self._task}; it cannot {task}")
+        return Sampled([], values=value, error=NOT_NUMBERS if value is None else None)

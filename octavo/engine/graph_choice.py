@@ -1,0 +1,151 @@
+"""Which CUDA graph a step runs through, and when graphs are captured: decided here, so that every executor of a model
+captures and replays the same graphs in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from octavo.engine.step_runner import StepRunner
+from octavo.steps.messages import Compile, Reply
+from octavo.steps.shapes import (
+    Kind,
+    Sizes,
+    StepShape,
+    first_extra_shapes,
+    first_shapes,
+    graph_shapes,
+    next_shapes,
+    padded_shape,
+)
+
+logger = logging.getLogger(__name__)
+
+PREPARING = "prepare"
+"""Name of the thread that has kernels compiled and graphs captured for which a start did not wait."""
+COMPILING_BESIDE_STEPS = 2
+"""Threads. Half of compiling is Python, and for its lock the thread that runs steps has to queue with all of them."""
+SECONDS_BETWEEN_CAPTURES = 1.0
+IDLE_SECONDS = 0.05
+"""So long after the last step, the device is taken to be idle."""
+HANDOVER_SECONDS = 0.001
+"""Between two captures of an idle device, for a step that has come meanwhile."""
+
+
+class GraphChoice:
+    """The padded shapes of steps, and the shapes that have a graph or may have one captured."""
+
+    def __init__(
+        self, max_num_seqs: int, max_num_batched_tokens: int, has_adapters: bool = False, uses_graphs: bool = True
+    ) -> None:
+        """Without ``uses_graphs``, steps are padded and run kernel by kernel."""
+        self._limits = max_num_seqs, max_num_batched_tokens, has_adapters
+        self._uses_graphs = uses_graphs
+        self._captured: set[StepShape] = set()
+        self._compiled: list[StepShape] = []
+        self._next_capture = float("inf")
+        self._has_extra_kernels = threading.Event()
+        """Steps with extras wait for it, for a second or two after a start."""
+        self._has_extra_kernels.set()
+
+    def __contains__(self, shape: StepShape) -> bool:
+        return shape in self._captured
+
+    def choose(self, sizes: Sizes, kind: Kind) -> tuple[StepShape, bool]:
+        """The shape of the next step, and whether it runs through a graph; see ``ChooseShape``."""
+        if kind.has_extras:
+            self._has_extra_kernels.wait()
+        num_rows, num_seqs, max_query_len, num_drafts = sizes
+        shape, has_graph = padded_shape(num_rows, num_seqs, max_query_len, self._limits[0], kind)
+        if num_drafts or not has_graph or not self._uses_graphs:
+            return shape._replace(num_drafts=num_drafts), False
+        shape = self.fit(shape)
+        return shape, True
+
+    def fit(self, shape: StepShape) -> StepShape:
+        """The shape to bring a step to: its own, or a larger one that is captured, or compiled and thus soon captured.
+
+        Between two captures that steps have to wait for lies a second, so that they are not felt.
+        """
+        if shape in self._captured:
+            return shape
+        if time.monotonic() >= self._next_capture:
+            self._next_capture = time.monotonic() + SECONDS_BETWEEN_CAPTURES
+        else:
+            shape = min((known for known in (*self._captured, *self._compiled) if known.holds(shape)), default=shape)
+        self._captured.add(shape)
+        return shape
+
+    # ---- what a start waits for, and what follows
+
+    def warm_up(self, runner: StepRunner) -> None:
+        """Compile kernels and capture graphs for a few shapes, which serve every step; the others follow by and by.
+
+        While they are compiled in the background, steps are padded to the shapes that are there.
+        """
+        first = first_shapes(*self._limits)
+        self._has_extra_kernels.clear()
+        started = time.perf_counter()
+        runner.send(Compile(first)).wait()
+        compiled = time.perf_counter()
+        for reply in [self._capture(runner, shape) for shape in first]:
+            reply.wait()
+        logger.info("kernels: %.1f s; graphs: %.1f s", compiled - started, time.perf_counter() - compiled)
+        prepare = _prepare_the_rest, (self, weakref.ref(runner))
+        threading.Thread(target=prepare[0], args=prepare[1], name=PREPARING, daemon=True).start()
+
+    def _capture(self, runner: StepRunner, shape: StepShape) -> Reply[Any]:
+        self._captured.add(shape)
+        return runner.capture(shape)
+
+    def compile_the_rest(self, runner: StepRunner) -> list[StepShape]:
+        """Compile what all other shapes launch, while steps run; the shapes whose graphs are to follow."""
+        extra, few, shapes = (
+            first_extra_shapes(*self._limits),
+            next_shapes(self._limits[0]),
+            graph_shapes(*self._limits),
+        )
+        started = time.perf_counter()
+        try:
+            runner.send(Compile(extra)).wait()
+            self._compiled += extra
+        finally:
+            self._has_extra_kernels.set()
+        runner.send(Compile(few, COMPILING_BESIDE_STEPS)).wait()
+        self._compiled += few
+        runner.send(Compile(shapes, COMPILING_BESIDE_STEPS)).wait()
+        logger.info("other kernels, in the background: %.1f s", time.perf_counter() - started)
+        if not self._uses_graphs:
+            return []
+        self._next_capture = 0.0
+        return shapes
+
+    def capture_when_idle(self, runner: StepRunner, shape: StepShape) -> None:
+        """Capture a graph as soon as no step is under way."""
+
+        def make() -> Any:
+            self._captured.add(shape)
+            return runner.encoder.encode_padding(shape, uses_graph=True)
+
+        while shape not in self._captured:
+            is_idle = runner.send_when_idle(make, IDLE_SECONDS)
+            # Whoever waits for the lock gets it only when it is not taken again at once.
+            time.sleep(HANDOVER_SECONDS if is_idle else IDLE_SECONDS)
+
+
+def _prepare_the_rest(graphs: GraphChoice, weak: weakref.ref[StepRunner]) -> None:
+    """Compile and capture for a runner until that is done, or the runner is gone."""
+    runner = weak()
+    shapes: Iterable[StepShape] = [] if runner is None else graphs.compile_the_rest(runner)
+    started = time.perf_counter()
+    for shape in shapes:
+        del runner
+        if (runner := weak()) is None:
+            return
+        graphs.capture_when_idle(runner, shape)
+    logger.info("other graphs, between steps: %.1f s", time.perf_counter() - started)

@@ -1,0 +1,154 @@
+"""The persistent batch: for each running sequence a batch index, under which sampling parameters and block tables lie
+ready to be gathered into steps.
+
+Shapes: C batch indices, B entries of the longest possible block table.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from octavo.types import Plan, Sequence, Status
+
+Indices = npt.NDArray[np.int64]
+
+MAX_STOPS = 2 * MAX_STOP_TOKEN_IDS
+"""Most stop tokens that an executor bans before ``min_tokens``; where there are more, masks do."""
+MAX_BIASES = MAX_LOGIT_BIAS + 2 * MAX_BAD_WORDS
+"""Most biases of a sequence; a banned token counts as one."""
+
+
+class HasTable(Protocol):
+    """The block table of a sequence in one group."""
+
+    block_table: list[int]
+    table_version: int
+
+
+class BlockTables:
+    """The block tables of all batch indices in one group."""
+
+    def __init__(self, count: int, max_blocks: int) -> None:
+        self.tables_CB = np.zeros((count, max_blocks), dtype=np.int32)
+        self.lengths = [0] * count
+        self.versions = [0] * count
+        self.num_blocks_C = np.zeros(count, dtype=np.int64)
+        """``lengths`` again, to be gathered."""
+
+    def update(self, index: int, held: HasTable) -> None:
+        """Copy what has changed of a table since the last time."""
+        length = len(held.block_table)
+        if length != self.lengths[index] or held.table_version != self.versions[index]:
+            known = self.lengths[index] if held.table_version == self.versions[index] else 0
+            known = min(known, length)
+            self.tables_CB[index, known:length] = held.block_table[known:]
+            self.lengths[index], self.versions[index] = length, held.table_version
+            self.num_blocks_C[index] = length
+
+
+def groups_of(seq: Sequence) -> list[HasTable]:
+    """What a sequence holds in each group."""
+    return [seq] if seq.whole is None else [seq, seq.whole]
+
+
+class PersistentBatch:
+    """Batch indices are given to sequences when a step first has them, and taken back when they are needed again.
+
+    There must be as many as sequences can run or be in flight at once. What is kept under an index can be made again
+    from its sequence at any time, so one that is neither running nor in flight loses nothing when its index is taken.
+    """
+
+    def __init__(self, count: int, max_blocks: int, num_groups: int = 1) -> None:
+        self.owners: list[Sequence | None] = [None] * count
+        self.tables = [BlockTables(count, max_blocks) for _ in range(num_groups)]
+        self.top_k = np.zeros(count, dtype=np.int32)
+        self.temperature = np.zeros(count, dtype=np.float32)
+        self.min_p = np.zeros(count, dtype=np.float32)
+        self.top_p = np.ones(count, dtype=np.float32)
+        self.seeds = np.zeros(count, dtype=np.int64)
+        self.repetition = np.ones(count, dtype=np.float32)
+        self.frequency = np.zeros(count, dtype=np.float32)
+        self.presence = np.zeros(count, dtype=np.float32)
+        self.has_penalties = np.zeros(count, dtype=np.bool_)
+        self.has_biases = np.zeros(count, dtype=np.bool_)
+        self.wants_logprobs = np.zeros(count, dtype=np.bool_)
+        self.num_prompt_tokens = np.zeros(count, dtype=np.int32)
+        self.min_stop_position = np.zeros(count, dtype=np.int64)
+        """Stop tokens are banned before this position (``min_tokens``)."""
+        self.has_extras = np.zeros(count, dtype=np.bool_)
+        """Whether sampling takes more than temperature and truncation."""
+        self.has_masks = np.zeros(count, dtype=np.bool_)
+        """Whether what may be sampled is a mask, made for each step: see ``engine.restrictions``."""
+        self.needs_rows = np.zeros(count, dtype=np.bool_)
+        """Whether more of a step is asked for than sampled tokens: a vector, or log-probabilities of the prompt."""
+        self.num_told = [-1] * count
+        """Tokens of the sequence that the executor has, for sequences with extras; -1: nor does it have the lists."""
+        self._free = list(range(count))
+
+    def of_plan(self, plan: Plan) -> Indices:
+        """The batch index of each item's sequence, brought up to date."""
+        return np.array([self.of(item.seq) for item in plan], dtype=np.int64)
+
+    def of(self, seq: Sequence) -> int:
+        """The batch index of ``seq``, brought up to date."""
+        index = seq.batch_index
+        if index < 0 or self.owners[index] is not seq:
+            index = self._give(seq)
+        for tables, held in zip(self.tables, groups_of(seq), strict=False):
+            if len(held.block_table) != tables.lengths[index] or held.table_version != tables.versions[index]:
+                tables.update(index, held)
+        return index
+
+    def _give(self, seq: Sequence) -> int:
+        if not self._free:
+            self._free = [index for index, owner in enumerate(self.owners) if owner is None or not _needs_index(owner)]
+            assert self._free, "more sequences are running than there are batch indices"
+        index = self._free.pop()
+        self.owners[index] = seq
+        seq.batch_index = index
+        for tables in self.tables:
+            tables.lengths[index] = tables.num_blocks_C[index] = 0
+        params, seed = seq.request.params, seq.request.seed
+        self.temperature[index] = params.temperature
+        self.top_k[index] = params.top_k
+        self.min_p[index] = params.min_p
+        self.top_p[index] = params.top_p
+        self.seeds[index] = seed - 2**64 if seed >= 2**63 else seed
+        self.needs_rows[index] = params.prompt_logprobs is not None or seq.request.task != "generate"
+        self._set_extras(index, seq)
+        return index
+
+    def _set_extras(self, index: int, seq: Sequence) -> None:
+        params = seq.request.params
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self.repetition[index], self.frequency[index], self.presence[index] = penalties
+        self.has_penalties[index] = penalties != (1, 0, 0)
+        has_masks = self.has_masks[index] = is_masked(seq)
+        self.has_biases[index] = bool(params.logit_bias or (seq.request.banned_sequences and not has_masks))
+        self.wants_logprobs[index] = params.logprobs is not None
+        self.num_prompt_tokens[index] = seq.num_prompt_tokens
+        has_stops = params.min_tokens > 0 and bool(seq.stop_token_ids) and not has_masks
+        self.min_stop_position[index] = seq.num_prompt_tokens + params.min_tokens if has_stops else 0
+        self.has_extras[index] = bool(
+            has_masks or has_stops or self.has_biases[index] or self.has_penalties[index] or self.wants_logprobs[index]
+        )
+        self.num_told[index] = -1
+
+
+def _needs_index(seq: Sequence) -> bool:
+    return seq.status is Status.RUNNING or seq.num_in_flight > 0
+
+
+def is_masked(seq: Sequence) -> bool:
+    """Whether restrictions of ``seq`` depend on its tokens, or are too long for an executor's lists."""
+    params: SamplingParams = seq.request.params
+    return (
+        params.grammar is not None
+        or params.allowed_token_ids is not None
+        or any(len(sequence) > 1 for sequence in seq.request.banned_sequences)
+        or (params.min_tokens > 0 and len(seq.stop_token_ids) > MAX_STOPS)
+    )

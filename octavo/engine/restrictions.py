@@ -1,0 +1,72 @@
+"""Masks of the tokens that may be sampled: of grammars, ``allowed_token_ids``, ``bad_words`` and ``min_tokens``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.types import Masks, Scheduled
+from octavo.types import Sequence as Text
+
+Mask = npt.NDArray[np.uint8]
+
+
+def masks_of(item: Scheduled, grammar_masks: Masks, vocab_size: int) -> Iterator[Mask]:
+    """A mask for the token after ``item``, preceded by one for the place of each of its drafts.
+
+    All tokens before that place must be known. Where the grammar is complete, and allows only what ends the text, it
+    alone counts.
+    """
+    seq = item.seq
+    end = item.start + len(item.tokens)
+    tokens = [*seq.tokens[seq.num_prompt_tokens : end], *item.drafts]
+    assert None not in tokens, "a token is sampled before those in front of it are known"
+    given = grammar_masks.get(seq.id) if seq.request.params.grammar is not None else None
+    for i in range(1 + len(item.drafts)):
+        output = tokens[: len(tokens) - len(item.drafts) + i]
+        mask = _everything(vocab_size) if given is None else _of_width(given[i], vocab_size)
+        if given is None or not _must_stop(mask, seq.stop_token_ids):
+            mask = _restricted(mask, seq, output)
+        yield mask
+
+
+def _restricted(mask: Mask, seq: Text, output: Sequence[int | None]) -> Mask:
+    """``mask`` without what the request bans after ``output``."""
+    params = seq.request.params
+    if params.allowed_token_ids is not None:
+        mask = mask & _only(params.allowed_token_ids, len(mask))
+    banned = list(_completing(output, seq.request.banned_sequences))
+    if len(output) < params.min_tokens:
+        banned += seq.stop_token_ids
+    return mask & ~_only(banned, len(mask))
+
+
+def _completing(output: Sequence[int | None], banned_sequences: Iterable[tuple[int, ...]]) -> Iterator[int]:
+    """The tokens that would complete a banned sequence after ``output``."""
+    for sequence in banned_sequences:
+        start = len(output) - len(sequence) + 1
+        if start >= 0 and tuple(output[start:]) == sequence[:-1]:
+            yield sequence[-1]
+
+
+def _must_stop(mask: Mask, stop_token_ids: Iterable[int]) -> bool:
+    return not (mask & ~_only(stop_token_ids, len(mask))).any()
+
+
+def _of_width(mask: Mask, vocab_size: int) -> Mask:
+    """``mask`` as long as the vocabulary; tokens that it does not reach are out."""
+    width = -(-vocab_size // 8)
+    return np.pad(mask, (0, width - len(mask))) if len(mask) < width else mask[:width]
+
+
+def _everything(vocab_size: int) -> Mask:
+    return np.full(-(-vocab_size // 8), 0xFF, dtype=np.uint8)
+
+
+def _only(token_ids: Iterable[int], width: int) -> Mask:
+    """Bits of these tokens; ids beyond the vocabulary are passed over."""
+    bits = np.zeros(8 * width, dtype=np.bool_)
+    bits[[token for token in token_ids if 0 <= token < 8 * width]] = True
+    return np.packbits(bits, bitorder="little")

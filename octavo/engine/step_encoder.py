@@ -1,0 +1,335 @@
+"""From plans to step messages, and from their results to what was sampled: plans name sequences, messages do not.
+
+Shapes: T rows, S sequences, R sampled rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.engine.persistent_batch import BlockTables, Indices, PersistentBatch
+from octavo.engine.restrictions import masks_of
+from octavo.steps.layout import NO_INDEX, StepArrays, num_bytes
+from octavo.steps.messages import (
+    NO_ADAPTER,
+    NOT_FINITE,
+    NOTHING_LEFT,
+    OUT_OF_RANGE,
+    History,
+    Mask,
+    PooledRows,
+    PromptRows,
+    Step,
+    StepResult,
+    TokenLists,
+)
+from octavo.steps.reports import HEAD, as_rows
+from octavo.steps.shapes import ChooseShape, Kind, Sizes, StepShape
+from octavo.types import Masks, Plan, Sampled, Scheduled, Sequence, TokenLogprobs
+
+NOT_NUMBERS = "the model's logits are not finite numbers"
+ERRORS = {
+    NOT_FINITE: NOT_NUMBERS,
+    NOTHING_LEFT: "no token is allowed here by the grammar, allowed_token_ids, bad_words and min_tokens together",
+    OUT_OF_RANGE: "the sampling parameters bring the logits out of range",
+}
+"""What an executor answers in place of a token."""
+NO_MASKS: Masks = {}
+NO_INDICES: Indices = np.zeros(0, dtype=np.int64)
+NO_REPORTS = np.zeros((0, HEAD), dtype=np.int32)
+
+
+class StepEncoder:
+    """Makes the messages of steps, with the padded shape already decided.
+
+    ``adapters`` are the numbers of those that are loaded. With ``always_looks_for_adapters`` every step looks for
+    adapters of its rows, so that a row's result does not depend on whether another row has one.
+    """
+
+    def __init__(
+        self,
+        batch: PersistentBatch,
+        block_size: int,
+        vocab_size: int,
+        choose_shape: ChooseShape,
+        adapters: Mapping[str, int] | None = None,
+        always_looks_for_adapters: bool = False,
+    ) -> None:
+        self.batch = batch
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.choose_shape = choose_shape
+        self.adapters = adapters
+        self.always_looks_for_adapters = always_looks_for_adapters
+
+    def waits_for_host(self, plan: Plan, of_seq: Indices) -> bool:
+        """Whether the step takes more than its arrays: masks, drafts, vectors, log-probabilities of prompts.
+
+        ``of_seq`` are the batch indices of the plan's sequences.
+        """
+        takes_more = self.batch.has_masks[of_seq] | self.batch.needs_rows[of_seq]
+        return bool(takes_more.any()) or any(item.drafts for item in plan)
+
+    def encode(self, plan: Plan, of_seq: Indices, grammar_masks: Masks = NO_MASKS) -> Step:
+        """The message of a plan of which no item is stale; ``of_seq`` are the batch indices of its sequences."""
+        batch = self.batch
+        num_drafts = [len(item.drafts) for item in plan] if any(item.drafts for item in plan) else []
+        counts = [len(item.tokens) for item in plan]
+        if num_drafts:
+            counts = [count + drafts for count, drafts in zip(counts, num_drafts, strict=True)]
+        has_extras = bool(batch.has_extras[of_seq].any())
+        kind = Kind(has_extras, self._looks_for_adapters(plan, has_extras))
+        sizes = Sizes(sum(counts), len(plan), max(counts, default=1), sum(num_drafts))
+        shape, uses_graph = self.choose_shape(sizes, kind)
+        needs_rows = bool(batch.needs_rows[of_seq].any())
+        masks = list(self._masks(plan, of_seq, grammar_masks)) if has_extras else []
+        histories, lists = self._tell(plan, of_seq.tolist()) if has_extras else ([], [])
+        return Step(
+            shape,
+            uses_graph and not (masks or needs_rows or sizes.num_drafts),
+            len(plan),
+            self._pack(plan, counts, num_drafts, of_seq, shape),
+            histories,
+            lists,
+            is_sampled=any(item.samples and item.seq.request.task == "generate" for item in plan),
+            num_top=self._num_top(plan, of_seq),
+            drafts=[list(item.drafts) for item in plan] if num_drafts else [],
+            masks=masks,
+            prompts=list(_prompt_rows(plan, counts)) if needs_rows else [],
+            pooled=list(_pooled_rows(plan, counts, of_seq)) if needs_rows else [],
+        )
+
+    def encode_padding(self, shape: StepShape, uses_graph: bool) -> Step:
+        """A step of nothing but padding, which compiles and captures what steps of this shape run."""
+        return Step(shape, uses_graph, 0, self._pack([], [], [], NO_INDICES, shape))
+
+    # ---- the arrays
+
+    def _pack(
+        self, plan: Plan, counts: list[int], num_drafts: list[int], of_seq: Indices, shape: StepShape
+    ) -> bytearray:
+        batch, num_groups = self.batch, len(self.batch.tables)
+        starts = np.array([item.start for item in plan], dtype=np.int64)
+        lens = np.array(counts, dtype=np.int64)
+        ends = starts + lens
+        width = -(-int(ends.max(initial=1)) // self.block_size)
+        buffer = bytearray(num_bytes(shape, width, num_groups))
+        arrays = StepArrays(buffer, shape, width, num_groups)
+        first_rows = np.zeros(len(plan) + 1, dtype=np.int64)
+        np.cumsum(lens, out=first_rows[1:])
+        num_rows = int(first_rows[-1])
+        positions, of_row = starts, of_seq
+        if num_rows > len(plan):
+            seq_of_row = np.repeat(np.arange(len(plan)), lens)
+            positions = np.arange(num_rows) - first_rows[seq_of_row] + starts[seq_of_row]
+            of_row = of_seq[seq_of_row]
+        padding = len(batch.owners)
+        arrays.fill("token_ids", _token_ids(plan), 0)
+        arrays.fill("positions", positions, 0)
+        arrays.fill("batch_indices", of_seq, padding)
+        arrays.fill("cu_seqlens", first_rows, num_rows)
+        arrays.fill("seq_lens", ends, 0)
+        for group, tables in enumerate(batch.tables):
+            assert (tables.num_blocks_C[of_seq] * self.block_size >= ends).all(), (
+                "a sequence has fewer blocks than tokens"
+            )
+            slots = _slots(tables, of_row, positions, self.block_size)
+            arrays.fill_group(group, slots, tables.tables_CB[of_seq, :width])
+        of_sample, sample_positions = of_seq, ends
+        if shape.num_drafts:
+            of_sample, sample_positions = self._add_drafts(arrays, num_drafts, of_seq, first_rows, ends)
+        arrays.fill("sample_positions", sample_positions, 0)
+        arrays.fill("seeds", batch.seeds[of_sample], 0)
+        arrays.fill("top_k", batch.top_k[of_sample], 0)
+        arrays.fill("temperature", batch.temperature[of_sample], 0)
+        arrays.fill("min_p", batch.min_p[of_sample], 0)
+        arrays.fill("top_p", batch.top_p[of_sample], 1)
+        if shape.has_adapters and self.adapters is not None:
+            numbers = [self.adapters.get(item.seq.request.adapter, NO_ADAPTER) for item in plan]
+            arrays.fill("adapters", np.repeat(np.array(numbers, dtype=np.int32), lens), NO_ADAPTER)
+        if shape.has_extras:
+            self._pack_extras(arrays, plan, num_drafts, of_row, of_sample, sample_positions)
+        arrays.finish()
+        return buffer
+
+    def _add_drafts(
+        self,
+        arrays: StepArrays,
+        num_drafts: list[int],
+        of_seq: Indices,
+        first_rows: npt.NDArray[np.int64],
+        ends: npt.NDArray[np.int64],
+    ) -> tuple[Indices, npt.NDArray[np.int64]]:
+        """Sample after each draft, too: the batch index of each sampled row, and the position of its token."""
+        drafts = np.array(num_drafts, dtype=np.int64)
+        back = np.concatenate([np.arange(count, -1, -1) for count in num_drafts])
+        arrays.fill("logits_indices", np.repeat(first_rows[1:], drafts + 1) - 1 - back, 0)
+        return np.repeat(of_seq, drafts + 1), np.repeat(ends, drafts + 1) - back
+
+    def _pack_extras(
+        self,
+        arrays: StepArrays,
+        plan: Plan,
+        num_drafts: list[int],
+        of_row: Indices,
+        of_sample: Indices,
+        sample_positions: npt.NDArray[np.int64],
+    ) -> None:
+        batch = self.batch
+        samples = np.array([item.samples for item in plan], dtype=np.bool_)
+        if num_drafts:
+            samples = np.repeat(samples, np.array(num_drafts) + 1)
+        has_history = batch.has_penalties[of_sample] & samples
+        is_short = sample_positions < batch.min_stop_position[of_sample]
+        arrays.fill("row_indices", np.where(batch.has_penalties[of_row], of_row, NO_INDEX), NO_INDEX)
+        arrays.fill("history_indices", np.where(has_history, of_sample, NO_INDEX), NO_INDEX)
+        arrays.fill("bias_indices", np.where(batch.has_biases[of_sample], of_sample, NO_INDEX), NO_INDEX)
+        arrays.fill("ban_indices", np.where(is_short, of_sample, NO_INDEX), NO_INDEX)
+        arrays.fill("num_prompt_tokens", batch.num_prompt_tokens[of_sample], 0)
+        arrays.fill("repetition", batch.repetition[of_sample], 1)
+        arrays.fill("frequency", batch.frequency[of_sample], 0)
+        arrays.fill("presence", batch.presence[of_sample], 0)
+        arrays.fill("wants_logprobs", batch.wants_logprobs[of_sample] & samples, 0)
+
+    # ---- what goes with the arrays
+
+    def _looks_for_adapters(self, plan: Plan, has_extras: bool) -> bool:
+        if self.adapters is None:
+            return False
+        return has_extras or self.always_looks_for_adapters or any(item.seq.request.adapter for item in plan)
+
+    def _num_top(self, plan: Plan, of_seq: Indices) -> int:
+        if not self.batch.wants_logprobs[of_seq].any():
+            return -1
+        counts = [item.seq.request.params.logprobs for item in plan if item.samples]
+        return max((count for count in counts if count is not None), default=-1)
+
+    def _masks(self, plan: Plan, of_seq: Indices, grammar_masks: Masks) -> Iterator[Mask]:
+        row = 0
+        for item, is_masked in zip(plan, self.batch.has_masks[of_seq], strict=True):
+            if is_masked and item.samples:
+                for i, mask in enumerate(masks_of(item, grammar_masks, self.vocab_size)):
+                    yield Mask(row + i, mask.tobytes())
+            row += 1 + len(item.drafts)
+
+    def _tell(self, plan: Plan, of_seq: list[int]) -> tuple[list[History], list[TokenLists]]:
+        """What the executor lacks of the sequences of a plan."""
+        batch, histories, lists = self.batch, list[History](), list[TokenLists]()
+        for item, index in zip(plan, of_seq, strict=True):
+            if not batch.has_extras[index]:
+                continue
+            told = batch.num_told[index]
+            if told < 0:
+                lists.append(self._lists(item.seq, index))
+                told = 0
+            if told < item.start and batch.has_penalties[index]:
+                missing = [-1 if token is None else token for token in item.seq.tokens[told : item.start]]
+                histories.append(History(index, told, missing))
+            batch.num_told[index] = item.start + len(item.tokens)
+        return histories, lists
+
+    def _lists(self, seq: Sequence, index: int) -> TokenLists:
+        is_masked = self.batch.has_masks[index]
+        banned = [] if is_masked else [sequence[-1] for sequence in seq.request.banned_sequences]
+        stops = [] if is_masked or not seq.request.params.min_tokens else sorted(seq.stop_token_ids)
+        return TokenLists(index, dict(seq.request.params.logit_bias), banned, stops)
+
+    # ---- results
+
+    def decode(self, plan: Plan, result: StepResult) -> list[Sampled]:
+        """What a step sampled for each item of its plan."""
+        tokens, accepted = result.tokens, iter(result.num_accepted)
+        reports = as_rows(result.reports, len(tokens)) if result.reports else None
+        prompts, values = iter(result.prompts), iter(result.values)
+        decoded, row = [], 0
+        for item in plan:
+            request = item.seq.request
+            end = row + 1 + next(accepted, 0)
+            sampled = Sampled([])
+            if request.task != "generate":
+                sampled.values = next(values)
+                sampled.error = NOT_NUMBERS if item.samples and sampled.values is None else None
+            elif item.samples:
+                sampled = _sampled(
+                    request.params.logprobs, tokens[row:end], reports if reports is None else reports[row:end]
+                )
+            if request.params.prompt_logprobs is not None:
+                _add_prompt_logprobs(sampled, item, next(prompts))
+            decoded.append(sampled)
+            row += 1 + len(item.drafts)
+        return decoded
+
+
+def _token_ids(plan: Plan) -> npt.NDArray[np.int64]:
+    """The tokens of all rows; -1 for one that a step in flight samples, which can only be the last of its item."""
+    tokens: list[int | None] = []
+    for item in plan:
+        tokens += item.tokens
+        if tokens[-1] is None:
+            tokens[-1] = -1
+        tokens += item.drafts
+    return np.array(tokens, dtype=np.int64)
+
+
+def _slots(
+    tables: BlockTables, of_row: Indices, positions: npt.NDArray[np.int64], block_size: int
+) -> npt.NDArray[np.int64]:
+    blocks = tables.tables_CB[of_row, positions // block_size].astype(np.int64)
+    slots: npt.NDArray[np.int64] = blocks * block_size + positions % block_size
+    return slots
+
+
+def _prompt_rows(plan: Plan, counts: list[int]) -> Iterator[PromptRows]:
+    first_row = 0
+    for item, count in zip(plan, counts, strict=True):
+        request = item.seq.request
+        if request.params.prompt_logprobs is not None:
+            tokens = request.prompt_tokens[item.start + 1 : item.start + 1 + len(item.tokens)]
+            yield PromptRows(first_row, tokens, request.params.prompt_logprobs)
+        first_row += count
+
+
+def _pooled_rows(plan: Plan, counts: list[int], of_seq: Indices) -> Iterator[PooledRows]:
+    first_row = 0
+    for item, count, index in zip(plan, counts, of_seq.tolist(), strict=True):
+        if item.seq.request.task != "generate":
+            yield PooledRows(index, item.start, first_row, count, item.samples)
+        first_row += count
+
+
+def _sampled(num_logprobs: int | None, tokens: list[int], reports_RW: npt.NDArray[np.int32] | None) -> Sampled:
+    """Accepted drafts and one token more; a negative one ends the sequence."""
+    if tokens[-1] < 0:
+        return Sampled([], error=ERRORS[tokens[-1]])
+    if num_logprobs is None or reports_RW is None:
+        return Sampled(tokens)
+    return Sampled(tokens, read_reports(tokens, reports_RW, num_logprobs))
+
+
+def _add_prompt_logprobs(sampled: Sampled, item: Scheduled, reports: bytes | None) -> None:
+    if reports is None:
+        sampled.tokens, sampled.logprobs, sampled.prompt_logprobs, sampled.error = [], None, None, NOT_NUMBERS
+        return
+    request = item.seq.request
+    tokens = request.prompt_tokens[item.start + 1 : item.start + 1 + len(item.tokens)]
+    reports_RW = as_rows(reports, len(tokens)) if tokens else NO_REPORTS
+    sampled.prompt_logprobs = read_reports(tokens, reports_RW, request.params.prompt_logprobs or 0)
+
+
+def read_reports(tokens: list[int], reports_RW: npt.NDArray[np.int32], count: int) -> list[TokenLogprobs]:
+    """What reports say of their tokens and of the ``count`` most likely ones."""
+    end = HEAD + (reports_RW.shape[1] - HEAD) // 2
+    logprobs_RW = reports_RW.view(np.float32)
+    return [
+        TokenLogprobs(
+            token,
+            float(logprobs_W[0]),
+            int(report_W[1]),
+            report_W[HEAD:end][:count].tolist(),
+            logprobs_W[end:][:count].tolist(),
+        )
+        for token, report_W, logprobs_W in zip(tokens, reports_RW, logprobs_RW, strict=True)
+    ]

@@ -1,0 +1,143 @@
+"""The executor of CPUs: each message is carried out before ``send`` returns.
+
+Shapes: S sequences.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.errors import CheckpointError, RunnerError
+from octavo.models.adapters import Adapters
+from octavo.models.pooling import Pooling
+from octavo.models.registry import CausalLM
+from octavo.ops.attention import PagedRows
+from octavo.runtime.block_copies import HostBlockCopies
+from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.pooled import ChunkPooler
+from octavo.runtime.replies import Done, Failed
+from octavo.runtime.sampling_state import SamplingState
+from octavo.runtime.step_program import Forward, RowReader, StepProgram
+from octavo.runtime.step_views import view_step
+from octavo.steps.layout import layout
+from octavo.steps.limits import StepLimits
+from octavo.steps.messages import (
+    Compile,
+    CopySlots,
+    LoadAdapter,
+    Message,
+    ReadBlock,
+    Reply,
+    Step,
+    StepResult,
+    UnloadAdapter,
+    WriteBlock,
+)
+
+logger = logging.getLogger(__name__)
+
+LAST_TOKEN = Pooling("last")
+
+
+class HostExecutor:
+    """Runs a model over a paged cache in host memory."""
+
+    runs_ahead = False
+
+    def __init__(
+        self,
+        model: CausalLM,
+        storage: KVStorage,
+        vocab_size: int,
+        limits: StepLimits,
+        forward: Forward | None = None,
+        pooling: Pooling = LAST_TOKEN,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """``forward`` may be a faster way to do what ``model.forward`` does over the storage's layers, without any
+        adapter."""
+        device = storage.pool.device
+        max_len = limits.max_blocks * storage.block_size
+        self._state = SamplingState(limits.max_num_seqs, max_len, limits.max_num_seqs, vocab_size, device)
+        self._adapters = adapters
+        self._forward = forward
+        self._model, self._layers = model, storage.layers
+        self._program = StepProgram(model, self._compute, self._state, None if adapters is None else adapters.rows)
+        self._reader = RowReader(model, ChunkPooler(model, pooling))
+        self._copies = HostBlockCopies(storage)
+        self._num_groups = storage.num_pools
+
+    def send(self, message: Message) -> Reply[Any]:
+        """See ``Executor``."""
+        match message:
+            case Step():
+                return self._step(message)
+            case CopySlots(group, source, target, num_tokens):
+                self._copies.copy_slots(group, source, target, num_tokens)
+            case ReadBlock(block):
+                return self._copies.read(block)
+            case WriteBlock(block, content):
+                self._copies.write(block, content)
+            case LoadAdapter() | UnloadAdapter():
+                return change_adapters(self._adapters, message)
+            case Compile():  # kernels are compiled when they are first called
+                pass
+        return Done(None)
+
+    def _step(self, message: Step) -> Reply[StepResult]:
+        try:
+            with torch.inference_mode():
+                return Done(self._run(message))
+        except Exception as error:
+            logger.exception("a forward pass of %d sequences failed", message.num_seqs)
+            return Failed(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
+
+    def _run(self, message: Step) -> StepResult:
+        shape, inputs = message.shape, bytearray(message.inputs)
+        self._state.tell(message.histories, message.lists)
+        self._fill_in_tokens(message, inputs)
+        step = view_step(torch.frombuffer(inputs, dtype=torch.uint8), shape, self._num_groups)
+        result, last_rows = self._reader.result(message, self._program(step, shape, message))
+        if result.tokens:
+            sampled = torch.tensor([result.tokens[row] for row in last_rows], dtype=torch.int32)
+            self._state.last_tokens_C[step.batch_indices_S] = sampled
+        return result
+
+    def _fill_in_tokens(self, message: Step, inputs: bytearray) -> None:
+        """Put last tokens in place of those that the host did not know."""
+        fields, _ = layout(message.shape, self._num_groups)
+        raw = np.frombuffer(inputs, dtype=np.uint8)
+        at = {name: raw[fields[name].start : fields[name].end].view(fields[name].dtype) for name in TOKEN_FIELDS}
+        if message.num_seqs and at["token_ids"].min() < 0:
+            last_S = at["cu_seqlens"][1:] - 1
+            is_unknown_S = at["token_ids"][last_S] < 0
+            known = self._state.last_tokens_C.numpy()[at["batch_indices"][is_unknown_S]]
+            at["token_ids"][last_S[is_unknown_S]] = known.clip(min=0)
+
+    def _compute(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
+        has_adapters = self._adapters is not None and bool(self._adapters.rows.by_number)
+        if self._forward is not None and not has_adapters:
+            return self._forward(token_ids_T, positions_T, rows)
+        return self._model.forward(token_ids_T, positions_T, self._layers, rows)
+
+
+TOKEN_FIELDS = ("token_ids", "cu_seqlens", "batch_indices")
+
+
+def change_adapters(adapters: Adapters | None, message: LoadAdapter | UnloadAdapter) -> Reply[None]:
+    """Carry ``message`` out, or answer with a ``CheckpointError``."""
+    try:
+        if adapters is None:
+            raise CheckpointError("this engine takes no adapters; it needs enable_lora")
+        if isinstance(message, LoadAdapter):
+            adapters.load(message.number, message.path)
+        else:
+            adapters.unload(message.number)
+    except CheckpointError as error:
+        return Failed(error)
+    return Done(None)

@@ -1,0 +1,113 @@
+"""What an executor keeps for sampling between steps, by batch index: last tokens, histories, biases and bans.
+
+Tokens enter histories as they pass through steps; only those that did not, say because the prefix cache had their keys
+and values, are told.
+
+Shapes: T rows, R sampled rows, C batch indices and that of padding, L positions, B biases, E stop tokens, W bytes of a
+mask, V vocabulary, n most likely tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo import ops
+from octavo.ops.adjust_logits import Adjustments
+from octavo.ops.sample import BANNED
+from octavo.runtime.step_views import ExtraInputs, StepTensors
+from octavo.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from octavo.steps.messages import History, Mask, TokenLists
+
+MAX_STOPS = 2 * MAX_STOP_TOKEN_IDS
+MAX_BIASES = MAX_LOGIT_BIAS + 2 * MAX_BAD_WORDS
+
+
+class SamplingState:
+    """Tensors of fixed size on one device."""
+
+    def __init__(self, num_indices: int, max_len: int, most_rows: int, vocab_size: int, device: torch.device) -> None:
+        """``most_rows``: sampled rows of a step without drafts; ``max_len``: positions of a sequence."""
+        C = num_indices + 1
+        self.vocab_size = vocab_size
+        self.last_tokens_C = torch.zeros(C, dtype=torch.int32, device=device)
+        """The token that each sequence sampled last."""
+        self.histories_CL = torch.zeros(C, max_len, dtype=torch.int32, device=device)
+        self._bias_ids_CB = torch.full((C, MAX_BIASES), -1, dtype=torch.int32, device=device)
+        self._biases_CB = torch.zeros(C, MAX_BIASES, device=device)
+        self._stop_ids_CE = torch.full((C, MAX_STOPS), -1, dtype=torch.int32, device=device)
+        self._no_masks_R0 = torch.zeros(most_rows, 0, dtype=torch.uint8, device=device)
+        self._has_mask_R = torch.zeros(most_rows, dtype=torch.bool, device=device)
+        self.most_top = min(MAX_LOGPROBS, vocab_size)
+        """Most likely tokens that are ever reported."""
+
+    # ---- before a step
+
+    def tell(self, histories: Sequence[History], lists: Sequence[TokenLists]) -> None:
+        """Take down what a step message says of its sequences."""
+        for told in lists:
+            biases = {**told.bias, **dict.fromkeys(told.banned, BANNED)}
+            padding = MAX_BIASES - len(biases)
+            _send([*biases, *[-1] * padding], self._bias_ids_CB[told.index])
+            _send([*biases.values(), *[0.0] * padding], self._biases_CB[told.index])
+            _send([*told.stops, *[-1] * (MAX_STOPS - len(told.stops))], self._stop_ids_CE[told.index])
+        for history in histories:
+            end = history.start + len(history.tokens)
+            _send(history.tokens, self.histories_CL[history.index, history.start : end])
+
+    # ---- in a step
+
+    def remember(self, step: StepTensors, extras: ExtraInputs) -> None:
+        """Put the step's tokens into the histories of their sequences."""
+        self.histories_CL[extras.row_indices_T, step.positions_T] = step.token_ids_T.int()
+
+    def adjust(self, logits_RV: Tensor, step: StepTensors, extras: ExtraInputs, masks: Sequence[Mask] = ()) -> Tensor:
+        """Logits as the requests ask for; see ``ops.adjust_logits``."""
+        masks_RW, has_mask_R = self._masks(masks, logits_RV)
+        return ops.adjust_logits(
+            logits_RV,
+            Adjustments(
+                self.histories_CL,
+                extras.history_indices_R,
+                step.params.position,
+                extras.num_prompt_tokens_R,
+                extras.repetition_R,
+                extras.frequency_R,
+                extras.presence_R,
+                self._bias_ids_CB[extras.bias_indices_R],
+                self._biases_CB[extras.bias_indices_R],
+                self._stop_ids_CE[extras.ban_indices_R],
+                masks_RW,
+                has_mask_R,
+            ),
+        )
+
+    def _masks(self, masks: Sequence[Mask], logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+        R = len(logits_RV)
+        if not masks and len(self._has_mask_R) >= R:
+            return self._no_masks_R0[:R], self._has_mask_R[:R]
+        width = len(masks[0].bits) if masks else 0
+        masks_RW = torch.zeros(R, width, dtype=torch.uint8)
+        has_mask_R = torch.zeros(R, dtype=torch.bool)
+        for mask in masks:
+            masks_RW[mask.row] = torch.frombuffer(bytearray(mask.bits), dtype=torch.uint8)
+            has_mask_R[mask.row] = True
+        return masks_RW.to(logits_RV.device), has_mask_R.to(logits_RV.device)
+
+
+def report(logits_RV: Tensor, tokens_R: Tensor, num_top: int) -> Tensor:
+    """Log-probabilities of tokens (int32) and of the most likely ones, in the form of ``steps.reports``.
+
+    Rows whose token is negative give anything.
+    """
+    found = ops.token_logprobs(logits_RV, tokens_R, num_top)
+    numbers = (found.logprob_R.view(torch.int32).unsqueeze(1), found.rank_R.unsqueeze(1))
+    likeliest = (found.top_ids_Rn, found.top_logprobs_Rn.contiguous().view(torch.int32))
+    return torch.cat((*numbers, *likeliest), dim=1)
+
+
+def _send(values: Sequence[float], to: Tensor) -> None:
+    """One copy that the host does not wait for."""
+    to.copy_(torch.tensor(values, dtype=to.dtype, pin_memory=to.is_cuda), non_blocking=True)

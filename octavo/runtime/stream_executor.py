@@ -1,0 +1,209 @@
+"""The executor of CUDA devices: steps are started in the order in which they are sent, and the sender goes on.
+
+The bytes of a plain step go up as one packed copy and run as one CUDA graph, or kernel by kernel when the step is long
+enough to keep the device busy that way. Each sequence's token stays on the device for the next step, and goes down to
+the host. What a message asks for in addition is read by the host before ``send`` returns.
+
+Shapes: S sequences, W numbers of a report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from octavo.errors import RunnerError
+from octavo.layers.stacked_lora import StackedRows
+from octavo.models.adapters import Adapters
+from octavo.models.pooling import Pooling
+from octavo.models.registry import CausalLM
+from octavo.runtime.block_copies import DeviceBlockCopies, HostBlockCopies
+from octavo.runtime.device_program import (
+    DeviceProgram,
+    batch_invariant,
+    compiled_only,
+    launched_early,
+)
+from octavo.runtime.graphs import Graphs
+from octavo.runtime.host_executor import LAST_TOKEN, change_adapters
+from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.pooled import ChunkPooler
+from octavo.runtime.replies import Done, Failed
+from octavo.runtime.step_program import RowReader
+from octavo.steps.limits import StepLimits
+from octavo.steps.messages import (
+    Compile,
+    CopySlots,
+    LoadAdapter,
+    Message,
+    ReadBlock,
+    Reply,
+    Step,
+    StepResult,
+    UnloadAdapter,
+    WriteBlock,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Tokens:
+    """The answer of a step that runs on the device."""
+
+    def __init__(
+        self,
+        tokens_S: npt.NDArray[np.int32],
+        reports_SW: npt.NDArray[np.int32] | None,
+        done: torch.cuda.Event | None,
+    ) -> None:
+        """What arrives on the host before ``done``."""
+        self._tokens_S, self._reports_SW, self._done = tokens_S, reports_SW, done
+
+    def wait(self) -> StepResult:
+        if self._done is not None:
+            self._done.synchronize()  # raises when the device is lost; nothing can go on then
+        reports = b"" if self._reports_SW is None else self._reports_SW.tobytes()
+        return StepResult(self._tokens_S.tolist(), reports=reports)
+
+
+class StreamExecutor:
+    """Runs a model on a device with a queue of its own."""
+
+    runs_ahead = True
+
+    def __init__(
+        self,
+        model: CausalLM,
+        storage: KVStorage,
+        vocab_size: int,
+        limits: StepLimits,
+        batch_invariant: bool = False,
+        enforce_eager: bool = False,
+        pooling: Pooling = LAST_TOKEN,
+        adapters: Adapters | None = None,
+    ) -> None:
+        device = storage.pool.device
+        rows = None if adapters is None else adapters.rows
+        assert rows is None or isinstance(rows, StackedRows), "adapters of a device are in stacks"
+        self._make_program = partial(DeviceProgram, model, storage, vocab_size, limits, rows)
+        self._batch_invariant = batch_invariant
+        self._adapters = adapters
+        self._program = self._make_program()
+        self._reader = RowReader(model, ChunkPooler(model, pooling))
+        self._is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        self._graphs = Graphs(self._program, launched_early) if self._is_cuda and not enforce_eager else None
+        self._copies = HostBlockCopies(storage) if self._stream is None else DeviceBlockCopies(storage, self._stream)
+
+    def send(self, message: Message) -> Reply[Any]:
+        """See ``Executor``."""
+        match message:
+            case Step():
+                return self._step(message)
+            case CopySlots(group, source, target, num_tokens):
+                self._copies.copy_slots(group, source, target, num_tokens)
+            case ReadBlock(block):
+                return self._copies.read(block)
+            case WriteBlock(block, content):
+                self._copies.write(block, content)
+            case LoadAdapter() | UnloadAdapter():
+                return change_adapters(self._adapters, message)
+            case Compile():
+                return Compiling(partial(self._compile, message))
+        return Done(None)
+
+    # ---- steps
+
+    def _step(self, message: Step) -> Reply[StepResult]:
+        try:
+            with self._on_stream():
+                self._program.upload(message)
+                self._program.num_steps += 1
+                return self._start(message) if message.is_plain else self._run(message)
+        except Exception as error:
+            if message.is_plain and not isinstance(error, torch.OutOfMemoryError):
+                raise  # the device may be lost; nothing can go on then
+            logger.exception("a forward pass of %d sequences failed", message.num_seqs)
+            with self._on_stream():
+                self._program.start_again()
+            return Failed(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
+
+    def _start(self, message: Step) -> Reply[StepResult]:
+        """Start a step that is nothing but its arrays."""
+        index = self._program.num_steps - 1
+        if message.uses_graph and self._graphs is not None:
+            self._graphs(message.shape)
+        else:
+            self._program(message.shape)
+        reports_SW = None if message.num_top < 0 else self._program.send_reports(index, message.num_seqs)
+        done = None
+        if self._is_cuda:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return Tokens(self._program.tokens(index)[: message.num_seqs], reports_SW, done)
+
+    def _run(self, message: Step) -> Reply[StepResult]:
+        """Compute a step that asks for more, and wait for it."""
+        with self._as_in_graphs():
+            step, computed = self._program.compute(message.shape, message)
+            result, last_rows = self._reader.result(message, computed)
+            last = [result.tokens[row] for row in last_rows] if result.tokens else []
+            tokens_S = torch.zeros(message.shape.num_seqs, dtype=torch.int32)
+            tokens_S[: len(last)] = torch.tensor(last, dtype=torch.int32)
+            self._program.publish(step, tokens_S.to(step.batch_indices_S.device))
+        return Done(result)
+
+    # ---- compiling
+
+    def _compile(self, message: Compile) -> None:
+        """Compile kernels in a stream and over buffers that no step uses."""
+        if not self._is_cuda:
+            return
+        with torch.cuda.stream(torch.cuda.Stream()), self._around():  # type: ignore[no-untyped-call]
+            program = self._make_program()
+            with compiled_only(message.num_threads or None), self._as_in_graphs():
+                for shape in message.shapes:
+                    program(shape)
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream), self._around():  # no stream is no change
+            yield
+
+    def _as_in_graphs(self) -> contextlib.AbstractContextManager[None]:
+        """Kernels are launched as graphs launch them, so that none has to be compiled twice."""
+        return launched_early() if self._graphs is not None else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _around(self) -> Iterator[None]:
+        with torch.inference_mode(), batch_invariant() if self._batch_invariant else contextlib.nullcontext():
+            yield
+
+
+class Compiling:
+    """The answer of work that goes on in a thread of its own."""
+
+    def __init__(self, work: partial[None]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="compile", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # raised again where the answer is waited for
+            self._error = error
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error

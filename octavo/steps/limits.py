@@ -1,0 +1,22 @@
+"""The most that a step can be."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from octavo.steps.shapes import Kind, StepShape, padded_shape
+
+
+class StepLimits(NamedTuple):
+    """Limits that the encoder keeps to, and for which an executor has buffers."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_blocks: int
+    """Entries of a block table."""
+
+    def largest(self) -> StepShape:
+        """A padded shape that no step exceeds."""
+        most_rows = max(self.max_num_batched_tokens, self.max_num_seqs, 2)
+        shape, _ = padded_shape(most_rows, self.max_num_seqs, 2, self.max_num_seqs, Kind(True, True))
+        return shape._replace(num_drafts=most_rows)

@@ -1,0 +1,156 @@
+"""Padded batch shapes: the sizes that a step is brought to, so that one CUDA graph serves many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Kind(NamedTuple):
+    """What a step computes in addition to plain sampling."""
+
+    has_extras: bool = False
+    """Penalties, biases, bans, masks or log-probabilities of any sequence."""
+    has_adapters: bool = False
+    """Whether the step looks for adapters of its rows."""
+
+
+PLAIN = Kind()
+
+
+class StepShape(NamedTuple):
+    """Sizes of a step's tensors; rows and sequences beyond those of the plan are padding."""
+
+    num_rows: int
+    """Tokens whose keys and values are computed."""
+    num_seqs: int
+    max_query_len: int
+    has_extras: bool = False
+    has_adapters: bool = False
+    num_drafts: int = 0
+    """Draft tokens of all sequences; the logits of each sequence's last token and of each draft are sampled."""
+
+    @property
+    def num_samples(self) -> int:
+        """Rows whose logits are sampled."""
+        return self.num_seqs + self.num_drafts
+
+    def holds(self, other: StepShape) -> bool:
+        """Whether a step of shape ``other`` may be brought to this one by padding."""
+        are_alike = (self.max_query_len == 1) == (other.max_query_len == 1)
+        are_alike = are_alike and self[3:] == other[3:]
+        return are_alike and self.num_rows >= other.num_rows and self.num_seqs >= other.num_seqs
+
+
+class Sizes(NamedTuple):
+    """What a plan asks of a step's shape."""
+
+    num_rows: int
+    num_seqs: int
+    max_query_len: int
+    num_drafts: int = 0
+
+
+ChooseShape = Callable[[Sizes, Kind], tuple[StepShape, bool]]
+"""The shape of a step, and whether it is run through a CUDA graph."""
+
+
+def exact_shape(sizes: Sizes, kind: Kind) -> tuple[StepShape, bool]:
+    """The shape of a step without padding, for executors without graphs."""
+    return StepShape(sizes.num_rows, sizes.num_seqs, sizes.max_query_len, *kind, sizes.num_drafts), False
+
+
+BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240)
+"""Sequences of a decode step that has a graph; above them, every 32."""
+MIXED_ROWS = (
+    *(16, 32, 48, 64, 96, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512),
+    *range(640, 2049, 128),
+)
+"""Rows of a step with a graph that has prompts in it. Longer ones keep the device busy without one."""
+FEW_ROWS = 512
+FEW_SEQS, MANY_SEQS = (8, 32), (64,)
+"""Sequences of such a step of at most FEW_ROWS, and of a longer one; above them, as many as a step may have."""
+EXTRA_BATCH_SIZES = (1, 4, 16, 32, 64, 128, 192, 256)
+EXTRA_MIXED_ROWS = (64, 256, 512, 1024, MIXED_ROWS[-1])
+"""The same for steps with extras, which are rarer."""
+
+
+def padded(size: int, sizes: tuple[int, ...], step: int) -> int:
+    """The least of ``sizes`` that is not below ``size``; above them all, the next multiple of ``step``."""
+    return next((known for known in sizes if known >= size), -(-size // step) * step)
+
+
+def kinds(with_adapters: bool) -> list[Kind]:
+    """All kinds of steps. Where there are adapters, every step with extras looks for them: there are few of these."""
+    return [PLAIN, *([Kind(has_adapters=True)] if with_adapters else []), Kind(True, with_adapters)]
+
+
+def padded_shape(
+    num_rows: int, num_seqs: int, max_query_len: int, max_num_seqs: int, kind: Kind = PLAIN
+) -> tuple[StepShape, bool]:
+    """The padded shape of a step without drafts, and whether it has a CUDA graph."""
+    most_seqs = max(max_num_seqs, num_seqs)
+    if max_query_len == 1:
+        size = min(padded(num_seqs, EXTRA_BATCH_SIZES if kind.has_extras else BATCH_SIZES, 32), most_seqs)
+        return StepShape(size, size, 1, *kind), True
+    seqs = min(padded(num_seqs, _mixed_seqs(num_rows), max_num_seqs), most_seqs)
+    if num_rows <= MIXED_ROWS[-1]:
+        rows = padded(num_rows, EXTRA_MIXED_ROWS if kind.has_extras else MIXED_ROWS, 1)
+        return StepShape(rows, seqs, rows, *kind), True
+    rows = -(-num_rows // 128) * 128
+    return StepShape(rows, seqs, rows, *kind), False
+
+
+def _mixed_seqs(num_rows: int) -> tuple[int, ...]:
+    return FEW_SEQS if num_rows <= FEW_ROWS else MANY_SEQS
+
+
+def graph_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = False) -> list[StepShape]:
+    """Every shape that has a graph, the largest first, so that the smaller ones fit into its memory.
+
+    Those with extras come last.
+    """
+    shapes = set()
+    for kind in kinds(with_adapters):
+        for size in range(1, max_num_seqs + 1):
+            shapes.add(padded_shape(size, size, 1, max_num_seqs, kind)[0])
+        for rows in MIXED_ROWS:
+            for seqs in (*_mixed_seqs(rows), max_num_seqs) if rows <= max_num_rows else ():
+                few = min(seqs, rows - 1, max_num_seqs)
+                shapes.add(padded_shape(rows, few, rows, max_num_seqs, kind)[0])
+    return sorted(shapes, key=lambda shape: (not shape.has_extras, shape), reverse=True)
+
+
+def first_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = False) -> list[StepShape]:
+    """A few shapes between which every step without extras that has a graph finds one to fit into, the largest first.
+
+    They are what a start waits for, so each stands for kernels that are worth it.
+    """
+    shapes = {_decode_shape(max_num_seqs, max_num_seqs)}
+    for rows in (512, min(max_num_rows, MIXED_ROWS[-1])):
+        if 1 < rows <= max_num_rows:
+            shapes.add(padded_shape(rows, min(rows - 1, max_num_seqs), rows, max_num_seqs)[0])
+    if with_adapters:
+        shapes |= {shape._replace(has_adapters=True) for shape in _largest(shapes)}
+    return sorted(shapes, reverse=True)
+
+
+def next_shapes(max_num_seqs: int) -> list[StepShape]:
+    """Shapes whose kernels follow at once, the smallest first: few sequences are faster with kernels of their own."""
+    return sorted({_decode_shape(size, max_num_seqs) for size in (1, 16)})
+
+
+def _decode_shape(num_seqs: int, max_num_seqs: int) -> StepShape:
+    size = min(num_seqs, max_num_seqs)
+    return padded_shape(size, size, 1, max_num_seqs)[0]
+
+
+def first_extra_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = False) -> list[StepShape]:
+    """The same for steps with extras."""
+    kind, largest = Kind(True, with_adapters), _largest(set(first_shapes(max_num_seqs, max_num_rows)))
+    return sorted((padded_shape(*shape[:3], max_num_seqs, kind)[0] for shape in largest), reverse=True)
+
+
+def _largest(shapes: set[StepShape]) -> set[StepShape]:
+    """The largest of steps of single rows, and the largest of all."""
+    return {max(shape for shape in shapes if shape.max_query_len == 1), max(shapes)}
