@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.ops.adjust_logits import Adjustments
 from octavo.ops.sample import BANNED
-from octavo.runtime.sampler import Row, process
+from tests.ops.row_sampler import Row, process
 from octavo.sampling_params import SamplingParams
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.noise import exponentials, token_hashes
-from octavo.runtime import logits as processors
+from octavo.ops.cpu import logits as processors
 from octavo.sampling_params import SamplingParams
 from octavo.types import TokenLogprobs
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops.sample import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, SampleParams
-from octavo.runtime import sampler
-from octavo.runtime.sampler import Row, Sampler
+from tests.ops import row_sampler as sampler
+from tests.ops.row_sampler import Row, Sampler
 from octavo.sampling_params import SamplingParams
 
 CODES = {sampler.NOT_NUMBERS: NOT_FINITE, sampler.NOTHING_LEFT: NOTHING_LEFT, sampler.OVERFLOW: OUT_OF_RANGE}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo import ops
-from octavo.runtime import sampler
+from tests.ops import row_sampler as sampler
 from tests.ops.sampling_cases import generator, make_logits
 
 

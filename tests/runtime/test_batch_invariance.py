@@ -20,14 +20,14 @@ from octavo.ops.cpu import threads
 from octavo.quant.blocks import PackedBlockScheme
 from octavo.quant.scheme import Part, WeightFormat
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.recorded_forward import RecordedForward
 from octavo.sampling_params import SamplingParams
+from octavo.steps.limits import StepLimits
 from octavo.types import Request
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
+from tests.runtime.making import CPU, host_runner
 
 pytestmark = needs_float_kernels
-CPU = torch.device("cpu")
 VOCAB = 331
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -83,7 +83,8 @@ class Loaded:
         cache = KVCache(num_blocks, block_size, caching)
         scheduler = Scheduler(cache, max_num_seqs=batch, max_num_batched_tokens=max(chunk, batch))
         self.forward = RecordedForward(self.model, storage.layers)
-        runner = ModelRunner(self.model, storage, VOCAB, self.forward)
+        limits = StepLimits(batch, max(chunk, batch), num_blocks)
+        runner = host_runner(self.model, storage, VOCAB, limits, self.forward)
         return Engine(scheduler, runner)
 
 

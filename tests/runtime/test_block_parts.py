@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -12,15 +13,14 @@ from octavo.cache.offload import Offload
 from octavo.cache.tiers import HostTier
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
-from octavo.runtime.block_copies import HostBlockCopies
+from octavo.engine.step_runner import BlockMessages
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.model_runner import ModelRunner
-from octavo.runtime.step_program import StepLimits
-from octavo.runtime.stream_runner import StreamRunner
 from octavo.sampling_params import SamplingParams
+from octavo.steps.limits import StepLimits
 from octavo.types import Request
 from tests.cache.test_kv_cache import compute, make_sequence
-from tests.runtime.test_model_runner import CPU, MIXED, VOCAB, Loaded, run, tokens_of
+from tests.runtime.making import CPU, host_runner, stream_runner
+from tests.runtime.test_model_runner import MIXED, VOCAB, Loaded, run, tokens_of
 
 BLOCK_SIZE = 8
 
@@ -34,7 +34,7 @@ def test_the_first_positions_are_copied_in_every_layer_and_nothing_else_changes(
     storage = KVStorage(loaded.config, 4, BLOCK_SIZE, torch.bfloat16, CPU)
     storage.pool.copy_(torch.randn(storage.pool.shape))
     before = storage.pool.clone()
-    storage.copy_slots(1, 3, 5)
+    storage.copy_slots(0, 1, 3, 5)
     want = before.clone()
     want[:, :, 3, :, :5] = before[:, :, 1, :, :5]
     assert torch.equal(storage.pool, want)
@@ -60,11 +60,10 @@ def test_tokens_are_those_of_whole_prompts(loaded: Loaded, streams: bool, num_bl
     expected = {request.id: tokens_of(run(loaded.engine(), [request]))[request.id] for request in some}
     storage = KVStorage(loaded.config, num_blocks, BLOCK_SIZE, torch.float32, CPU)
     storage.pool.fill_(torch.nan)
-    runner: ModelRunner | StreamRunner = ModelRunner(loaded.model, storage, VOCAB)
-    if streams:
-        runner = StreamRunner(loaded.model, storage, VOCAB, StepLimits(4, 32, 120 // BLOCK_SIZE))
+    make_runner = stream_runner if streams else host_runner
+    runner = make_runner(loaded.model, storage, VOCAB, StepLimits(4, 32, 120 // BLOCK_SIZE))
     cache = KVCache(num_blocks, BLOCK_SIZE)
-    cache.copy_slots = HostBlockCopies(storage).copy_slots
+    cache.copy_slots = partial(BlockMessages(runner, storage.bytes_per_block).copy_slots, 0)
     engine = Engine(Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=32), runner, depth=depth)
     assert tokens_of(run(engine, some)) == expected
     assert cache.num_copied > 30
@@ -74,9 +73,10 @@ def test_a_block_that_was_copied_from_may_be_filled_from_a_tier_at_once(loaded: 
     """Both may be asked for before the same step."""
     storage = KVStorage(loaded.config, 4, BLOCK_SIZE, torch.float32, CPU)
     storage.pool.copy_(torch.randn(storage.pool.shape))
-    copies = HostBlockCopies(storage)
+    runner = host_runner(loaded.model, storage, VOCAB, StepLimits(4, 32, 120 // BLOCK_SIZE))
+    copies = BlockMessages(runner, storage.bytes_per_block)
     cache = KVCache(4, BLOCK_SIZE)
-    cache.copy_slots = copies.copy_slots
+    cache.copy_slots = partial(copies.copy_slots, 0)
     cache.use_offload(Offload(copies, BLOCK_SIZE, "", HostTier(1 << 30)))
     first = [1] * (3 * BLOCK_SIZE)
     cache.release(compute(cache, first))

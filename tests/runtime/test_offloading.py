@@ -33,8 +33,8 @@ def test_blocks_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8))
     before = bits.clone()
     copies = HostBlockCopies(storage)
-    contents = [copies.read(block)() for block in range(5)]
-    assert {len(content) for content in contents} == {copies.num_bytes}
+    contents = [copies.read(block).wait() for block in range(5)]
+    assert {len(content) for content in contents} == {storage.bytes_per_block}
     bits.fill_(255)
     for block, content in enumerate(contents):
         copies.write((block + 2) % 5, content)

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 from octavo.engine.engine import Engine
+from octavo.engine.step_encoder import ERRORS
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.runtime.sampler import NOTHING_LEFT
 from octavo.sampling_params import SamplingParams
+from octavo.steps.messages import NOTHING_LEFT
 from octavo.types import Masks, Plan, Request
 from tests.runtime.test_model_runner import VOCAB, Loaded, run, tokens_of
 from tests.runtime.test_stream_runner import stream_engine, without_host
@@ -216,4 +217,4 @@ def test_a_row_with_nothing_left_ends_alone(loaded: Loaded) -> None:
     other = Request(1, [3], SamplingParams(temperature=0), 9)
     found = run(stream_engine(loaded), [stuck, other])
     assert tokens_of(found) == {0: [7, 7], 1: loaded.greedy([3], 9)}
-    assert found[0][-1].error == NOTHING_LEFT
+    assert found[0][-1].error == ERRORS[NOTHING_LEFT]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from octavo.cache.kv_cache import KVCache
+from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import CheckpointError
@@ -23,14 +24,14 @@ from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
 from octavo.quant.scheme import WeightFormat
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.step_program import StepLimits
-from octavo.runtime.stream_runner import StreamRunner
 from octavo.sampling_params import SamplingParams
+from octavo.steps.limits import StepLimits
 from octavo.types import Output, Request
 from tests.engine.making import serve
 from tests.models.adapter_files import make_adapter
 from tests.models.checkpoints import FolderSource
 from tests.models.families import VOCAB_SIZE, make_checkpoint
+from tests.runtime.making import stream_runner
 from tests.runtime.test_stream_runner import without_host
 
 NEW_TOKENS, PLACES, RANK = 8, 3, 16
@@ -57,14 +58,14 @@ class Made:
         config, rows = read_config(source.config), StackedRows(PLACES, RANK)
         loaded = load_model(config, source, form, rows)
         assert make_stacks(loaded.maps, form) > 0
-        adapters = Adapters(loaded.maps, rows, form, PLACES)
-        for name in names:
-            adapters.load(name, str(self.home / name))
         storage = KVStorage(config, 60, 8, torch.float32, form.device)
         storage.pool.fill_(torch.nan)
-        runner = StreamRunner(
-            loaded.model, storage, VOCAB_SIZE, StepLimits(8, 32, max_blocks=16), adapter_rows=rows, **settings
-        )
+        limits, numbers = StepLimits(8, 32, max_blocks=16), dict[str, int]()
+        own = Adapters(loaded.maps, rows, form)
+        runner = stream_runner(loaded.model, storage, VOCAB_SIZE, limits, own, numbers, **settings)
+        adapters = LoadedAdapters(runner, numbers, PLACES)
+        for name in names:
+            adapters.load(name, str(self.home / name))
         scheduler = Scheduler(KVCache(60, 8), max_num_seqs=8, max_num_batched_tokens=32)
         return Engine(scheduler, runner, adapters=adapters, depth=2)
 
@@ -138,21 +139,21 @@ def test_a_rank_for_which_there_is_no_room_is_refused(made: Made, tmp_path: Path
 
 
 def test_a_thread_that_compiles_does_not_change_which_adapters_the_steps_of_another_want() -> None:
-    rows, x_TK = StackedRows(PLACES, RANK), torch.zeros(2, 1)
+    rows = StackedRows(PLACES, RANK)
     running_T, compiled_T = torch.tensor([0, 1], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     is_compiling, is_done = threading.Event(), threading.Event()
 
     def compile_others() -> None:
-        with rows.on_device(compiled_T):
+        with rows.of_rows(compiled_T):
             is_compiling.set()
             is_done.wait(10)
 
-    with rows.on_device(running_T):
+    with rows.of_rows(running_T):
         thread = threading.Thread(target=compile_others)
         thread.start()
         assert is_compiling.wait(10)
-        assert rows.places_of(x_TK) is running_T
+        assert rows.adapters_T is running_T
         is_done.set()
         thread.join()
-        assert rows.places_of(x_TK) is running_T
-    assert rows.places_of(x_TK) is None
+        assert rows.adapters_T is running_T
+    assert rows.adapters_T is None

@@ -5,7 +5,6 @@ It runs here on the CPU with the reference operations, without graphs but with a
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
 import time
@@ -22,9 +21,12 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.runtime.graphs import (
-    Graphs,
+from octavo.engine.graph_choice import GraphChoice
+from octavo.runtime.kv_storage import KVStorage
+from octavo.steps.limits import StepLimits
+from octavo.steps.shapes import (
     Kind,
+    StepShape,
     first_extra_shapes,
     first_shapes,
     graph_shapes,
@@ -32,14 +34,11 @@ from octavo.runtime.graphs import (
     next_shapes,
     padded_shape,
 )
-from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.sampler import NOT_NUMBERS
-from octavo.runtime.step_inputs import StepShape
-from octavo.runtime.step_program import StepLimits
-from octavo.runtime.stream_runner import StreamRunner
+from octavo.engine.step_encoder import NOT_NUMBERS
 from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Request, Scheduled, Sequence, Status
-from tests.runtime.test_model_runner import CPU, MIXED, VOCAB, Loaded, requests, run, tokens_of
+from tests.runtime.making import CPU, stream_runner
+from tests.runtime.test_model_runner import MIXED, VOCAB, Loaded, requests, run, tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def stream_engine(
     storage = KVStorage(loaded.config, num_blocks, block_size, torch.float32, CPU)
     storage.pool.fill_(torch.nan)
     limits = StepLimits(max_num_seqs, max_num_batched_tokens, max_blocks=120 // block_size)
-    runner = StreamRunner(loaded.model, storage, VOCAB, limits)
+    runner = stream_runner(loaded.model, storage, VOCAB, limits)
     cache = KVCache(num_blocks, block_size)
     scheduler = Scheduler(cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     return Engine(scheduler, runner, depth=depth, proposer=proposer)
@@ -234,10 +233,10 @@ def without_host(engine: Engine) -> Engine:
     """An engine in which the host chooses no token."""
 
     def fail(*args: Any) -> None:
-        raise AssertionError("the host was asked for tokens")
+        raise AssertionError("a step asks for more than its arrays")
 
     runner: Any = engine.runner
-    runner._by_host.compute = fail
+    runner.executor._run = fail
     return engine
 
 
@@ -308,22 +307,22 @@ def test_tokens_that_were_replaced_behind_the_devices_back_are_told(loaded: Load
     beside = Scheduled(neighbour, 0, (4, 5), (), True, 0)
     seq.tokens.append(step(Scheduled(seq, 3, (first + 1,), (), True, 0), beside))
     step(Scheduled(seq, 4, (seq.tokens[4],), (), True, 0))
-    assert runner._program.extras._histories_CL[seq.cell, :5].tolist() == seq.tokens
+    assert runner.executor._program.state.histories_CL[seq.batch_index, :5].tolist() == seq.tokens
 
 
 def test_a_step_that_finds_no_memory_is_taken_back(loaded: Loaded) -> None:
     engine = stream_engine(loaded)
     runner: Any = engine.runner
-    compute, calls = runner._compute, []
+    program = runner.executor._program
+    compute, calls = program.compute, []
 
-    def fail_once(*args: Any) -> None:
+    def fail_once(*args: Any) -> Any:
         calls.append(args)
         if len(calls) == 5:
-            runner._program.num_steps += 1
             raise torch.OutOfMemoryError("no memory")
-        compute(*args)
+        return compute(*args)
 
-    runner._compute = fail_once
+    program.compute = fail_once
     some = with_extras(8)
     assert_same(run(engine, some), run(loaded.engine(), some))
 
@@ -369,7 +368,7 @@ def test_padding(num_seqs: int, with_adapters: bool, kind: Kind) -> None:
     for num_rows in (num_seqs + 1, 300, 513, 2048, 2049):
         if num_rows > num_seqs:
             shape, has_graph = padded_shape(num_rows, num_seqs, 2, 256, kind)
-            assert shape[3:] == kind
+            assert shape[3:] == (*kind, 0)
             assert has_graph == (num_rows <= 2048)
             assert not has_graph or shape in all_shapes
             assert not has_graph or any(known.holds(shape) for known in first)
@@ -379,17 +378,18 @@ def test_padding(num_seqs: int, with_adapters: bool, kind: Kind) -> None:
 
 def test_steps_look_for_adapters_only_where_there_are_any() -> None:
     assert not any(shape.has_adapters for shape in graph_shapes(8, 64))
-    assert {shape[3:] for shape in first_shapes(8, 64, with_adapters=True)} == {(False, False), (False, True)}
-    assert {shape[3:] for shape in first_extra_shapes(8, 64, with_adapters=True)} == {(True, True)}
+    assert {shape[3:5] for shape in first_shapes(8, 64, with_adapters=True)} == {(False, False), (False, True)}
+    assert {shape[3:5] for shape in first_extra_shapes(8, 64, with_adapters=True)} == {(True, True)}
 
 
 def test_steps_with_extras_wait_for_their_kernels(loaded: Loaded) -> None:
     engine = stream_engine(loaded)
     runner: Any = engine.runner
-    runner._has_extra_kernels.clear()
+    graphs = runner.encoder.choose_shape.__self__
+    graphs._has_extra_kernels.clear()
     plain = [Request(i, [i, 3], SamplingParams(temperature=0), 9) for i in range(3)]
     assert_same(run(engine, plain), run(loaded.engine(), plain))  # the others do not
-    timer = threading.Timer(0.2, runner._has_extra_kernels.set)
+    timer = threading.Timer(0.2, graphs._has_extra_kernels.set)
     timer.start()
     some, started = with_extras(4), time.monotonic()
     assert_same(run(engine, some), run(loaded.engine(), some))
@@ -397,78 +397,73 @@ def test_steps_with_extras_wait_for_their_kernels(loaded: Loaded) -> None:
     timer.join()
 
 
-class SlowGraphs(set[StepShape]):
-    """Graphs of which each takes a while to capture, most of it Python."""
-
-    def __call__(self, shape: StepShape) -> None:
-        end = time.perf_counter() + 0.05
-        while time.perf_counter() < end:
-            pass
-        self.add(shape)
-
-    def fit(self, shape: StepShape) -> StepShape:
-        return shape
-
-
-def test_a_step_waits_for_one_capture_of_an_idle_device_and_not_for_all(
-    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_waits_for_one_capture_of_an_idle_device_and_not_for_all(loaded: Loaded) -> None:
     runner: Any = stream_engine(loaded).runner
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
-    runner._graphs = graphs = SlowGraphs()
-    shapes = graph_shapes(8, 32)
-    captures = threading.Thread(target=lambda: [runner._capture_when_idle(shape) for shape in shapes], daemon=True)
+    send, captured = runner.executor.send, list[StepShape]()
+
+    def capture_slowly(message: Any) -> Any:
+        if not message.num_seqs:
+            end = time.perf_counter() + 0.05
+            while time.perf_counter() < end:  # most of a capture is Python
+                pass
+            captured.append(message.shape)
+        return send(message)
+
+    runner.executor.send = capture_slowly
+    graphs, shapes = GraphChoice(8, 32), graph_shapes(8, 32)
+    captures = threading.Thread(
+        target=lambda: [graphs.capture_when_idle(runner, shape) for shape in shapes], daemon=True
+    )
     captures.start()
-    while len(graphs) < 2 and captures.is_alive():
+    while len(captured) < 2 and captures.is_alive():
         time.sleep(0.001)
     seq = Sequence(requests(1, temperature=0)[0])
     seq.status, seq.block_table = Status.RUNNING, [0, 1, 2]
-    before, started = len(graphs), time.monotonic()
-    runner.submit([Scheduled(seq, 0, tuple(seq.tokens), (), True, seq.epoch)])
-    assert 2 <= len(graphs) <= before + 3, f"it waited for {time.monotonic() - started:.2f} s"
+    before, started = len(captured), time.monotonic()
+    pending = runner.submit([Scheduled(seq, 0, tuple(seq.tokens), (), True, seq.epoch)])
+    assert 2 <= len(captured) <= before + 3, f"it waited for {time.monotonic() - started:.2f} s"
     time.sleep(0.1)
-    assert len(graphs) <= before + 3, "captures went on although a step was under way"
-    runner._num_unfinished = 0
+    assert len(captured) <= before + 3, "captures went on although a step was under way"
+    pending.sample({})
     captures.join(timeout=30)
-    assert graphs >= set(shapes)
+    assert captured == shapes
 
 
-def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    graphs: Any = Graphs(lambda shape: None, contextlib.nullcontext)
+def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are() -> None:
+    graphs: Any = GraphChoice(64, 512)
     first, few, extra = first_shapes(64, 512), next_shapes(64), first_extra_shapes(64, 512)
-    graphs._graphs = dict.fromkeys(first)
     small, mixed = StepShape(4, 4, 1), StepShape(48, 8, 48)
     small_extra = small._replace(has_extras=True)
-    assert graphs.fit(small) == StepShape(64, 64, 1)
-    assert graphs.fit(mixed) == StepShape(512, 64, 512)
-    assert graphs.fit(small_extra) == small_extra
-    graphs.offer([*extra, *few])
-    assert graphs.fit(small) == StepShape(16, 16, 1), "one with a kernel for few sequences may be captured"
-    assert graphs.fit(StepShape(1, 1, 1)) == StepShape(1, 1, 1)
-    assert graphs.fit(StepShape(32, 32, 1)) == StepShape(64, 64, 1)
-    assert graphs.fit(small_extra) == StepShape(64, 64, 1, has_extras=True)
-    assert graphs.fit(mixed._replace(has_extras=True)) == extra[0]
-    graphs.allow_captures()
-    assert graphs.fit(small) == small
-    assert graphs.fit(small) == StepShape(16, 16, 1), "the next capture may come a second later"
+
+    def fit(shape: StepShape, compiled: tuple[StepShape, ...] = ()) -> StepShape:
+        graphs._captured, graphs._compiled = set(first), list(compiled)
+        found: StepShape = graphs.fit(shape)
+        assert found in graphs, "what a step runs through is captured by then"
+        return found
+
+    assert fit(small) == StepShape(64, 64, 1)
+    assert fit(mixed) == StepShape(512, 64, 512)
+    assert fit(small_extra) == small_extra
+    compiled = *extra, *few
+    assert fit(small, compiled) == StepShape(16, 16, 1), "one with a kernel for few sequences may be captured"
+    assert fit(StepShape(1, 1, 1), compiled) == StepShape(1, 1, 1)
+    assert fit(StepShape(32, 32, 1), compiled) == StepShape(64, 64, 1)
+    assert fit(small_extra, compiled) == StepShape(64, 64, 1, has_extras=True)
+    assert fit(mixed._replace(has_extras=True), compiled) == extra[0]
+    graphs._next_capture = 0.0
+    assert fit(small, compiled) == small
+    assert fit(small, compiled) == StepShape(16, 16, 1), "the next capture may come a second later"
 
 
-def test_steps_with_extras_go_on_when_there_are_shapes_to_bring_them_to(
-    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner: Any = stream_engine(loaded).runner
-    runner._has_extra_kernels.clear()
+def test_steps_with_extras_go_on_when_there_are_shapes_to_bring_them_to() -> None:
+    graphs: Any = GraphChoice(8, 32)
+    graphs._has_extra_kernels.clear()
     told: list[tuple[list[StepShape], bool]] = []
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    runner._compile = lambda *args: None
-    runner._graphs = SimpleNamespace(
-        offer=lambda shapes: told.append((shapes, runner._has_extra_kernels.is_set())), allow_captures=lambda: None
-    )
-    limits = runner._limits
-    assert runner._compile_the_rest() == graph_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
-    assert told == [
-        (first_extra_shapes(limits.max_num_seqs, limits.max_num_batched_tokens), False),
-        (next_shapes(limits.max_num_seqs), True),
-    ]
+
+    def send(message: Any) -> Any:
+        return SimpleNamespace(wait=lambda: told.append((message.shapes, graphs._has_extra_kernels.is_set())))
+
+    runner: Any = SimpleNamespace(send=send)
+    assert graphs.compile_the_rest(runner) == graph_shapes(8, 32)
+    assert told == [(first_extra_shapes(8, 32), False), (next_shapes(8), True), (graph_shapes(8, 32), True)]
+    assert graphs._compiled == [*first_extra_shapes(8, 32), *next_shapes(8)]

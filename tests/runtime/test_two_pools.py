@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from octavo.cache.hybrid_cache import HybridCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.step_runner import compute_padding
 from octavo.ops import dispatch
 from octavo.ops.attention import WholeLayerCache
 from octavo.ops.dispatch import REFERENCE
 from octavo.runtime.kv_storage import KVStorage, kv_bytes_per_token
-from octavo.runtime.model_runner import Forward, ModelRunner
 from octavo.runtime.recorded_forward import RecordedForward
-from octavo.runtime.step_inputs import HostStep, StepShape, layout, num_bytes, view_step
-from octavo.runtime.step_program import StepLimits
-from octavo.runtime.stream_runner import StreamRunner
+from octavo.runtime.step_views import view_step
 from octavo.runtime.two_pools import EVEN_SHARES, TwoPools
 from octavo.sampling_params import SamplingParams
+from octavo.steps.layout import StepArrays, num_bytes
+from octavo.steps.limits import StepLimits
+from octavo.steps.shapes import StepShape
 from octavo.types import Request
 from tests.ops.cpu_cases import needs_float_kernels
-from tests.runtime.test_model_runner import CPU, MIXED, VOCAB, Loaded, run, tokens_of
+from tests.runtime.making import CPU, host_runner, stream_runner
+from tests.runtime.test_model_runner import MIXED, VOCAB, Loaded, run, tokens_of
 
 FAMILIES = ["gemma3/other_pattern", "gpt_oss/sinks"]
 
@@ -69,15 +73,14 @@ def engine_of(
 ) -> Engine:
     """``sizes`` are the blocks of the layers with windows, and those of the others."""
     storage = storage_of(loaded, sizes, block_size)
-    runner: ModelRunner | StreamRunner
+    limits = StepLimits(8, steps, max_blocks=120 // block_size)
     if streams:
-        runner = StreamRunner(loaded.model, storage, VOCAB, StepLimits(8, steps, max_blocks=120 // block_size))
+        runner = stream_runner(loaded.model, storage, VOCAB, limits)
     else:
-        forward: Forward = RecordedForward(loaded.model, storage.layers)
-        runner = ModelRunner(loaded.model, storage, VOCAB, forward)
-    runner.warm_up()
+        runner = host_runner(loaded.model, storage, VOCAB, limits, RecordedForward(loaded.model, storage.layers))
+    compute_padding(runner)
     cache = HybridCache(*sizes, block_size, window=loaded.config.window)
-    cache.copy_slots, cache.whole.copy_slots = storage.copy_slots, storage.copy_whole_slots
+    cache.copy_slots, cache.whole.copy_slots = (partial(storage.copy_slots, group) for group in (0, 1))
     return Engine(Scheduler(cache, max_num_seqs=8, max_num_batched_tokens=steps), runner, depth=depth)
 
 
@@ -129,35 +132,32 @@ def test_recorded_steps_of_kernels_read_both_tables(tmp_path: Path) -> None:
     engine = engine_of(loaded, (24, 60))
     found = tokens_of(run(engine, some))
     assert found == {r.id: loaded.greedy(r.prompt_tokens, r.max_tokens) for r in some}
-    forward: Any = engine.runner._forward  # type: ignore[attr-defined]
+    forward: Any = engine.runner.executor._forward  # type: ignore[attr-defined]
     assert forward._steps, "no step was recorded"
 
 
-def test_a_step_is_packed_and_read_pool_by_pool() -> None:
+def test_a_step_is_packed_and_read_group_by_group() -> None:
     shape, width = StepShape(6, 3, 4), 5
-    buffer = torch.zeros(num_bytes(shape, width, 2), dtype=torch.uint8)
-    host = HostStep(buffer, shape, 2)
-    own, whole = (torch.randint(99, (2, width), dtype=torch.int32) for _ in range(2))
-    host.fill_tables(own.numpy(), whole.numpy())
-    host.fill("slot_mapping", [1, 2, 3], -1)
-    host.fill("whole_slot_mapping", [7, 8, 9], -1)
-    tables_PSB = torch.zeros(2, 4, 8, dtype=torch.int32)
-    step = view_step(buffer, shape, tables_PSB)
-    assert step.rows.whole is not None
-    assert step.rows.slot_mapping_T.tolist() == [1, 2, 3, -1, -1, -1]
-    assert step.rows.whole.slot_mapping_T.tolist() == [7, 8, 9, -1, -1, -1]
-    assert step.packed_tables[: 3 * width].view(3, width)[:2].equal(own)
-    assert step.packed_tables[3 * width : 6 * width].view(3, width)[:2].equal(whole)
-    assert step.rows.whole.block_tables_SB.data_ptr() == tables_PSB[1].data_ptr()
-
-
-def test_a_step_of_one_pool_has_nothing_of_another() -> None:
-    fields, _ = layout(StepShape(6, 3, 4))
-    assert "whole_slot_mapping" not in fields
-    step = view_step(
-        torch.zeros(num_bytes(StepShape(6, 3, 4), 5), dtype=torch.uint8), StepShape(6, 3, 4), torch.zeros(1, 4, 8)
-    )
-    assert step.rows.whole is None
+    buffer = bytearray(num_bytes(shape, width, 2))
+    arrays = StepArrays(buffer, shape, width, 2)
+    tables = [torch.randint(99, (2, width), dtype=torch.int32) for _ in range(2)]
+    for group, slots in enumerate(([1, 2, 3], [7, 8, 9])):
+        arrays.fill_group(group, np.array(slots), tables[group].numpy())
+    arrays.finish()
+    tables_GSB = torch.zeros(2, 4, 8, dtype=torch.int32)
+    on_host = view_step(torch.frombuffer(buffer, dtype=torch.uint8), shape, 2)
+    on_device = view_step(torch.frombuffer(buffer, dtype=torch.uint8), shape, 2, tables_GSB)
+    for step in (on_host, on_device):
+        assert step.rows.whole is not None
+        assert step.rows.slot_mapping_T.tolist() == [1, 2, 3, -1, -1, -1]
+        assert step.rows.whole.slot_mapping_T.tolist() == [7, 8, 9, -1, -1, -1]
+        assert step.packed_tables[: 3 * width].view(3, width)[:2].equal(tables[0])
+        assert step.packed_tables[3 * width : 6 * width].view(3, width)[:2].equal(tables[1])
+    assert on_host.rows.block_tables_SB[:2].equal(tables[0])
+    assert on_host.rows.whole is not None
+    assert on_host.rows.whole.block_tables_SB[:2].equal(tables[1])
+    assert on_device.rows.whole is not None
+    assert on_device.rows.whole.block_tables_SB.data_ptr() == tables_GSB[1].data_ptr()
 
 
 def test_each_layer_has_its_place_in_one_pool(loaded: Loaded) -> None:
@@ -176,7 +176,7 @@ def test_each_layer_has_its_place_in_one_pool(loaded: Loaded) -> None:
     assert storage.whole_pool is not None
     before = torch.randn_like(storage.whole_pool)
     storage.whole_pool.copy_(before)
-    storage.copy_whole_slots(2, 7, 3)
+    storage.copy_slots(1, 2, 7, 3)
     before[:, :, 7, :, :3] = before[:, :, 2, :, :3]
     assert torch.equal(storage.whole_pool, before)
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from octavo.runtime import logits as processors
+from octavo.ops.cpu import logits as processors
 
 VOCAB = 500
 Floats = npt.NDArray[np.float64]

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.runtime.sampler import NOT_NUMBERS, NOTHING_LEFT, OVERFLOW, Row, Sampler
+from octavo.ops.cpu import sample
 from octavo.sampling_params import SamplingParams
+from tests.ops.row_sampler import NOT_NUMBERS, NOTHING_LEFT, OVERFLOW, Row
+from tests.runtime.row_runner import RowRunner
 
 VOCAB = 64
-SAMPLER = Sampler(VOCAB, torch.device("cpu"))
+SAMPLER = RowRunner(VOCAB)
 
 
 def row(
@@ -185,7 +187,7 @@ def test_ids_beyond_the_vocabulary_do_nothing() -> None:
 
 
 def test_greedy_rows_are_not_touched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sampler, "_choose", lambda *_: pytest.fail("a greedy row went the slow way"))
+    monkeypatch.setattr(sample, "_draw", lambda *_: pytest.fail("a greedy row went the slow way"))
     SAMPLER.sample(logits(4), [row(temperature=0, min_tokens=1, logprobs=1)] * 4)
 
 

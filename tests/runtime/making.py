@@ -1,0 +1,68 @@
+"""Runners around small models, on the CPU: of the executor for CPUs, and of the one for devices without graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from octavo.engine.graph_choice import GraphChoice
+from octavo.engine.persistent_batch import PersistentBatch
+from octavo.engine.step_encoder import StepEncoder
+from octavo.engine.step_runner import StepRunner
+from octavo.models.adapters import Adapters
+from octavo.runtime.host_executor import HostExecutor
+from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.step_program import Forward
+from octavo.runtime.stream_executor import StreamExecutor
+from octavo.steps.limits import StepLimits
+from octavo.steps.messages import Executor
+from octavo.steps.shapes import ChooseShape, exact_shape
+
+CPU = torch.device("cpu")
+
+
+def make_runner(
+    executor: Executor,
+    storage: KVStorage,
+    vocab_size: int,
+    limits: StepLimits,
+    choose_shape: ChooseShape,
+    numbers: dict[str, int] | None = None,
+    **settings: Any,
+) -> StepRunner:
+    batch = PersistentBatch(limits.max_num_seqs, limits.max_blocks, storage.num_pools)
+    return StepRunner(
+        executor, StepEncoder(batch, storage.block_size, vocab_size, choose_shape, numbers, **settings)
+    )
+
+
+def host_runner(
+    model: Any, storage: KVStorage, vocab_size: int, limits: StepLimits, forward: Forward | None = None
+) -> StepRunner:
+    """Computes a step when its result is asked for."""
+    executor = HostExecutor(model, storage, vocab_size, limits, forward)
+    return make_runner(executor, storage, vocab_size, limits, exact_shape)
+
+
+def stream_runner(
+    model: Any,
+    storage: KVStorage,
+    vocab_size: int,
+    limits: StepLimits,
+    adapters: Adapters | None = None,
+    numbers: dict[str, int] | None = None,
+    batch_invariant: bool = False,
+) -> StepRunner:
+    """Computes a step as soon as it is submitted, with the padding of graphs."""
+    executor = StreamExecutor(model, storage, vocab_size, limits, batch_invariant, adapters=adapters)
+    graphs = GraphChoice(limits.max_num_seqs, limits.max_num_batched_tokens, numbers is not None, uses_graphs=False)
+    return make_runner(
+        executor,
+        storage,
+        vocab_size,
+        limits,
+        graphs.choose,
+        numbers,
+        always_looks_for_adapters=batch_invariant and numbers is not None,
+    )
