@@ -9,7 +9,7 @@ import numpy as np
 
 from octavo.runtime.forward_batch import Indices
 from octavo.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
-from octavo.types import Plan, Sequence, Status
+from octavo.types import GroupBlocks, Plan, Sequence, Status
 
 MAX_BANS = 2 * MAX_STOP_TOKEN_IDS
 """Most ids that the device keeps from ending a text too early."""
@@ -18,21 +18,19 @@ MAX_BIASES = MAX_LOGIT_BIAS + 2 * MAX_BAD_WORDS
 
 
 class Tables:
-    """The block tables of the cells in one pool."""
+    """The block tables of the cells in one KV group."""
 
     def __init__(self, count: int, max_blocks: int) -> None:
         self.tables_CB = np.zeros((count, max_blocks), dtype=np.int32)
         self.lengths = [0] * count
         self.versions = [0] * count
 
-    def update(self, cell: int, seq: Sequence) -> None:
-        """Copy what has changed of the table of ``seq`` since the last time."""
-        length = len(seq.block_table)
-        if length != self.lengths[cell] or seq.table_version != self.versions[cell]:
-            known = self.lengths[cell] if seq.table_version == self.versions[cell] else 0
-            known = min(known, length)
-            self.tables_CB[cell, known:length] = seq.block_table[known:]
-            self.lengths[cell], self.versions[cell] = length, seq.table_version
+    def update(self, cell: int, held: GroupBlocks) -> None:
+        """Copy what has changed of a block table since the last time."""
+        length = len(held.block_table)
+        known = min(self.lengths[cell] if held.table_version == self.versions[cell] else 0, length)
+        self.tables_CB[cell, known:length] = held.block_table[known:]
+        self.lengths[cell], self.versions[cell] = length, held.table_version
 
 
 class Cells:
@@ -42,11 +40,10 @@ class Cells:
     sequence at any time, so one that is neither running nor in flight loses nothing when its cell is taken.
     """
 
-    def __init__(self, count: int, max_blocks: int, num_pools: int = 1) -> None:
+    def __init__(self, count: int, max_blocks: int, num_groups: int = 1) -> None:
         self.owners: list[Sequence | None] = [None] * count
-        self.tables = Tables(count, max_blocks)
-        self.whole_tables = Tables(count, max_blocks) if num_pools == 2 else None
-        """In the pool of the layers that see all positions, if that is another."""
+        self.tables = [Tables(count, max_blocks) for _ in range(num_groups)]
+        """In each KV group."""
         self.top_k = np.zeros(count, dtype=np.int32)
         self.temperature = np.zeros(count, dtype=np.float32)
         self.min_p = np.zeros(count, dtype=np.float32)
@@ -78,12 +75,9 @@ class Cells:
         cell = seq.cell
         if cell < 0 or self.owners[cell] is not seq:
             cell = self._give(seq)
-        tables = self.tables
-        if len(seq.block_table) != tables.lengths[cell] or seq.table_version != tables.versions[cell]:
-            tables.update(cell, seq)
-        if self.whole_tables is not None:
-            assert seq.whole is not None, f"sequence {seq.id} has no blocks of the other pool"
-            self.whole_tables.update(cell, seq.whole)
+        for tables, held in zip(self.tables, seq.groups, strict=True):
+            if len(held.block_table) != tables.lengths[cell] or held.table_version != tables.versions[cell]:
+                tables.update(cell, held)
         return cell
 
     def _give(self, seq: Sequence) -> int:
@@ -93,9 +87,8 @@ class Cells:
         cell = self._free.pop()
         self.owners[cell] = seq
         seq.cell = cell
-        for tables in (self.tables, self.whole_tables):
-            if tables is not None:
-                tables.lengths[cell] = 0
+        for tables in self.tables:
+            tables.lengths[cell] = 0
         params, seed = seq.request.params, seq.request.seed
         self.temperature[cell] = params.temperature
         self.top_k[cell] = params.top_k

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import PagedRows
-from octavo.types import Plan, Sequence
+from octavo.ops.attention import GroupRows, PagedRows
+from octavo.types import GroupBlocks, Plan, Sequence
 
 Ints = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
@@ -36,32 +36,32 @@ class ForwardBatch:
 
 @dataclass(slots=True)
 class _Table:
-    """A sequence's block table as an array that is only extended while its version stays."""
+    """A sequence's block table in one KV group as an array that is only extended while its version stays."""
 
     version: int
     length: int = 0
     blocks: Ints = field(default_factory=lambda: np.zeros(16, dtype=np.int32))
 
-    def update(self, seq: Sequence) -> None:
-        length = len(seq.block_table)
-        if self.version != seq.table_version or length < self.length:
-            self.version, self.length = seq.table_version, 0
+    def update(self, held: GroupBlocks) -> None:
+        length = len(held.block_table)
+        if self.version != held.table_version or length < self.length:
+            self.version, self.length = held.table_version, 0
         if length == self.length:
             return
         if length > len(self.blocks):
             self.blocks = np.concatenate([self.blocks, np.zeros(length, dtype=np.int32)])
-        self.blocks[self.length : length] = seq.block_table[self.length :]
+        self.blocks[self.length : length] = held.block_table[self.length :]
         self.length = length
 
 
 class BatchBuilder:
     """Makes forward batches. It keeps the block tables of live sequences as arrays between steps."""
 
-    def __init__(self, block_size: int, device: torch.device, num_pools: int = 1) -> None:
+    def __init__(self, block_size: int, device: torch.device, num_groups: int = 1) -> None:
         self.block_size = block_size
         self.device = device
-        self.num_pools = num_pools
-        self._tables: WeakKeyDictionary[Sequence, _Table] = WeakKeyDictionary()
+        self.num_groups = num_groups
+        self._tables: WeakKeyDictionary[Sequence, list[_Table]] = WeakKeyDictionary()
 
     def build(self, plan: Plan, wanted: list[int] | None = None) -> ForwardBatch:
         """Tensors for a plan of which no item is stale; ``wanted`` rows are looked at, if not all.
@@ -81,47 +81,39 @@ class BatchBuilder:
         begins = torch.tensor(first_rows, dtype=torch.int32, device=self.device)
         lengths = self._tensor(seq_lens.astype(np.int32))
         most = int(query_lens.max())
-        whole = None
-        if self.num_pools == 2:
-            places = self._places([_in_whole(item.seq) for item in plan], seq_lens, of_row, positions)
-            whole = PagedRows(*places, begins, lengths, most)
-        places = self._places([item.seq for item in plan], seq_lens, of_row, positions)
-        wanted_R = None if wanted is None else torch.tensor(wanted, dtype=torch.int64, device=self.device)
+        groups = tuple(self._group_rows(plan, group, seq_lens, of_row, positions) for group in range(self.num_groups))
+        indices_R = None if wanted is None else torch.tensor(wanted, dtype=torch.int64, device=self.device)
         return ForwardBatch(
             torch.tensor(token_ids, dtype=torch.int64, device=self.device),
             self._tensor(positions),
-            PagedRows(*places, begins, lengths, most, whole, wanted_R),
+            PagedRows(groups, begins, lengths, most, indices_R),
             first_rows,
         )
 
-    def _places(
-        self, seqs: list[Sequence], seq_lens: npt.NDArray[np.int64], of_row: Indices, positions: Indices
-    ) -> tuple[Tensor, Tensor]:
-        """The slot of each row, and the block tables."""
-        tables_SB = self._block_tables(seqs, seq_lens)
+    def _group_rows(
+        self, plan: Plan, group: int, seq_lens: npt.NDArray[np.int64], of_row: Indices, positions: Indices
+    ) -> GroupRows:
+        """The slot of each row, and the block tables, in one KV group."""
+        tables_SB = self._block_tables(plan, group, seq_lens)
         slots = tables_SB[of_row, positions // self.block_size].astype(np.int64) * self.block_size
         slots += positions % self.block_size
-        return self._tensor(slots), self._tensor(tables_SB)
+        return GroupRows(self._tensor(slots), self._tensor(tables_SB))
 
-    def _block_tables(self, seqs: list[Sequence], seq_lens: npt.NDArray[np.int64]) -> Ints:
+    def _block_tables(self, plan: Plan, group: int, seq_lens: npt.NDArray[np.int64]) -> Ints:
         num_blocks: list[int] = (-(-seq_lens // self.block_size)).tolist()
-        tables_SB = np.zeros((len(seqs), max(num_blocks)), dtype=np.int32)
-        for row, seq, count in zip(tables_SB, seqs, num_blocks, strict=True):
-            table = self._tables.get(seq)
-            if table is None:
-                table = self._tables[seq] = _Table(seq.table_version)
-            table.update(seq)
-            assert count <= table.length, f"sequence {seq.id} has fewer blocks than its tokens need"
+        tables_SB = np.zeros((len(plan), max(num_blocks)), dtype=np.int32)
+        for row, item, count in zip(tables_SB, plan, num_blocks, strict=True):
+            tables = self._tables.get(item.seq)
+            if tables is None:
+                tables = self._tables[item.seq] = [_Table(held.table_version) for held in item.seq.groups]
+            table = tables[group]
+            table.update(item.seq.groups[group])
+            assert count <= table.length, f"sequence {item.seq.id} has fewer blocks than its tokens need"
             row[:count] = table.blocks[:count]
         return tables_SB
 
     def _tensor(self, values: npt.NDArray[np.int64] | Ints) -> Tensor:
         return torch.from_numpy(values).to(self.device)
-
-
-def _in_whole(seq: Sequence) -> Sequence:
-    assert seq.whole is not None, f"sequence {seq.id} has no blocks of the other pool"
-    return seq.whole
 
 
 def _known_tokens(seq: Sequence, start: int, tokens: tuple[int | None, ...]) -> list[int]:

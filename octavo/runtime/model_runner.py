@@ -23,7 +23,7 @@ from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.sampler import NOT_NUMBERS, Choice, Row, Sampler, are_finite, token_logprobs
 from octavo.sampling_params import SamplingParams
-from octavo.types import Masks, Plan, Request, Sampled, Scheduled, Sequence
+from octavo.types import GroupBlocks, Masks, Plan, Request, Sampled, Scheduled, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +82,11 @@ class ModelRunner:
     ) -> None:
         """``forward`` may be a faster way to do what ``model.forward`` does over the storage's layers, without any
         adapter; ``adapter_rows`` are those that the model was loaded with."""
-        device = storage.pool.device
+        device = storage.device
         self._model = model
         self._layers = storage.layers
         self._forward = self._plain_forward if forward is None else forward
-        self._builder = BatchBuilder(storage.block_size, device, storage.num_pools)
+        self._builder = BatchBuilder(storage.block_size, device, storage.num_groups)
         self._sampler = Sampler(vocab_size, device)
         self._pooler = ChunkPooler(model, pooling)
         self._adapter_rows = adapter_rows
@@ -97,9 +97,7 @@ class ModelRunner:
         They write to block 0, whose content nothing reads before it is written again. Raises ``RunnerError``.
         """
         seq = Sequence(Request(0, [0] * WARM_UP_TOKENS, SamplingParams(), max_tokens=1))
-        seq.block_table = [0] * WARM_UP_TOKENS
-        seq.whole = Sequence(seq.request)
-        seq.whole.block_table = seq.block_table
+        seq.groups = [GroupBlocks([0] * WARM_UP_TOKENS) for _ in range(self._builder.num_groups)]
         last = WARM_UP_TOKENS - 1
         for start, tokens in ((0, (0,) * last), (last, (0,))):
             self.submit([Scheduled(seq, start, tokens, (), True, seq.epoch)]).sample({})
@@ -120,7 +118,7 @@ class ModelRunner:
                 rows.extend(_rows(item, masks))
         batch = self._builder.build(plan, None if end == len(plan) or _needs_all_rows(plan) else chosen)
         x_TD = self._compute(batch, _rows_by_adapter(plan, batch))
-        x_RD = x_TD[chosen] if batch.rows.wanted_R is None else x_TD
+        x_RD = x_TD[chosen] if batch.rows.logits_indices_R is None else x_TD
         choices = iter(self._sampler.sample(self._model.logits(x_RD).float(), rows) if rows else [])
         results = []
         for item, (first, end) in zip(plan, itertools.pairwise(batch.first_rows), strict=True):

@@ -5,7 +5,7 @@ recorded (``ops.cpu.calls``) over inputs that stay where they are, into which ea
 many sequences as rows; where there are fewer, the others have no rows. Longer steps, and models that use more than
 kernels with recordable calls, run as they are written.
 
-Shapes: T tokens of the step, R rows whose result is wanted, S sequences, B entries of the widest block table.
+Shapes: T tokens of the step, R rows whose logits are needed, S sequences, B entries of the widest block table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention import GroupRows, LayerCache, PagedRows
 from octavo.ops.cpu.calls import Arena, Recording, recording
 from octavo.ops.dispatch import is_wrapped
 from octavo.runtime.forward_batch import ForwardBatch
@@ -52,16 +52,16 @@ class RecordedForward:
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """The last layer's output, [T, D] or [R, D]; see ``CausalLM.forward``."""
-        T, wanted_R = len(batch.token_ids_T), batch.rows.wanted_R
+        T, indices_R = len(batch.token_ids_T), batch.rows.logits_indices_R
         if T > MOST_ROWS or not self._is_recordable or is_wrapped():
             return self._forward(batch.token_ids_T, batch.positions_T, batch.rows)
         x_TD = self._repeated(batch)
-        return x_TD if wanted_R is None else x_TD[wanted_R]
+        return x_TD if indices_R is None else x_TD[indices_R]
 
     def _repeated(self, batch: ForwardBatch) -> Tensor:
-        """The output of all rows: which of them are wanted may differ where all else is alike."""
+        """The output of all rows: which of them need logits may differ where all else is alike."""
         T = len(batch.token_ids_T)
-        width = max(LEAST_TABLE, 1 << (batch.rows.block_tables_SB.shape[1] - 1).bit_length())
+        width = max(LEAST_TABLE, 1 << (batch.rows.groups[0].block_tables_SB.shape[1] - 1).bit_length())
         step = self._steps.get((T, width))
         if step is None:
             return self._record(batch, width)
@@ -74,7 +74,7 @@ class RecordedForward:
 
     def _record(self, batch: ForwardBatch, width: int) -> Tensor:
         T, own = len(batch.token_ids_T), batch.rows
-        rows = _like(own, width, None if own.whole is None else _like(own.whole, width))
+        rows = _like(own, width)
         token_ids_T, positions_T = torch.empty_like(batch.token_ids_T), torch.empty_like(batch.positions_T)
         _fill(batch, token_ids_T, positions_T, rows)
         with recording(self._arena) as made:
@@ -88,26 +88,25 @@ class RecordedForward:
         return x_TD
 
 
-def _like(rows: PagedRows, width: int, whole: PagedRows | None = None) -> PagedRows:
+def _like(rows: PagedRows, width: int) -> PagedRows:
     """Room for so many rows, of as many sequences, with tables of ``width`` entries."""
-    T = len(rows.slot_mapping_T)
-    tables, starts, lengths = (torch.zeros(size, dtype=torch.int32) for size in ((T, width), T + 1, T))
-    return PagedRows(torch.empty_like(rows.slot_mapping_T), tables, starts, lengths, T, whole)
+    T = len(rows.groups[0].slot_mapping_T)
+    starts, lengths = torch.zeros(T + 1, dtype=torch.int32), torch.zeros(T, dtype=torch.int32)
+    groups = [
+        GroupRows(torch.empty_like(group.slot_mapping_T), torch.zeros(T, width, dtype=torch.int32))
+        for group in rows.groups
+    ]
+    return PagedRows(tuple(groups), starts, lengths, T)
 
 
 def _fill(batch: ForwardBatch, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> None:
-    """Bring a step's inputs to where the calls read them."""
+    """Bring a step's inputs to where the calls read them; sequences behind those of the step begin where rows end."""
     token_ids_T.copy_(batch.token_ids_T)
     positions_T.copy_(batch.positions_T)
-    _fill_rows(batch.rows, rows)
-    if batch.rows.whole is not None and rows.whole is not None:
-        _fill_rows(batch.rows.whole, rows.whole)
-
-
-def _fill_rows(given: PagedRows, rows: PagedRows) -> None:
-    """Copy what is given; sequences behind those that there are begin where the rows end."""
-    S, width = given.block_tables_SB.shape
-    rows.slot_mapping_T.copy_(given.slot_mapping_T)
-    rows.block_tables_SB[:S, :width].copy_(given.block_tables_SB)
-    rows.cu_seqlens_q.fill_(len(given.slot_mapping_T))[: S + 1].copy_(given.cu_seqlens_q)
+    given, T = batch.rows, len(token_ids_T)
+    S = len(given.seq_lens_S)
+    rows.cu_seqlens_q.fill_(T)[: S + 1].copy_(given.cu_seqlens_q)
     rows.seq_lens_S.zero_()[:S].copy_(given.seq_lens_S)
+    for (slots_T, tables_SB), (to_slots_T, to_tables_SB) in zip(given.groups, rows.groups, strict=True):
+        to_slots_T.copy_(slots_T)
+        to_tables_SB[:S, : tables_SB.shape[1]].copy_(tables_SB)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import PagedRows
+from octavo.ops.attention import GroupRows, PagedRows
 from octavo.ops.sample import SampleParams
 
 ALIGNMENT = 16
@@ -54,16 +54,20 @@ class Field(NamedTuple):
         return self.start + self.size * np.dtype(self.dtype).itemsize
 
 
+def slot_mapping(group: int) -> str:
+    """Name of the array of slots in a KV group."""
+    return f"slot_mapping_{group}"
+
+
 @functools.lru_cache(maxsize=1024)
-def layout(shape: StepShape, num_pools: int = 1) -> tuple[dict[str, Field], int]:
-    """The arrays of a step by name, and where the packed block tables begin: those of all sequences in one pool, then,
-    if there are two, those in the pool of the layers that see all positions."""
+def layout(shape: StepShape, num_groups: int = 1) -> tuple[dict[str, Field], int]:
+    """The arrays of a step by name, and where the packed block tables begin: those of all sequences in one KV group,
+    then in the next."""
     T, S = shape.num_rows, shape.num_seqs
     wanted = {
         "num_words": ("int64", 1),
         "token_ids": ("int64", T),
         "positions": ("int64", T),
-        "slot_mapping": ("int64", T),
         "cells": ("int64", S),
         "seeds": ("int64", S),
         "cu_seqlens": ("int32", S + 1),
@@ -89,8 +93,7 @@ def layout(shape: StepShape, num_pools: int = 1) -> tuple[dict[str, Field], int]
         }
     if shape.has_adapters:
         wanted["adapters"] = ("int32", T)
-    if num_pools == 2:
-        wanted["whole_slot_mapping"] = ("int64", T)
+    wanted |= {slot_mapping(group): ("int64", T) for group in range(num_groups)}
     fields, end = {}, 0
     for name, (dtype, size) in wanted.items():
         fields[name] = Field(dtype, size, end)
@@ -98,18 +101,18 @@ def layout(shape: StepShape, num_pools: int = 1) -> tuple[dict[str, Field], int]
     return fields, end
 
 
-def num_bytes(shape: StepShape, width: int, num_pools: int = 1) -> int:
+def num_bytes(shape: StepShape, width: int, num_groups: int = 1) -> int:
     """What a step of this shape takes with block tables of ``width`` entries."""
-    tables = 4 * num_pools * shape.num_seqs * width
-    return -(-(layout(shape, num_pools)[1] + tables) // ALIGNMENT) * ALIGNMENT
+    tables = 4 * num_groups * shape.num_seqs * width
+    return -(-(layout(shape, num_groups)[1] + tables) // ALIGNMENT) * ALIGNMENT
 
 
 class HostStep:
     """A step's arrays in a buffer of the host (uint8)."""
 
-    def __init__(self, buffer: Tensor, shape: StepShape, num_pools: int = 1) -> None:
+    def __init__(self, buffer: Tensor, shape: StepShape, num_groups: int = 1) -> None:
         self._raw = buffer.numpy()
-        fields, self._tables_at = layout(shape, num_pools)
+        fields, self._tables_at = layout(shape, num_groups)
         self._num_seqs = shape.num_seqs
         self.arrays = {name: self._raw[field.start : field.end].view(field.dtype) for name, field in fields.items()}
 
@@ -120,15 +123,15 @@ class HostStep:
         array[len(values) :] = padding
 
     def fill_tables(self, *tables: npt.NDArray[np.int32]) -> None:
-        """Set the block tables of the first sequences in each pool, and with them how much of the buffer is in use."""
+        """Set the block tables of the first sequences in each KV group, and how much of the buffer is in use."""
         width = tables[0].shape[1]
         self.arrays["width"][0] = width
         end = self._tables_at
-        for of_pool in tables:
+        for of_group in tables:
             start, end = end, end + 4 * self._num_seqs * width
             packed = self._raw[start:end].view(np.int32).reshape(self._num_seqs, width)
-            packed[: len(of_pool)] = of_pool
-            packed[len(of_pool) :] = 0
+            packed[: len(of_group)] = of_group
+            packed[len(of_group) :] = 0
         self.arrays["num_words"][0] = -(-end // 8)
 
 
@@ -166,20 +169,21 @@ class DeviceStep(NamedTuple):
 
 def view_step(buffer: Tensor, shape: StepShape, block_tables_PSB: Tensor) -> DeviceStep:
     """The tensors of a step in ``buffer`` (uint8); its block tables are those that ``stage_step`` fills in, of each of
-    P pools."""
+    P KV groups."""
     fields, tables_at = layout(shape, len(block_tables_PSB))
     at = {name: buffer[f.start : f.end].view(getattr(torch, f.dtype)) for name, f in fields.items()}
     tables_end = tables_at + (len(buffer) - tables_at) // 4 * 4
-    lengths = at["cu_seqlens"], at["seq_lens"], shape.max_query_len
-    tables = [tables_SB[: shape.num_seqs] for tables_SB in block_tables_PSB]
-    whole = PagedRows(at["whole_slot_mapping"], tables[1], *lengths) if len(tables) == 2 else None
+    groups = [
+        GroupRows(at[slot_mapping(group)], tables_SB[: shape.num_seqs])
+        for group, tables_SB in enumerate(block_tables_PSB)
+    ]
     return DeviceStep(
         token_ids_T=at["token_ids"],
         positions_T=at["positions"],
         cells_S=at["cells"],
         width=at["width"],
         packed_tables=buffer[tables_at:tables_end].view(torch.int32),
-        rows=PagedRows(at["slot_mapping"], tables[0], *lengths, whole),
+        rows=PagedRows(tuple(groups), at["cu_seqlens"], at["seq_lens"], shape.max_query_len),
         params=SampleParams(
             temperature=at["temperature"],
             min_p=at["min_p"],

@@ -1,6 +1,6 @@
 """Everything that a device does in a step, from the packed inputs to the tokens; nothing in it waits for the host.
 
-Shapes: T rows, S sequences, P pools of blocks, B entries of a block table, C cells, Q steps whose results are kept,
+Shapes: T rows, S sequences, P KV groups, B entries of a block table, C cells, Q steps whose results are kept,
 W numbers of a report, D model, V vocabulary.
 """
 
@@ -21,7 +21,6 @@ from octavo import ops
 from octavo.kernel_compiler import preparation
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import PagedRows
 from octavo.runtime.graphs import Kind, padded_shape
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.step_extras import ExtraTables
@@ -56,15 +55,15 @@ class StepProgram:
         limits: StepLimits,
         adapter_rows: StackedRows | None = None,
     ) -> None:
-        device, largest = storage.pool.device, limits.largest()
+        device, largest = storage.device, limits.largest()
         self._model = model
         self._layers = storage.layers
         self._adapter_rows = adapter_rows
-        tables = storage.num_pools, largest.num_seqs, limits.max_blocks
+        tables = storage.num_groups, largest.num_seqs, limits.max_blocks
         self._tables_PSB = torch.zeros(tables, dtype=torch.int32, device=device)
         self._steps: dict[StepShape, DeviceStep] = {}
         self._inputs = torch.zeros(
-            num_bytes(largest, limits.max_blocks, storage.num_pools), dtype=torch.uint8, device=device
+            num_bytes(largest, limits.max_blocks, storage.num_groups), dtype=torch.uint8, device=device
         )
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_steps = 0
@@ -99,17 +98,16 @@ class StepProgram:
             step = self._steps[shape] = view_step(self._inputs, shape, self._tables_PSB)
         rows = step.rows
         ops.pull_step(self._inputs, self.uploads_QB, self._counter)
-        self._stage(step, rows)
-        if rows.whole is not None:
-            self._stage(step, rows.whole, shape.num_seqs)
+        for index, group in enumerate(rows.groups):
+            self._stage(step, group.block_tables_SB, index * shape.num_seqs)
         if step.extras is not None:
             self.extras.remember(step, step.extras)
-        wanted_S = None if shape.max_query_len == 1 else (rows.cu_seqlens_q[1:] - 1).clamp(min=0)
+        last_S = None if shape.max_query_len == 1 else (rows.cu_seqlens_q[1:] - 1).clamp(min=0)
         # Adapters know the rows of a whole step.
-        rows = replace(rows, wanted_R=wanted_S if step.adapters_T is None else None)
+        rows = replace(rows, logits_indices_R=last_S if step.adapters_T is None else None)
         with self._adapted(step):
             x_TD = self._model.forward(step.token_ids_T, step.positions_T, self._layers, rows)
-        x_SD = x_TD if wanted_S is rows.wanted_R else x_TD[wanted_S]
+        x_SD = x_TD if last_S is rows.logits_indices_R else x_TD[last_S]
         logits_SV = self._model.logits(x_SD)
         if step.extras is None:
             tokens_S = ops.sample(logits_SV, step.params)
@@ -118,15 +116,15 @@ class StepProgram:
             self.extras.report(logits_SV, tokens_S, step.extras)
         ops.publish_tokens(tokens_S, step.cells_S, self.last_tokens_C, self.results_QS, self._counter)
 
-    def _stage(self, step: DeviceStep, rows: PagedRows, first: int = 0) -> None:
+    def _stage(self, step: DeviceStep, block_tables_SB: torch.Tensor, first: int) -> None:
         ops.stage_step(
             step.token_ids_T,
-            rows.cu_seqlens_q,
+            step.rows.cu_seqlens_q,
             step.cells_S,
             self.last_tokens_C,
             step.packed_tables,
             step.width,
-            rows.block_tables_SB,
+            block_tables_SB,
             first,
         )
 

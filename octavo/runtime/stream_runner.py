@@ -47,7 +47,7 @@ from octavo.runtime.graphs import (
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import LAST_TOKEN, ModelRunner
 from octavo.runtime.step_extras import pack_extras, read_report
-from octavo.runtime.step_inputs import HostStep, StepShape
+from octavo.runtime.step_inputs import HostStep, StepShape, slot_mapping
 from octavo.runtime.step_program import (
     STEPS_IN_FLIGHT,
     StepLimits,
@@ -110,13 +110,13 @@ class StreamRunner:
         pooling: Pooling = LAST_TOKEN,
         adapter_rows: StackedRows | None = None,
     ) -> None:
-        device = storage.pool.device
+        device = storage.device
         self._make_program = partial(StepProgram, model, storage, vocab_size, limits, adapter_rows)
         self._storage, self._limits = storage, limits
         self._batch_invariant = batch_invariant
         self._by_host = ModelRunner(model, storage, vocab_size, pooling=pooling, adapter_rows=adapter_rows)
         self._adapter_rows = adapter_rows
-        self._cells = Cells(limits.max_num_seqs, limits.max_blocks, storage.num_pools)
+        self._cells = Cells(limits.max_num_seqs, limits.max_blocks, storage.num_groups)
         self._program = self._make_program()
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
@@ -296,7 +296,7 @@ class StreamRunner:
         host = self._host_steps.get((index, shape))
         if host is None:
             host = self._host_steps[index, shape] = HostStep(
-                self._program.uploads_QB[index], shape, self._storage.num_pools
+                self._program.uploads_QB[index], shape, self._storage.num_groups
             )
         cells = self._cells
         tokens = list(itertools.chain.from_iterable([item.tokens for item in plan]))
@@ -316,7 +316,6 @@ class StreamRunner:
         width = -(-int(ends.max(initial=1)) // self._storage.block_size)
         host.fill("token_ids", np.array(tokens, dtype=np.int64), 0)
         host.fill("positions", positions, 0)
-        host.fill("slot_mapping", self._slots(cells.tables, of_row, positions), -1)
         host.fill("cells", of_seq, self._limits.max_num_seqs)
         host.fill("seeds", cells.seeds[of_seq], 0)
         host.fill("cu_seqlens", first_rows, len(tokens))
@@ -326,11 +325,9 @@ class StreamRunner:
         host.fill("temperature", cells.temperature[of_seq], 0)
         host.fill("min_p", cells.min_p[of_seq], 0)
         host.fill("top_p", cells.top_p[of_seq], 1)
-        if cells.whole_tables is None:
-            host.fill_tables(cells.tables.tables_CB[of_seq, :width])
-        else:
-            host.fill("whole_slot_mapping", self._slots(cells.whole_tables, of_row, positions), -1)
-            host.fill_tables(cells.tables.tables_CB[of_seq, :width], cells.whole_tables.tables_CB[of_seq, :width])
+        for group, tables in enumerate(cells.tables):
+            host.fill(slot_mapping(group), self._slots(tables, of_row, positions), -1)
+        host.fill_tables(*[tables.tables_CB[of_seq, :width] for tables in cells.tables])
         if shape.has_adapters and self._adapter_rows is not None:
             places = [self._adapter_rows.places.get(item.seq.request.adapter, NOBODY) for item in plan]
             host.fill("adapters", np.repeat(np.array(places, dtype=np.int32), counts), NOBODY)

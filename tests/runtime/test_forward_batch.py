@@ -19,7 +19,7 @@ def builder() -> BatchBuilder:
 
 def sequence(tokens: list[int], blocks: list[int]) -> Sequence:
     seq = Sequence(Request(0, tokens, SamplingParams(), 10))
-    seq.block_table = blocks
+    seq.groups[0].block_table = blocks
     return seq
 
 
@@ -39,11 +39,14 @@ def test_rows_of_a_mixed_plan(builder: BatchBuilder) -> None:
     assert batch.token_ids_T.tolist() == [12, 13, 14, 20, 31, 40, 41, 42]
     assert batch.positions_T.tolist() == [2, 3, 4, 8, 1, 2, 3, 4]
     rows = batch.rows
-    assert rows.slot_mapping_T.tolist() == [30, 31, 12, 8, 37, 38, 39, 32]
-    assert rows.block_tables_SB.tolist() == [[7, 3, 0], [5, 1, 2], [9, 8, 0]]
+    assert rows.groups[0].slot_mapping_T.tolist() == [30, 31, 12, 8, 37, 38, 39, 32]
+    assert rows.groups[0].block_tables_SB.tolist() == [[7, 3, 0], [5, 1, 2], [9, 8, 0]]
     assert rows.cu_seqlens_q.tolist() == batch.first_rows == [0, 3, 4, 8]
     assert rows.seq_lens_S.tolist() == [5, 9, 5]
-    dtypes = [t.dtype for t in (rows.slot_mapping_T, rows.block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S)]
+    dtypes = [
+        t.dtype
+        for t in (rows.groups[0].slot_mapping_T, rows.groups[0].block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S)
+    ]
     assert dtypes == [torch.int64, torch.int32, torch.int32, torch.int32]
 
 
@@ -51,18 +54,18 @@ def test_tables_are_extended_and_reread_when_their_version_grows(builder: BatchB
     seq = sequence([1] * 200, [1])
 
     def table(start: int) -> list[int]:
-        rows: list[int] = builder.build([item(seq, start, (1,))]).rows.block_tables_SB[0].tolist()
+        rows: list[int] = builder.build([item(seq, start, (1,))]).rows.groups[0].block_tables_SB[0].tolist()
         return rows
 
     assert table(0) == [1]
-    seq.block_table += [2, 3]
+    seq.groups[0].block_table += [2, 3]
     assert table(4) == [1, 2]  # blocks beyond the positions computed are left out
-    seq.block_table[0] = 99
+    seq.groups[0].block_table[0] = 99
     assert table(8) == [1, 2, 3]  # an entry changed without its version: contents are equal by contract
-    seq.table_version += 1
+    seq.groups[0].table_version += 1
     assert table(8) == [99, 2, 3]
-    seq.block_table = list(range(100, 150))
-    seq.table_version += 1
+    seq.groups[0].block_table = list(range(100, 150))
+    seq.groups[0].table_version += 1
     assert table(199) == list(range(100, 150))
 
 

@@ -18,6 +18,7 @@ from octavo.engine.scheduler import Scheduler
 from octavo.errors import CheckpointError
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import Adapters, make_stacks
+from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
@@ -60,8 +61,8 @@ class Made:
         adapters = Adapters(loaded.maps, rows, form, PLACES)
         for name in names:
             adapters.load(name, str(self.home / name))
-        storage = KVStorage(config, 60, 8, torch.float32, form.device)
-        storage.pool.fill_(torch.nan)
+        storage = KVStorage(config.cache, kv_groups(config.cache), [60], 8, torch.float32, form.device)
+        storage.pools[0][0].fill_(torch.nan)
         runner = StreamRunner(
             loaded.model, storage, VOCAB_SIZE, StepLimits(8, 32, max_blocks=16), adapter_rows=rows, **settings
         )

@@ -20,6 +20,7 @@ import torch
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
+from octavo.models.layer_cache import kv_groups
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
 from octavo.runtime.graphs import (
@@ -62,8 +63,10 @@ def stream_engine(
     depth: int = 2,
     proposer: Any = None,
 ) -> Engine:
-    storage = KVStorage(loaded.config, num_blocks, block_size, torch.float32, CPU)
-    storage.pool.fill_(torch.nan)
+    storage = KVStorage(
+        loaded.config.cache, kv_groups(loaded.config.cache), [num_blocks], block_size, torch.float32, CPU
+    )
+    storage.pools[0][0].fill_(torch.nan)
     limits = StepLimits(max_num_seqs, max_num_batched_tokens, max_blocks=120 // block_size)
     runner = StreamRunner(loaded.model, storage, VOCAB, limits)
     cache = KVCache(num_blocks, block_size)
@@ -296,7 +299,7 @@ def test_tokens_that_were_replaced_behind_the_devices_back_are_told(loaded: Load
     penalized, other = SamplingParams(temperature=0, repetition_penalty=2), SamplingParams(prompt_logprobs=0)
     seq = Sequence(Request(0, [1, 2, 3], penalized, 9))
     neighbour = Sequence(Request(1, [4, 5], other, 9))
-    seq.block_table, neighbour.block_table = [0, 1, 2], [3, 4]
+    seq.groups[0].block_table, neighbour.groups[0].block_table = [0, 1, 2], [3, 4]
     seq.status = neighbour.status = Status.RUNNING
 
     def step(*items: Scheduled) -> int:
@@ -422,7 +425,7 @@ def test_a_step_waits_for_one_capture_of_an_idle_device_and_not_for_all(
     while len(graphs) < 2 and captures.is_alive():
         time.sleep(0.001)
     seq = Sequence(requests(1, temperature=0)[0])
-    seq.status, seq.block_table = Status.RUNNING, [0, 1, 2]
+    seq.status, seq.groups[0].block_table = Status.RUNNING, [0, 1, 2]
     before, started = len(graphs), time.monotonic()
     runner.submit([Scheduled(seq, 0, tuple(seq.tokens), (), True, seq.epoch)])
     assert 2 <= len(graphs) <= before + 3, f"it waited for {time.monotonic() - started:.2f} s"
