@@ -13,7 +13,7 @@ import torch
 
 from octavo import ops
 from octavo.build_encoder import build_encoder
-from octavo.cache.hybrid_cache import HybridCache
+from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
 from octavo.config import CacheSettings, EngineConfig, ModelSettings, parse_lora_modules
@@ -93,7 +93,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         )
         numbers = None if adapters is None else dict[str, int]()
         runner, warm_up = make_runner(
-            config.model, executor, storage.num_pools, model_config.vocab_size, limits, numbers
+            config.model, executor, storage.num_groups, model_config.vocab_size, limits, numbers
         )
         phases.done("memory")
         warm_up()
@@ -108,7 +108,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         eos_token_ids=token_ids(generation, "eos_token_id") or model_config.eos_token_ids,
         block_size=limits.block_size,
         num_kv_blocks=limits.num_kv_blocks,
-        num_window_blocks=limits.num_window_blocks,
+        kv_groups=limits.kv_groups,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         architecture=model_config.architecture,
@@ -122,10 +122,10 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         sampling_defaults=defaults,
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
-    scheduler = _scheduler(config, limits, model_config, 0 if device.type == "cpu" else loaded.num_bytes)
+    scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else loaded.num_bytes)
     blocks = BlockMessages(runner, storage.bytes_per_block)
     if config.cache.enable_partial_reuse:
-        _copy_parts(scheduler.cache, blocks)
+        scheduler.cache.copy_slots = blocks.copy_slots
     forms = f"{form.dtype} {form.scheme} {info.kernels}"
     if (offload := make_offload(config.cache, storage, blocks, path, forms)) is not None:
         scheduler.cache.use_offload(offload)
@@ -137,30 +137,24 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
 
 
 def _storage(model: ModelConfig, limits: memory.Limits, dtype: torch.dtype, device: torch.device) -> KVStorage:
-    return KVStorage(model, limits.num_kv_blocks, limits.block_size, dtype, device, limits.num_window_blocks)
+    return KVStorage(model.cache, limits.groups, limits.num_blocks, limits.block_size, dtype, device)
 
 
-def _copy_parts(cache: KVCache, blocks: BlockMessages) -> None:
-    cache.copy_slots = partial(blocks.copy_slots, 0)
-    if cache.whole is not cache:
-        cache.whole.copy_slots = partial(blocks.copy_slots, 1)
+def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
+    groups = zip(limits.groups, limits.num_blocks, strict=True)
+    return KVCache(
+        [GroupSize(num_blocks, group.window) for group, num_blocks in groups],
+        limits.block_size,
+        settings.enable_prefix_caching,
+        eviction=settings.eviction_policy,
+        watermark=settings.kv_watermark,
+        events=KVEvents() if settings.enable_kv_events else None,
+    )
 
 
-def _cache(settings: CacheSettings, limits: memory.Limits, model: ModelConfig) -> KVCache:
-    sizes = limits.num_kv_blocks, limits.block_size, settings.enable_prefix_caching
-    policy, watermark = settings.eviction_policy, settings.kv_watermark
-    events = KVEvents() if settings.enable_kv_events else None
-    if limits.num_window_blocks:
-        return HybridCache(
-            limits.num_window_blocks, *sizes, window=model.window, eviction=policy, watermark=watermark, events=events
-        )
-    window = 0 if model.whole_layers else model.window
-    return KVCache(*sizes, eviction=policy, watermark=watermark, window=window, events=events)
-
-
-def _scheduler(config: EngineConfig, limits: memory.Limits, model: ModelConfig, bytes_on_gpu: int) -> Scheduler:
+def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int) -> Scheduler:
     return Scheduler(
-        _cache(config.cache, limits, model),
+        _cache(config.cache, limits),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         settings=settle_mixed_steps(config.scheduler, bytes_on_gpu),
@@ -186,7 +180,7 @@ def make_executor(
 ) -> Executor:
     """The executor for the storage's device. What a CPU computes never depends on the batch."""
     most = step_limits(limits)
-    if storage.pool.device.type == "cpu":
+    if storage.device.type == "cpu":
         forward = None if settings.enforce_eager else _recorded(model, storage)
         return HostExecutor(model, storage, vocab_size, most, forward, pooling, adapters)
     return StreamExecutor(

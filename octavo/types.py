@@ -86,6 +86,26 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+@dataclass(eq=False, slots=True)
+class GroupBlocks:
+    """The blocks that one sequence holds in one KV group: a set of layers that share a block table."""
+
+    block_table: list[int] = field(default_factory=list)
+    first_block: int = 0
+    """Entries of ``block_table`` before this are of blocks that were given back, behind the group's sliding window."""
+    table_version: int = 0
+    """Grows when an existing entry of ``block_table`` changes; appending does not count."""
+    published: Any = None
+    """The prefix cache's own note of how far this sequence is published."""
+    matched: Any = None
+    """The prefix cache's own note of what it last found of this sequence while it waits."""
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that the sequence holds."""
+        return len(self.block_table) - self.first_block
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """One growing list of tokens with its blocks: all that is mutable about a request.
@@ -104,14 +124,10 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when first admitted."""
-    block_table: list[int] = field(default_factory=list)
-    first_block: int = 0
-    """Entries of ``block_table`` before this are of blocks that were given back, behind the model's window."""
-    table_version: int = 0
-    """Grows when an existing entry of ``block_table`` changes; appending does not count."""
-    whole: Sequence | None = None
-    """Where some layers of the model have windows, what it holds in the pool of the others, which see everything: in
-    the form of another sequence over the same tokens. ``block_table`` is then that of the layers with windows."""
+    groups: list[GroupBlocks] = field(default_factory=lambda: [GroupBlocks()])
+    """Its blocks in each KV group of the cache: as many entries as the cache has groups."""
+    capacity: int = 0
+    """Positions that have a block in every KV group; nothing beyond them can be computed."""
     draft_tokens: list[int] = field(default_factory=list)
     num_in_flight: int = 0
     """Submitted steps with this sequence that are not yet committed."""
@@ -123,10 +139,6 @@ class Sequence:
     """Failed forward passes that this sequence was part of."""
     first_scheduled: float = 0.0
     """``time.monotonic()`` of the first step with this sequence; 0 before."""
-    published: Any = None
-    """The prefix cache's own note of how far this sequence is published."""
-    matched: Any = None
-    """The prefix cache's own note of what it last found of this sequence while it waits."""
     grammar: Any = None
     """What ``Grammars.prepare`` made of the request's grammar, if it has one."""
     account: Any = None
@@ -157,8 +169,8 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
     """One sequence's share of a step: compute ``tokens``, then ``drafts``, from position ``start``.
 
     Prefill, a chunk of it, decode, recompute after preemption and verification of drafts are all this
-    value with different lengths. ``seq.block_table`` covers every position computed; while a step is in
-    flight it only grows, or has an entry replaced by a block of equal content (see ``table_version``).
+    value with different lengths. The block tables of ``seq`` cover every position computed; while a step is in
+    flight they only grow, or has an entry replaced by a block of equal content (see ``table_version``).
     """
 
     seq: Sequence
@@ -226,6 +238,18 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     """See ``Sampled.values``."""
 
 
+class KVGroupStats(msgspec.Struct, frozen=True, gc=False):
+    """Blocks of one KV group of the cache."""
+
+    window: int
+    """Positions that its layers attend to; 0: all."""
+    num_blocks: int
+    num_used_blocks: int
+    """Blocks that a sequence holds."""
+    num_cached_blocks: int
+    """Idle blocks that the prefix cache keeps for reuse."""
+
+
 class EngineStats(msgspec.Struct, array_like=True, gc=False):
     """Gauges and ever-growing counters of the deciding half, cheap enough to take every step."""
 
@@ -238,10 +262,8 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     """Token positions of held blocks in which nothing is: the internal fragmentation."""
     num_cached_blocks: int = 0
     """Idle blocks that the prefix cache keeps for reuse; given up as soon as they are needed."""
-    num_window_blocks: int = 0
-    """Blocks of the layers with windows, where these have a pool of their own; those above are then the others'."""
-    num_used_window_blocks: int = 0
-    """Of these, held by a sequence."""
+    kv_groups: list[KVGroupStats] = []
+    """Blocks of each KV group, where the cache has several; those above are of the first."""
     num_steps: int = 0
     num_shares: int = 0
     """Sequences in all those steps, one added for each step that it was in."""
@@ -279,6 +301,15 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     offload_disk_bytes: int = 0
 
 
+class KVGroupInfo(msgspec.Struct, frozen=True):
+    """Layers that share one block table of each sequence."""
+
+    window: int
+    """Positions that they attend to; 0: all."""
+    num_layers: int
+    num_blocks: int
+
+
 class EngineInfo(msgspec.Struct, frozen=True):
     """What a built engine is: settled once at start, the same for its whole life."""
 
@@ -298,8 +329,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """The memory budget, in bytes, by purpose."""
     kernels: dict[str, str]
     """Operation to the kernel chosen for it."""
-    num_window_blocks: int = 0
-    """Blocks of the layers with windows, where some layers have none: these then have the others."""
+    kv_groups: tuple[KVGroupInfo, ...] = ()
+    """The KV groups of the cache; ``num_kv_blocks`` are those of the first, which reaches furthest back."""
     tasks: tuple[Task, ...] = ("generate",)
     """What requests may ask for."""
     embedding_size: int = 0

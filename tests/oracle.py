@@ -19,18 +19,18 @@ from itertools import chain
 from typing import Any
 
 from octavo.errors import RunnerError
-from octavo.types import FinishReason, Masks, Plan, Request, Sampled, Scheduled, Sequence, TokenLogprobs
+from octavo.types import FinishReason, GroupBlocks, Masks, Plan, Request, Sampled, Scheduled, Sequence, TokenLogprobs
 
 Act = Callable[[dict[int, int]], None]
 """Changes slots between two steps."""
 
 Tables = list[list[int]]
-"""A sequence's block table in each pool."""
+"""A sequence's block table in each KV group."""
 
 VOCAB_SIZE = 50
 GARBAGE = -1
-WHOLE = 1 << 32
-"""Slots of the pool of the layers that see all positions come after those of the layers with windows."""
+GROUP_SLOTS = 1 << 32
+"""Slots of one KV group come after all those of the group before."""
 
 
 def digest(prefix_digest: int, token: int) -> int:
@@ -173,15 +173,13 @@ class OracleRunner:
         block_size: int,
         trouble: Trouble | None = None,
         reads_live_tables: bool = False,
-        window: int = 0,
-        is_hybrid: bool = False,
+        windows: Iterable[int] = (0,),
     ) -> None:
-        """With a ``window``, a row reads so many positions up to its own, and no others; if the runner ``is_hybrid``,
-        it reads all positions in another pool as well."""
+        """``windows`` are those of the KV groups: in each, a row reads so many positions up to its own, and no others;
+        with 0, all."""
         self.block_size = block_size
-        self.window = window
-        self.pools = [(0, window), (WHOLE, 0)] if is_hybrid else [(0, window)]
-        """First slot of each pool, and what rows see of it."""
+        self.groups = [(GROUP_SLOTS * index, window) for index, window in enumerate(windows)]
+        """First slot of each KV group, and its window."""
         self.trouble = trouble or Trouble()
         self.reads_live_tables = reads_live_tables
         """Whether a step uses the block table as it is when executed, and not as it was when submitted."""
@@ -189,7 +187,7 @@ class OracleRunner:
         self.acts: list[Act] = []
         """Asked for since the last step was submitted."""
         self.unfinished: deque[PendingStep] = deque()
-        self.tables: dict[Sequence, tuple[int, list[int]]] = {}
+        self.tables: dict[GroupBlocks, tuple[int, list[int]]] = {}
         self.digests: dict[Sequence, list[int]] = {}
         self.plans: list[Plan] = []
         self.num_checked_reads = 0
@@ -202,35 +200,24 @@ class OracleRunner:
         assert len({item.seq for item in plan}) == len(plan), "a sequence is twice in a plan"
         self.plans.append(plan)
         acts, self.acts = self.acts, []
-        tables = [[list(self._refreshed_table(held)) for held in self._held(item.seq)] for item in plan]
+        assert all(len(item.seq.groups) == len(self.groups) for item in plan), "a sequence lacks blocks of a group"
+        tables = [[list(self._refreshed_table(held)) for held in item.seq.groups] for item in plan]
         pending = PendingStep(self, plan, tables, acts)
         self.unfinished.append(pending)
         return pending
 
-    def _held(self, seq: Sequence) -> list[Sequence]:
-        """What a sequence holds in each pool."""
-        if len(self.pools) == 1:
-            return [seq]
-        assert seq.whole is not None, "a sequence runs without blocks of the other pool"
-        return [seq, seq.whole]
-
-    def copy_whole_slots(self, source: int, target: int, num_tokens: int) -> None:
-        """``copy_slots`` in the other pool."""
-        num_copied, first = self.num_copied, WHOLE // self.block_size
-        self.copy_slots(first + source, first + target, num_tokens)
-        self.num_copied = num_copied
-
-    def copy_slots(self, source: int, target: int, num_tokens: int) -> None:
+    def copy_slots(self, group: int, source: int, target: int, num_tokens: int) -> None:
         """Copy the first positions of a block; what the others of the target hold is not to be relied upon."""
         assert 0 < num_tokens < self.block_size, "not a part of a block"
+        first_slot = self.groups[group][0]
 
         def copy(slots: dict[int, int]) -> None:
-            copied = [slots[source * self.block_size + place] for place in range(num_tokens)]
+            copied = [slots[first_slot + source * self.block_size + place] for place in range(num_tokens)]
             copied += [GARBAGE] * (self.block_size - num_tokens)
-            slots.update(enumerate(copied, target * self.block_size))
+            slots.update(enumerate(copied, first_slot + target * self.block_size))
 
         self._do(copy)
-        self.num_copied += num_tokens
+        self.num_copied += 0 if group else num_tokens
 
     def read_block(self, block: int) -> list[int]:
         """What ``block`` will hold when all that was asked for has happened; no step may be about to write to it."""
@@ -253,15 +240,15 @@ class OracleRunner:
     def _block_slots(self, block: int) -> range:
         return range(block * self.block_size, (block + 1) * self.block_size)
 
-    def _refreshed_table(self, seq: Sequence) -> list[int]:
+    def _refreshed_table(self, held: GroupBlocks) -> list[int]:
         """The runner's own copy of a block table, brought up to date the cheap way."""
-        version, table = self.tables.get(seq, (-1, []))
-        if version != seq.table_version:
-            table = list(seq.block_table)
+        version, table = self.tables.get(held, (-1, []))
+        if version != held.table_version:
+            table = list(held.block_table)
         else:
-            table.extend(seq.block_table[len(table) :])
-        assert table == seq.block_table, "a block table changed without a new version"
-        self.tables[seq] = (seq.table_version, table)
+            table.extend(held.block_table[len(table) :])
+        assert table == held.block_table, "a block table changed without a new version"
+        self.tables[held] = (held.table_version, table)
         return table
 
     def execute(self, pending: PendingStep, masks: Masks) -> list[Sampled]:
@@ -284,12 +271,12 @@ class OracleRunner:
             self._spill(item, tables, item.start)
             return Sampled([GARBAGE])
         if self.reads_live_tables:
-            tables = [held.block_table for held in self._held(item.seq)]
+            tables = [held.block_table for held in item.seq.groups]
         if self.trouble.spoils(item):
             self._spill(item, tables, item.start)
             return Sampled([], error="bad row")
-        for pool, table in zip(self.pools, tables, strict=True):
-            self._read(item.seq, table, item.start, *pool)
+        for group, table in zip(self.groups, tables, strict=True):
+            self._read(item.seq, table, item.start, *group)
         self._write(item, tables)
         result = Sampled([], prompt_logprobs=self._prompt_logprobs(item))
         if item.samples:
@@ -300,7 +287,7 @@ class OracleRunner:
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
     def _put(self, tables: Tables, position: int, content: int) -> None:
-        for (first, _), table in zip(self.pools, tables, strict=True):
+        for (first, _), table in zip(self.groups, tables, strict=True):
             self.slots[first + self._slot(table, position)] = content
 
     def _spill(self, item: Scheduled, tables: Tables, start: int) -> None:

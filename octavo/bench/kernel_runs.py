@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops.adjust_logits import Adjustments
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows
 from octavo.ops.moe import ClampedSwish, Experts
 from octavo.ops.sample import SampleParams
 from octavo.ops.stacked_lora import LowRankStack
@@ -56,7 +56,9 @@ class Maker:
         slots += [-1] if max(query_lens) > 1 else []
         tables = torch.arange(3 * len(seq_lens), dtype=torch.int32, device=self.device).view(-1, 3)
         starts = self.ints([0, *itertools.accumulate(query_lens)])
-        return PagedRows(self.ints(slots, torch.int64), tables, starts, self.ints(seq_lens), max(query_lens))
+        return PagedRows(
+            (GroupRows(self.ints(slots, torch.int64), tables),), starts, self.ints(seq_lens), max(query_lens)
+        )
 
     def cache(self, num_blocks: int, heads: int, width: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(num_blocks, heads, BLOCK_SIZE, width, device=self.device).to(dtype)
@@ -95,10 +97,10 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     cache_dtypes = (dtype, torch.float8_e4m3fn) if dtype == torch.bfloat16 else (dtype,)
     for (lens, H), cache_dtype in itertools.product(((SINGLE, 64), (RAGGED, 64), (RAGGED, 80)), cache_dtypes):
         rows = make.rows(*lens)
-        T, (N, K) = len(rows.slot_mapping_T), (6, 2)
+        T, (N, K) = len(rows.groups[0].slot_mapping_T), (6, 2)
         norm, sinks = make.floats(H, dtype=dtype), make.floats(N)
         angles = make.floats(T, H // 2)
-        cache = LayerCache(*(make.cache(12, K, H, cache_dtype) for _ in range(2)))
+        cache = LayerCache(make.cache(12, K, H, cache_dtype), make.cache(12, K, H, cache_dtype))
         qkv = make.floats(T, (N + 2 * K) * H, dtype=dtype)
         for heads in (
             HeadLayout(N, K, H, 0.1, norm, norm, 1e-6),
@@ -121,8 +123,11 @@ def _long_prompt(make: Maker) -> Iterator[tuple[str, Call]]:
     heads = HeadLayout(4, 2, 128, 0.1)
     ends = make.ints([0, 1, 1100])
     slots = make.ints([-1] * 1101, torch.int64)
-    rows = PagedRows(slots, make.ints([[i, *range(18)] for i in range(2)]), ends, make.ints([70, 1210]), 1100)
-    cache = LayerCache(*(torch.zeros(19, 2, 64, 128, device=make.device).bfloat16() for _ in range(2)))
+    rows = PagedRows(
+        (GroupRows(slots, make.ints([[i, *range(18)] for i in range(2)])),), ends, make.ints([70, 1210]), 1100
+    )
+    zeros = torch.zeros(2, 19, 2, 64, 128, device=make.device).bfloat16()
+    cache = LayerCache(zeros[0], zeros[1])
     qkv, angles = make.floats(1101, 8 * 128, dtype=torch.bfloat16), make.floats(1101, 64)
     yield "attention of a long prompt", functools.partial(ops.attention, qkv, heads, angles, angles, cache, rows)
 

@@ -39,7 +39,7 @@ class InstantStep:
 
 def build_instant_engine(num_sequences: int, tokens: int, runner: Runner | None = None) -> Engine:
     """An engine over an instant runner, or another one, with room for ``num_sequences`` of ``tokens`` tokens."""
-    cache = KVCache(num_blocks=num_sequences * (tokens // 16 + 2), block_size=16)
+    cache = KVCache(num_sequences * (tokens // 16 + 2), block_size=16)
     scheduler = Scheduler(cache, max_num_seqs=num_sequences, max_num_batched_tokens=8192)
     return Engine(scheduler, runner or InstantRunner())
 
@@ -66,7 +66,7 @@ def measure_waiting(policy: str, num_running: int, num_waiting: int, num_seen: i
     It is processor time, so that other work on the machine counts little, and holds what a server does around a step.
     """
     tokens = 16 + steps + 64
-    cache = KVCache(num_blocks=num_running * (tokens // 16 + 2), block_size=16)
+    cache = KVCache(num_running * (tokens // 16 + 2), block_size=16)
     scheduler = Scheduler(
         cache,
         max_num_seqs=num_running,

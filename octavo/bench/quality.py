@@ -19,9 +19,10 @@ from octavo.build import DTYPES, weight_format
 from octavo.config import EngineConfig, ModelSettings
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
+from octavo.models.layer_cache import kv_groups
 from octavo.models.loader import Source
 from octavo.models.registry import LoadedModel, load_model, read_config
-from octavo.ops.attention import PagedRows
+from octavo.ops.attention import GroupRows, PagedRows
 from octavo.quant.scheme import WeightFormat
 from octavo.runtime.kv_storage import KVStorage
 from octavo.text.tokenizer import load_tokenizer
@@ -38,15 +39,16 @@ class Scorer:
 
     def __init__(self, config: ModelConfig, checkpoint: Source, form: WeightFormat, kv_dtype: torch.dtype) -> None:
         self.loaded: LoadedModel = load_model(config, checkpoint, form)
-        self.storage = KVStorage(config, -(-WINDOW // BLOCK), BLOCK, kv_dtype, CPU)
+        self.num_blocks = -(-WINDOW // BLOCK)
+        self.storage = KVStorage(config.cache, kv_groups(config.cache), [self.num_blocks], BLOCK, kv_dtype, CPU)
 
     def logprobs(self, tokens: list[int]) -> Tensor:
         """Log-probabilities float32 [T, V] of what follows each token."""
         T, model = len(tokens), self.loaded.model
         positions = torch.arange(T)
-        blocks = list(range(self.storage.num_blocks))
+        blocks = list(range(self.num_blocks))
         tables, starts, lengths = (torch.tensor(values, dtype=torch.int32) for values in ([blocks], [0, T], [T]))
-        rows = PagedRows(positions, tables, starts, lengths, T)
+        rows = PagedRows((GroupRows(positions, tables),), starts, lengths, T)
         with torch.inference_mode():
             x_TD = model.forward(torch.tensor(tokens), positions, self.storage.layers, rows)
             return model.logits(x_TD).float().log_softmax(-1)

@@ -64,9 +64,9 @@ class Tally:
         self.step_ms.append(seconds * 1e3)
         self.batch_sizes.append(batch_size)
         self.utilization.append(cache.num_filled / (cache.num_blocks * cache.block_size))
-        self.internal.append(cache.num_empty_slots / max(1, cache.num_slots))
+        self.internal.append(cache.num_empty_slots / max(1, cache.groups[0].num_slots))
         if wants_external:
-            self.external.append(external_fragmentation(cache.pool.free_blocks))
+            self.external.append(external_fragmentation(cache.groups[0].pool.free_blocks))
 
 
 def external_fragmentation(free_blocks: Sequence[int]) -> float:

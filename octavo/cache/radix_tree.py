@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from octavo.cache.eviction import IdleBlocks
@@ -95,9 +96,11 @@ class RadixTree:
 
     def find_recent(
         self, tokens: list[int | None], num_blocks: int, salt: str, num_behind: Callable[[int], int]
-    ) -> Node:
-        """Like ``find``, where of a prefix of ``n`` blocks the first ``num_behind(n)`` need not be there."""
-        found = node = self.root
+    ) -> list[Node]:
+        """The ends of all prefixes of ``tokens``, at most ``num_blocks`` deep and the root first, of which all but the
+        first ``num_behind(n)`` of ``n`` blocks are cached."""
+        node = self.root
+        ends = [node]
         num_there = 0
         for index in range(num_blocks):
             child = node.children.get(self.edge(tokens, index, salt))
@@ -106,8 +109,8 @@ class RadixTree:
             node = child
             num_there = num_there + 1 if node.block >= 0 else 0
             if num_there and num_there >= node.depth - num_behind(node.depth):  # it may go if it has no block
-                found = node
-        return found
+                ends.append(node)
+        return ends
 
     def insert(self, parent: Node, edge: Edge, block: int) -> Node:
         """Put ``block``, which some sequence holds, below ``parent``, where no node has one."""
@@ -206,6 +209,33 @@ class RadixTree:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+
+    def check(self, refs: list[int], ends: Counter[Node]) -> None:
+        """Assert that the tree agrees with the reference counts of blocks, and with where published paths end."""
+        idle: set[Node] = set()
+        in_tree: set[int] = set()
+        for node in self.walk():
+            above = node.parent
+            assert above is not None
+            assert len(node.edge) == self.block_size + (above is self.root), "a block was cached before it was full"
+            assert node.depth == above.depth + 1, "depths do not count up"
+            assert node.num_ends == ends.get(node, 0), "published paths are miscounted"
+            if node.block < 0:
+                assert self.has_window, "a block was given up before what is below it"
+                assert node.children or node.num_ends, "a node without a block is in nobody's way"
+                assert not node.is_idle, "a block that is not there is idle"
+                continue
+            assert self.node_of.get(node.block) is node, "tree and block index disagree"
+            assert node.is_idle == (refs[node.block] == 0), "a held block is idle, or an idle one is not"
+            in_tree.add(node.block)
+            if node.is_idle:
+                idle.add(node)
+            if above is not self.root and not self.has_window:
+                assert refs[above.block] >= refs[node.block], "a parent is held by fewer than its child"
+                assert node.is_idle or not above.is_idle, "an idle block has a child that is held"
+        assert in_tree == self.node_of.keys(), "a cached block cannot be reached from the root"
+        assert len(idle) == len(self.idle), "idle blocks are miscounted"
+        self.idle.check({node for node in idle if self.has_window or not node.children})
 
 
 def _num_equal(one: Edge, other: Edge) -> int:

@@ -75,8 +75,9 @@ def _ours(path: Path, tokens: list[int]) -> list[Tensor]:
     """What each layer gives, [T, D], and the logits, [T, V]."""
     import torch
 
+    from octavo.models.layer_cache import kv_groups
     from octavo.models.registry import load_model, read_config
-    from octavo.ops.attention import PagedRows
+    from octavo.ops.attention import GroupRows, PagedRows
     from octavo.quant.scheme import WeightFormat
     from octavo.runtime.kv_storage import KVStorage
     from octavo.weights.checkpoint import open_checkpoint
@@ -89,9 +90,9 @@ def _ours(path: Path, tokens: list[int]) -> list[Tensor]:
     model: Any = load_model(config, checkpoint, WeightFormat(torch.float32, cpu)).model
     results: list[Tensor] = []
     model.layers = [_recorded(layer, results) for layer in model.layers]
-    storage = KVStorage(config, 1, T, torch.float32, cpu)
+    storage = KVStorage(config.cache, kv_groups(config.cache), [1], T, torch.float32, cpu)
     lengths = (torch.tensor([0, T], dtype=torch.int32), torch.tensor([T], dtype=torch.int32))
-    rows = PagedRows(torch.arange(T), torch.zeros(1, 1, dtype=torch.int32), *lengths, T)
+    rows = PagedRows((GroupRows(torch.arange(T), torch.zeros(1, 1, dtype=torch.int32)),), *lengths, T)
     x_TD = model.forward(torch.tensor(tokens), torch.arange(T), storage.layers, rows)
     return [*results, model.logits(x_TD).float()]
 

@@ -113,10 +113,9 @@ def _model(config: EngineConfig) -> Iterator[str]:
     yield _row("kind", f"{info.architecture}, {info.num_parameters / 1e6:,.1f} M parameters, {info.dtype}")
     yield _row("context", f"{info.max_model_len} tokens")
     yield _row("kv cache", f"{info.num_kv_blocks} blocks of {info.block_size} tokens")
-    if info.num_window_blocks:
-        yield _row(
-            "windows", f"{info.num_window_blocks} blocks of {info.block_size} tokens, for the layers with windows"
-        )
+    for group in info.kv_groups[1:]:
+        layers = f"for the {group.num_layers} layers with a window of {group.window}"
+        yield _row("kv cache", f"{group.num_blocks} blocks of {info.block_size} tokens, {layers}")
     yield _row("step", f"at most {info.max_num_seqs} sequences and {info.max_num_batched_tokens} tokens")
     for line in MemoryBudget(**info.memory).table().splitlines():
         yield _row("memory", line)

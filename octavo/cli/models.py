@@ -165,9 +165,8 @@ def _describe(model: ModelConfig, loaded: LoadedModel | LoadedEncoder, checkpoin
     shown = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
     values = dataclasses.asdict(model)
     yield ", ".join(f"{name} {values[name]}" for name in (*shown, "max_position_embeddings"))
-    if model.window:
-        num_windows = model.num_layers - len(model.whole_layers)
-        layers = (
-            "every layer has" if num_windows == model.num_layers else f"{num_windows} of {model.num_layers} layers have"
-        )
-        yield f"{layers} a window: keys and values of {model.window} positions and of a step are kept"
+    windows = [spec.window for spec in model.cache]
+    for window in sorted(set(windows) - {0}, reverse=True):
+        count = windows.count(window)
+        layers = "every layer has" if count == len(windows) else f"{count} of {len(windows)} layers have"
+        yield f"{layers} a window: keys and values of {window} positions and of a step are kept"

@@ -25,7 +25,7 @@ def check_servable(seq: Sequence, cache: KVCache, max_step_tokens: int) -> None:
     if not cache.could_hold(seq.max_computed_tokens, max_step_tokens):
         raise ContextLengthExceeded(
             f"The prompt has {seq.num_prompt_tokens} tokens and 'max_tokens' is {request.max_tokens}, "
-            f"but the KV cache has room for {cache.whole.num_blocks * cache.block_size} tokens.",
+            f"but the KV cache has room for {cache.num_blocks * cache.block_size} tokens.",
             param="max_tokens",
         )
 
@@ -50,8 +50,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert request_id not in scheduler.waiting, "a sequence is running and waiting"
         assert seq.status in (Status.RUNNING, Status.YIELDING), "a running sequence has another status"
         assert seq.status is Status.RUNNING or seq is scheduler.yielding, "a running sequence yields to nobody"
-        num_covered = len(seq.block_table) * scheduler.cache.block_size
-        assert seq.num_computed_tokens <= num_covered, "a computed position has no block"
+        assert seq.num_computed_tokens <= seq.capacity, "a computed position has no block"
         is_complete = seq.num_computed_tokens == seq.max_computed_tokens
         assert is_complete or len(seq.tokens) <= seq.max_computed_tokens, "more is planned than is ever needed"
         assert seq.num_computed_tokens <= seq.max_computed_tokens, "more is computed than is ever needed"

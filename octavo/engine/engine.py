@@ -162,7 +162,7 @@ class Engine:
 
     def take_kv_events(self) -> list[KVEvent]:
         """What was cached and given up since this was last asked; nothing where that is not enabled."""
-        events = self.scheduler.cache.whole.tree.events
+        events = self.scheduler.cache.events
         return [] if events is None else events.take()
 
     def stats(self) -> EngineStats:
@@ -182,8 +182,7 @@ class Engine:
         num_in_flight = Counter(item.seq for plan, _ in self.in_flight for item in plan)
         for seq in [*self.scheduler.running.values(), *self.scheduler.leaving, *num_in_flight]:
             assert seq.num_in_flight == num_in_flight[seq], "steps in flight are miscounted"
-        block_size = self.scheduler.cache.block_size
         for plan, _ in self.in_flight:
             for item in plan:
                 end = item.start + len(item.tokens) + len(item.drafts)
-                assert len(item.seq.block_table) * block_size >= end, "blocks were taken back while in flight"
+                assert item.seq.capacity >= end, "blocks were taken back while in flight"

@@ -5,23 +5,25 @@ from __future__ import annotations
 import msgspec
 
 from octavo.cache.kv_cache import KVCache
-from octavo.types import EngineStats
+from octavo.types import EngineStats, KVGroupStats
 
 
 def snapshot(counters: EngineStats, cache: KVCache, num_running: int, num_waiting: int) -> EngineStats:
     """``counters`` with the gauges as of now; O(1), for all of them are kept as they change."""
+    first = cache.groups[0]
     stats = msgspec.structs.replace(
         counters,
         num_running=num_running,
         num_waiting=num_waiting,
-        num_used_blocks=cache.whole.num_used,
-        num_empty_slots=cache.whole.num_empty_slots,
-        num_cached_blocks=cache.whole.num_cached,
+        num_used_blocks=first.num_used,
+        num_empty_slots=cache.num_empty_slots,
+        num_cached_blocks=first.num_cached,
         num_copied_tokens=cache.num_copied,
     )
-    if cache.whole is not cache:
-        stats.num_window_blocks = cache.num_blocks
-        stats.num_used_window_blocks = cache.num_used
+    if len(cache.groups) > 1:
+        stats.kv_groups = [
+            KVGroupStats(group.window, group.num_blocks, group.num_used, group.num_cached) for group in cache.groups
+        ]
     offload = cache.offload
     if offload is not None:
         stats.num_offload_saved = offload.stats.num_saved

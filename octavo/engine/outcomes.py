@@ -36,7 +36,7 @@ def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats
         num_committed += len(tokens) - 1
     if num_committed % cache.block_size < num_committed - start:  # a block ends between the two
         cache.publish(seq, num_committed)
-    if cache.window:
+    if cache.sliding:
         cache.slide(seq, num_committed)
     if not tokens and reason is None and not result.prompt_logprobs:
         return None

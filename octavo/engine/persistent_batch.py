@@ -6,13 +6,11 @@ Shapes: C batch indices, B entries of the longest possible block table.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import numpy.typing as npt
 
 from octavo.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
-from octavo.types import Plan, Sequence, Status
+from octavo.types import GroupBlocks, Plan, Sequence, Status
 
 Indices = npt.NDArray[np.int64]
 
@@ -20,13 +18,6 @@ MAX_STOPS = 2 * MAX_STOP_TOKEN_IDS
 """Most stop tokens that an executor bans before ``min_tokens``; where there are more, masks do."""
 MAX_BIASES = MAX_LOGIT_BIAS + 2 * MAX_BAD_WORDS
 """Most biases of a sequence; a banned token counts as one."""
-
-
-class HasTable(Protocol):
-    """The block table of a sequence in one group."""
-
-    block_table: list[int]
-    table_version: int
 
 
 class BlockTables:
@@ -39,7 +30,7 @@ class BlockTables:
         self.num_blocks_C = np.zeros(count, dtype=np.int64)
         """``lengths`` again, to be gathered."""
 
-    def update(self, index: int, held: HasTable) -> None:
+    def update(self, index: int, held: GroupBlocks) -> None:
         """Copy what has changed of a table since the last time."""
         length = len(held.block_table)
         if length != self.lengths[index] or held.table_version != self.versions[index]:
@@ -48,11 +39,6 @@ class BlockTables:
             self.tables_CB[index, known:length] = held.block_table[known:]
             self.lengths[index], self.versions[index] = length, held.table_version
             self.num_blocks_C[index] = length
-
-
-def groups_of(seq: Sequence) -> list[HasTable]:
-    """What a sequence holds in each group."""
-    return [seq] if seq.whole is None else [seq, seq.whole]
 
 
 class PersistentBatch:
@@ -98,7 +84,7 @@ class PersistentBatch:
         index = seq.batch_index
         if index < 0 or self.owners[index] is not seq:
             index = self._give(seq)
-        for tables, held in zip(self.tables, groups_of(seq), strict=False):
+        for tables, held in zip(self.tables, seq.groups, strict=True):
             if len(held.block_table) != tables.lengths[index] or held.table_version != tables.versions[index]:
                 tables.update(index, held)
         return index

@@ -87,7 +87,7 @@ class Scheduler:
         self.cut: list[Sequence] = []
         """Those of whose prompts the last plan had only a part."""
         self.suspects = Suspects()
-        self.stats = EngineStats(num_blocks=cache.whole.num_blocks)
+        self.stats = EngineStats(num_blocks=cache.num_blocks)
         """The counters; gauges are filled in by whoever asks."""
         self.events = EventLog(self.stats, clock)
 
@@ -95,7 +95,7 @@ class Scheduler:
 
     def add(self, request: Request) -> Sequence:
         """Let ``request`` wait for its turn; raises ``RequestError`` if it could never be served."""
-        self.check_servable(seq := Sequence(request))
+        self.check_servable(seq := Sequence(request, groups=self.cache.no_blocks()))
         self.events.note(seq.id, "arrived", tokens=len(seq.tokens), others=len(self.waiting))
         self.waiting.arrive(seq)
         return seq
@@ -135,7 +135,6 @@ class Scheduler:
         favoured, num_aside = self._set_aside(budget) if self.cut else (None, 0)
         budget -= num_aside
         self.cut = []
-        block_size = self.cache.block_size
         for seq in list(self.running.values()):
             num_behind -= 1
             start = seq.num_computed_tokens
@@ -151,7 +150,7 @@ class Scheduler:
                 self.cut.append(seq)
             drafts = take_drafts(seq, num_tokens, budget - num_behind) if seq.draft_tokens else ()
             num_taken = num_tokens + len(drafts) if drafts else num_tokens
-            if start + num_taken > len(seq.block_table) * block_size and not self._find_room(seq, start + num_taken):
+            if start + num_taken > seq.capacity and not self._find_room(seq, start + num_taken):
                 # Everybody behind is younger and in flight. Left out now, they are idle when it asks again.
                 self.interval.end()
                 rest = budget + num_aside
@@ -210,7 +209,7 @@ class Scheduler:
             self.running[seq.id] = seq
             seq.status = RUNNING
             num_tokens = len(seq.tokens) - seq.num_computed_tokens
-            most = min(budget, len(seq.block_table) * self.cache.block_size - seq.num_computed_tokens)
+            most = min(budget, seq.capacity - seq.num_computed_tokens)
             if num_tokens > most:
                 num_tokens = most
                 self.cut.append(seq)
@@ -273,23 +272,18 @@ class Scheduler:
             self._preempt(seq, by=self.waiting.first() if self.waiting else seq)
             self.yielding = None
 
-    def _room_for(self, seq: Sequence) -> Node | None:
-        """What is cached of a waiting sequence, if there are blocks for the rest."""
-        node = self.cache.match(seq) if may_share(seq) else self.cache.tree.root
-        return node if self.cache.admits(seq, node, self._first_need(seq, node), num_spare=len(self.running)) else None
-
-    def _first_need(self, seq: Sequence, node: Node) -> int:
-        """Positions that must have blocks when a waiting sequence, cached up to ``node``, is admitted: all; with a
-        window, where blocks come back while a prompt goes on, those of a step."""
-        first_step = node.depth * self.cache.block_size + self.max_num_batched_tokens
-        return min(len(seq.tokens), first_step) if self.cache.window else len(seq.tokens)
+    def _room_for(self, seq: Sequence) -> list[Node] | None:
+        """Where the cached prefix of a waiting sequence ends in each KV group, if there are blocks for the rest."""
+        ends = self.cache.match(seq) if may_share(seq) else self.cache.roots
+        has_room = self.cache.admits(seq, ends, self.max_num_batched_tokens, num_spare=len(self.running))
+        return ends if has_room else None
 
     def _give_blocks(self, seq: Sequence) -> bool:
         """Adopt what is cached of a waiting sequence and reserve blocks for the rest, or change nothing."""
-        node = self._room_for(seq)
-        if node is None:
+        ends = self._room_for(seq)
+        if ends is None:
             return False
-        self.cache.start(seq, node, may_share(seq), self._first_need(seq, node))
+        self.cache.start(seq, ends, may_share(seq), self.max_num_batched_tokens)
         self.events.note(seq.id, "admitted", tokens=seq.num_computed_tokens, others=len(self.running))
         if not seq.first_scheduled:
             seq.first_scheduled = self.clock()

@@ -15,7 +15,7 @@ from octavo.engine.step_encoder import NO_MASKS, StepEncoder
 from octavo.sampling_params import SamplingParams
 from octavo.steps.messages import CopySlots, Executor, Message, ReadBlock, Reply, Step, StepResult, WriteBlock
 from octavo.steps.shapes import StepShape
-from octavo.types import Masks, Plan, Request, Sampled, Scheduled, Sequence
+from octavo.types import GroupBlocks, Masks, Plan, Request, Sampled, Scheduled, Sequence
 
 
 @dataclass(eq=False, slots=True)
@@ -137,9 +137,7 @@ def compute_padding(runner: StepRunner) -> None:
     They write to block 0, whose content nothing reads before it is written again. Raises ``RunnerError``.
     """
     seq = Sequence(Request(0, [0] * WARM_UP_TOKENS, SamplingParams(), max_tokens=1))
-    seq.block_table = [0] * WARM_UP_TOKENS
-    seq.whole = Sequence(seq.request)
-    seq.whole.block_table = seq.block_table
+    seq.groups = [GroupBlocks([0] * WARM_UP_TOKENS) for _ in runner.encoder.batch.tables]
     last = WARM_UP_TOKENS - 1
     for start, tokens in ((0, (0,) * last), (last, (0,))):
         runner.submit([Scheduled(seq, start, tokens, (), True, seq.epoch)]).sample({})

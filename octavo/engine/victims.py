@@ -26,9 +26,8 @@ def largest(candidates: Iterator[Sequence]) -> Sequence | None:
 
 
 def _num_held(seq: Sequence) -> int:
-    """Blocks of ``seq``; where there are two pools, those in which it holds most."""
-    held = seq.whole or seq
-    return len(held.block_table) - held.first_block
+    """Blocks of ``seq`` in the KV group that reaches furthest back, where it holds most."""
+    return seq.groups[0].num_held
 
 
 VICTIMS: dict[str, ChooseVictim] = {choose.__name__: choose for choose in (youngest, cheapest, largest)}

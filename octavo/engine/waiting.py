@@ -67,6 +67,6 @@ class WaitingQueue:
         assert len(members) == len(self._entry_of), "a waiting sequence is not in the heap"
         assert len(self._heap) <= 2 * len(self._entry_of), "leftovers pile up"
         for seq in members:
-            assert not seq.block_table, "a waiting sequence holds blocks"
+            assert not any(held.block_table for held in seq.groups), "a waiting sequence holds blocks"
             assert not seq.num_in_flight, "a waiting sequence is in flight"
             assert not seq.draft_tokens, "a waiting sequence keeps old drafts"

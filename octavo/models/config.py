@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from octavo.models.keys import ConfigKeys, token_ids, wrong
+from octavo.models.layer_cache import LayerCacheSpec
 from octavo.ops.linear import Activation
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -35,21 +36,14 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
-    values_are_keys: bool = False
-    """The cached values are a part of the cached keys, and take no memory of their own."""
     windows: tuple[int, ...] = ()
-    """Positions that the rows of each layer see, 0 for all; empty where all layers see all."""
+    """Sliding window of each layer, 0 for full attention; empty where all layers have full attention."""
 
     @property
-    def window(self) -> int:
-        """Positions that a row sees in any layer that has a window: to those, keys and values before them are of no
-        use. 0: no layer has one."""
-        return max(self.windows, default=0)
-
-    @property
-    def whole_layers(self) -> tuple[int, ...]:
-        """The layers that see all positions."""
-        return tuple(i for i in range(self.num_layers) if not (self.windows and self.windows[i]))
+    def cache(self) -> tuple[LayerCacheSpec, ...]:
+        """What each layer caches; a family whose layers differ in more than windows says so itself."""
+        windows = self.windows or (0,) * self.num_layers
+        return tuple(LayerCacheSpec(self.num_kv_heads, self.head_dim, window) for window in windows)
 
 
 class Common(TypedDict):

@@ -19,6 +19,7 @@ from octavo import ops
 from octavo.layers.moe import GroupRouter, MoE, SharedExpert
 from octavo.models.config import ACTIVATIONS, read_common
 from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.mixtral import MoEConfig, with_experts
@@ -53,6 +54,10 @@ class DeepseekConfig(MoEConfig):
     num_extra_layers: int
     """Layers of the checkpoint that predict further tokens, which are not loaded."""
 
+    @property
+    def cache(self) -> tuple[LayerCacheSpec, ...]:
+        return (LayerCacheSpec(1, self.head_dim, kind="latent"),) * self.num_layers
+
 
 def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str) -> DeepseekConfig:
     """The keys of V2 (``scoring`` "softmax") and V3 ("sigmoid")."""
@@ -64,7 +69,6 @@ def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str) -> Deepse
     has_bias = keys.flag("attention_bias")
     base = LlamaConfig(
         **common,
-        values_are_keys=True,
         rope=read_rope(given, RopeContext(rotated, max_len or most, most)),
         rotary_width=rotated,
         attention_bias=has_bias,

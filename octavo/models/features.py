@@ -88,5 +88,5 @@ def features(architecture: str) -> Features:
     loaded = load_model(config, source, WeightFormat(torch.float32, torch.device("meta")))
     others = [name for name in source.matrices if name.removesuffix(".weight") not in loaded.maps]
     parts = {"experts" if ".experts." in name else name.split(".")[-2] for name in others if LAYER.search(name)}
-    windows = "all" if config.window else "some" if any(config.windows) else "-"
-    return Features(tuple(sorted(parts)), windows)
+    windows = [spec.window for spec in config.cache]
+    return Features(tuple(sorted(parts)), "all" if all(windows) else "some" if any(windows) else "-")

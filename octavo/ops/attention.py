@@ -47,55 +47,53 @@ class LayerCache(NamedTuple):
 
     keys: Tensor
     values: Tensor
+    group: int = 0
+    """The KV group whose block tables and slots lead here."""
 
 
-class WholeLayerCache(LayerCache):
-    """That of a layer that sees all positions where others have windows: its blocks are of another pool than theirs."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PagedRows:
-    """Where the rows of a step belong: whose they are, and where their keys and values are kept.
-
-    Rows from ``cu_seqlens_q[S]`` on are padding, and so are sequences without rows, whose length is 0.
-    """
+class GroupRows(NamedTuple):
+    """Where the rows of a step have their keys and values in one KV group."""
 
     slot_mapping_T: Tensor
     """int64: the slot of each row, block * block_size + offset; negative for padding."""
     block_tables_SB: Tensor
     """int32, padded with anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """The rows of a step: which sequences they belong to, and where their keys and values are kept.
+
+    Rows from ``cu_seqlens_q[S]`` on are padding, and so are sequences without rows, whose length is 0.
+    """
+
+    groups: tuple[GroupRows, ...]
+    """One for each KV group."""
     cu_seqlens_q: Tensor
     """int32 [S + 1]: rows ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` are those of sequence s."""
     seq_lens_S: Tensor
     """int32: length of each context, the rows of this step included."""
     max_query_len: int
     """No sequence has more rows. With 1, row s is sequence s."""
-    whole: PagedRows | None = None
-    """The same rows in the other pool, for layers that see all positions where others have windows."""
-    wanted_R: Tensor | None = None
-    """Rows whose result is looked at, ``None`` for all. Behind the last layer's attention, where no row needs another's
+    logits_indices_R: Tensor | None = None
+    """Rows whose logits are needed, ``None`` for all. Behind the last layer's attention, where no row needs another's
     result, the others are not computed; of a prompt that leaves its last."""
 
-    def of(self, cache: LayerCache) -> PagedRows:
-        """The rows in the pool of ``cache``."""
-        if not isinstance(cache, WholeLayerCache):
-            return self
-        assert self.whole is not None, "a layer's pool has no block tables"
-        return self.whole
+    def of(self, cache: LayerCache) -> GroupRows:
+        """Slots and block tables in the KV group of ``cache``."""
+        return self.groups[cache.group]
 
     def of_layers(self, count: int) -> list[PagedRows]:
-        """The rows as each of a model's layers takes them: of all but the last the next one needs every row."""
-        if self.wanted_R is None:
+        """The rows as each of a model's layers takes them: all but the last layer compute every row."""
+        if self.logits_indices_R is None:
             return [self] * count
-        return [*[replace(self, wanted_R=None)] * (count - 1), self]
+        return [*[replace(self, logits_indices_R=None)] * (count - 1), self]
 
     def pick(self, attended_TX: Tensor, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """What goes on behind attention: the wanted rows of its result and of the residual stream, or all of both."""
-        if self.wanted_R is None:
+        """The rows of attention's result and of the residual stream whose logits are needed, or all of both."""
+        if self.logits_indices_R is None:
             return attended_TX, x_TD
-        return attended_TX[self.wanted_R], x_TD[self.wanted_R]
+        return attended_TX[self.logits_indices_R], x_TD[self.logits_indices_R]
 
 
 @op
@@ -107,7 +105,7 @@ def attention(
     A row of ``qkv`` holds N query heads, then K key heads, then K value heads. Angles are float32, or ``None``
     for a model without rotary positions. What padded rows give is unspecified, and nothing is stored for them.
     """
-    T, rows = qkv_TW.shape[0], rows.of(cache)
+    T, (slot_mapping_T, block_tables_SB) = qkv_TW.shape[0], rows.of(cache)
     parts = qkv_TW.split_with_sizes(heads.sizes, dim=-1)
     q_TNH, k_TKH, v_TKH = (part.view(T, -1, heads.head_dim) for part in parts)
     if heads.q_norm_H is not None and heads.k_norm_H is not None:
@@ -115,12 +113,12 @@ def attention(
         k_TKH = rms_norm(k_TKH.reshape(-1, heads.head_dim), heads.k_norm_H, heads.norm_eps).view(k_TKH.shape)
     if cos_TR is not None and sin_TR is not None:
         q_TNH, k_TKH = apply_rope(q_TNH, k_TKH, cos_TR, sin_TR)
-    store_kv(k_TKH, v_TKH, cache.keys, cache.values, rows.slot_mapping_T)
+    store_kv(k_TKH, v_TKH, cache.keys, cache.values, slot_mapping_T)
     out_TNH = paged_attention(
         q_TNH,
         cache.keys,
         cache.values,
-        rows.block_tables_SB,
+        block_tables_SB,
         rows.cu_seqlens_q,
         rows.seq_lens_S,
         heads.scale,

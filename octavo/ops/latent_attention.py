@@ -27,8 +27,9 @@ def latent_attention(
     T, R = cos_TR.shape
     qk_TMH = qk_TW.view(T, num_heads + 1, -1)
     q_TNH, k_T1H = apply_rope(qk_TMH[:, :num_heads], qk_TMH[:, num_heads:], cos_TR, sin_TR)
-    store_kv(k_T1H, k_T1H, cache.keys, cache.values, rows.slot_mapping_T)
-    tables = (rows.block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S)
+    slot_mapping_T, block_tables_SB = rows.of(cache)
+    store_kv(k_T1H, k_T1H, cache.keys, cache.values, slot_mapping_T)
+    tables = (block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S)
     out_TNH: Tensor = paged_attention(q_TNH.contiguous(), cache.keys, cache.values, *tables, scale)
     return out_TNH[..., 2 * R :]
 

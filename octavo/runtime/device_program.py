@@ -45,12 +45,12 @@ class DeviceProgram:
         limits: StepLimits,
         adapter_rows: StackedRows | None = None,
     ) -> None:
-        device, largest = storage.pool.device, limits.largest()
-        tables = storage.num_pools, largest.num_seqs, limits.max_blocks
-        self._num_groups = storage.num_pools
+        device, largest = storage.device, limits.largest()
+        tables = storage.num_groups, largest.num_seqs, limits.max_blocks
+        self._num_groups = storage.num_groups
         self._tables_GSB = torch.zeros(tables, dtype=torch.int32, device=device)
         self._steps: dict[StepShape, StepTensors] = {}
-        size = num_bytes(largest, limits.max_blocks, storage.num_pools)
+        size = num_bytes(largest, limits.max_blocks, storage.num_groups)
         self._inputs = torch.zeros(size, dtype=torch.uint8, device=device)
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_steps = 0
@@ -111,9 +111,8 @@ class DeviceProgram:
             if not shape.num_drafts:  # with drafts, there is no end of shapes
                 self._steps[shape] = step
         ops.pull_step(self._inputs, self._uploads_QB, self._counter)
-        self._stage(step, step.rows)
-        if step.rows.whole is not None:
-            self._stage(step, step.rows.whole, shape.num_seqs)
+        for group, rows in enumerate(step.rows.groups):
+            self._stage(step, rows.block_tables_SB, group * shape.num_seqs)
         return step, self._program(step, shape, message)
 
     def publish(self, step: StepTensors, tokens_S: torch.Tensor) -> None:
@@ -121,15 +120,15 @@ class DeviceProgram:
         last_tokens_C = self.state.last_tokens_C
         ops.publish_tokens(tokens_S, step.batch_indices_S, last_tokens_C, self._results_QS, self._counter)
 
-    def _stage(self, step: StepTensors, rows: PagedRows, first: int = 0) -> None:
+    def _stage(self, step: StepTensors, block_tables_SB: torch.Tensor, first: int) -> None:
         ops.stage_step(
             step.token_ids_T,
-            rows.cu_seqlens_q,
+            step.rows.cu_seqlens_q,
             step.batch_indices_S,
             self.state.last_tokens_C,
             step.packed_tables,
             step.width,
-            rows.block_tables_SB,
+            block_tables_SB,
             first,
         )
 

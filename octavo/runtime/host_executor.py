@@ -61,7 +61,7 @@ class HostExecutor:
     ) -> None:
         """``forward`` may be a faster way to do what ``model.forward`` does over the storage's layers, without any
         adapter."""
-        device = storage.pool.device
+        device = storage.device
         max_len = limits.max_blocks * storage.block_size
         self._state = SamplingState(limits.max_num_seqs, max_len, limits.max_num_seqs, vocab_size, device)
         self._adapters = adapters
@@ -70,7 +70,7 @@ class HostExecutor:
         self._program = StepProgram(model, self._compute, self._state, None if adapters is None else adapters.rows)
         self._reader = RowReader(model, ChunkPooler(model, pooling))
         self._copies = HostBlockCopies(storage)
-        self._num_groups = storage.num_pools
+        self._num_groups = storage.num_groups
 
     def send(self, message: Message) -> Reply[Any]:
         """See ``Executor``."""

@@ -16,10 +16,11 @@ import torch
 from octavo.config import CacheSettings, EngineConfig, SchedulerSettings
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
+from octavo.models.layer_cache import KVGroup, kv_groups
 from octavo.ops.paged_attention import MAX_SCRATCH
-from octavo.runtime.kv_storage import kv_bytes_per_token
+from octavo.runtime.group_memory import GroupMemory
 from octavo.runtime.step_program import LOGPROB_ROWS
-from octavo.runtime.two_pools import TwoPools
+from octavo.types import KVGroupInfo
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +53,22 @@ class Limits:
 
     max_model_len: int
     block_size: int
-    num_kv_blocks: int
+    groups: tuple[KVGroup, ...]
+    num_blocks: tuple[int, ...]
+    """Of each group."""
     max_num_seqs: int
     max_num_batched_tokens: int
-    num_window_blocks: int = 0
-    """Blocks of the layers with windows, where these have a pool of their own: see ``TwoPools``."""
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Blocks of the first group, which limits how many tokens fit."""
+        return self.num_blocks[0]
+
+    @property
+    def kv_groups(self) -> tuple[KVGroupInfo, ...]:
+        """What there is to tell of the groups."""
+        groups = zip(self.groups, self.num_blocks, strict=True)
+        return tuple(KVGroupInfo(group.window, len(group.layers), count) for group, count in groups)
 
 
 @dataclass(frozen=True)
@@ -110,35 +122,37 @@ def settle(
     if device == "cuda":
         activations += 4 * (max_num_seqs + 1) * max_model_len  # histories for penalties, see ``sampling_state``
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
-    per_block = kv_bytes_per_token(model, kv_dtype) * block_size
     room = free - activations - logits
+    groups = _groups(settings.cache, model, max_model_len - max_num_batched_tokens - block_size)
+    pools = GroupMemory.of(model.cache, groups, kv_dtype, block_size, max_num_seqs, max_num_batched_tokens)
+    per_block = sum(pools.bytes_per_block)
     given = _given_blocks(settings.cache, per_block)
-    kept = max_model_len
-    if model.window:  # the rest is given back; a block more, as these need not begin at a block's edge
-        kept = min(kept, model.window + max_num_batched_tokens + block_size)
-    pools = None
-    if model.whole_layers:
-        if kept < max_model_len and settings.cache.kv_offload_memory is not None:
-            logger.info("nothing is given back behind windows: kv_offload_memory is for blocks of all layers")
-        elif kept < max_model_len:
-            pools = TwoPools.of(model, kv_dtype, block_size, kept, max_num_seqs, max_num_batched_tokens)
-        kept = max_model_len
+    kept = pools.kept(max_model_len)[0]
     if given is None:
         preferred = int(min(CPU_KV_MEMORY, room * CPU_KV_SHARE)) if device == "cpu" else room
-        least = -(-kept // block_size) * per_block if pools is None else pools.least_bytes(max_model_len)
-        size = max(least, preferred)
+        size = max(pools.least_bytes(max_model_len), preferred)
     else:
         size = given * per_block
         if settings.model.max_model_len is None and given * block_size < kept:
             max_model_len = kept = given * block_size
-    num_blocks, num_window_blocks = size // per_block, 0
-    if pools is not None:
-        num_blocks, num_window_blocks = pools.divide(size, max_model_len)
-        per_block = pools.bytes_per_whole_block
-    window_bytes = 0 if pools is None else num_window_blocks * pools.bytes_per_window_block
-    _check_fit(max_model_len, kept, num_blocks, block_size, per_block, room - window_bytes)
-    limits = Limits(max_model_len, block_size, num_blocks, max_num_seqs, max_num_batched_tokens, num_window_blocks)
-    return limits, MemoryBudget(weights, num_blocks * per_block + window_bytes, activations, logits)
+    num_blocks = pools.divide(size, max_model_len)
+    kv_bytes, first_bytes = pools.num_bytes(num_blocks), pools.bytes_per_block[0]
+    of_others = kv_bytes - num_blocks[0] * first_bytes
+    _check_fit(max_model_len, kept, num_blocks[0], block_size, first_bytes, room - of_others)
+    limits = Limits(max_model_len, block_size, tuple(groups), tuple(num_blocks), max_num_seqs, max_num_batched_tokens)
+    return limits, MemoryBudget(weights, kv_bytes, activations, logits)
+
+
+def _groups(settings: CacheSettings, model: ModelConfig, max_window: int) -> list[KVGroup]:
+    """The KV groups of a model; windows of ``max_window`` positions or more save no memory.
+
+    With slower tiers behind the cache there is one group, as these keep blocks of all layers.
+    """
+    groups = kv_groups(model.cache, max_window)
+    if settings.kv_offload_memory is None or len(groups) == 1:
+        return groups
+    logger.info("blocks behind sliding windows are not given back: kv_offload_memory keeps blocks of all layers")
+    return kv_groups(model.cache)
 
 
 def _batch_limits(settings: SchedulerSettings, defaults: DeviceDefaults) -> tuple[int, int]:

@@ -28,7 +28,7 @@ def make_offload(
         capacity = settings.kv_offload_disk or DEFAULT_DISK_GIB
         disk = DiskTier(Path(settings.kv_offload_dir).expanduser(), int(capacity * GIB))
     host = HostTier(int(settings.kv_offload_memory * GIB))
-    identity = f"{fingerprint(model)}\n{forms}\n{storage.pool.dtype}\n{storage.pool.device.type}"
+    identity = f"{fingerprint(model)}\n{forms}\n{storage.dtype}\n{storage.device.type}"
     return Offload(store, storage.block_size, identity, host, disk)
 
 

@@ -5,7 +5,7 @@ recorded (``ops.cpu.calls``) over inputs that stay where they are, into which ea
 many sequences as rows; where there are fewer, the others have no rows. Longer steps, and models that use more than
 kernels with recordable calls, run as they are written.
 
-Shapes: T tokens of the step, R rows whose result is wanted, S sequences, B entries of the widest block table.
+Shapes: T tokens of the step, R rows whose logits are needed, S sequences, B entries of the widest block table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention import GroupRows, LayerCache, PagedRows
 from octavo.ops.cpu.calls import Arena, Recording, recording
 from octavo.ops.dispatch import is_wrapped
 
@@ -54,11 +54,11 @@ class RecordedForward:
         if len(token_ids_T) > MOST_ROWS or not self._is_recordable or is_wrapped():
             return self._forward(token_ids_T, positions_T, rows)
         x_TD = self._repeated(token_ids_T, positions_T, rows)
-        return x_TD if rows.wanted_R is None else x_TD[rows.wanted_R]
+        return x_TD if rows.logits_indices_R is None else x_TD[rows.logits_indices_R]
 
     def _repeated(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
         """The output of all rows: which of them are looked at may differ where all else is alike."""
-        width = max(LEAST_TABLE, 1 << (rows.block_tables_SB.shape[1] - 1).bit_length())
+        width = max(LEAST_TABLE, 1 << (rows.groups[0].block_tables_SB.shape[1] - 1).bit_length())
         step = self._steps.get((len(token_ids_T), width))
         if step is None:
             return self._record(token_ids_T, positions_T, rows, width)
@@ -72,7 +72,7 @@ class RecordedForward:
         return self._model.forward(token_ids_T, positions_T, self._caches, rows)
 
     def _record(self, token_ids_T: Tensor, positions_T: Tensor, given: PagedRows, width: int) -> Tensor:
-        rows = _like(given, width, None if given.whole is None else _like(given.whole, width))
+        rows = _like(given, width)
         token_ids_T, positions_T = token_ids_T.clone(), positions_T.clone()
         _fill(given, rows)
         with recording(self._arena) as made:
@@ -86,20 +86,24 @@ class RecordedForward:
         return x_TD
 
 
-def _like(rows: PagedRows, width: int, whole: PagedRows | None = None) -> PagedRows:
+def _like(rows: PagedRows, width: int) -> PagedRows:
     """Room for so many rows, of as many sequences, with tables of ``width`` entries."""
-    T = len(rows.slot_mapping_T)
-    tables, starts, lengths = (torch.zeros(size, dtype=torch.int32) for size in ((T, width), T + 1, T))
-    return PagedRows(torch.empty_like(rows.slot_mapping_T), tables, starts, lengths, T, whole)
+    T = len(rows.groups[0].slot_mapping_T)
+    starts, lengths = torch.zeros(T + 1, dtype=torch.int32), torch.zeros(T, dtype=torch.int32)
+    groups = [
+        GroupRows(torch.empty_like(group.slot_mapping_T), torch.zeros(T, width, dtype=torch.int32))
+        for group in rows.groups
+    ]
+    return PagedRows(tuple(groups), starts, lengths, T)
 
 
 def _fill(given: PagedRows, rows: PagedRows) -> None:
     """Bring a step's inputs to where the calls read them; sequences behind those that there are begin where the rows
     end."""
-    S, width = given.block_tables_SB.shape
-    rows.slot_mapping_T.copy_(given.slot_mapping_T)
-    rows.block_tables_SB[:S, :width].copy_(given.block_tables_SB)
-    rows.cu_seqlens_q.fill_(len(given.slot_mapping_T))[: S + 1].copy_(given.cu_seqlens_q)
+    for given_group, group in zip(given.groups, rows.groups, strict=True):
+        S, width = given_group.block_tables_SB.shape
+        group.slot_mapping_T.copy_(given_group.slot_mapping_T)
+        group.block_tables_SB[:S, :width].copy_(given_group.block_tables_SB)
+    S = len(given.seq_lens_S)
+    rows.cu_seqlens_q.fill_(len(given.groups[0].slot_mapping_T))[: S + 1].copy_(given.cu_seqlens_q)
     rows.seq_lens_S.zero_()[:S].copy_(given.seq_lens_S)
-    if given.whole is not None and rows.whole is not None:
-        _fill(given.whole, rows.whole)

@@ -63,12 +63,12 @@ class StepProgram:
             indices_R = (rows.cu_seqlens_q[1:] - 1).clamp(min=0)
         # Adapters are found for all rows of a step.
         keeps_all = step.adapters_T is not None or (message is not None and message.needs_all_rows)
-        rows = replace(rows, wanted_R=None if keeps_all else indices_R)
+        rows = replace(rows, logits_indices_R=None if keeps_all else indices_R)
         with self._adapted(step):
             x_TD = self._forward(step.token_ids_T, step.positions_T, rows)
         if message is not None and not message.is_sampled:
             return Computed(None, None, x_TD)
-        x_RD = x_TD if indices_R is rows.wanted_R else x_TD[indices_R]
+        x_RD = x_TD if indices_R is rows.logits_indices_R else x_TD[indices_R]
         logits_RV = self.model.logits(x_RD)
         if extras is None:
             return Computed(ops.sample(logits_RV, step.params), None, x_TD)

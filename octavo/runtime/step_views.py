@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import PagedRows
+from octavo.ops.attention import GroupRows, PagedRows
 from octavo.ops.sample import SampleParams
 from octavo.steps.layout import layout
 from octavo.steps.shapes import StepShape
@@ -65,15 +65,16 @@ def view_step(buffer: Tensor, shape: StepShape, num_groups: int, tables_GSB: Ten
         tables_GSB = packed[: num_groups * shape.num_seqs * width].view(num_groups, shape.num_seqs, width)
     lengths = at["cu_seqlens"], at["seq_lens"], shape.max_query_len
     slots_GT = at["slot_mapping"].view(num_groups, shape.num_rows)
-    tables = [tables_SB[: shape.num_seqs] for tables_SB in tables_GSB]
-    other = PagedRows(slots_GT[1], tables[1], *lengths) if num_groups == 2 else None
+    groups = [
+        GroupRows(slots_T, tables_SB[: shape.num_seqs]) for slots_T, tables_SB in zip(slots_GT, tables_GSB, strict=True)
+    ]
     return StepTensors(
         token_ids_T=at["token_ids"],
         positions_T=at["positions"],
         batch_indices_S=at["batch_indices"],
         width=at["width"],
         packed_tables=packed,
-        rows=PagedRows(slots_GT[0], tables[0], *lengths, other),
+        rows=PagedRows(tuple(groups), *lengths),
         params=SampleParams(
             temperature=at["temperature"],
             min_p=at["min_p"],

@@ -90,7 +90,7 @@ class StreamExecutor:
         pooling: Pooling = LAST_TOKEN,
         adapters: Adapters | None = None,
     ) -> None:
-        device = storage.pool.device
+        device = storage.device
         rows = None if adapters is None else adapters.rows
         assert rows is None or isinstance(rows, StackedRows), "adapters of a device are in stacks"
         self._make_program = partial(DeviceProgram, model, storage, vocab_size, limits, rows)

@@ -73,8 +73,8 @@ class PrefixAware:
 
     def _depths(self, tokens: list[int], replicas: Sequence[Replica]) -> list[int]:
         """How many blocks of the prompt each replica has; what stands for a block's tokens is made once for all."""
-        tree = replicas[0].cache.tree
-        nodes = [replica.cache.tree.root for replica in replicas]
+        tree = replicas[0].cache.groups[0].tree
+        nodes = [replica.cache.groups[0].tree.root for replica in replicas]
         depths = [0] * len(replicas)
         active = range(len(replicas))
         for index in range((len(tokens) - 1) // tree.block_size):

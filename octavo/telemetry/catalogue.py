@@ -26,8 +26,9 @@ def _cache_usage(counts: Counts) -> float:
 
 
 def _window_usage(counts: Counts) -> float:
-    stats = counts.stats
-    return stats.num_used_window_blocks / stats.num_window_blocks if stats.num_window_blocks else 0.0
+    groups = counts.stats.kv_groups[1:]
+    num_blocks = sum(group.num_blocks for group in groups)
+    return sum(group.num_used_blocks for group in groups) / num_blocks if num_blocks else 0.0
 
 
 def _fragmentation(counts: Counts) -> float:
@@ -42,7 +43,7 @@ GAUGES: list[tuple[str, str, Reader]] = [
     ("vllm:kv_cache_usage_perc", "Share of KV cache blocks that a request holds, 0 to 1.", _cache_usage),
     (
         "octavo_kv_cache_window_usage_perc",
-        "The same of the blocks of layers with windows, where only some layers have one; else 0.",
+        "The same of the KV groups with sliding windows behind the first group; 0 where there are none.",
         _window_usage,
     ),
     (

@@ -35,16 +35,16 @@ def run_through(cache: KVCache, tokens: list[int], ttl: float = 0.0, session: st
     cache.num_filled += len(tokens) - seq.num_computed_tokens
     seq.num_computed_tokens = len(tokens)
     cache.publish(seq, len(tokens))
-    blocks = list(seq.block_table)
+    blocks = list(seq.groups[0].block_table)
     cache.release(seq)
     return blocks
 
 
 def evicted(cache: KVCache, count: int) -> list[int]:
     """The next blocks to be given up."""
-    before = len(cache.pool.free_blocks)
-    cache.evict(count)
-    return cache.pool.free_blocks[before:]
+    before = len(cache.groups[0].pool.free_blocks)
+    cache.groups[0].evict(count)
+    return cache.groups[0].pool.free_blocks[before:]
 
 
 def test_every_policy_can_be_chosen() -> None:
@@ -69,8 +69,8 @@ def test_orders(policy: str, order: list[int]) -> None:
     blocks = {run_through(cache, [first])[0]: first for first in (1, 2, 3)}
     for first in (1, 1, 2):
         run_through(cache, [first, 99])
-    for block in cache.tree.node_of.copy():
-        if cache.tree.node_of[block].edge[-1] == 99:
+    for block in cache.groups[0].tree.node_of.copy():
+        if cache.groups[0].tree.node_of[block].edge[-1] == 99:
             assert block not in blocks
     gone = [blocks[block] for block in evicted(cache, 5) if block in blocks]
     assert gone == order
@@ -90,9 +90,9 @@ def test_a_leaf_with_the_smallest_key_goes_first(policy: str) -> None:
         clock.now += rng.random()
         tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 9))]
         run_through(cache, tokens, rng.choice([0, 0, 0, 3.0, math.inf]), rng.choice(["", "a", "b"]))
-        if cache.num_cached > 45:
+        if cache.groups[0].num_cached > 45:
             for _ in range(rng.randrange(20)):
-                leaves = {node.block: node for node in cache.tree.walk() if not node.children}
+                leaves = {node.block: node for node in cache.groups[0].tree.walk() if not node.children}
                 (block,) = evicted(cache, 1)
                 assert rank(leaves[block]) == min(map(rank, leaves.values()))
         cache.check([])
@@ -114,7 +114,7 @@ def test_a_scan_does_not_wash_out_what_is_used_again() -> None:
             run_through(cache, [*range(5), 99])
         for number in range(100, 130):
             run_through(cache, [number, number, number])
-        kept[policy] = run_through(cache, [*range(5), 99]) and cache.tree.num_born
+        kept[policy] = run_through(cache, [*range(5), 99]) and cache.groups[0].tree.num_born
     assert kept["slru"] < kept["lru"], "less was computed again"
 
 
@@ -125,10 +125,10 @@ def test_under_slru_a_share_of_the_pool_stays_with_the_new() -> None:
         run_through(cache, [number])
         run_through(cache, [number, 99])
         cache.check([])
-    assert cache.num_free == 0
+    assert cache.groups[0].num_free == 0
     run_through(cache, [50])
     run_through(cache, [51])
-    assert {50, 51} <= {node.edge[1] for node in cache.tree.root.children.values()}
+    assert {50, 51} <= {node.edge[1] for node in cache.groups[0].tree.root.children.values()}
 
 
 def test_under_slru_a_path_that_is_too_long_loses_its_end_first() -> None:
@@ -168,7 +168,7 @@ def test_a_superseded_turn_that_is_asked_for_again_counts_again() -> None:
     other = run_through(cache, [8])
     run_through(cache, [1, 50, 60])
     assert evicted(cache, 1) != [first[1]]
-    assert first[1] in cache.tree.node_of
+    assert first[1] in cache.groups[0].tree.node_of
     assert other
 
 
@@ -193,22 +193,22 @@ def test_hints_do_not_pile_up() -> None:
     cache = KVCache(8, 1, eviction="session", clock=Clock())
     for _ in range(1000):
         run_through(cache, [1, 2, 3], ttl=1000.0, session="s")
-    assert len(cache.tree.idle._expiring) < 50
+    assert len(cache.groups[0].tree.idle._expiring) < 50
     for number in range(1000):
         run_through(cache, [1, 2], session=f"s{number}")
-    assert len(cache._last_turns) == 8
+    assert len(cache.groups[0]._last_turns) == 8
     cache = KVCache(8, 1)
     run_through(cache, [1, 2, 3], session="s")
-    assert not cache._last_turns, "nobody asks for them, and they would keep what is evicted in memory"
+    assert not cache.groups[0]._last_turns, "nobody asks for them, and they would keep what is evicted in memory"
 
 
 def test_admission_leaves_the_watermark_to_those_who_run() -> None:
     cache = KVCache(10, 1, watermark=0.4)
-    root = cache.tree.root
-    assert cache.fits(root, 10), "alone, a sequence may have everything"
-    assert cache.fits(root, 6, num_spare=1)
-    assert not cache.fits(root, 7, num_spare=1)
-    assert not cache.fits(root, 5, num_spare=6)
+    root = cache.groups[0].tree.root
+    assert cache.groups[0].fits(root, 10), "alone, a sequence may have everything"
+    assert cache.groups[0].fits(root, 6, num_spare=1)
+    assert not cache.groups[0].fits(root, 7, num_spare=1)
+    assert not cache.groups[0].fits(root, 5, num_spare=6)
 
 
 def test_empty_slots_are_those_at_the_ends_of_tables() -> None:
@@ -217,7 +217,9 @@ def test_empty_slots_are_those_at_the_ends_of_tables() -> None:
         engine.add(make_request(number, prompt=prompt, max_tokens=9))
     while engine.has_work:
         engine.step()
-        expected = sum(len(seq.block_table) * 4 - seq.num_computed_tokens for seq in engine.scheduler.running.values())
+        expected = sum(
+            len(seq.groups[0].block_table) * 4 - seq.num_computed_tokens for seq in engine.scheduler.running.values()
+        )
         assert engine.stats().num_empty_slots == expected
     assert engine.stats().num_empty_slots == 0
 
@@ -259,7 +261,7 @@ def test_a_router_knows_from_events_what_is_cached() -> None:
         tokens = [rng.randrange(3) for _ in range(rng.randrange(2, 14))]
         seq = Sequence(Request(0, tokens, SamplingParams(), 1, cache_salt=salt), order=(0,))
         router.hear(events.take())
-        assert router.match(tokens[: len(tokens) - 1], 2, salt) == cache.match(seq).depth
+        assert router.match(tokens[: len(tokens) - 1], 2, salt) == cache.match(seq)[0].depth
         cache.adopt(seq, cache.match(seq))
         cache.reserve(seq, len(tokens))
         cache.num_filled += len(tokens) - seq.num_computed_tokens
@@ -267,7 +269,7 @@ def test_a_router_knows_from_events_what_is_cached() -> None:
         cache.publish(seq, len(tokens))
         cache.release(seq)
     router.hear(events.take())
-    assert set(router.known) == {node.hash for node in cache.tree.walk()}
+    assert set(router.known) == {node.hash for node in cache.groups[0].tree.walk()}
 
 
 @pytest.mark.parametrize(

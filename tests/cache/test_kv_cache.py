@@ -22,7 +22,7 @@ def make_sequence(tokens: list[int], salt: str = "") -> Sequence:
 
 def found(cache: KVCache, tokens: list[int], salt: str = "") -> list[int]:
     """The blocks that a sequence of ``tokens`` could start with."""
-    return cache.match(make_sequence(tokens, salt)).path()
+    return cache.match(make_sequence(tokens, salt))[0].path()
 
 
 def fill(cache: KVCache, seq: Sequence, num_tokens: int) -> None:
@@ -44,8 +44,8 @@ def compute(cache: KVCache, tokens: list[int], salt: str = "") -> Sequence:
 def test_match_leaves_a_token_to_compute() -> None:
     cache = KVCache(8, 2)
     seq = compute(cache, [1, 2, 3, 4])
-    assert found(cache, [1, 2, 3, 4]) == seq.block_table[:1]
-    assert found(cache, [1, 2, 3, 4, 5]) == seq.block_table
+    assert found(cache, [1, 2, 3, 4]) == seq.groups[0].block_table[:1]
+    assert found(cache, [1, 2, 3, 4, 5]) == seq.groups[0].block_table
     assert found(cache, [1]) == []
 
 
@@ -54,17 +54,17 @@ def test_adopt_shares_blocks_in_use_and_wakes_idle_ones() -> None:
     first = compute(cache, [1, 2, 3, 4])
     second = make_sequence([1, 2, 3, 4, 5])
     cache.adopt(second, cache.match(second))
-    assert second.block_table == first.block_table
+    assert second.groups[0].block_table == first.groups[0].block_table
     assert second.num_computed_tokens == 4
     cache.check([first, second])
     cache.release(first)
     cache.check([second])
-    assert cache.num_cached == 0
+    assert cache.groups[0].num_cached == 0
     cache.release(second)
-    assert (cache.num_cached, cache.num_used) == (2, 0)
+    assert (cache.groups[0].num_cached, cache.groups[0].num_used) == (2, 0)
     third = make_sequence([1, 2, 3, 4, 5])
     cache.adopt(third, cache.match(third))
-    assert (cache.num_cached, cache.num_used) == (0, 2)
+    assert (cache.groups[0].num_cached, cache.groups[0].num_used) == (0, 2)
     cache.check([third])
 
 
@@ -72,14 +72,14 @@ def test_reserve_covers_exactly_and_keeps_what_is_there() -> None:
     cache = KVCache(4, 4)
     seq = make_sequence([1])
     assert cache.reserve(seq, 1)
-    assert len(seq.block_table) == 1
+    assert len(seq.groups[0].block_table) == 1
     assert cache.reserve(seq, 4)
-    assert len(seq.block_table) == 1
-    version, table = seq.table_version, list(seq.block_table)
+    assert len(seq.groups[0].block_table) == 1
+    version, table = seq.groups[0].table_version, list(seq.groups[0].block_table)
     assert cache.reserve(seq, 5)
-    assert seq.block_table[:1] == table
-    assert len(seq.block_table) == 2
-    assert seq.table_version == version, "growing is not a change"
+    assert seq.groups[0].block_table[:1] == table
+    assert len(seq.groups[0].block_table) == 2
+    assert seq.groups[0].table_version == version, "growing is not a change"
 
 
 def test_reserve_says_no_and_changes_nothing() -> None:
@@ -87,32 +87,33 @@ def test_reserve_says_no_and_changes_nothing() -> None:
     cache.release(compute(cache, [1, 2]))
     seq = make_sequence([9])
     assert not cache.reserve(seq, 5)
-    assert seq.block_table == []
-    assert (cache.num_free, cache.num_cached) == (2, 2)
+    assert seq.groups[0].block_table == []
+    assert (cache.groups[0].num_free, cache.groups[0].num_cached) == (2, 2)
     assert cache.reserve(seq, 4), "idle blocks are given up for a reservation"
-    assert cache.num_cached == 0
+    assert cache.groups[0].num_cached == 0
     cache.check([seq])
 
 
 def test_fits_leaves_blocks_for_others() -> None:
     cache = KVCache(4, 1)
-    assert not cache.fits(cache.tree.root, 3, num_spare=2)
-    assert cache.fits(cache.tree.root, 3, num_spare=1)
-    assert cache.num_free == 4
+    assert not cache.groups[0].fits(cache.groups[0].tree.root, 3, num_spare=2)
+    assert cache.groups[0].fits(cache.groups[0].tree.root, 3, num_spare=1)
+    assert cache.groups[0].num_free == 4
 
 
 def test_fits_does_not_count_the_idle_blocks_that_it_builds_on() -> None:
     cache = KVCache(6, 1)
     running = compute(cache, [1, 2])
     cache.release(compute(cache, [1, 2, 3, 4]))
-    assert (cache.num_free, cache.num_cached) == (2, 2)
+    assert (cache.groups[0].num_free, cache.groups[0].num_cached) == (2, 2)
     seq = make_sequence([1, 2, 3, 4, 5, 6, 7])
-    node = cache.match(seq)
+    ends = cache.match(seq)
+    node = ends[0]
     assert node.depth == 4
-    assert not cache.fits(node, 7)
-    assert cache.fits(node, 6)
-    assert not cache.fits(node, 6, num_spare=1)
-    cache.adopt(seq, node)
+    assert not cache.groups[0].fits(node, 7)
+    assert cache.groups[0].fits(node, 6)
+    assert not cache.groups[0].fits(node, 6, num_spare=1)
+    cache.adopt(seq, ends)
     assert cache.reserve(seq, 6)
     cache.check([running, seq])
 
@@ -121,7 +122,7 @@ def test_asking_again_for_room_sees_what_was_given_back_or_taken_since() -> None
     """Against counting one by one, for one path that is held to ever other depths."""
     cache = KVCache(40, 1)
     cache.release(compute(cache, list(range(20))))
-    nodes = {depth: cache.match(make_sequence([*range(depth), 99])) for depth in (0, 7, 20)}
+    nodes = {depth: cache.match(make_sequence([*range(depth), 99]))[0] for depth in (0, 7, 20)}
     holders: dict[int, Sequence] = {}
     rng = random.Random(3)
     for _ in range(300):
@@ -134,15 +135,15 @@ def test_asking_again_for_room_sees_what_was_given_back_or_taken_since() -> None
         asked, node = rng.choice(list(nodes.items()))
         num_idle = max(0, asked - max(holders, default=0))
         for _ in range(2):
-            assert cache.fits(node, 20 + asked - num_idle + cache.num_cached)
-            assert not cache.fits(node, 21 + asked - num_idle + cache.num_cached)
+            assert cache.groups[0].fits(node, 20 + asked - num_idle + cache.groups[0].num_cached)
+            assert not cache.groups[0].fits(node, 21 + asked - num_idle + cache.groups[0].num_cached)
     cache.check(holders.values())
 
 
 def test_asking_again_for_room_does_not_walk_the_path_again() -> None:
     cache = KVCache(3000, 1)
     cache.release(compute(cache, list(range(2900))))
-    node = cache.match(make_sequence([*range(2900), 1]))
+    node = cache.match(make_sequence([*range(2900), 1]))[0]
     asked = 0
 
     class Refs(list[int]):
@@ -151,11 +152,11 @@ def test_asking_again_for_room_does_not_walk_the_path_again() -> None:
             asked += 1
             return super().__getitem__(index)
 
-    cache.pool.refs = Refs(cache.pool.refs)
-    assert not cache.fits(node, 3001)
+    cache.groups[0].pool.refs = Refs(cache.groups[0].pool.refs)
+    assert not cache.groups[0].fits(node, 3001)
     assert asked >= 2900
     asked = 0
-    assert not cache.fits(node, 3001)
+    assert not cache.groups[0].fits(node, 3001)
     assert asked <= 2
 
 
@@ -164,42 +165,42 @@ def test_a_repeated_match_looks_only_at_what_changed(monkeypatch: pytest.MonkeyP
     tokens = list(range(50))
     first = compute(cache, tokens[:40])
     seq = make_sequence([*tokens, 99])
-    assert cache.match(seq).path() == first.block_table
+    assert cache.match(seq)[0].path() == first.groups[0].block_table
     looked_at: list[int] = []
-    edge = cache.tree.edge
+    edge = cache.groups[0].tree.edge
 
     def noted(tokens: list[int | None], index: int, salt: str) -> object:
         looked_at.append(index)
         return edge(tokens, index, salt)
 
-    monkeypatch.setattr(cache.tree, "edge", noted)
-    assert cache.match(seq).path() == first.block_table
+    monkeypatch.setattr(cache.groups[0].tree, "edge", noted)
+    assert cache.match(seq)[0].path() == first.groups[0].block_table
     assert looked_at == [40]
     longer = compute(cache, tokens)
     looked_at.clear()
-    assert cache.match(seq).path() == longer.block_table
+    assert cache.match(seq)[0].path() == longer.groups[0].block_table
     assert looked_at == list(range(40, 50))
-    blocks = list(longer.block_table)
+    blocks = list(longer.groups[0].block_table)
     for holder in (first, longer):
         cache.release(holder)
-    cache.evict(15)
+    cache.groups[0].evict(15)
     looked_at.clear()
-    assert cache.match(seq).path() == blocks[:35]
+    assert cache.match(seq)[0].path() == blocks[:35]
     assert looked_at == [35]
-    cache.evict(35)
-    assert cache.match(seq) is cache.tree.root
+    cache.groups[0].evict(35)
+    assert cache.match(seq) == cache.roots
 
 
 def test_a_repeated_match_sees_a_block_that_was_evicted_and_computed_again() -> None:
     cache = KVCache(4, 1)
     cache.release(compute(cache, [1, 2]))
     seq = make_sequence([1, 2, 3])
-    stale = cache.match(seq)
-    cache.evict(2)
+    stale = cache.match(seq)[0]
+    cache.groups[0].evict(2)
     filler = compute(cache, [9])
     again = compute(cache, [1, 2])
-    assert cache.match(seq).path() == again.block_table
-    assert cache.match(seq) is not stale
+    assert cache.match(seq)[0].path() == again.groups[0].block_table
+    assert cache.match(seq)[0] is not stale
     cache.check([filler, again])
 
 
@@ -209,9 +210,9 @@ def test_publish_needs_full_blocks() -> None:
     cache.reserve(seq, 10)
     fill(cache, seq, 10)
     cache.publish(seq, 7)
-    assert found(cache, [*range(10), 99]) == seq.block_table[:1]
+    assert found(cache, [*range(10), 99]) == seq.groups[0].block_table[:1]
     cache.publish(seq, 8)
-    assert found(cache, [*range(10), 99]) == seq.block_table[:2]
+    assert found(cache, [*range(10), 99]) == seq.groups[0].block_table[:2]
 
 
 def test_publish_changes_over_to_the_block_cached_first() -> None:
@@ -221,27 +222,27 @@ def test_publish_changes_over_to_the_block_cached_first() -> None:
     for seq in (first, second):
         cache.reserve(seq, 4)
         fill(cache, seq, 4)
-    assert not set(first.block_table) & set(second.block_table)
+    assert not set(first.groups[0].block_table) & set(second.groups[0].block_table)
     cache.publish(first, 2)
     cache.publish(second, 4)
     cache.publish(first, 4)
-    assert first.block_table == second.block_table
-    assert (first.table_version, second.table_version) == (1, 1)
-    assert cache.num_used == 2
-    assert cache.num_free == 6
+    assert first.groups[0].block_table == second.groups[0].block_table
+    assert (first.groups[0].table_version, second.groups[0].table_version) == (1, 1)
+    assert cache.groups[0].num_used == 2
+    assert cache.groups[0].num_free == 6
     cache.check([first, second])
 
 
 def test_publish_is_incremental(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KVCache(64, 1)
     looked_at: list[int] = []
-    edge = cache.tree.edge
+    edge = cache.groups[0].tree.edge
 
     def noted(tokens: list[int | None], index: int, salt: str) -> object:
         looked_at.append(index)
         return edge(tokens, index, salt)
 
-    monkeypatch.setattr(cache.tree, "edge", noted)
+    monkeypatch.setattr(cache.groups[0].tree, "edge", noted)
     seq = make_sequence(list(range(50)))
     cache.reserve(seq, 50)
     fill(cache, seq, 50)
@@ -261,24 +262,24 @@ def test_publish_is_incremental(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_release_gives_everything_back() -> None:
     cache = KVCache(8, 2)
     seq = compute(cache, [1, 2, 3])
-    version = seq.table_version
+    version = seq.groups[0].table_version
     cache.release(seq)
-    assert (seq.block_table, seq.num_computed_tokens, seq.published) == ([], 0, None)
-    assert seq.table_version > version
-    assert (cache.num_free, cache.num_cached, cache.num_used) == (7, 1, 0)
+    assert (seq.groups[0].block_table, seq.num_computed_tokens, seq.groups[0].published) == ([], 0, None)
+    assert seq.groups[0].table_version > version
+    assert (cache.groups[0].num_free, cache.groups[0].num_cached, cache.groups[0].num_used) == (7, 1, 0)
 
 
 def test_no_prefix_is_shared_when_that_is_off() -> None:
     cache = KVCache(8, 2, enable_prefix_caching=False)
     cache.release(compute(cache, [1, 2, 3, 4]))
     assert found(cache, [1, 2, 3, 4, 5]) == []
-    assert (cache.num_free, cache.num_cached) == (8, 0)
+    assert (cache.groups[0].num_free, cache.groups[0].num_cached) == (8, 0)
 
 
 def test_salts_do_not_share() -> None:
     cache = KVCache(8, 2)
     seq = compute(cache, [1, 2, 3, 4], salt="a")
-    assert found(cache, [1, 2, 3, 4, 5], "a") == seq.block_table
+    assert found(cache, [1, 2, 3, 4, 5], "a") == seq.groups[0].block_table
     assert found(cache, [1, 2, 3, 4, 5]) == []
 
 
@@ -290,16 +291,16 @@ def test_evicts_the_least_recently_used_leaf_first() -> None:
     last_use: dict[int, int] = {}
     for _ in range(300):
         seq = compute(cache, [rng.randrange(3) for _ in range(rng.randrange(1, 8))])
-        for block in reversed(seq.block_table):
+        for block in reversed(seq.groups[0].block_table):
             clock += 1
             last_use[block] = clock
         cache.release(seq)
-        if cache.num_cached > 30:
+        if cache.groups[0].num_cached > 30:
             for _ in range(rng.randrange(8)):
-                leaves = [node.block for node in cache.tree.walk() if not node.children]
+                leaves = [node.block for node in cache.groups[0].tree.walk() if not node.children]
                 expected = min(leaves, key=last_use.__getitem__)
-                cache.evict(1)
-                assert expected in cache.pool.free_blocks
+                cache.groups[0].evict(1)
+                assert expected in cache.groups[0].pool.free_blocks
         cache.check([])
 
 
@@ -308,14 +309,14 @@ def test_a_prefix_of_32k_tokens() -> None:
     tokens = [t % 11 for t in range(32_768)]
     seq = compute(cache, tokens)
     other = compute(cache, [*tokens, 1, 2])
-    assert other.block_table[: len(tokens)] == seq.block_table
+    assert other.groups[0].block_table[: len(tokens)] == seq.groups[0].block_table
     cache.release(seq)
     cache.release(other)
     cache.check([])
     hungry = make_sequence([99])
     assert cache.reserve(hungry, 39_000)
     cache.check([hungry])
-    assert cache.num_cached == 1_000
+    assert cache.groups[0].num_cached == 1_000
 
 
 def verbs(cache: KVCache) -> dict[str, Callable[[], object]]:
@@ -323,12 +324,17 @@ def verbs(cache: KVCache) -> dict[str, Callable[[], object]]:
     seq = make_sequence([5, 5, 5, 5])
     return {
         "match": lambda: cache.match(seq),
-        "fits": lambda: cache.fits(cache.match(seq), 4),
+        "fits": lambda: cache.groups[0].fits(cache.match(seq)[0], 4),
         "adopt": lambda: cache.adopt(seq, cache.match(seq)),
         "reserve by evicting": lambda: cache.reserve(seq, 4),
         "publish": lambda: cache.publish(seq, 4),
         "release": lambda: cache.release(seq),
-        "counts": lambda: (cache.num_used, cache.num_free, cache.num_cached, cache.num_empty_slots),
+        "counts": lambda: (
+            cache.groups[0].num_used,
+            cache.groups[0].num_free,
+            cache.groups[0].num_cached,
+            cache.num_empty_slots,
+        ),
     }
 
 
@@ -336,7 +342,7 @@ def pool_full_of_prefixes(num_blocks: int) -> KVCache:
     cache = KVCache(num_blocks, 1)
     for start in range(0, num_blocks, 8):
         cache.release(compute(cache, list(range(start + 10, start + 18))))
-    assert cache.num_free == 0
+    assert cache.groups[0].num_free == 0
     return cache
 
 
@@ -358,10 +364,10 @@ def test_no_cost_grows_with_the_pool() -> None:
         seq = make_sequence(list(range(5_000, 5_300)))
         costs.append(
             {
-                "start": count_lines(lambda cache=cache, seq=seq: cache.start(seq, cache.match(seq), True)),  # type: ignore[misc]
+                "start": count_lines(lambda cache=cache, seq=seq: cache.start(seq, cache.match(seq), True, 4)),  # type: ignore[misc]
                 "reserve": count_lines(lambda cache=cache, seq=seq: cache.reserve(seq, 400)),  # type: ignore[misc]
                 "truncate": count_lines(lambda cache=cache, seq=seq: cache.truncate(seq, 0)),  # type: ignore[misc]
-                "evict": count_lines(lambda cache=cache: cache.evict(20)),  # type: ignore[misc]
+                "evict": count_lines(lambda cache=cache: cache.groups[0].evict(20)),  # type: ignore[misc]
                 **{name: count_lines(call) for name, call in verbs(cache).items()},
             }
         )
@@ -371,14 +377,14 @@ def test_no_cost_grows_with_the_pool() -> None:
 @pytest.mark.parametrize(
     "harm",
     [
-        lambda cache, seq: cache.pool.share(seq.block_table[0]),
-        lambda cache, seq: cache.pool.free_blocks.pop(),
-        lambda cache, seq: cache.pool.free_blocks.append(cache.pool.free_blocks[0]),
-        lambda cache, seq: cache.pool.free_blocks.append(seq.block_table[0]),
-        lambda cache, seq: seq.block_table.reverse(),
-        lambda cache, seq: cache.tree.root.children.clear(),
-        lambda cache, seq: cache.tree.node_of.pop(seq.block_table[0]),
-        lambda cache, seq: cache.tree.rest(seq.block_table[0]),
+        lambda cache, seq: cache.groups[0].pool.share(seq.groups[0].block_table[0]),
+        lambda cache, seq: cache.groups[0].pool.free_blocks.pop(),
+        lambda cache, seq: cache.groups[0].pool.free_blocks.append(cache.groups[0].pool.free_blocks[0]),
+        lambda cache, seq: cache.groups[0].pool.free_blocks.append(seq.groups[0].block_table[0]),
+        lambda cache, seq: seq.groups[0].block_table.reverse(),
+        lambda cache, seq: cache.groups[0].tree.root.children.clear(),
+        lambda cache, seq: cache.groups[0].tree.node_of.pop(seq.groups[0].block_table[0]),
+        lambda cache, seq: cache.groups[0].tree.rest(seq.groups[0].block_table[0]),
         lambda cache, seq: setattr(seq, "num_computed_tokens", 1),
     ],
 )

@@ -21,13 +21,13 @@ Copies = list[tuple[int, int, int]]
 def copying_cache(num_blocks: int, block_size: int) -> tuple[KVCache, Copies]:
     cache = KVCache(num_blocks, block_size)
     copies: Copies = []
-    cache.copy_slots = lambda source, target, num_tokens: copies.append((source, target, num_tokens))
+    cache.copy_slots = lambda group, source, target, num_tokens: copies.append((source, target, num_tokens))
     return cache, copies
 
 
 def started(cache: KVCache, tokens: list[int], salt: str = "", shares: bool = True) -> Sequence:
     seq = make_sequence(tokens, salt)
-    cache.start(seq, cache.match(seq), shares)
+    cache.start(seq, cache.match(seq), shares, 1)
     return seq
 
 
@@ -35,9 +35,9 @@ def test_what_a_block_begins_with_is_copied() -> None:
     cache, copies = copying_cache(8, 4)
     first = compute(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     second = started(cache, [1, 2, 3, 4, 5, 6, 99, 8, 9])
-    assert copies == [(first.block_table[1], second.block_table[1], 2)]
-    assert second.block_table[0] == first.block_table[0]
-    assert second.block_table[1] != first.block_table[1]
+    assert copies == [(first.groups[0].block_table[1], second.groups[0].block_table[1], 2)]
+    assert second.groups[0].block_table[0] == first.groups[0].block_table[0]
+    assert second.groups[0].block_table[1] != first.groups[0].block_table[1]
     assert (second.num_computed_tokens, cache.num_copied) == (6, 2)
     cache.check([first, second])
 
@@ -87,8 +87,8 @@ def test_a_source_that_the_reservation_evicts_is_copied_all_the_same() -> None:
     cache, copies = copying_cache(2, 4)
     cache.release(compute(cache, [1, 2, 3, 4]))
     seq = started(cache, [1, 2, 9, 4, 5])
-    assert cache.num_cached == 0, "the block was needed"
-    assert copies == [(copies[0][0], seq.block_table[0], 2)]
+    assert cache.groups[0].num_cached == 0, "the block was needed"
+    assert copies == [(copies[0][0], seq.groups[0].block_table[0], 2)]
     cache.check([seq])
 
 
@@ -99,8 +99,8 @@ def test_looking_costs_the_same_however_many_blocks_are_beside_it() -> None:
         for first in range(num_beside):
             cache.release(compute(cache, [1, first + 10, 3, 4]))
         seq = make_sequence([1, 11, 3, 5, 6])
-        node = cache.match(seq)
-        costs.append(count_lines(lambda cache=cache, seq=seq, node=node: cache.start(seq, node, True)))  # type: ignore[misc]
+        ends = cache.match(seq)
+        costs.append(count_lines(lambda cache=cache, seq=seq, ends=ends: cache.start(seq, ends, True, 1)))  # type: ignore[misc]
         assert seq.num_computed_tokens == 3
     assert costs[0] == costs[1]
 
@@ -110,16 +110,16 @@ def test_truncate_gives_back_whole_blocks_only() -> None:
     seq = make_sequence(list(range(20)))
     cache.reserve(seq, 15)
     fill(cache, seq, 15)
-    table, version = list(seq.block_table), seq.table_version
+    table, version = list(seq.groups[0].block_table), seq.groups[0].table_version
     cache.truncate(seq, 13)
-    assert (seq.block_table, seq.table_version, seq.num_computed_tokens) == (table, version, 13)
+    assert (seq.groups[0].block_table, seq.groups[0].table_version, seq.num_computed_tokens) == (table, version, 13)
     cache.truncate(seq, 8)
-    assert seq.block_table == table[:2]
-    assert seq.table_version > version, "an entry may come back as another block"
-    assert (cache.num_free, cache.num_empty_slots) == (6, 0)
+    assert seq.groups[0].block_table == table[:2]
+    assert seq.groups[0].table_version > version, "an entry may come back as another block"
+    assert (cache.groups[0].num_free, cache.num_empty_slots) == (6, 0)
     cache.check([seq])
     cache.truncate(seq, 0)
-    assert (seq.block_table, cache.num_used) == ([], 0)
+    assert (seq.groups[0].block_table, cache.groups[0].num_used) == ([], 0)
     cache.check([seq])
 
 
@@ -143,9 +143,9 @@ def test_any_mixture_of_verbs_keeps_the_books(data: st.DataObject) -> None:
         verb = data.draw(st.sampled_from(["start", "grow", "publish", "truncate", "release"]))
         if verb == "start":
             seq = make_sequence(data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=12)))
-            node = cache.match(seq)
-            if cache.fits(node, len(seq.tokens)):
-                cache.start(seq, node, data.draw(st.booleans()))
+            ends = cache.match(seq)
+            if cache.admits(seq, ends, 1):
+                cache.start(seq, ends, data.draw(st.booleans()), 1)
                 live.append(seq)
             continue
         if not live:
@@ -156,10 +156,10 @@ def test_any_mixture_of_verbs_keeps_the_books(data: st.DataObject) -> None:
         elif verb == "publish":
             cache.publish(seq, seq.num_computed_tokens)
         elif verb == "truncate":
-            least = 0 if seq.published is None else seq.published.depth * block_size
+            least = 0 if seq.groups[0].published is None else seq.groups[0].published.depth * block_size
             num_tokens = data.draw(st.integers(least, seq.num_computed_tokens))
             cache.truncate(seq, num_tokens)
-            assert len(seq.block_table) == cache.blocks_for(num_tokens)
+            assert len(seq.groups[0].block_table) == cache.groups[0].blocks_for(num_tokens)
         elif verb == "release":
             cache.release(seq)
             live.remove(seq)
@@ -168,4 +168,4 @@ def test_any_mixture_of_verbs_keeps_the_books(data: st.DataObject) -> None:
     for seq in live:
         cache.release(seq)
     cache.check([])
-    assert cache.num_used == 0
+    assert cache.groups[0].num_used == 0

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.types import Sequence
 from tests.cache.test_kv_cache import fill, make_sequence
@@ -15,12 +16,13 @@ TOKENS = list(range(20))
 
 
 def walk(cache: KVCache, seq: Sequence, num_tokens: int, chunk: int, others: Iterable[Sequence] = ()) -> int:
-    """Compute ``seq`` up to ``num_tokens`` in chunks, as the scheduler does; the most blocks in use on the way."""
+    """Compute ``seq`` up to ``num_tokens`` in chunks, as the scheduler does; the most blocks of the last group that are
+    in use on the way."""
     most = 0
     while seq.num_computed_tokens < num_tokens:
         end = min(seq.num_computed_tokens + chunk, num_tokens)
         assert cache.reserve(seq, end)
-        most = max(most, cache.num_used)
+        most = max(most, cache.groups[-1].num_used)
         fill(cache, seq, end)
         cache.publish(seq, end)
         cache.slide(seq, end)
@@ -29,73 +31,80 @@ def walk(cache: KVCache, seq: Sequence, num_tokens: int, chunk: int, others: Ite
 
 
 def begin(cache: KVCache, tokens: list[int]) -> Sequence:
-    seq = make_sequence(tokens)
+    seq = sequence_of(cache, tokens)
     cache.adopt(seq, cache.match(seq))
     return seq
 
 
+def sequence_of(cache: KVCache, tokens: list[int]) -> Sequence:
+    """One that holds nothing yet in each of the cache's groups."""
+    seq = make_sequence(tokens)
+    seq.groups = cache.no_blocks()
+    return seq
+
+
 def test_what_is_behind_the_window_is_given_back_and_stays_findable() -> None:
-    cache = KVCache(10, 2, window=5)
+    cache = KVCache([GroupSize(10, 5)], 2)
     seq = begin(cache, TOKENS)
-    assert walk(cache, seq, 20, 4) <= cache.most_held(20, 4) == 6
-    assert (seq.first_block, cache.num_used, cache.num_cached) == (8, 2, 8)
-    assert cache.match(make_sequence([*TOKENS[:9], 99])).depth == 4
+    assert walk(cache, seq, 20, 4) <= cache.groups[0].most_held(20, 4) == 6
+    assert (seq.groups[0].first_block, cache.groups[0].num_used, cache.groups[0].num_cached) == (8, 2, 8)
+    assert cache.match(make_sequence([*TOKENS[:9], 99]))[0].depth == 4
     cache.release(seq)
     cache.check([])
-    assert (cache.num_used, cache.num_cached, cache.num_empty_slots) == (0, 10, 0)
+    assert (cache.groups[0].num_used, cache.groups[0].num_cached, cache.num_empty_slots) == (0, 10, 0)
 
 
 def test_without_a_prefix_cache_it_is_free_at_once() -> None:
-    cache = KVCache(6, 2, enable_prefix_caching=False, window=5)
+    cache = KVCache([GroupSize(6, 5)], 2, enable_prefix_caching=False)
     seq = begin(cache, TOKENS)
     walk(cache, seq, 20, 4)
-    assert (cache.num_used, cache.num_free) == (2, 4)
+    assert (cache.groups[0].num_used, cache.groups[0].num_free) == (2, 4)
     cache.release(seq)
     cache.check([])
-    assert cache.num_free == 6
+    assert cache.groups[0].num_free == 6
 
 
 def test_a_prefix_is_found_by_its_last_window_alone() -> None:
-    cache = KVCache(10, 2, window=5)
+    cache = KVCache([GroupSize(10, 5)], 2)
     seq = begin(cache, TOKENS)
     walk(cache, seq, 20, 4)
     cache.release(seq)
-    cache.evict(6)  # those that were given back first
+    cache.groups[0].evict(6)  # those that were given back first
     cache.check([])
     longer = begin(cache, [*TOKENS, 20, 21])
-    assert (longer.num_computed_tokens, longer.first_block) == (20, 8)
-    assert cache.num_used == 2
+    assert (longer.num_computed_tokens, longer.groups[0].first_block) == (20, 8)
+    assert cache.groups[0].num_used == 2
     cache.check([longer])
-    assert cache.match(make_sequence([*TOKENS[:12], 99])).depth == 0, "its window is gone"
+    assert cache.match(make_sequence([*TOKENS[:12], 99]))[0].depth == 0, "its window is gone"
     cache.release(longer)
 
 
 def test_a_block_computed_again_takes_the_place_of_one_that_was_given_up() -> None:
-    cache = KVCache(12, 2, window=5)
+    cache = KVCache([GroupSize(12, 5)], 2)
     seq = begin(cache, TOKENS)
     walk(cache, seq, 20, 4)
     cache.release(seq)
-    cache.evict(6)
+    cache.groups[0].evict(6)
     again = begin(cache, TOKENS[:13])
     assert again.num_computed_tokens == 0
     walk(cache, again, 13, 4)
-    assert cache.match(make_sequence([*TOKENS[:12], 99])).depth == 6
+    assert cache.match(make_sequence([*TOKENS[:12], 99]))[0].depth == 6
     cache.release(again)
     cache.check([])
 
 
 def test_nodes_without_blocks_go_when_nothing_needs_them() -> None:
-    cache = KVCache(10, 2, window=1)
+    cache = KVCache([GroupSize(10, 1)], 2)
     seq = begin(cache, TOKENS)
     walk(cache, seq, 20, 4)
-    cache.evict(cache.num_cached)
+    cache.groups[0].evict(cache.groups[0].num_cached)
     cache.check([seq])
-    assert len(list(cache.tree.walk())) == 10, "the path to the end of a sequence"
+    assert len(list(cache.groups[0].tree.walk())) == 10, "the path to the end of a sequence"
     waiting = make_sequence([*TOKENS, 99])
-    assert cache.match(waiting).depth == 0, "it would be found by a node that may go"
+    assert cache.match(waiting)[0].depth == 0, "it would be found by a node that may go"
     cache.release(seq)
     cache.check([])
-    assert not list(cache.tree.walk())
+    assert not list(cache.groups[0].tree.walk())
     cache.adopt(waiting, cache.match(waiting))
     walk(cache, waiting, 21, 4)
     cache.release(waiting)
@@ -107,7 +116,7 @@ def test_random_sequences_never_hold_more_than_a_window_and_a_step() -> None:
     for _ in range(60):
         block_size, window, chunk = rng.choice([1, 2, 4]), rng.choice([1, 3, 9]), rng.choice([1, 3, 8])
         most = -(-(window + chunk) // block_size) + 1
-        cache = KVCache(most + rng.randrange(6), block_size, rng.random() < 0.8, window=window)
+        cache = KVCache([GroupSize(most + rng.randrange(6), window)], block_size, rng.random() < 0.8)
         for _ in range(8):
             tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 60))]
             seq = begin(cache, tokens)
@@ -117,7 +126,7 @@ def test_random_sequences_never_hold_more_than_a_window_and_a_step() -> None:
 
 
 def test_ends_of_texts_outlive_what_a_long_text_leaves_behind() -> None:
-    cache = KVCache(20, 2, window=5)
+    cache = KVCache([GroupSize(20, 5)], 2)
     ends = [[30 + i, *range(7)] for i in range(4)]
     for tokens in ends:
         seq = begin(cache, tokens)
@@ -127,11 +136,11 @@ def test_ends_of_texts_outlive_what_a_long_text_leaves_behind() -> None:
     walk(cache, seq, 60, 4)
     cache.release(seq)
     cache.check([])
-    assert [cache.match(make_sequence([*tokens, 99])).depth for tokens in ends] == [4] * 4
+    assert [cache.match(make_sequence([*tokens, 99]))[0].depth for tokens in ends] == [4] * 4
 
 
 def test_what_several_texts_begin_with_is_given_up_like_an_end() -> None:
-    cache = KVCache(24, 2, window=5)
+    cache = KVCache([GroupSize(24, 5)], 2)
     for i in range(3):
         seq = begin(cache, [*TOKENS[:10], 50 + i, *TOKENS])
         assert seq.num_computed_tokens == (10 if i else 0)
@@ -140,21 +149,21 @@ def test_what_several_texts_begin_with_is_given_up_like_an_end() -> None:
     long = begin(cache, list(range(100, 140)))
     walk(cache, long, 40, 4)
     cache.release(long)
-    assert cache.match(make_sequence([*TOKENS[:10], 99])).depth == 5
+    assert cache.match(make_sequence([*TOKENS[:10], 99]))[0].depth == 5
     cache.check([])
 
 
 def test_a_match_is_repeated_only_when_the_tree_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = KVCache(10, 2, window=5)
+    cache = KVCache([GroupSize(10, 5)], 2)
     seq = begin(cache, TOKENS)
     walk(cache, seq, 20, 4)
     cache.release(seq)
     waiting, searches = make_sequence([*TOKENS, 99]), []
-    find = cache.tree.find_recent
-    monkeypatch.setattr(cache.tree, "find_recent", lambda *given: searches.append(given) or find(*given))
-    assert [cache.match(waiting).depth for _ in range(3)] == [10, 10, 10]
+    find = cache.groups[0].tree.find_recent
+    monkeypatch.setattr(cache.groups[0].tree, "find_recent", lambda *given: searches.append(given) or find(*given))
+    assert [cache.match(waiting)[0].depth for _ in range(3)] == [10, 10, 10]
     assert len(searches) == 1
-    cache.evict(10)
-    assert cache.match(waiting).depth == 0
+    cache.groups[0].evict(10)
+    assert cache.match(waiting)[0].depth == 0
     walk(cache, begin(cache, TOKENS), 20, 4)
-    assert cache.match(waiting).depth == 10
+    assert cache.match(waiting)[0].depth == 10

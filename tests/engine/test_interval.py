@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.config import SchedulerSettings
 from octavo.engine.engine import Engine
@@ -62,12 +63,12 @@ def test_who_is_left_out_keeps_its_blocks_though_a_younger_prompt_needs_some() -
     """With a window, a prompt asks for blocks on its way. Who is older is idle then, and no victim all the same. Nor
     does it wait for a prompt that has to wait for it: however long the interval, few steps are empty."""
     scheduler = Scheduler(
-        KVCache(5, 4, window=8),
+        KVCache([GroupSize(5, 8)], 4),
         max_num_seqs=4,
         max_num_batched_tokens=8,
         settings=SchedulerSettings(decode_interval=1000),
     )
-    engine = Engine(scheduler, OracleRunner(4, window=8))
+    engine = Engine(scheduler, OracleRunner(4, windows=[8]))
     older, younger = make_request(0, prompt=4, max_tokens=60), make_request(1, prompt=60, max_tokens=4)
     engine.add(older)
     for _ in range(12):

@@ -28,7 +28,7 @@ VARIANTS = {
     "drafts": Features(tight=True, drafts=True, grammar=True, depth=2),
     "fair": Features(tight=True, policy="fair", depth=2),
     "longest prefix": Features(tight=True, policy="longest-prefix"),
-    "windows": Features(tight=True, window=True, depth=2),
+    "windows": Features(tight=True, windows=1, full_attention=False, depth=2),
 }
 
 

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from octavo.config import settings as engine_settings
 from tests.engine.tiers import attach
 from tests.engine.workload import Features, Run
 
+WINDOWS: dict[str, Any] = {"windows": 1, "full_attention": False}
 FEATURES = {
     "plain": Features(),
     "overlap": Features(depth=2),
@@ -51,17 +53,21 @@ FEATURES = {
     "short mixed steps": Features(mixed=2, depth=2, drafts=True),
     "tight and short mixed steps": Features(mixed=1, tight=True, fault_rate=0.03),
     "tight and prompts first": Features(decode_interval=9, tight=True, drafts=True),
-    "windows": Features(window=True),
-    "windows, drafts and overlap": Features(window=True, drafts=True, depth=2),
-    "windows, tight": Features(window=True, tight=True),
-    "windows, tight, faults and overlap": Features(window=True, tight=True, fault_rate=0.03, depth=2),
-    "windows without prefix caching": Features(window=True, prefix_caching=False, depth=2, aborts=True),
-    "hybrid": Features(hybrid=True),
-    "hybrid, drafts and overlap": Features(hybrid=True, drafts=True, depth=2),
-    "hybrid, tight": Features(hybrid=True, tight=True),
-    "hybrid, tight, faults and overlap": Features(hybrid=True, tight=True, fault_rate=0.03, depth=2),
-    "hybrid, no partial blocks, prompts first": Features(hybrid=True, parts=False, decode_interval=9, depth=2),
-    "hybrid without prefix caching": Features(hybrid=True, prefix_caching=False, depth=2, aborts=True, drafts=True),
+    "windows": Features(**WINDOWS),
+    "windows, drafts and overlap": Features(**WINDOWS, drafts=True, depth=2),
+    "windows, tight": Features(**WINDOWS, tight=True),
+    "windows, tight, faults and overlap": Features(**WINDOWS, tight=True, fault_rate=0.03, depth=2),
+    "windows without prefix caching": Features(**WINDOWS, prefix_caching=False, depth=2, aborts=True),
+    "hybrid": Features(windows=1),
+    "hybrid, drafts and overlap": Features(windows=1, drafts=True, depth=2),
+    "hybrid, tight": Features(windows=1, tight=True),
+    "hybrid, tight, faults and overlap": Features(windows=1, tight=True, fault_rate=0.03, depth=2),
+    "hybrid, no partial blocks, prompts first": Features(windows=1, parts=False, decode_interval=9, depth=2),
+    "hybrid without prefix caching": Features(windows=1, prefix_caching=False, depth=2, aborts=True, drafts=True),
+    "two windows": Features(windows=2, full_attention=False, drafts=True, depth=2),
+    "two windows, tight": Features(windows=2, full_attention=False, tight=True, fault_rate=0.03, depth=2),
+    "three groups": Features(windows=2, drafts=True, aborts=True, depth=2),
+    "three groups, tight and faults": Features(windows=2, tight=True, fault_rate=0.03),
     "memory below": Features(tiers="host", tight=True),
     "memory and files below": Features(tiers="disk", tight=True, depth=2, fault_rate=0.03),
     "everything": Features(2, True, True, 0.03, True, True, True, "priority", tight=True),
@@ -152,9 +158,9 @@ def test_there_were_many_steps_with_every_choice_of_every_setting() -> None:
         parts=st.booleans(),
         tiers=st.sampled_from(["none", "host", "disk"]),
         tight=st.booleans(),
-        window=st.booleans(),
-        hybrid=st.booleans(),
-    ).filter(lambda features: features.tiers == "none" or (features.prefix_caching and not features.hybrid)),
+        windows=st.sampled_from([0, 0, 1, 2, 3]),
+        full_attention=st.booleans(),
+    ).filter(lambda features: features.tiers == "none" or (features.prefix_caching and features.num_groups == 1)),
 )
 @settings(max_examples=150, deadline=None)
 def test_any_combination_of_features(seed: int, features: Features) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from octavo.cache.eviction import POLICIES as EVICTIONS
-from octavo.cache.hybrid_cache import HybridCache
+from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.node import Node
 from octavo.config import SchedulerSettings
@@ -42,14 +41,19 @@ class Features:
     prefix_caching: bool = True
     parts: bool = True
     """Whether blocks are reused in part."""
-    window: bool = False
-    """Rows look back to a few positions only."""
-    hybrid: bool = False
-    """In some layers alone."""
+    windows: int = 0
+    """Widths of sliding windows that layers have: each has a KV group."""
+    full_attention: bool = True
+    """Whether some layers have full attention; all have, if there are no windows."""
     tiers: str = "none"
     """Where blocks go that the cache gives up: none, host or disk, which has host memory above it."""
     tight: bool = False
     """Hardly more blocks than one sequence needs, and many sequences at once."""
+
+    @property
+    def num_groups(self) -> int:
+        """KV groups of the cache."""
+        return max(1, self.windows + self.full_attention)
 
 
 @dataclass
@@ -58,16 +62,14 @@ class Workload:
 
     requests: list[Request]
     block_size: int
-    num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
     is_roomy: bool
     """Whether nothing is ever evicted or preempted."""
     eviction: str
     watermark: float
-    window: int = 0
-    num_whole_blocks: int = 0
-    """Beside the others, where only some layers have windows."""
+    groups: list[GroupSize]
+    """KV groups of the cache."""
 
 
 @dataclass
@@ -97,8 +99,8 @@ class WatchedCache(KVCache):
         self.history: list[tuple[str, list[int | None]]] = []
         self.num_adopted = 0
 
-    def start(self, seq: Sequence, node: Node, shares: bool, num_tokens: int | None = None) -> None:
-        super().start(seq, node, shares, num_tokens)
+    def start(self, seq: Sequence, ends: list[Node], shares: bool, max_step_tokens: int) -> None:
+        super().start(seq, ends, shares, max_step_tokens)
         if self.must_find and shares:
             best = max((self._common(seq, *entry) for entry in self.history), default=0)
             if self.copy_slots is None:
@@ -119,23 +121,11 @@ class WatchedCache(KVCache):
         return next((i for i in range(most) if computed[i] != seq.tokens[i]), most)
 
 
-class WatchedHybrid(WatchedCache, HybridCache):
-    """The same for two pools."""
-
-
 def watched_cache(workload: Workload, prefix_caching: bool) -> WatchedCache:
     """A cache for ``workload``."""
-    settings: dict[str, Any] = {
-        "eviction": workload.eviction if prefix_caching else "lru",
-        "watermark": workload.watermark,
-        "window": workload.window,
-    }
-    sizes = workload.block_size, prefix_caching
-    cache: WatchedCache
-    if workload.num_whole_blocks:
-        cache = WatchedHybrid(workload.num_blocks, workload.num_whole_blocks, *sizes, **settings)
-    else:
-        cache = WatchedCache(workload.num_blocks, *sizes, **settings)
+    eviction = workload.eviction if prefix_caching else "lru"
+    sizes = workload.groups, workload.block_size, prefix_caching
+    cache = WatchedCache(*sizes, eviction=eviction, watermark=workload.watermark)
     cache.watch(workload, prefix_caching)
     return cache
 
@@ -155,22 +145,20 @@ def random_workload(rng: random.Random, features: Features) -> tuple[Workload, s
             prompt = [*rng.choice(prefixes)[: rng.randrange(31)], *_tokens(rng, rng.randrange(1, 12))]
         requests.append(_random_request(rng, request_id, prompt, request_id in grammar_users))
     sizes = [-(-(len(r.prompt_tokens) + max(r.max_tokens, 1) - 1) // block_size) for r in requests]
-    has_window = features.window or features.hybrid
-    window, budget = rng.choice([1, 2, 5, 17]) if has_window else 0, 0
-    if has_window:
-        budget = rng.choice([4, 8, 17])
+    windows = sorted(rng.sample([1, 2, 5, 17], features.windows), reverse=True)
+    budget = rng.choice([4, 8, 17]) if windows else 0
     is_roomy = rng.random() < 0.3 and not features.tight
-    num_whole = _num_blocks(rng, features, sizes, is_roomy) if features.hybrid else 0
-    if has_window and not is_roomy:
-        sizes = [min(size, -(-(window + budget) // block_size) + 1) for size in sizes]
-    num_blocks = _num_blocks(rng, features, sizes, is_roomy)
+    groups = []
+    for window in [0, *windows] if features.full_attention or not windows else windows:
+        held = sizes
+        if window and not is_roomy:
+            held = [min(size, -(-(window + budget) // block_size) + 1) for size in sizes]
+        groups.append(GroupSize(_num_blocks(rng, features, held, is_roomy), window))
     max_num_seqs = min(budget or 16, 16 if features.tight else rng.choice([1, 2, 4, 16]))
     budget = budget or max(max_num_seqs, rng.choice([1, 3, 8, 32, 200]))
     eviction = rng.choice(list(EVICTIONS))
     watermark = rng.choice([0.0, 0.0, 0.1, 0.5])
-    return Workload(
-        requests, block_size, num_blocks, max_num_seqs, budget, is_roomy, eviction, watermark, window, num_whole
-    ), grammar_users
+    return Workload(requests, block_size, max_num_seqs, budget, is_roomy, eviction, watermark, groups), grammar_users
 
 
 def _num_blocks(rng: random.Random, features: Features, sizes: list[int], is_roomy: bool) -> int:
@@ -238,13 +226,10 @@ class Run:
             self.workload.block_size,
             self.trouble,
             reads_live_tables=rng.random() < 0.5,
-            window=self.workload.window,
-            is_hybrid=self.workload.num_whole_blocks > 0,
+            windows=[group.window for group in self.workload.groups],
         )
         if features.parts:
             self.cache.copy_slots = self.runner.copy_slots
-            if self.cache.whole is not self.cache:
-                self.cache.whole.copy_slots = self.runner.copy_whole_slots
         self.engine = Engine(
             Scheduler(
                 self.cache,
@@ -316,11 +301,9 @@ class Run:
 
     def _check_nothing_left(self) -> None:
         scheduler, cache = self.engine.scheduler, self.cache
-        assert cache.num_used == 0, "blocks leaked"
-        assert cache.num_free + cache.num_cached == self.workload.num_blocks
-        whole = cache.whole
-        assert whole.num_used == 0, "blocks of the other pool leaked"
-        assert whole.num_free + whole.num_cached == whole.num_blocks
+        for group, size in zip(cache.groups, self.workload.groups, strict=True):
+            assert group.num_used == 0, "blocks leaked"
+            assert group.num_free + group.num_cached == size.num_blocks
         assert not scheduler.waiting._heap, "the waiting queue keeps something"
         assert not scheduler.suspects.is_active, "somebody is suspected for ever"
         stats = self.engine.stats()

@@ -14,6 +14,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.bench.dummy_models import SHAPES
 from octavo.models.config import ModelConfig
+from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import read_config
 from octavo.runtime.block_copies import DeviceBlockCopies, StepQueue
 from octavo.runtime.kv_storage import KVStorage
@@ -31,8 +32,8 @@ class Copies:
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         config = read_config(SHAPES["tiny"])
         assert isinstance(config, ModelConfig)
-        self.storage = KVStorage(config, BLOCKS, 16, dtype, torch.device("cuda"))
-        self.bits = self.storage.pool.view(torch.uint8)
+        self.storage = KVStorage(config.cache, kv_groups(config.cache), [BLOCKS], 16, dtype, torch.device("cuda"))
+        self.bits = self.storage.pools[0][0].view(torch.uint8)
         self.bits.copy_(torch.randint(0, 256, self.bits.shape, dtype=torch.uint8))
         self.queue = StepQueue(torch.cuda.Stream(), threading.Lock())
         self.copies = DeviceBlockCopies(self.storage, self.queue)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.ops.noise import exponentials, token_hashes
 from octavo.engine.graph_choice import PREPARING
+from octavo.ops.noise import exponentials, token_hashes
 from tests.gpu.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
-from octavo.ops.attention import PagedRows
+from octavo.ops.attention import GroupRows, PagedRows
 from octavo.quant.scheme import WeightFormat
 from octavo.runtime.kv_storage import KVStorage
 from octavo.weights.checkpoint import open_checkpoint
@@ -34,11 +35,11 @@ def test_wanted_rows_come_out_as_among_all(row: str, tmp_path: Path) -> None:
     slots = positions + torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)) * BLOCK
     tables = torch.arange(len(LENGTHS), dtype=torch.int32)[:, None]
     lengths = torch.tensor([0, *ends.tolist()], dtype=torch.int32), torch.tensor(LENGTHS, dtype=torch.int32)
-    rows = PagedRows(slots, tables, *lengths, max(LENGTHS))
+    rows = PagedRows((GroupRows(slots, tables),), *lengths, max(LENGTHS))
 
-    def forward(wanted_R: torch.Tensor | None) -> torch.Tensor:
-        storage = KVStorage(config, len(LENGTHS), BLOCK, torch.float32, cpu)
-        return model.forward(tokens, positions, storage.layers, replace(rows, wanted_R=wanted_R))
+    def forward(indices_R: torch.Tensor | None) -> torch.Tensor:
+        storage = KVStorage(config.cache, kv_groups(config.cache), [len(LENGTHS)], BLOCK, torch.float32, cpu)
+        return model.forward(tokens, positions, storage.layers, replace(rows, logits_indices_R=indices_R))
 
     every = forward(None)
     assert every.shape == (T, config.hidden_size)

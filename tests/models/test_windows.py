@@ -14,7 +14,6 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
 from tests.models.families import MAX_LEN, make_checkpoint
 from tests.models.test_architectures import random_tokens
 
@@ -103,7 +102,7 @@ def test_layers_with_windows_hold_a_window_and_a_step_of_any_length(row: str, tm
     model, most = make_checkpoint(tmp_path, row), -(-(HYBRIDS[row] + STEP) // BLOCK_SIZE) + 1
     with make_hybrid(tmp_path, max_num_seqs=1) as llm:
         cache = llm.engine.scheduler.cache
-        used, whole = watch(llm, lambda: cache.num_used), watch(llm)
+        used, whole = watch(llm, lambda: cache.groups[1].num_used), watch(llm)
         tokens = list(llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids)
         again = llm.generate([[*PROMPT, *tokens]], GREEDY)[0]
         assert again.num_cached_tokens >= len(PROMPT) + len(tokens) - 1 - BLOCK_SIZE
@@ -122,12 +121,14 @@ def test_a_text_fits_that_did_not_fit_in_blocks_of_all_layers(tmp_path: Path) ->
         make_hybrid(tmp_path, kv_cache_memory=None, num_kv_blocks=60, kv_offload_memory=0.1)
     with make_hybrid(tmp_path, kv_cache_memory=None, num_kv_blocks=60) as llm:
         assert llm.info.num_kv_blocks >= MAX_LEN // BLOCK_SIZE == 100
-        assert 0 < llm.info.num_window_blocks < 60
-        per_block = llm.info.memory["kv_cache"] / (llm.info.num_kv_blocks + 2 * llm.info.num_window_blocks)
+        full, windows = llm.info.kv_groups
+        assert (full.num_layers, full.num_blocks, windows.num_layers) == (1, llm.info.num_kv_blocks, 2)
+        assert 0 < windows.num_blocks < 60
+        per_block = llm.info.memory["kv_cache"] / (full.num_blocks + 2 * windows.num_blocks)
         assert 179 <= llm.info.memory["kv_cache"] / per_block <= 180
         found = llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
     with make_hybrid(tmp_path, kv_offload_memory=0.1) as llm:
-        assert llm.info.num_window_blocks == 0
+        assert len(llm.info.kv_groups) == 1
         assert llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == found
 
 
@@ -154,18 +155,10 @@ def test_many_of_a_hybrid_at_once_give_what_each_gives_alone(tmp_path: Path) -> 
     make_checkpoint(tmp_path, "gemma2/capped")
     prompts = [PROMPT, PROMPT[:150] + random_tokens(40, 1), random_tokens(90, 2), PROMPT[:280], random_tokens(5, 3)]
     with make_hybrid(tmp_path, kv_offload_memory=0.1) as llm:
-        assert llm.info.num_window_blocks == 0
+        assert len(llm.info.kv_groups) == 1
         alone = [llm.generate([prompt], GREEDY)[0].outputs[0].token_ids for prompt in prompts]
     with make_hybrid(tmp_path, kv_cache_memory=None, num_kv_blocks=70, max_num_batched_tokens=5) as llm:
-        assert 0 < llm.info.num_window_blocks < 70
+        assert 0 < llm.info.kv_groups[1].num_blocks < 70
         watch(llm)
         for _ in range(2):
             assert [result.outputs[0].token_ids for result in llm.generate(prompts, GREEDY)] == alone
-
-
-def test_the_window_of_a_model_is_that_of_its_widest_layer() -> None:
-    sizes = {"vocab_size": 9, "hidden_size": 8, "num_layers": 3, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
-    more = {"architecture": "x", "ffn_size": 8, "norm_eps": 1.0, "max_position_embeddings": 99, "eos_token_ids": ()}
-    for windows, window, whole in (((5, 5, 5), 5, ()), ((5, 9, 5), 9, ()), ((5, 0, 5), 5, (1,)), ((), 0, (0, 1, 2))):
-        config = ModelConfig(**sizes, **more, tie_word_embeddings=False, windows=windows)  # type: ignore[arg-type]
-        assert (config.window, config.whole_layers) == (window, whole)

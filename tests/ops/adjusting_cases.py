@@ -9,8 +9,8 @@ from torch import Tensor
 
 from octavo.ops.adjust_logits import Adjustments
 from octavo.ops.sample import BANNED
-from tests.ops.row_sampler import Row, process
 from octavo.sampling_params import SamplingParams
+from tests.ops.row_sampler import Row, process
 
 
 def make_rows(R: int, V: int, seed: int = 0) -> list[Row]:

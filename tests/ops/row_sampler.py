@@ -30,8 +30,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.ops.noise import exponentials, token_hashes
 from octavo.ops.cpu import logits as processors
+from octavo.ops.noise import exponentials, token_hashes
 from octavo.sampling_params import SamplingParams
 from octavo.types import TokenLogprobs
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from octavo.ops.sample import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, SampleParams
+from octavo.sampling_params import SamplingParams
 from tests.ops import row_sampler as sampler
 from tests.ops.row_sampler import Row, Sampler
-from octavo.sampling_params import SamplingParams
 
 CODES = {sampler.NOT_NUMBERS: NOT_FINITE, sampler.NOTHING_LEFT: NOTHING_LEFT, sampler.OVERFLOW: OUT_OF_RANGE}
 

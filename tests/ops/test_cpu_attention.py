@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import attention, dispatch
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows
 from octavo.ops.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors
 
@@ -46,9 +46,9 @@ class Case:
         begin, end = self.rows.cu_seqlens_q[s : s + 2].tolist()
         seen = int(self.rows.seq_lens_S[s]) - (end - begin) + last
         here = slice(begin + first, begin + last)
+        slots, tables = self.rows.groups[0]
         rows = PagedRows(
-            self.rows.slot_mapping_T[here],
-            self.rows.block_tables_SB[s : s + 1],
+            (GroupRows(slots[here], tables[s : s + 1]),),
             torch.tensor([0, last - first], dtype=torch.int32),
             torch.tensor([seen], dtype=torch.int32),
             last - first,
@@ -71,7 +71,7 @@ def make_case(
     T = sum(queries)
     qkv_TW, needed = torch.randn(T, (N + 2 * K) * H), [-(-length // block_size) for length in lengths]
     num_blocks = sum(needed) + 3
-    cache = LayerCache(*(torch.full((num_blocks, K, block_size, H), NAN, dtype=dtype) for _ in range(2)))
+    cache = LayerCache(*[torch.full((num_blocks, K, block_size, H), NAN, dtype=dtype) for _ in range(2)])
     tables = torch.zeros(len(lengths), max(needed) + 2, dtype=torch.int32)
     free, slots = torch.randperm(num_blocks).tolist(), []
     for s, length in enumerate(lengths):
@@ -87,7 +87,9 @@ def make_case(
             part[past // block_size, :, past % block_size] = torch.randn(len(past), K, H).to(dtype)
     angles = None if rotated is None else torch.randn(T, rotated) * 9
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
-    rows = PagedRows(torch.cat(slots), tables, starts, torch.tensor(lengths, dtype=torch.int32), max(queries))
+    rows = PagedRows(
+        (GroupRows(torch.cat(slots), tables),), starts, torch.tensor(lengths, dtype=torch.int32), max(queries)
+    )
     heads = HeadLayout(N, K, H, H**-0.5)._replace(**layout)
     cos, sin = (None, None) if angles is None else (angles.cos(), angles.sin())
     return Case(qkv_TW, heads, cos, sin, cache, rows)
@@ -114,7 +116,7 @@ def exact(case: Case) -> Tensor:
     out = torch.empty_like(queries)
     for s, length in enumerate(case.rows.seq_lens_S.tolist()):
         positions = torch.arange(length)
-        blocks = case.rows.block_tables_SB[s].long()[positions // block_size]
+        blocks = case.rows.groups[0].block_tables_SB[s].long()[positions // block_size]
         found = [part[blocks, :, positions % block_size] for part in case.cache]
         keys, values = (x.double().repeat_interleave(N // K, 1) for x in found)
         begin, end = case.rows.cu_seqlens_q[s : s + 2].tolist()
@@ -165,9 +167,9 @@ def test_keys_and_values_are_rounded_into_their_slots_and_nothing_else_is_touche
     case = make_case([50, 20], [9, 20], SIZES[0], dtype, rotated=32)
     before = case.copy().cache
     case.run()
-    block_size, slots = 16, case.rows.slot_mapping_T
+    block_size, slots = 16, case.rows.groups[0].slot_mapping_T
     wanted = prepared(case, 9, 3, None), case.qkv_TW[:, 12 * 64 :].view(-1, 3, 64)
-    for part, old, x in zip(case.cache, before, wanted, strict=True):
+    for part, old, x in zip(case.cache[:2], before, wanted, strict=True):
         found = part[slots // block_size, :, slots % block_size]
         torch.testing.assert_close(found, x.float().to(dtype), rtol=2e-2 if dtype != torch.float32 else 1e-6, atol=1e-6)
         part[slots // block_size, :, slots % block_size] = NAN
@@ -180,7 +182,7 @@ def test_values_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
     case.qkv_TW.mul_(torch.logspace(-9, 6, 40)[:, None])
     case.qkv_TW[0, 142:146] = torch.tensor([NAN, float("inf"), -float("inf"), -0.0])
     case.run()
-    slots = case.rows.slot_mapping_T
+    slots = case.rows.groups[0].slot_mapping_T
     found = case.cache.values[slots // 16, 0, slots % 16]
     torch.testing.assert_close(found, case.qkv_TW[:, 142:].to(dtype), rtol=0, atol=0, equal_nan=True)
 
@@ -208,10 +210,9 @@ def test_bits_do_not_depend_on_threads_or_on_where_blocks_lie() -> None:
     case = make_case([200, 600, 65], [120, 1, 3], SIZES[0], torch.float32, rotated=32)
     order = torch.randperm(len(case.cache.keys))
     place = torch.argsort(order)
-    slots, tables = case.rows.slot_mapping_T, case.rows.block_tables_SB
-    rows = replace(
-        case.rows, slot_mapping_T=place[slots // 16] * 16 + slots % 16, block_tables_SB=place[tables.long()].int()
-    )
+    slots, tables = case.rows.groups[0]
+    group = GroupRows(place[slots // 16] * 16 + slots % 16, place[tables.long()].int())
+    rows = replace(case.rows, groups=(group,))
     moved = replace(case, cache=LayerCache(case.cache.keys[order], case.cache.values[order]), rows=rows)
     expected = case.run()
     assert torch.equal(moved.run(), expected)
@@ -238,8 +239,12 @@ def test_padding_is_left_alone() -> None:
     assert cos is not None
     assert sin is not None
     rows = PagedRows(
-        torch.cat((case.rows.slot_mapping_T, torch.tensor([-1, -1]))),
-        torch.cat((case.rows.block_tables_SB, torch.full((1, 5), 10**6, dtype=torch.int32))),
+        (
+            GroupRows(
+                torch.cat((case.rows.groups[0].slot_mapping_T, torch.tensor([-1, -1]))),
+                torch.cat((case.rows.groups[0].block_tables_SB, torch.full((1, 5), 10**6, dtype=torch.int32))),
+            ),
+        ),
         torch.cat((case.rows.cu_seqlens_q, case.rows.cu_seqlens_q[-1:])),
         torch.cat((case.rows.seq_lens_S, torch.zeros(1, dtype=torch.int32))),
         3,
@@ -276,13 +281,14 @@ def test_the_reference_says_the_same() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     case = make_case([40], [3], SIZES[0], torch.float32)
     rows = case.rows
+    slots, tables = rows.groups[0]
     broken = [
         replace(rows, seq_lens_S=torch.tensor([1000], dtype=torch.int32)),
         replace(rows, seq_lens_S=torch.tensor([2], dtype=torch.int32)),
-        replace(rows, block_tables_SB=rows.block_tables_SB + 100),
-        replace(rows, block_tables_SB=rows.block_tables_SB - 100),
+        replace(rows, groups=(GroupRows(slots, tables + 100),)),
+        replace(rows, groups=(GroupRows(slots, tables - 100),)),
         replace(rows, cu_seqlens_q=torch.tensor([0, 4], dtype=torch.int32)),
-        replace(rows, slot_mapping_T=rows.slot_mapping_T + 1000),
+        replace(rows, groups=(GroupRows(slots + 1000, tables),)),
     ]
     for step in broken:
         with pytest.raises(IndexError, match="do not fit"):

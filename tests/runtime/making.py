@@ -31,10 +31,8 @@ def make_runner(
     numbers: dict[str, int] | None = None,
     **settings: Any,
 ) -> StepRunner:
-    batch = PersistentBatch(limits.max_num_seqs, limits.max_blocks, storage.num_pools)
-    return StepRunner(
-        executor, StepEncoder(batch, storage.block_size, vocab_size, choose_shape, numbers, **settings)
-    )
+    batch = PersistentBatch(limits.max_num_seqs, limits.max_blocks, storage.num_groups)
+    return StepRunner(executor, StepEncoder(batch, storage.block_size, vocab_size, choose_shape, numbers, **settings))
 
 
 def host_runner(

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from octavo.engine.persistent_batch import PersistentBatch
@@ -33,7 +32,7 @@ class RowRunner:
         """See ``tests.ops.row_sampler.Sampler``."""
         model: Any = SimpleNamespace(forward=lambda *_: logits_RV, logits=lambda x_RV: x_RV)
         storage: Any = SimpleNamespace(
-            pool=torch.zeros(0, device=CPU), layers=[], block_size=BLOCK_SIZE, num_pools=1, copy_slots=None
+            device=CPU, pools=[[]], layers=[], block_size=BLOCK_SIZE, num_groups=1, copy_slots=None
         )
         max_blocks = max(row.position for row in rows) // BLOCK_SIZE + 1
         limits = StepLimits(len(rows), len(rows), max_blocks)
@@ -63,5 +62,5 @@ def _last_token(number: int, row: Row) -> Scheduled:
         output_tokens=tokens[row.num_prompt_tokens :],
     )
     seq = Sequence(request)
-    seq.block_table = [0] * (row.position // BLOCK_SIZE + 1)
+    seq.groups[0].block_table = [0] * (row.position // BLOCK_SIZE + 1)
     return Scheduled(seq, row.position - 1, (tokens[-1],), (), True, seq.epoch)

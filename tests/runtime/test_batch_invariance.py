@@ -15,6 +15,7 @@ import torch
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
+from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops.cpu import threads
 from octavo.quant.blocks import PackedBlockScheme
@@ -78,8 +79,10 @@ class Loaded:
         self.model = load_model(self.config, source, WeightFormat(torch.float32, CPU, PackedBlockScheme())).model
 
     def engine(self, num_blocks: int, block_size: int, batch: int, chunk: int, caching: bool) -> Engine:
-        storage = KVStorage(self.config, num_blocks, block_size, torch.float16, CPU)
-        storage.pool.fill_(torch.nan)
+        storage = KVStorage(
+            self.config.cache, kv_groups(self.config.cache), [num_blocks], block_size, torch.float16, CPU
+        )
+        storage.pools[0][0].fill_(torch.nan)
         cache = KVCache(num_blocks, block_size, caching)
         scheduler = Scheduler(cache, max_num_seqs=batch, max_num_batched_tokens=max(chunk, batch))
         self.forward = RecordedForward(self.model, storage.layers)

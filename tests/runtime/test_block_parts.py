@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from octavo.cache.tiers import HostTier
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_runner import BlockMessages
+from octavo.models.layer_cache import kv_groups
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StepLimits
@@ -31,13 +31,13 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
 
 def test_the_first_positions_are_copied_in_every_layer_and_nothing_else_changes(loaded: Loaded) -> None:
-    storage = KVStorage(loaded.config, 4, BLOCK_SIZE, torch.bfloat16, CPU)
-    storage.pool.copy_(torch.randn(storage.pool.shape))
-    before = storage.pool.clone()
+    storage = KVStorage(loaded.config.cache, kv_groups(loaded.config.cache), [4], BLOCK_SIZE, torch.bfloat16, CPU)
+    storage.pools[0][0].copy_(torch.randn(storage.pools[0][0].shape))
+    before = storage.pools[0][0].clone()
     storage.copy_slots(0, 1, 3, 5)
     want = before.clone()
     want[:, :, 3, :, :5] = before[:, :, 1, :, :5]
-    assert torch.equal(storage.pool, want)
+    assert torch.equal(storage.pools[0][0], want)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -58,12 +58,14 @@ def test_tokens_are_those_of_whole_prompts(loaded: Loaded, streams: bool, num_bl
         for i in range(16)
     ]
     expected = {request.id: tokens_of(run(loaded.engine(), [request]))[request.id] for request in some}
-    storage = KVStorage(loaded.config, num_blocks, BLOCK_SIZE, torch.float32, CPU)
-    storage.pool.fill_(torch.nan)
+    storage = KVStorage(
+        loaded.config.cache, kv_groups(loaded.config.cache), [num_blocks], BLOCK_SIZE, torch.float32, CPU
+    )
+    storage.pools[0][0].fill_(torch.nan)
     make_runner = stream_runner if streams else host_runner
     runner = make_runner(loaded.model, storage, VOCAB, StepLimits(4, 32, 120 // BLOCK_SIZE))
     cache = KVCache(num_blocks, BLOCK_SIZE)
-    cache.copy_slots = partial(BlockMessages(runner, storage.bytes_per_block).copy_slots, 0)
+    cache.copy_slots = BlockMessages(runner, storage.bytes_per_block).copy_slots
     engine = Engine(Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=32), runner, depth=depth)
     assert tokens_of(run(engine, some)) == expected
     assert cache.num_copied > 30
@@ -71,26 +73,26 @@ def test_tokens_are_those_of_whole_prompts(loaded: Loaded, streams: bool, num_bl
 
 def test_a_block_that_was_copied_from_may_be_filled_from_a_tier_at_once(loaded: Loaded) -> None:
     """Both may be asked for before the same step."""
-    storage = KVStorage(loaded.config, 4, BLOCK_SIZE, torch.float32, CPU)
-    storage.pool.copy_(torch.randn(storage.pool.shape))
+    storage = KVStorage(loaded.config.cache, kv_groups(loaded.config.cache), [4], BLOCK_SIZE, torch.float32, CPU)
+    storage.pools[0][0].copy_(torch.randn(storage.pools[0][0].shape))
     runner = host_runner(loaded.model, storage, VOCAB, StepLimits(4, 32, 120 // BLOCK_SIZE))
     copies = BlockMessages(runner, storage.bytes_per_block)
     cache = KVCache(4, BLOCK_SIZE)
-    cache.copy_slots = partial(copies.copy_slots, 0)
+    cache.copy_slots = copies.copy_slots
     cache.use_offload(Offload(copies, BLOCK_SIZE, "", HostTier(1 << 30)))
     first = [1] * (3 * BLOCK_SIZE)
     cache.release(compute(cache, first))
     second = compute(cache, [2] * (4 * BLOCK_SIZE))  # takes the place of the first
-    storage.pool.copy_(torch.randn(storage.pool.shape))
-    source = second.block_table[0]
-    content = storage.pool[:, :, source].clone()
+    storage.pools[0][0].copy_(torch.randn(storage.pools[0][0].shape))
+    source = second.groups[0].block_table[0]
+    content = storage.pools[0][0][:, :, source].clone()
     cache.release(second)
     part, whole = make_sequence([2, 2, 2, 7]), make_sequence(first)
-    cache.start(part, cache.match(part), shares=True)
-    cache.start(whole, cache.match(whole), shares=True)
+    cache.start(part, cache.match(part), True, 99)
+    cache.start(whole, cache.match(whole), True, 99)
     assert (part.num_computed_tokens, whole.num_computed_tokens) == (3, 2 * BLOCK_SIZE)
-    assert source in whole.block_table[:2]
-    assert not torch.equal(storage.pool[:, :, source], content)
-    assert torch.equal(storage.pool[:, :, part.block_table[0], :, :3], content[:, :, :, :3])
+    assert source in whole.groups[0].block_table[:2]
+    assert not torch.equal(storage.pools[0][0][:, :, source], content)
+    assert torch.equal(storage.pools[0][0][:, :, part.groups[0].block_table[0], :, :3], content[:, :, :, :3])
     assert cache.offload is not None
     cache.offload.close()

@@ -11,6 +11,7 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.models.layer_cache import KVGroup
 from octavo.models.registry import read_config
 from octavo.runtime import memory
 from octavo.runtime.cpu_threads import num_physical_cores, num_threads_wanted
@@ -39,7 +40,7 @@ def settled(free: int = 16 * GIB, device: str = "cpu", **settings: Any) -> tuple
 
 def test_defaults_on_a_cpu_take_one_gib_for_the_cache() -> None:
     limits, budget = settled()
-    assert limits == Limits(8192, 32, GIB // (32 * PER_TOKEN), 64, 256)
+    assert limits == Limits(8192, 32, (KVGroup(tuple(range(30)), 0),), (GIB // (32 * PER_TOKEN),), 64, 256)
     assert budget.kv_cache == limits.num_kv_blocks * 32 * PER_TOKEN <= GIB
     assert budget.weights == 500
 
@@ -60,7 +61,7 @@ def test_a_gpu_gives_all_that_is_left() -> None:
 
 def test_what_is_given_is_kept() -> None:
     limits, _ = settled(max_model_len=100, block_size=7, num_kv_blocks=20, max_num_seqs=3, max_num_batched_tokens=11)
-    assert limits == Limits(100, 7, 20, 3, 11)
+    assert limits == Limits(100, 7, (KVGroup(tuple(range(30)), 0),), (20,), 3, 11)
 
 
 def test_batch_limits_follow_each_other() -> None:
@@ -102,8 +103,10 @@ def test_a_cache_smaller_than_a_block_is_refused() -> None:
 
 def test_the_storage_takes_what_the_budget_says() -> None:
     limits, budget = settled(num_kv_blocks=5, block_size=16)
-    storage = KVStorage(MODEL, limits.num_kv_blocks, limits.block_size, torch.float32, torch.device("cpu"))
-    assert storage.pool.nbytes == budget.kv_cache == 5 * 16 * kv_bytes_per_token(MODEL, torch.float32)
+    storage = KVStorage(
+        MODEL.cache, limits.groups, limits.num_blocks, limits.block_size, torch.float32, torch.device("cpu")
+    )
+    assert storage.pools[0][0].nbytes == budget.kv_cache == 5 * 16 * kv_bytes_per_token(MODEL.cache, torch.float32)
     assert [layer.keys.shape for layer in storage.layers] == [(5, 3, 16, 64)] * 30
     assert storage.layers[0].keys.data_ptr() != storage.layers[0].values.data_ptr()
 

@@ -15,6 +15,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_encoder import NOT_NUMBERS
 from octavo.errors import RunnerError
+from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.quant.scheme import WeightFormat
 from octavo.runtime import step_program
@@ -50,8 +51,10 @@ class Loaded:
         depth: int = 1,
         proposer: Any = None,
     ) -> Engine:
-        storage = KVStorage(self.config, num_blocks, block_size, torch.float32, CPU)
-        storage.pool.fill_(torch.nan)
+        storage = KVStorage(
+            self.config.cache, kv_groups(self.config.cache), [num_blocks], block_size, torch.float32, CPU
+        )
+        storage.pools[0][0].fill_(torch.nan)
         scheduler = Scheduler(
             KVCache(num_blocks, block_size), max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
@@ -238,7 +241,7 @@ def test_a_mask_restricts_its_own_sequence(loaded: Loaded) -> None:
     params = [SamplingParams(temperature=0), SamplingParams(temperature=0, grammar="40")]
     seqs = [Sequence(Request(i, [1, 2, 3], params[i], 5)) for i in range(2)]
     for i, seq in enumerate(seqs):
-        seq.block_table = [i]
+        seq.groups[0].block_table = [i]
     plan = [Scheduled(seq, 0, (1, 2, 3), (), True, 0) for seq in seqs]
     free, bound = engine.runner.submit(plan).sample({1: [mask]})
     assert free.tokens == loaded.greedy([1, 2, 3], 1) != [40]
@@ -249,7 +252,7 @@ def test_stale_items_are_skipped_and_their_neighbours_are_not(loaded: Loaded) ->
     runner = loaded.engine().runner
     seqs = [Sequence(Request(i, [1, 2, 3], SamplingParams(temperature=0), 5)) for i in range(3)]
     for i, seq in enumerate(seqs):
-        seq.block_table = [i]
+        seq.groups[0].block_table = [i]
     pending = runner.submit([Scheduled(seq, 0, (1, 2, 3), (), True, 0) for seq in seqs])
     for seq in (seqs[0], seqs[2]):
         seq.epoch += 1
@@ -263,7 +266,7 @@ def test_a_failed_pass_is_a_runner_error_and_only_the_guilty_ends(loaded: Loaded
     found = tokens_of(outputs)
     assert all(found[r.id] == loaded.greedy(r.prompt_tokens, r.max_tokens) for r in good)
     bad = Sequence(Request(1, [VOCAB], SamplingParams(), 1))
-    bad.block_table = [0]
+    bad.groups[0].block_table = [0]
     with pytest.raises(RunnerError, match="IndexError"):
         loaded.engine().runner.submit([Scheduled(bad, 0, (VOCAB,), (), True, 0)]).sample({})
 

@@ -13,6 +13,7 @@ from octavo.bench.dummy_models import SHAPES
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
+from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import read_config
 from octavo.runtime.block_copies import HostBlockCopies
 from octavo.runtime.kv_storage import KVStorage
@@ -28,8 +29,8 @@ def shape_config() -> ModelConfig:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_blocks_come_back_bit_for_bit(dtype: torch.dtype) -> None:
-    storage = KVStorage(shape_config(), 5, 4, dtype, torch.device("cpu"))
-    bits = storage.pool.view(torch.uint8)
+    storage = KVStorage(shape_config().cache, kv_groups(shape_config().cache), [5], 4, dtype, torch.device("cpu"))
+    bits = storage.pools[0][0].view(torch.uint8)
     bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8))
     before = bits.clone()
     copies = HostBlockCopies(storage)

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
-from octavo.ops.attention import PagedRows
+from octavo.ops.attention import GroupRows, PagedRows
 from octavo.quant.scheme import WeightFormat
 from octavo.runtime import recorded_forward
-from octavo.runtime.forward_batch import ForwardBatch
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.recorded_forward import RecordedForward
 from tests.models.checkpoints import FolderSource, make_checkpoint
@@ -25,6 +26,10 @@ CPU = torch.device("cpu")
 BLOCK = 4
 
 
+Batch = tuple[Tensor, Tensor, PagedRows]
+"""Token ids, positions and rows of a step."""
+
+
 class Pair:
     """A model with two storages of the same content: one for each way of computing."""
 
@@ -33,17 +38,22 @@ class Pair:
         source = FolderSource(folder)
         config = read_config(source.config)
         self.model = load_model(config, source, WeightFormat(torch.float32, CPU)).model
-        self.storages = [KVStorage(config, 300, BLOCK, torch.float32, CPU) for _ in range(2)]
+        self.storages = [
+            KVStorage(config.cache, kv_groups(config.cache), [300], BLOCK, torch.float32, CPU) for _ in range(2)
+        ]
         for storage in self.storages:
-            storage.pool.copy_(torch.randn(storage.pool.shape, generator=torch.Generator().manual_seed(1)))
+            storage.pools[0][0].copy_(
+                torch.randn(storage.pools[0][0].shape, generator=torch.Generator().manual_seed(1))
+            )
         self.recorded = RecordedForward(self.model, self.storages[1].layers)
 
-    def compare(self, batch: ForwardBatch) -> None:
+    def compare(self, batch: Batch) -> None:
         with torch.inference_mode():
-            inputs = batch.token_ids_T, batch.positions_T, self.storages[0].layers, batch.rows
-            expected, found = self.model.forward(*inputs), self.recorded(batch)
+            token_ids_T, positions_T, rows = batch
+            expected = self.model.forward(token_ids_T, positions_T, self.storages[0].layers, rows)
+            found = self.recorded(*batch)
         assert torch.equal(found, expected)
-        assert torch.equal(*(storage.pool for storage in self.storages))
+        assert torch.equal(*(storage.pools[0][0] for storage in self.storages))
 
 
 @pytest.fixture
@@ -51,7 +61,7 @@ def pair(tmp_path: Path) -> Pair:
     return Pair(tmp_path)
 
 
-def mixed_batch(rows_and_lengths: list[tuple[int, int]], seed: int = 0) -> ForwardBatch:
+def mixed_batch(rows_and_lengths: list[tuple[int, int]], seed: int = 0) -> Batch:
     """Some rows for each of several contexts; ``lengths`` include them."""
     generator, S = torch.Generator().manual_seed(seed), len(rows_and_lengths)
     seq_lens = torch.tensor([length for _, length in rows_and_lengths], dtype=torch.int32)
@@ -62,11 +72,13 @@ def mixed_batch(rows_and_lengths: list[tuple[int, int]], seed: int = 0) -> Forwa
     positions = torch.cat([torch.arange(length - count, length) for count, length in rows_and_lengths])
     of_row = torch.repeat_interleave(torch.arange(S), torch.tensor(counts))
     slots = tables[of_row, positions // BLOCK] * BLOCK + positions % BLOCK
-    rows = PagedRows(slots, tables.int(), torch.tensor(first_rows, dtype=torch.int32), seq_lens, max(counts))
-    return ForwardBatch(torch.randint(97, (len(slots),), generator=generator), positions, rows, first_rows)
+    rows = PagedRows(
+        (GroupRows(slots, tables.int()),), torch.tensor(first_rows, dtype=torch.int32), seq_lens, max(counts)
+    )
+    return torch.randint(97, (len(slots),), generator=generator), positions, rows
 
 
-def decode_batch(lengths: list[int], seed: int = 0) -> ForwardBatch:
+def decode_batch(lengths: list[int], seed: int = 0) -> Batch:
     """One row for each of several contexts."""
     return mixed_batch([(1, length) for length in lengths], seed)
 
@@ -90,7 +102,7 @@ def test_sequences_of_several_rows_take_part(pair: Pair) -> None:
         batch = mixed_batch(parts, step)
         pair.compare(batch)
         last_R = batch.rows.cu_seqlens_q[1:].long() - 1
-        pair.compare(replace(batch, rows=replace(batch.rows, wanted_R=last_R)))
+        pair.compare(replace(batch, rows=replace(batch.rows, logits_indices_R=last_R)))
     assert sorted(pair.recorded._steps) == [(8, 32)]
 
 

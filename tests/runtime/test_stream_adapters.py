@@ -19,6 +19,7 @@ from octavo.engine.scheduler import Scheduler
 from octavo.errors import CheckpointError
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import Adapters, make_stacks
+from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
@@ -58,8 +59,8 @@ class Made:
         config, rows = read_config(source.config), StackedRows(PLACES, RANK)
         loaded = load_model(config, source, form, rows)
         assert make_stacks(loaded.maps, form) > 0
-        storage = KVStorage(config, 60, 8, torch.float32, form.device)
-        storage.pool.fill_(torch.nan)
+        storage = KVStorage(config.cache, kv_groups(config.cache), [60], 8, torch.float32, form.device)
+        storage.pools[0][0].fill_(torch.nan)
         limits, numbers = StepLimits(8, 32, max_blocks=16), dict[str, int]()
         own = Adapters(loaded.maps, rows, form)
         runner = stream_runner(loaded.model, storage, VOCAB_SIZE, limits, own, numbers, **settings)

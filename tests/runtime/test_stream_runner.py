@@ -18,11 +18,14 @@ import torch
 
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
+from octavo.engine.graph_choice import GraphChoice
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.step_encoder import NOT_NUMBERS
+from octavo.models.layer_cache import kv_groups
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.engine.graph_choice import GraphChoice
 from octavo.runtime.kv_storage import KVStorage
+from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StepLimits
 from octavo.steps.shapes import (
     Kind,
@@ -34,8 +37,6 @@ from octavo.steps.shapes import (
     next_shapes,
     padded_shape,
 )
-from octavo.engine.step_encoder import NOT_NUMBERS
-from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Request, Scheduled, Sequence, Status
 from tests.runtime.making import CPU, stream_runner
 from tests.runtime.test_model_runner import MIXED, VOCAB, Loaded, requests, run, tokens_of
@@ -61,8 +62,10 @@ def stream_engine(
     depth: int = 2,
     proposer: Any = None,
 ) -> Engine:
-    storage = KVStorage(loaded.config, num_blocks, block_size, torch.float32, CPU)
-    storage.pool.fill_(torch.nan)
+    storage = KVStorage(
+        loaded.config.cache, kv_groups(loaded.config.cache), [num_blocks], block_size, torch.float32, CPU
+    )
+    storage.pools[0][0].fill_(torch.nan)
     limits = StepLimits(max_num_seqs, max_num_batched_tokens, max_blocks=120 // block_size)
     runner = stream_runner(loaded.model, storage, VOCAB, limits)
     cache = KVCache(num_blocks, block_size)
@@ -295,7 +298,7 @@ def test_tokens_that_were_replaced_behind_the_devices_back_are_told(loaded: Load
     penalized, other = SamplingParams(temperature=0, repetition_penalty=2), SamplingParams(prompt_logprobs=0)
     seq = Sequence(Request(0, [1, 2, 3], penalized, 9))
     neighbour = Sequence(Request(1, [4, 5], other, 9))
-    seq.block_table, neighbour.block_table = [0, 1, 2], [3, 4]
+    seq.groups[0].block_table, neighbour.groups[0].block_table = [0, 1, 2], [3, 4]
     seq.status = neighbour.status = Status.RUNNING
 
     def step(*items: Scheduled) -> int:
@@ -418,7 +421,7 @@ def test_a_step_waits_for_one_capture_of_an_idle_device_and_not_for_all(loaded: 
     while len(captured) < 2 and captures.is_alive():
         time.sleep(0.001)
     seq = Sequence(requests(1, temperature=0)[0])
-    seq.status, seq.block_table = Status.RUNNING, [0, 1, 2]
+    seq.status, seq.groups[0].block_table = Status.RUNNING, [0, 1, 2]
     before, started = len(captured), time.monotonic()
     pending = runner.submit([Scheduled(seq, 0, tuple(seq.tokens), (), True, seq.epoch)])
     assert 2 <= len(captured) <= before + 3, f"it waited for {time.monotonic() - started:.2f} s"

@@ -32,7 +32,7 @@ class LongestPrefix(Policy):
     def _place_now(self, seq: Sequence) -> Order:
         arrival, number = seq.account
         cache = self.around.cache
-        num_cached = cache.match(seq).depth * cache.block_size
+        num_cached = cache.match(seq)[0].depth * cache.block_size
         return (arrival - num_cached / 1000 * self.ageing, number)
 
     def push(self, seq: Sequence) -> None:

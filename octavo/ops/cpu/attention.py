@@ -106,7 +106,7 @@ def compiling_beside(kv_dtype: torch.dtype) -> AbstractContextManager[None]:
     return beside(lambda: (attend_task(FORMATS[kv_dtype]), _driver()))
 
 
-def _check(qkv_TW: Tensor, heads: HeadLayout, cache: LayerCache, rows: PagedRows) -> None:
+def _check(qkv_TW: Tensor, heads: HeadLayout, cache: LayerCache, slot_mapping_T: Tensor) -> None:
     N, K, H = heads.num_heads, heads.num_kv_heads, heads.head_dim
     shape = cache.keys.shape
     if N % K or qkv_TW.shape[1] != (N + 2 * K) * H or shape[1] != K or shape[3] != H or cache.values.shape != shape:
@@ -116,8 +116,8 @@ def _check(qkv_TW: Tensor, heads: HeadLayout, cache: LayerCache, rows: PagedRows
         raise ValueError(f"attention: caches of {cache.keys.dtype} and {cache.values.dtype}")
     if not (cache.keys.is_contiguous() and cache.values.is_contiguous()):
         raise ValueError("attention: the caches must be contiguous")
-    if len(rows.slot_mapping_T) != len(qkv_TW):
-        raise ValueError(f"attention: {len(rows.slot_mapping_T)} slots for {len(qkv_TW)} rows")
+    if len(slot_mapping_T) != len(qkv_TW):
+        raise ValueError(f"attention: {len(slot_mapping_T)} slots for {len(qkv_TW)} rows")
 
 
 @attention.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
@@ -128,8 +128,8 @@ def attention_numba(
 
     Raises ``IndexError`` when lengths, slots or block numbers do not fit the tensors.
     """
-    rows = rows.of(cache)
-    _check(qkv_TW, heads, cache, rows)
+    slots, tables = rows.of(cache)
+    _check(qkv_TW, heads, cache, slots)
     N, K, H = heads.num_heads, heads.num_kv_heads, heads.head_dim
     qkv, T = qkv_TW.float().contiguous(), len(qkv_TW)
     R = 0
@@ -139,9 +139,9 @@ def attention_numba(
             raise ValueError(f"attention: cos and sin must be float32 [T, at most {H // 2}]")
         cos_TR, sin_TR = cos_TR.contiguous(), sin_TR.contiguous()
     norms = [None if norm is None else whole_vectors(norm.float()) for norm in (heads.q_norm_H, heads.k_norm_H)]
-    ints = rows.block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S
+    ints = tables, rows.cu_seqlens_q, rows.seq_lens_S
     tables, starts, lengths = (x.to(torch.int32).contiguous() for x in ints)
-    slots = rows.slot_mapping_T.contiguous()
+    slots = slots.contiguous()
     out_TW = torch.empty(T, N * H)
     number_format, num_blocks, block_size = FORMATS[cache.keys.dtype], cache.keys.shape[0], cache.keys.shape[2]
     arguments = np.empty(1, STEP)

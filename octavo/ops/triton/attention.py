@@ -29,15 +29,15 @@ def attention_triton(
     Where results may not depend on other rows, one kernel takes all rows: a token computed alone, and again in a chunk
     of its sequence after a preemption, must come out the same.
     """
-    rows = rows.of(cache)
     if rows.max_query_len == 1 and not is_invariant():
         return decode_attention(qkv_TW, heads, cos_TR, sin_TR, cache, rows)
-    q_TNH = rotate_store(qkv_TW, heads, cos_TR, sin_TR, cache.keys, cache.values, rows.slot_mapping_T)
+    slot_mapping_T, block_tables_SB = rows.of(cache)
+    q_TNH = rotate_store(qkv_TW, heads, cos_TR, sin_TR, cache.keys, cache.values, slot_mapping_T)
     out_TNH = torch.empty_like(q_TNH)
     has_single = len(rows.seq_lens_S) > 1 and not is_invariant()
     if has_single:
         attend_single_rows(q_TNH, heads, cache, rows, out_TNH)
-    lengths = rows.block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S
+    lengths = block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S
     if len(q_TNH) >= GLUON_ROWS and has_gluon(q_TNH.device) and not is_invariant():
         from octavo.ops.triton.hopper_prefill import hopper_prefill, suits
 

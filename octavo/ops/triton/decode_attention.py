@@ -47,7 +47,7 @@ def decode_attention(
 ) -> Tensor:
     """``ops.attention`` for steps in which row s is the one row of sequence s."""
     out_TW = qkv_TW.new_empty(qkv_TW.shape[0], heads.sizes[0])
-    run_decode_attention(qkv_TW, heads, Prologue(cos_TR, sin_TR, rows.slot_mapping_T), cache, rows, out_TW)
+    run_decode_attention(qkv_TW, heads, Prologue(cos_TR, sin_TR, rows.of(cache).slot_mapping_T), cache, rows, out_TW)
     return out_TW
 
 
@@ -70,11 +70,11 @@ def run_decode_attention(
 ) -> None:
     """Launch the kernel on projections, or on queries where there is no prologue. ``config`` overrides the table's."""
     S, K, H = len(rows.seq_lens_S), heads.num_kv_heads, heads.head_dim
-    keys, values = cache
+    keys, values, block_tables_SB = cache.keys, cache.values, rows.of(cache).block_tables_SB
     assert H <= MAX_HEAD_DIM, f"head_dim {H} is more than {MAX_HEAD_DIM}"
     assert S * K <= MAX_PAIRS, f"{S} sequences of {K} kv heads are more than {MAX_PAIRS} pairs"
     assert keys.stride() == values.stride(), "keys and values must be laid out alike"
-    assert 1 == keys.stride(3) == x_TW.stride(1) == out_TW.stride(1) == rows.block_tables_SB.stride(1)
+    assert 1 == keys.stride(3) == x_TW.stride(1) == out_TW.stride(1) == block_tables_SB.stride(1)
     if prologue and prologue.cos_TR is not None and prologue.sin_TR is not None:
         assert prologue.cos_TR.stride() == prologue.sin_TR.stride() == (prologue.cos_TR.stride(0), 1)
     if config is None:
@@ -89,7 +89,7 @@ def run_decode_attention(
         *((heads.q_norm_H, heads.k_norm_H) if prologue else (None, None)),
         keys,
         values,
-        rows.block_tables_SB,
+        block_tables_SB,
         rows.cu_seqlens_q,
         rows.seq_lens_S,
         heads.sinks_N,
@@ -103,7 +103,7 @@ def run_decode_attention(
         x_TW.stride(0),
         out_TW.stride(0),
         prologue.cos_TR.stride(0) if prologue and prologue.cos_TR is not None else 0,
-        rows.block_tables_SB.stride(0),
+        block_tables_SB.stride(0),
         keys.stride(0),
         HEAD_STRIDE=keys.stride(1),
         SLOT_STRIDE=keys.stride(2),

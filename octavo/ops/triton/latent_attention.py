@@ -53,18 +53,25 @@ def latent_attention_triton(
     """See ``ops.latent_attention``. Where results may not depend on other rows, one kernel takes all rows."""
     T, H, split = len(qk_TW), cache.keys.shape[3], 2 * cos_TR.shape[1]
     heads = HeadLayout(num_heads, 1, H, scale)
-    q_TNH = rotate_store(qk_TW, heads, cos_TR, sin_TR, cache.keys, None, rows.slot_mapping_T)
+    q_TNH = rotate_store(qk_TW, heads, cos_TR, sin_TR, cache.keys, None, rows.of(cache).slot_mapping_T)
     out_TNL = q_TNH.new_empty(T, num_heads, H - split)
     run = attend_single_rows if rows.max_query_len == 1 and not is_invariant() else attend_rows
-    run(q_TNH, split, cache.keys, rows, scale, out_TNL)
+    run(q_TNH, split, cache, rows, scale, out_TNL)
     return out_TNL
 
 
 def attend_single_rows(
-    q_TNH: Tensor, split: int, cache: Tensor, rows: PagedRows, scale: float, out_TNL: Tensor, splits: int | None = None
+    q_TNH: Tensor,
+    split: int,
+    cache: LayerCache,
+    rows: PagedRows,
+    scale: float,
+    out_TNL: Tensor,
+    splits: int | None = None,
 ) -> None:
     """Fill ``out`` where row s is the one row of sequence s. At most ``splits`` programs share a context."""
     S, (_, N, L) = len(rows.seq_lens_S), out_TNL.shape
+    keys, block_tables_SB = cache.keys, rows.of(cache).block_tables_SB
     config = _config(q_TNH, FEW_HEADS if N <= 16 else MANY_HEADS)
     tiles = triton.cdiv(N, config.rows)
     assert S * tiles <= MAX_PAIRS, f"{S} sequences of {tiles} tiles of heads are more than {MAX_PAIRS} pairs"
@@ -73,27 +80,28 @@ def attend_single_rows(
     # fmt: off
     launch(
         single_rows_kernel, (splits, tiles, S),
-        q_TNH, cache, out_TNL, rows.block_tables_SB, rows.seq_lens_S,
+        q_TNH, keys, out_TNL, block_tables_SB, rows.seq_lens_S,
         torch.empty(*shape, L, dtype=torch.float32, device=q_TNH.device),
         torch.empty(shape, dtype=torch.float32, device=q_TNH.device), counters(q_TNH.device, MAX_PAIRS),
-        scale * LOG2_E.value, rows.block_tables_SB.stride(0), cache.stride(0),
-        **_constants(q_TNH, split, cache, config), MIN_TILES=MIN_KEYS // config.keys, SPLITS=splits,
+        scale * LOG2_E.value, block_tables_SB.stride(0), keys.stride(0),
+        **_constants(q_TNH, split, keys, config), MIN_TILES=MIN_KEYS // config.keys, SPLITS=splits,
     )
     # fmt: on
 
 
-def attend_rows(q_TNH: Tensor, split: int, cache: Tensor, rows: PagedRows, scale: float, out_TNL: Tensor) -> None:
+def attend_rows(q_TNH: Tensor, split: int, cache: LayerCache, rows: PagedRows, scale: float, out_TNL: Tensor) -> None:
     """Fill ``out`` for any numbers of rows."""
     T, N, _ = q_TNH.shape
-    S, config = len(rows.seq_lens_S), _config(q_TNH, ROWS if cache.element_size() > 1 else MANY_HEADS)
+    keys, block_tables_SB = cache.keys, rows.of(cache).block_tables_SB
+    S, config = len(rows.seq_lens_S), _config(q_TNH, ROWS if keys.element_size() > 1 else MANY_HEADS)
     heads = min(triton.next_power_of_2(N), config.rows)
     programs = T // (config.rows // heads) + min(S, MAX_SPARE)
     # fmt: off
     launch(
         rows_kernel, (programs, triton.cdiv(N, heads)),
-        q_TNH, cache, out_TNL, rows.block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S,
-        scale * LOG2_E.value, S, rows.block_tables_SB.stride(0), cache.stride(0),
-        **_constants(q_TNH, split, cache, config), HEADS=heads, SEQUENCES=max(128, triton.next_power_of_2(S)),
+        q_TNH, keys, out_TNL, block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S,
+        scale * LOG2_E.value, S, block_tables_SB.stride(0), keys.stride(0),
+        **_constants(q_TNH, split, keys, config), HEADS=heads, SEQUENCES=max(128, triton.next_power_of_2(S)),
     )
     # fmt: on
 

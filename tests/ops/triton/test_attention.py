@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.apply_rope import apply_rope
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, WholeLayerCache, attention
+from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows, attention
 from octavo.ops.paged_attention import paged_attention
 from octavo.ops.rms_norm import rms_norm
 from octavo.ops.triton.attention import attention_triton
@@ -58,8 +59,8 @@ class Contexts:
         starts = torch.tensor([0, *counts, *[0] * pads]).cumsum(0).int()
         lens = torch.tensor([*(b if b > a else 0 for a, b in spans), *[0] * pads]).int()
         tables = torch.cat((self.tables, torch.zeros(pads, 8, dtype=torch.int32)))
-        parts = (torch.tensor([*slots, -1, -1]), tables, starts, lens)
-        rows = PagedRows(*(part.to(DEVICE) for part in parts), max(counts))
+        group = GroupRows(torch.tensor([*slots, -1, -1]).to(DEVICE), tables.to(DEVICE))
+        rows = PagedRows((group,), starts.to(DEVICE), lens.to(DEVICE), max(counts))
         out = run(qkv.to(DEVICE), heads, angles.cos().to(DEVICE), angles.sin().to(DEVICE), cache, rows)
         return list(out.split([*counts, 2]))[:-1]
 
@@ -82,23 +83,23 @@ def test_steps_are_those_of_the_reference(spans: list[tuple[int, int]]) -> None:
         expected = contexts.step(attention.reference, heads, expected_cache, step)
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
-    for a, b in zip(cache, expected_cache, strict=True):
+    for a, b in zip(cache[:2], expected_cache[:2], strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("run", [attention, attention.reference, attention_triton])
-def test_a_layer_of_the_other_pool_goes_by_its_own_tables(run: Callable[..., Tensor]) -> None:
+def test_a_layer_goes_by_the_tables_of_its_group(run: Callable[..., Tensor]) -> None:
     contexts, heads = Contexts([40, 70]), make_heads()
-    cache, expected_cache = WholeLayerCache(*contexts.cache()), contexts.cache()
+    cache, expected_cache = contexts.cache()._replace(group=1), contexts.cache()
 
-    def in_other_pool(*step: Any) -> Tensor:
+    def in_second_group(*step: Any) -> Tensor:
         *inputs, cache, rows = step
-        lengths = rows.cu_seqlens_q, rows.seq_lens_S, rows.max_query_len
-        return run(*inputs, cache, PagedRows(-rows.slot_mapping_T, -rows.block_tables_SB, *lengths, rows))
+        (slots, tables), *_ = rows.groups
+        return run(*inputs, cache, replace(rows, groups=(GroupRows(-slots, -tables), *rows.groups)))
 
     for spans in ([(0, 39), (0, 33)], [(39, 40), (33, 34)]):
         expected = contexts.step(attention.reference, heads, expected_cache, spans)
-        for a, b in zip(contexts.step(in_other_pool, heads, cache, spans), expected, strict=True):
+        for a, b in zip(contexts.step(in_second_group, heads, cache, spans), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
@@ -110,7 +111,7 @@ def attend_stored(
     assert heads.q_norm_H is not None
     q_TNH = rms_norm.reference(q_TNH, heads.q_norm_H, heads.norm_eps)
     q_TNH, _ = apply_rope.reference(q_TNH, k_TKH, cos_TR, sin_TR)
-    place = rows.block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S
+    place = rows.groups[0].block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S
     rule = heads.scale, heads.window, heads.softcap, heads.sinks_N
     out_TNH: Tensor = paged_attention.reference(q_TNH, *cache, *place, *rule)
     return out_TNH.flatten(1)
@@ -128,7 +129,7 @@ def test_steps_over_an_8_bit_cache() -> None:
         contexts.step(attention.reference, heads, expected_cache, spans)
         for a, b in zip(got, contexts.step(attend_stored, heads, cache, spans), strict=True):
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
-    for a, b in zip(cache, expected_cache, strict=True):
+    for a, b in zip(cache[:2], expected_cache[:2], strict=True):
         torch.testing.assert_close(a.float(), b, rtol=2**-3, atol=2**-9, equal_nan=True)
 
 

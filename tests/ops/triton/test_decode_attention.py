@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows
 from octavo.ops.triton.configs.decode_attention import DecodeConfig, config_for
 from octavo.ops.triton.decode_attention import Prologue, run_decode_attention
 
@@ -65,7 +65,7 @@ class Step:
         starts = torch.tensor([0, *(length > 0 for length in lengths)]).cumsum(0)
         lens = torch.tensor(lengths)
         slots, table_SB, starts, lens = (part.to(device) for part in (slots, table_SB, starts.int(), lens.int()))
-        self.rows = PagedRows(slots, table_SB, starts, lens, 1)
+        self.rows = PagedRows((GroupRows(slots, table_SB),), starts, lens, 1)
         self.lengths = lengths
 
     def turned(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,7 +86,7 @@ class Step:
 
     def context(self, s: int) -> tuple[Tensor, Tensor]:
         """What the cache holds of sequence s: two of float64 [length, K, H]."""
-        blocks = self.rows.block_tables_SB[s][: -(-self.lengths[s] // self.cache.keys.shape[2])].long()
+        blocks = self.rows.groups[0].block_tables_SB[s][: -(-self.lengths[s] // self.cache.keys.shape[2])].long()
         keys, values = (part.float().double()[blocks].transpose(1, 2).flatten(0, 1) for part in self.cache)
         return keys[: self.lengths[s]], values[: self.lengths[s]]
 
@@ -120,13 +120,13 @@ def assert_stored(step: Step, before: LayerCache) -> None:
     block_size = step.cache.keys.shape[2]
     rounding = ROUNDING[step.cache.keys.dtype]
     is_written = torch.zeros(step.cache.keys.shape[0], block_size, dtype=torch.bool)
-    for s, slot in enumerate(step.rows.slot_mapping_T.tolist()):
+    for s, slot in enumerate(step.rows.groups[0].slot_mapping_T.tolist()):
         if slot >= 0:
             is_written[slot // block_size, slot % block_size] = True
             for x_KH, cache in ((k_SKH[s], step.cache.keys), (v_SKH[s], step.cache.values)):
                 got = cache[slot // block_size, :, slot % block_size].float().double()
                 assert ((got - x_KH).abs() <= x_KH.abs() * rounding + 2**-9).all()
-    for now, then in zip(step.cache, before, strict=True):
+    for now, then in zip(step.cache[:2], before[:2], strict=True):
         same = now.view(torch.uint8) == then.view(torch.uint8)
         assert same.flatten(3).all(-1).transpose(1, 2)[~is_written.to(now.device)].all()
 
@@ -135,7 +135,7 @@ def run(step: Step, config: DecodeConfig = SMALL) -> Tensor:
     """The fused step, checked for what it stores; [S, N, H]."""
     before = LayerCache(step.cache.keys.clone(), step.cache.values.clone())
     out = torch.full((len(step.lengths), step.heads.sizes[0]), NAN, dtype=step.qkv.dtype, device=step.qkv.device)
-    prologue = Prologue(step.cos, step.sin, step.rows.slot_mapping_T)
+    prologue = Prologue(step.cos, step.sin, step.rows.groups[0].slot_mapping_T)
     run_decode_attention(step.qkv, step.heads, prologue, step.cache, step.rows, out, config)
     assert_stored(step, before)
     return out.view(len(step.lengths), step.heads.num_heads, -1)
@@ -187,11 +187,11 @@ def test_window(window: int, device: str) -> None:
     step = Step(EDGES, layout(window=window), device)
     for s, length in enumerate(step.lengths):  # blocks before the window may be anybody's
         outside = max(0, length - window) // 16
-        step.cache.keys[step.rows.block_tables_SB[s, :outside].long()] = NAN
-        step.cache.values[step.rows.block_tables_SB[s, :outside].long()] = NAN
-        step.rows.block_tables_SB[s, :outside] = 2**30
+        step.cache.keys[step.rows.groups[0].block_tables_SB[s, :outside].long()] = NAN
+        step.cache.values[step.rows.groups[0].block_tables_SB[s, :outside].long()] = NAN
+        step.rows.groups[0].block_tables_SB[s, :outside] = 2**30
     got = run(step)
-    step.rows.block_tables_SB[step.rows.block_tables_SB == 2**30] = 0
+    step.rows.groups[0].block_tables_SB[step.rows.groups[0].block_tables_SB == 2**30] = 0
     is_row = step.rows.seq_lens_S > 0
     assert_near(got[is_row], step.attended(step.turned()[0])[is_row], TOLERANCE[torch.float32])
 
@@ -215,7 +215,7 @@ def test_many_steps_leave_the_counters_clean(device: str) -> None:
 
 def test_negative_slot_stores_nothing(device: str) -> None:
     step = Step([20, 33], layout(), device)
-    step.rows.slot_mapping_T[0] = -1
+    step.rows.groups[0].slot_mapping_T[0] = -1
     with pytest.raises(AssertionError):  # nan: the key that the check would read was not stored
         check(step)
     assert step.context(0)[0][-1].isnan().all()
@@ -231,15 +231,13 @@ def test_single_rows_of_a_mixed_step(device: str) -> None:
     q_TNH = torch.full((int(starts[-1]) + 2, *q_SNH.shape[1:]), NAN, device=device)
     single = [s for s, count in enumerate(counts) if count == 1]
     q_TNH[starts[single]] = q_SNH[single].float()
-    rows = PagedRows(
-        step.rows.slot_mapping_T, step.rows.block_tables_SB, starts.int().to(device), step.rows.seq_lens_S, 3
-    )
+    rows = PagedRows(step.rows.groups, starts.int().to(device), step.rows.seq_lens_S, 3)
     out = torch.full_like(q_TNH, NAN)
-    before = [part.clone() for part in step.cache]
+    before = [part.clone() for part in step.cache[:2]]
     run_decode_attention(q_TNH.flatten(1), step.heads, None, step.cache, rows, out.flatten(1), SMALL)
     assert_near(out[starts[single]], step.attended(q_SNH)[single], TOLERANCE[torch.float32])
     assert out.isnan().flatten(1).all(1).sum() == len(out) - len(single)
-    assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(step.cache, before, strict=True))
+    assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(step.cache[:2], before[:2], strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -247,12 +245,11 @@ def test_a_row_is_the_same_in_any_batch(dtype: torch.dtype, device: str) -> None
     step = Step([300, 1, 700, 64], layout(), device, dtype)
     together = run(step, SMALL)
     rows, row = step.rows, slice(2, 3)
-    alone = PagedRows(
-        rows.slot_mapping_T[row], rows.block_tables_SB[row], rows.cu_seqlens_q[:2], rows.seq_lens_S[row], 1
-    )
+    slots, tables = rows.groups[0]
+    alone = PagedRows((GroupRows(slots[row], tables[row]),), rows.cu_seqlens_q[:2], rows.seq_lens_S[row], 1)
     assert step.cos is not None
     assert step.sin is not None
-    prologue = Prologue(step.cos[row], step.sin[row], alone.slot_mapping_T)
+    prologue = Prologue(step.cos[row], step.sin[row], alone.groups[0].slot_mapping_T)
     out = torch.full_like(together[row].flatten(1), NAN)
     run_decode_attention(step.qkv[row], step.heads, prologue, step.cache, alone, out, SMALL)
     assert torch.equal(out, together[row].flatten(1))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import latent_attention as dispatched
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention import GroupRows, LayerCache, PagedRows
 from octavo.ops.latent_attention import join_heads
 from octavo.ops.triton import latent_attention as module
 from octavo.ops.triton.latent_attention import attend_single_rows, latent_attention_triton
@@ -66,9 +66,8 @@ class Step:
         self.cache = cache.to(device, cache_dtype or dtype)
         starts = torch.tensor([0, *query_lens]).cumsum(0).int()
         where = torch.tensor([*slots, *[-1] * pads])
-        self.rows = PagedRows(
-            *(x.to(device) for x in (where, tables, starts, torch.tensor(seq_lens).int())), max(query_lens)
-        )
+        where, tables, starts, lens = (x.to(device) for x in (where, tables, starts, torch.tensor(seq_lens).int()))
+        self.rows = PagedRows((GroupRows(where, tables),), starts, lens, max(query_lens))
 
     @property
     def scale(self) -> float:
@@ -79,7 +78,7 @@ class Step:
         before = self.cache.clone()
         cache = LayerCache(self.cache, self.cache)
         out = run(self.qk, self.N, self.angles.cos(), self.angles.sin(), cache, self.rows, self.scale)
-        is_row = self.rows.slot_mapping_T >= 0
+        is_row = self.rows.groups[0].slot_mapping_T >= 0
         by_slot, old = (part.float().transpose(1, 2).flatten(0, 1) for part in (self.cache, before))
         turned = self.turned()[is_row, self.N]
         stored = by_slot[self.slots][:, 0].double()
@@ -98,10 +97,10 @@ class Step:
 
     def expected(self) -> Tensor:
         """float64 [rows, N, L], with keys as the cache holds them; after ``run``."""
-        q_TNH, rows = self.turned()[self.rows.slot_mapping_T >= 0, : self.N].to(self.qk.dtype).double(), []
+        q_TNH, rows = self.turned()[self.rows.groups[0].slot_mapping_T >= 0, : self.N].to(self.qk.dtype).double(), []
         at = 0
         for s, (q_len, seq_len) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
-            blocks = self.rows.block_tables_SB[s][: -(-seq_len // self.cache.shape[2])].long()
+            blocks = self.rows.groups[0].block_tables_SB[s][: -(-seq_len // self.cache.shape[2])].long()
             keys = self.cache.float().double()[blocks, 0].flatten(0, 1)
             for i in range(q_len):
                 seen = keys[: seq_len - q_len + i + 1]
@@ -157,7 +156,7 @@ def test_any_number_of_splits_gives_the_same(splits: int, device: str, monkeypat
     q = step.turned()[:, : step.N].float().contiguous()
     for _ in range(2):
         out = torch.full((3, step.N, step.L), NAN, device=device)
-        attend_single_rows(q, 2 * step.R, step.cache, step.rows, step.scale, out, splits)
+        attend_single_rows(q, 2 * step.R, LayerCache(step.cache, step.cache), step.rows, step.scale, out, splits)
         torch.testing.assert_close(out.double(), step.expected(), rtol=3e-6, atol=3e-6)
 
 
@@ -166,10 +165,9 @@ def test_rows_are_the_same_in_any_step_where_asked_for(device: str) -> None:
     with invariant():
         expected = whole.run()
         last = Step([1], [40], device)
-        last.cache, last.rows = whole.cache, PagedRows(
-            whole.rows.slot_mapping_T[39:40], whole.rows.block_tables_SB, last.rows.cu_seqlens_q,
-            last.rows.seq_lens_S, 1,
-        )  # fmt: skip
+        slots, tables = whole.rows.groups[0]
+        group = GroupRows(slots[39:40], tables)
+        last.cache, last.rows = whole.cache, PagedRows((group,), last.rows.cu_seqlens_q, last.rows.seq_lens_S, 1)
         last.qk, last.angles, last.slots = whole.qk[39:40], whole.angles[39:40], whole.slots[39:]
         assert torch.equal(last.run(), expected[39:])
 
@@ -177,7 +175,8 @@ def test_rows_are_the_same_in_any_step_where_asked_for(device: str) -> None:
 def test_the_reference_does_the_same() -> None:
     for lens in (([1, 1], [40, 3]), RAGGED):
         step = Step(*lens, "cpu")
-        step.rows.block_tables_SB[step.rows.block_tables_SB == 2**30] = 0  # it looks behind a table's end
+        tables = step.rows.groups[0].block_tables_SB
+        tables[tables == 2**30] = 0  # it looks behind a table's end
         found, wanted = step.run(dispatched.reference).double(), step.expected()
         torch.testing.assert_close(found, wanted, rtol=3e-6, atol=3e-6)
 
