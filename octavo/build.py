@@ -88,20 +88,13 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         kinds = kv_dtype, form.dtype, device.type
         limits, budget = memory.settle(config, model_config, *kinds, weights=loaded.num_bytes, free=free)
         storage = _storage(model_config, limits, kv_dtype, device)
-        executor = make_executor(
-            config.model, loaded.model, storage, model_config.vocab_size, limits, pooling, adapters
-        )
+        vocab_size = model_config.vocab_size
+        executor = make_executor(config.model, loaded.model, storage, vocab_size, limits, pooling, adapters)
         numbers = None if adapters is None else dict[str, int]()
-        runner, warm_up = make_runner(
-            config.model, executor, storage.num_groups, model_config.vocab_size, limits, numbers
-        )
+        runner, warm_up = make_runner(config.model, executor, storage.num_groups, vocab_size, limits, numbers)
         phases.done("memory")
         warm_up()
         phases.done("kernels and graphs")
-    lora = None if numbers is None else LoadedAdapters(runner, numbers, config.model.max_loras)
-    if lora is not None:
-        for name, folder in parse_lora_modules(config.model.lora_modules).items():
-            lora.load(name, folder)
     info = EngineInfo(
         max_model_len=limits.max_model_len,
         vocab_size=model_config.vocab_size,
@@ -123,17 +116,32 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
     scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else loaded.num_bytes)
-    blocks = BlockMessages(runner, storage.bytes_per_block)
-    if config.cache.enable_partial_reuse:
-        scheduler.cache.copy_slots = blocks.copy_slots
     forms = f"{form.dtype} {form.scheme} {info.kernels}"
-    if (offload := make_offload(config.cache, storage, blocks, path, forms)) is not None:
-        scheduler.cache.use_offload(offload)
+    _connect_blocks(scheduler.cache, config.cache, runner, storage, path, forms)
+    lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
     ngram = parse_speculative_config(config.speculative.speculative_config)
     proposer = None if ngram is None else NgramProposer(ngram)
     depth = DEPTH[device.type] if config.scheduler.async_scheduling and ngram is None else 1
     timed = logged(runner, config.scheduler.step_log)
     return Engine(scheduler, timed, grammars=grammars, proposer=proposer, adapters=lora, depth=depth), info
+
+
+def _load_adapters(settings: ModelSettings, runner: StepRunner, numbers: dict[str, int]) -> LoadedAdapters:
+    adapters = LoadedAdapters(runner, numbers, settings.max_loras)
+    for name, folder in parse_lora_modules(settings.lora_modules).items():
+        adapters.load(name, folder)
+    return adapters
+
+
+def _connect_blocks(
+    cache: KVCache, settings: CacheSettings, runner: StepRunner, storage: KVStorage, model: Path, forms: str
+) -> None:
+    """Let the cache copy blocks, and keep the contents of evicted ones, as the settings ask."""
+    blocks = BlockMessages(runner, storage.bytes_per_block)
+    if settings.enable_partial_reuse:
+        cache.copy_slots = blocks.copy_slots
+    if (offload := make_offload(settings, storage, blocks, model, forms)) is not None:
+        cache.use_offload(offload)
 
 
 def _storage(model: ModelConfig, limits: memory.Limits, dtype: torch.dtype, device: torch.device) -> KVStorage:

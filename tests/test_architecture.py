@@ -15,7 +15,7 @@ LEVELS: list[set[str]] = [
     {"errors", "child_worker", "collector", "kernel_compiler"},
     {"setting", "speculative_config"},
     {"sampling_params", "config", "child_process"},
-    {"types"},
+    {"steps", "types"},
     {"telemetry", "weights", "grammar"},
     {"ops"},
     {"text", "cache", "quant"},
@@ -33,7 +33,7 @@ LEVELS: list[set[str]] = [
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 
 TORCH_FREE = {
-    *("errors", "kernel_compiler", "setting", "speculative_config", "sampling_params", "config", "types"),
+    *("errors", "kernel_compiler", "setting", "speculative_config", "sampling_params", "config", "types", "steps"),
     *("telemetry", "text", "cache", "engine", "grammar"),
 }
 TORCH_FREE_FILES = {"weights/gguf.py", "weights/blocks.py", "weights/hub.py", "weights/default_model.py"}

@@ -65,6 +65,11 @@ class StepEncoder:
         self.adapters = adapters
         self.always_looks_for_adapters = always_looks_for_adapters
 
+    @property
+    def max_len(self) -> int:
+        """Positions of the longest sequence."""
+        return self.batch.tables[0].tables_CB.shape[1] * self.block_size
+
     def waits_for_host(self, plan: Plan, of_seq: Indices) -> bool:
         """Whether the step takes more than its arrays: masks, drafts, vectors, log-probabilities of prompts.
 

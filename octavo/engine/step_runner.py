@@ -136,11 +136,13 @@ def compute_padding(runner: StepRunner) -> None:
 
     They write to block 0, whose content nothing reads before it is written again. Raises ``RunnerError``.
     """
-    seq = Sequence(Request(0, [0] * WARM_UP_TOKENS, SamplingParams(), max_tokens=1))
-    seq.groups = [GroupBlocks([0] * WARM_UP_TOKENS) for _ in runner.encoder.batch.tables]
-    last = WARM_UP_TOKENS - 1
-    for start, tokens in ((0, (0,) * last), (last, (0,))):
-        runner.submit([Scheduled(seq, start, tokens, (), True, seq.epoch)]).sample({})
+    encoder = runner.encoder
+    count = min(WARM_UP_TOKENS, encoder.max_len)
+    seq = Sequence(Request(0, [0] * count, SamplingParams(), max_tokens=1))
+    seq.groups = [GroupBlocks([0] * -(-count // encoder.block_size)) for _ in encoder.batch.tables]
+    for start, tokens in ((0, (0,) * (count - 1)), (count - 1, (0,))):
+        if tokens:
+            runner.submit([Scheduled(seq, start, tokens, (), True, seq.epoch)]).sample({})
 
 
 class BlockMessages:

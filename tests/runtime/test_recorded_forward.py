@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -26,8 +27,12 @@ CPU = torch.device("cpu")
 BLOCK = 4
 
 
-Batch = tuple[Tensor, Tensor, PagedRows]
-"""Token ids, positions and rows of a step."""
+class Batch(NamedTuple):
+    """What a forward pass takes."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    rows: PagedRows
 
 
 class Pair:
@@ -75,7 +80,7 @@ def mixed_batch(rows_and_lengths: list[tuple[int, int]], seed: int = 0) -> Batch
     rows = PagedRows(
         (GroupRows(slots, tables.int()),), torch.tensor(first_rows, dtype=torch.int32), seq_lens, max(counts)
     )
-    return torch.randint(97, (len(slots),), generator=generator), positions, rows
+    return Batch(torch.randint(97, (len(slots),), generator=generator), positions, rows)
 
 
 def decode_batch(lengths: list[int], seed: int = 0) -> Batch:
@@ -102,7 +107,7 @@ def test_sequences_of_several_rows_take_part(pair: Pair) -> None:
         batch = mixed_batch(parts, step)
         pair.compare(batch)
         last_R = batch.rows.cu_seqlens_q[1:].long() - 1
-        pair.compare(replace(batch, rows=replace(batch.rows, logits_indices_R=last_R)))
+        pair.compare(batch._replace(rows=replace(batch.rows, logits_indices_R=last_R)))
     assert sorted(pair.recorded._steps) == [(8, 32)]
 
 
@@ -132,5 +137,5 @@ def test_a_step_that_fails_leaves_the_recording_usable(pair: Pair) -> None:
     bad = decode_batch([5])
     bad.token_ids_T[0] = 97
     with torch.inference_mode(), pytest.raises(IndexError, match="from 0 to 96"):
-        pair.recorded(bad)
+        pair.recorded(*bad)
     pair.compare(decode_batch([7], 3))
