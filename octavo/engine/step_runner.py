@@ -81,12 +81,17 @@ class StepRunner:
         """The results of a plan, which must be the oldest one; see ``PendingStep.sample``."""
         try:
             if not pending.is_sent:
-                assert self._waiting.popleft() is pending, "results are asked for out of order"
+                self._take_from_waiting(pending)
                 self._send_step(pending, masks)
             self._send_those_behind()
             return self._results(pending)
         finally:
             self._last_finish = time.monotonic()
+            self._num_unfinished -= 1
+
+    def _take_from_waiting(self, pending: PendingStep) -> None:
+        """Remove the oldest step that was asked for; older ones, of which no result was asked for, are dropped."""
+        while self._waiting.popleft() is not pending:
             self._num_unfinished -= 1
 
     def _send_those_behind(self) -> None:
