@@ -83,7 +83,7 @@ def make_case(
         seen_from = max(0, length - queries[s] - window + 1) if window else 0
         past, now = places[seen_from : length - queries[s]], places[length - queries[s] :]
         slots.append(now)
-        for part in cache:
+        for part in cache[:2]:
             part[past // block_size, :, past % block_size] = torch.randn(len(past), K, H).to(dtype)
     angles = None if rotated is None else torch.randn(T, rotated) * 9
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
@@ -117,7 +117,7 @@ def exact(case: Case) -> Tensor:
     for s, length in enumerate(case.rows.seq_lens_S.tolist()):
         positions = torch.arange(length)
         blocks = case.rows.groups[0].block_tables_SB[s].long()[positions // block_size]
-        found = [part[blocks, :, positions % block_size] for part in case.cache]
+        found = [part[blocks, :, positions % block_size] for part in case.cache[:2]]
         keys, values = (x.double().repeat_interleave(N // K, 1) for x in found)
         begin, end = case.rows.cu_seqlens_q[s : s + 2].tolist()
         for t in range(begin, end):
