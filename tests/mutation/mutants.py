@@ -117,9 +117,9 @@ MUTANTS = [
     ),
     Mutant("cache/group_cache.py", "elif child.block != own:", "elif False:"),
     Mutant(
-        "cache/kv_cache.py",
-        "count > group.num_free + group.num_cached:",
-        "count > group.num_free + group.num_cached + 1:",
+        "cache/group_cache.py",
+        "return num_missing <= len(self.pool.free_blocks) + len(self.tree.idle)",
+        "return num_missing <= len(self.pool.free_blocks) + len(self.tree.idle) + 1",
     ),
     Mutant(
         "cache/group_cache.py",
