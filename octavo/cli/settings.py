@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from octavo.config import SECRETS, EngineConfig, ServeConfig, settings
+from octavo.config import EngineConfig, ServeConfig, settings
 from octavo.errors import ConfigError
-from octavo.setting import Setting
+from octavo.setting import SECRETS, Setting
 
 PREFIX = "OCTAVO_"
 OTHER_VARIABLES = frozenset({"OCTAVO_CACHE_DIR"})

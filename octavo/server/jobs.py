@@ -36,7 +36,8 @@ class Jobs:
         task.add_done_callback(lambda _: self._end(id, task))
 
     def _end(self, id: str, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(id, None)
+        if self._tasks.get(id) is task:
+            del self._tasks[id]
         if not task.cancelled() and task.exception() is not None:
             logger.error("%s failed", id, exc_info=task.exception())
 

@@ -9,11 +9,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.config import SECRETS, to_flat
+from octavo.config import to_flat
 from octavo.errors import Unavailable
 from octavo.server.front import Front, front_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
+from octavo.setting import SECRETS
 from octavo.telemetry.metrics import CONTENT_TYPE
 
 

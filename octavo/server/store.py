@@ -111,7 +111,7 @@ class Store:
     async def _do(self, work: Callable[[], T]) -> T:
         try:
             result = await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except sqlite3.DatabaseError as error:
+        except sqlite3.OperationalError as error:  # what may pass; a damaged database raises DatabaseError
             if str(error) != self._problem:
                 self._problem = str(error)
                 logger.error("the database of responses, files and batches: %s", error)

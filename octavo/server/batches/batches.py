@@ -167,11 +167,12 @@ class Batches:
             logger.exception("%s failed", batch["id"])
             problem = {"code": "internal_error", "message": UnexpectedError().message, "line": None, "param": None}
         batch["errors"] = {"object": "list", "data": [problem]}
+        _mark(batch, "failed")
         await self._end(batch, owner, "failed", {}, [])
 
     async def _answer_lines(self, batch: Batch, owner: str) -> None:
         content = await patiently(lambda: self._front.store.get(CONTENT, batch["input_file_id"], owner))
-        lines = read_lines(content or b"", batch["endpoint"])
+        lines = await asyncio.to_thread(read_lines, content or b"", batch["endpoint"])
         kept = await self._outcomes(batch, owner)
         done = {outcome.custom_id for _, outcome in kept}
         counts = batch["request_counts"]
@@ -199,16 +200,17 @@ class Batches:
     async def _outcomes(self, batch: Batch, owner: str) -> list[tuple[Row, Outcome]]:
         kind = _lines_kind(batch)
         rows = await patiently(lambda: self._front.store.list(kind, owner))
-        return list(decoded(kind, rows, Outcome))
+        return await asyncio.to_thread(lambda: list(decoded(kind, rows, Outcome)))
 
     async def _finish(self, batch: Batch, owner: str, status: str) -> None:
         """Write the files of results, and say that it is done."""
-        results = {"output": b"", "error": b""}
+        results: dict[str, list[bytes]] = {"output": [], "error": []}
         for row, outcome in sorted(await self._outcomes(batch, owner), key=lambda pair: pair[0].value):
-            results["output" if outcome.response["status_code"] == 200 else "error"] += row.value + b"\n"
+            results["output" if outcome.response["status_code"] == 200 else "error"].append(row.value + b"\n")
         names, items = {}, []
-        for kind, content in results.items():
-            if content:
+        for kind, lines in results.items():
+            if lines:
+                content = b"".join(lines)
                 file = new_file(f"{batch['id']}_{kind}.jsonl", content, "batch_output")
                 names[f"{kind}_file_id"] = file.id
                 items += items_of(file, content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -175,6 +176,22 @@ def test_what_a_job_does_not_foresee_ends_the_batch(serve_app: Any, monkeypatch:
     assert done.failed_at
     assert done.errors.data[0].code == "internal_error"
     assert "secret" not in done.errors.data[0].message
+
+
+def test_a_damaged_database_ends_the_batch(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = InProcessEngine(max_num_seqs=4, runs=False)
+    served = serve_app(engine)
+    batch = begin_and_do_two(served, engine)
+
+    def damaged(*args: Any) -> Any:
+        raise sqlite3.DatabaseError("database disk image is malformed")
+
+    monkeypatch.setattr(served.app.state.front.store, "_put_all", damaged)
+    engine.runs = True
+    served.call(engine._schedule)
+    done = until_done(served, batch.id)
+    assert done.status == "failed"
+    assert done.errors.data[0].code == "internal_error"
 
 
 def test_a_batch_waits_while_the_disk_is_full(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
