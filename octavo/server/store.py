@@ -117,7 +117,7 @@ class Store:
                 logger.error("the database of responses, files and batches: %s", error)
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
                 raise StorageFull(
-                    "The disk that the server keeps this on is full.", retry_after=RETRY_SECONDS
+                    "The disk of the state folder is full; try again when there is room.", retry_after=RETRY_SECONDS
                 ) from None
             message = "The server cannot keep or look up anything now."
             raise StorageUnavailable(message, retry_after=RETRY_SECONDS) from None
