@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLTokenizer
 
-from octavo.grammar.matchers import Mask, compile_matcher, fill_mask, make_tokenizer, new_mask, normalised
+from octavo.grammar.matchers import SECONDS_PER_TOKEN, Mask, compile_matcher, fill_mask, make_tokenizer, new_mask, normalised
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.types import Masks, Plan, Request
 
@@ -24,8 +24,7 @@ MAX_KEPT_BYTES = 1 << 20
 """Grammars are kept for further requests while their texts are no longer than this together."""
 NICENESS = 10
 FREE_SECONDS = 0.5
-SECONDS_PER_TOKEN = 0.005
-"""Processor time that the masks of one text may take; whoever needs more would slow down everybody else."""
+"""Processor time of a text beside ``SECONDS_PER_TOKEN``."""
 TOO_SLOW = "computing what the grammar allows takes too long"
 
 

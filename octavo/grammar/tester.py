@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import random
 import time
 
+import numpy as np
+from llguidance import LLMatcher
+
 from octavo.child_worker import FAILED, LATE, REFUSED, RENDERED, Answer, described
-from octavo.grammar.matchers import GrammarError, compile_matcher, make_tokenizer, normalised
+from octavo.grammar.matchers import (
+    SECONDS_PER_TOKEN,
+    GrammarError,
+    Mask,
+    check,
+    compile_matcher,
+    fill_mask,
+    make_tokenizer,
+    new_mask,
+    normalised,
+)
 from octavo.grammar.vocabulary import Vocabulary
 
 MAX_COMPILE_SECONDS = 0.25
 """Of the processor: the engine's process will need as long, beside its steps."""
+NUM_WALKS = 4
+MAX_WALK_TOKENS = 16
+FREE_WALK_SECONDS = 0.1
+"""Processor time for what is made once, on the way. Beside it a token may take half of what it may in the engine."""
 
 
 class Tester:
@@ -17,15 +35,20 @@ class Tester:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._tokenizer = make_tokenizer(vocabulary)
+        self._eos_ids = frozenset(vocabulary.eos_ids)
 
     def serve(self, text: str) -> Answer:
         """The normalised grammar, or what is wrong with it."""
         try:
             grammar = normalised(text)
             started = time.process_time()
-            compile_matcher(grammar, self._tokenizer)
+            matcher = compile_matcher(grammar, self._tokenizer)
             if time.process_time() - started > MAX_COMPILE_SECONDS:
                 return LATE, "cannot be used: compiling it takes too long"
+            started = time.process_time()
+            num_tokens = sum(self._walk(matcher.deep_copy(), random.Random(seed)) for seed in range(NUM_WALKS))
+            if time.process_time() - started > FREE_WALK_SECONDS + num_tokens * SECONDS_PER_TOKEN / 2:
+                return LATE, "cannot be used: computing what it allows takes too long"
         except GrammarError as error:
             return REFUSED, str(error)
         except MemoryError:
@@ -33,3 +56,28 @@ class Tester:
         except Exception as error:  # whatever the library raises
             return FAILED, described(error)
         return RENDERED, grammar
+
+    def _walk(self, matcher: LLMatcher, rng: random.Random) -> int:
+        """Write a few random tokens, whose number is returned. Raises ``GrammarError`` where a limit is met.
+
+        A matcher is built lazily: many limits are met only behind the first token.
+        """
+        mask = new_mask(self._tokenizer)
+        for num_tokens in range(MAX_WALK_TOKENS):
+            fill_mask(matcher, mask)
+            check(matcher)
+            token = _any_of(mask, rng)
+            if token is None or token in self._eos_ids:
+                return num_tokens
+            matcher.consume_token(token)
+            check(matcher)
+        return MAX_WALK_TOKENS
+
+
+def _any_of(mask: Mask, rng: random.Random) -> int | None:
+    """A token that ``mask`` allows, by choosing a byte and a bit of it; ``None`` when there is none."""
+    found = np.flatnonzero(mask)
+    if not len(found):
+        return None
+    byte = int(found[rng.randrange(len(found))])
+    return 8 * byte + rng.choice([bit for bit in range(8) if mask[byte] >> bit & 1])
