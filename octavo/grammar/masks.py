@@ -14,7 +14,15 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLTokenizer
 
-from octavo.grammar.matchers import SECONDS_PER_TOKEN, Mask, compile_matcher, fill_mask, make_tokenizer, new_mask, normalised
+from octavo.grammar.matchers import (
+    SECONDS_PER_TOKEN,
+    Mask,
+    compile_matcher,
+    fill_mask,
+    make_tokenizer,
+    new_mask,
+    normalised,
+)
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.types import Masks, Plan, Request
 
