@@ -33,7 +33,7 @@ def _read(names: frozenset[str]) -> Format:
 
 def _read_calls(reader: Reader) -> Steps[list[Call] | None]:
     """Calls up to the end of the message, or up to the mark of the next ones."""
-    calls = []
+    calls: list[Call] = []
     while True:
         yield from reader.blanks()
         text = yield from reader.json()
