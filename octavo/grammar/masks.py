@@ -19,6 +19,7 @@ from octavo.grammar.matchers import (
     Mask,
     compile_matcher,
     fill_mask,
+    first_line,
     make_tokenizer,
     new_mask,
     normalised,
@@ -181,7 +182,7 @@ class MatcherMasks:
     def _check(self, task: Task) -> None:
         progress = task.progress
         if progress.matcher.is_error():
-            progress.error = progress.matcher.get_error()
+            progress.error = first_line(progress.matcher.get_error())
         elif progress.seconds > FREE_SECONDS + SECONDS_PER_TOKEN * progress.num_tokens:
             progress.error = TOO_SLOW
         if progress.error is not None:

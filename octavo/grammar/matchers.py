@@ -89,7 +89,7 @@ def _normalised_part(part: Part) -> Part:
         try:
             part["lark_grammar"] = any_to_lark(part.pop("gbnf"))
         except Exception as error:  # the library raises several kinds, the bare class among them
-            raise GrammarError(f"is not a grammar: {_first_line(str(error))}") from None
+            raise GrammarError(f"is not a grammar: {first_line(str(error))}") from None
     return part
 
 
@@ -122,7 +122,7 @@ def fill_mask(matcher: LLMatcher, mask: Mask) -> None:
 
 def describe(error: str) -> str:
     """llguidance's error as a sentence that follows the name of a field."""
-    reason = re.sub(r"^(at )?\d+\(\d+\): ", "", _first_line(error)).removeprefix("failed to compile JSON schema: ")
+    reason = re.sub(r"^(at )?\d+\(\d+\): ", "", first_line(error)).removeprefix("failed to compile JSON schema: ")
     if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
         names = found[1].replace('"', "'")
         return f"uses {names}, which is not supported"
@@ -131,5 +131,6 @@ def describe(error: str) -> str:
     return f"cannot be used: {reason}"
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
+    """What llguidance says of an error, without the state behind it."""
     return text.partition("\n")[0][:300]

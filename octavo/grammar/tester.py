@@ -24,8 +24,8 @@ from octavo.grammar.vocabulary import Vocabulary
 
 MAX_COMPILE_SECONDS = 0.25
 """Of the processor: the engine's process will need as long, beside its steps."""
-NUM_WALKS = 4
-MAX_WALK_TOKENS = 16
+WALKS = (16, 16, 16, 128)
+"""Tokens of the texts that a trial writes, if they do not end before."""
 FREE_WALK_SECONDS = 0.1
 """Processor time for what is made once, on the way. Beside it a token may take half of what it may in the engine."""
 
@@ -45,9 +45,7 @@ class Tester:
             matcher = compile_matcher(grammar, self._tokenizer)
             if time.process_time() - started > MAX_COMPILE_SECONDS:
                 return LATE, "cannot be used: compiling it takes too long"
-            started = time.process_time()
-            num_tokens = sum(self._walk(matcher.deep_copy(), random.Random(seed)) for seed in range(NUM_WALKS))
-            if time.process_time() - started > FREE_WALK_SECONDS + num_tokens * SECONDS_PER_TOKEN / 2:
+            if not self._can_be_written(matcher):
                 return LATE, "cannot be used: computing what it allows takes too long"
         except GrammarError as error:
             return REFUSED, str(error)
@@ -57,21 +55,27 @@ class Tester:
             return FAILED, described(error)
         return RENDERED, grammar
 
-    def _walk(self, matcher: LLMatcher, rng: random.Random) -> int:
-        """Write a few random tokens, whose number is returned. Raises ``GrammarError`` where a limit is met.
+    def _can_be_written(self, start: LLMatcher) -> bool:
+        """Write a few random texts, and say whether that is fast enough. Raises ``GrammarError`` where a limit is met.
 
         A matcher is built lazily: many limits are met only behind the first token.
         """
         mask = new_mask(self._tokenizer)
-        for num_tokens in range(MAX_WALK_TOKENS):
-            fill_mask(matcher, mask)
-            check(matcher)
-            token = _any_of(mask, rng)
-            if token is None or token in self._eos_ids:
-                return num_tokens
-            matcher.consume_token(token)
-            check(matcher)
-        return MAX_WALK_TOKENS
+        deadline = time.process_time() + FREE_WALK_SECONDS
+        for seed, length in enumerate(WALKS):
+            matcher, rng = start.deep_copy(), random.Random(seed)
+            for _ in range(length):
+                fill_mask(matcher, mask)
+                check(matcher)
+                token = _any_of(mask, rng)
+                if token is None or token in self._eos_ids:
+                    break
+                matcher.consume_token(token)
+                check(matcher)
+                deadline += SECONDS_PER_TOKEN / 2
+                if time.process_time() > deadline:
+                    return False
+        return True
 
 
 def _any_of(mask: Mask, rng: random.Random) -> int | None:
