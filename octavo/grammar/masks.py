@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from llguidance import LLMatcher, LLTokenizer
 
 from octavo.grammar.matchers import (
+    FREE_SECONDS,
     SECONDS_PER_TOKEN,
     Mask,
     compile_matcher,
@@ -32,8 +33,6 @@ logger = logging.getLogger(__name__)
 MAX_KEPT_BYTES = 1 << 20
 """Grammars are kept for further requests while their texts are no longer than this together."""
 NICENESS = 10
-FREE_SECONDS = 0.5
-"""Processor time of a text beside ``SECONDS_PER_TOKEN``."""
 TOO_SLOW = "computing what the grammar allows takes too long"
 
 

@@ -28,8 +28,10 @@ LIMITS = LLParserLimits(
 )
 """A step of the lexer takes under 10 ms on one core, and its states, of up to 2 kB, under 100 MB. A row of the parser
 takes up to 5 ms."""
+FREE_SECONDS = 0.5
 SECONDS_PER_TOKEN = 0.005
-"""Processor time that the masks of one text may take; a grammar that needs more would slow down all other requests."""
+"""Processor time that the masks of one text may take, at first and for each token; a grammar that needs more would slow
+down all other requests. The trial has these limits too."""
 
 WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,40}"
 """Between two tokens of JSON: a blank, or a line end and an indentation; a model cannot go on with blanks for ever."""

@@ -10,6 +10,7 @@ from llguidance import LLMatcher
 
 from octavo.child_worker import FAILED, LATE, REFUSED, RENDERED, Answer, described
 from octavo.grammar.matchers import (
+    FREE_SECONDS,
     SECONDS_PER_TOKEN,
     GrammarError,
     Mask,
@@ -26,8 +27,6 @@ MAX_COMPILE_SECONDS = 0.25
 """Of the processor: the engine's process will need as long, beside its steps."""
 WALKS = (16, 16, 16, 128)
 """Tokens of the texts that a trial writes, if they do not end before."""
-FREE_WALK_SECONDS = 0.1
-"""Processor time for what is made once, on the way. Beside it a token may take half of what it may in the engine."""
 
 
 class Tester:
@@ -61,7 +60,7 @@ class Tester:
         A matcher is built lazily: many limits are met only behind the first token.
         """
         mask = new_mask(self._tokenizer)
-        deadline = time.process_time() + FREE_WALK_SECONDS
+        deadline = time.process_time() + FREE_SECONDS
         for seed, length in enumerate(WALKS):
             matcher, rng = start.deep_copy(), random.Random(seed)
             for _ in range(length):
@@ -72,7 +71,7 @@ class Tester:
                     break
                 matcher.consume_token(token)
                 check(matcher)
-                deadline += SECONDS_PER_TOKEN / 2
+                deadline += SECONDS_PER_TOKEN
                 if time.process_time() > deadline:
                     return False
         return True
