@@ -128,7 +128,7 @@ class Sequence:
     matched: Any = None
     """The prefix cache's own note of what it last found of this sequence while it waits."""
     grammar: Any = None
-    """What ``Grammars.prepare`` made of the request's grammar, if it has one."""
+    """What ``Grammars.prepare`` made of the request's grammar, if any; its ``error`` says why masks are empty."""
     account: Any = None
     """The policy's own note of this sequence, such as who is charged for it."""
     cell: int = -1

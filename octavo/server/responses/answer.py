@@ -180,7 +180,7 @@ class ResponseAnswer:
             "call_id": new_id("call"),
             "name": call.name,
             "arguments": call.arguments,
-            "status": "completed",
+            "status": "incomplete" if call.is_cut else "completed",
         }
         yield self._added({**item, "arguments": "", "status": "in_progress"})
         self.response["output"][-1] = item

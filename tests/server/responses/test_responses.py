@@ -182,6 +182,15 @@ def test_calls_and_reasoning(caller: Served) -> None:
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
 
 
+def test_a_call_that_is_cut_is_incomplete(caller: Served) -> None:
+    num_tokens = len(CALLS[: CALLS.index(" 2}")])
+    answer = client(caller).responses.create(model="test", input="2+2?", tools=TOOLS, max_output_tokens=num_tokens)
+    assert answer.status == "incomplete"
+    call = answer.output[-1]
+    assert call.type == "function_call"
+    assert (call.name, call.arguments, call.status) == ("add", '{"a":', "incomplete")
+
+
 def test_the_background(server: Served, serve_app: Any) -> None:
     begun = client(server).responses.create(model="test", input="Hi", max_output_tokens=5, background=True)
     assert begun.status == "queued"
