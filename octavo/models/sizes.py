@@ -49,7 +49,7 @@ def _check_heads(config: ModelConfig, source: Source, names: set[str]) -> None:
     )
     for part, key, count in heads:
         found = f"model.layers.0.self_attn.{part}.weight"
-        if found not in names or config.values_are_keys:
+        if found not in names or config.cache[0].kind == "latent":
             continue
         shape = source.describe(found)[1]
         if shape[0] != count * config.head_dim:
