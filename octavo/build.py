@@ -34,9 +34,9 @@ from octavo.grammar.vocabulary import Vocabulary
 from octavo.models.adapters import Adapters, load_with_adapters
 from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
-from octavo.models.keys import token_ids
 from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, read_config
+from octavo.models.sizes import check_dummy, check_sizes, eos_token_ids
 from octavo.ops import dispatch
 from octavo.quant.scheme import WeightFormat, best_scheme
 from octavo.runtime import memory
@@ -73,8 +73,8 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed, str(device))
     generation = chosen_config(config.model.generation_config, checkpoint.generation_config)
     defaults = sampling_defaults(config.model.generation_config, generation)
-    model_config = read_config(checkpoint.config, config.model.max_model_len)
-    form = weight_format(config.model, device, checkpoint)
+    model_config, form = _read_model(config, checkpoint, device)
+    eos_ids = eos_token_ids(model_config, generation)
     phases.done("device and checkpoint")
     if isinstance(model_config, EncoderConfig):
         return build_encoder(config, path, checkpoint, model_config, form)
@@ -98,7 +98,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     info = EngineInfo(
         max_model_len=limits.max_model_len,
         vocab_size=model_config.vocab_size,
-        eos_token_ids=token_ids(generation, "eos_token_id") or model_config.eos_token_ids,
+        eos_token_ids=eos_ids,
         block_size=limits.block_size,
         num_kv_blocks=limits.num_kv_blocks,
         kv_groups=limits.kv_groups,
@@ -142,6 +142,17 @@ def _connect_blocks(
         cache.copy_slots = blocks.copy_slots
     if (offload := make_offload(settings, storage, blocks, model, forms)) is not None:
         cache.use_offload(offload)
+
+
+def _read_model(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> tuple[ModelConfig, WeightFormat]:
+    """The model's configuration, whose sizes can be true, and the format of its weights."""
+    model = read_config(checkpoint.config, config.model.max_model_len)
+    check_sizes(model, checkpoint)
+    form = weight_format(config.model, device, checkpoint)
+    if checkpoint.is_dummy:
+        free = memory.free_memory(device, config.cache.gpu_memory_utilization)
+        check_dummy(model, checkpoint, form.dtype, free)
+    return model, form
 
 
 def _storage(model: ModelConfig, limits: memory.Limits, dtype: torch.dtype, device: torch.device) -> KVStorage:

@@ -183,9 +183,9 @@ class ServerSettings:
     served_model_name: str | None = setting(None, "model name in the API; default: from the model")
     api_key: str | None = setting(None, "key that clients must send as a Bearer token; default: none asked")
     api_key_file: str | None = setting(
-        None, "file with a key in each line: a name, the key's SHA-256, and requests_per_minute= and tokens_per_minute="
+        None, "file of keys, one a line: a name, the key's SHA-256, requests_per_minute=, tokens_per_minute=, admin"
     )
-    admin_key: str | None = setting(None, "key of the paths under /admin; default: nobody may use them")
+    admin_key: str | None = setting(None, "key of /admin, and with several keys of /metrics and /stats; default: none")
     allowed_hosts: str | None = setting(
         None,
         "names of this server, with commas, that clients may connect to, or *; default: those of the machine itself "

@@ -9,6 +9,9 @@ from typing import Any
 
 from octavo.errors import ConfigError
 
+SECRETS = frozenset({"api_key", "admin_key"})
+"""Settings that are never shown."""
+
 
 def setting(
     default: Any, help: str, choices: tuple[str, ...] = (), low: float | None = None, is_json: bool = False

@@ -140,7 +140,7 @@ class Sequence:
     first_scheduled: float = 0.0
     """``time.monotonic()`` of the first step with this sequence; 0 before."""
     grammar: Any = None
-    """What ``Grammars.prepare`` made of the request's grammar, if it has one."""
+    """What ``Grammars.prepare`` made of the request's grammar, if any; its ``error`` says why masks are empty."""
     account: Any = None
     """The policy's own note of this sequence, such as who is charged for it."""
     batch_index: int = -1

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "octavo"
 
 # A module may import only from lower levels, or from its own folder. `base` modules are single files.
 LEVELS: list[set[str]] = [
-    {"errors", "child_worker", "collector", "kernel_compiler"},
+    {"errors", "child_worker", "collector", "kernel_compiler", "private_files"},
     {"setting", "speculative_config"},
     {"sampling_params", "config", "child_process"},
     {"steps", "types"},

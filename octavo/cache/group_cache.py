@@ -184,19 +184,19 @@ class GroupCache:
         held.published = end
         held.matched = None
 
-    def num_missing(self, seq: Sequence, num_tokens: int) -> int:
-        """How many blocks ``seq`` lacks for ``num_tokens`` positions; negative when it has more."""
-        return self.blocks_for(num_tokens) - len(seq.groups[self.index].block_table)
+    def can_grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether there are blocks, free or idle, for ``seq`` to cover ``num_tokens`` positions."""
+        num_missing = -(-num_tokens // self.block_size) - len(seq.groups[self.index].block_table)
+        return num_missing <= len(self.pool.free_blocks) + len(self.tree.idle)
 
-    def grow(self, seq: Sequence, num_missing: int) -> None:
-        """Add blocks to the table of ``seq``, which must be there, free or idle; none when negative."""
-        if num_missing <= 0:
-            return
-        self.evict(num_missing - self.num_free)
+    def grow(self, seq: Sequence, num_tokens: int) -> None:
+        """Add blocks to the table of ``seq`` until it covers ``num_tokens`` positions; ``can_grow`` says it can."""
         table = seq.groups[self.index].block_table
-        for _ in range(num_missing):
-            table.append(self.pool.take())
-        self.num_slots += num_missing * self.block_size
+        num_missing = -(-num_tokens // self.block_size) - len(table)
+        if num_missing > 0:
+            self.evict(num_missing - len(self.pool.free_blocks))
+            table += [self.pool.take() for _ in range(num_missing)]
+            self.num_slots += num_missing * self.block_size
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Let others find the full blocks among the first ``num_tokens`` positions of ``seq``.

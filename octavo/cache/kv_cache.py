@@ -146,7 +146,7 @@ class KVCache:
         contents = self.recall(seq) if shares else []
         sources, num_copied = self._find_parts(seq, ends) if shares and not contents else ([], 0)
         for group, need in zip(self.groups, needs, strict=True):
-            group.grow(seq, group.num_missing(seq, need))
+            group.grow(seq, need)
         seq.capacity = self._capacity(seq)
         self.restore(seq, contents)
         if num_copied and self.copy_slots is not None:
@@ -218,12 +218,11 @@ class KVCache:
         """Grow the block tables of ``seq`` to cover ``num_tokens`` positions, or change nothing and say no."""
         if num_tokens <= seq.capacity:
             return True
-        missing = [group.num_missing(seq, num_tokens) for group in self.groups]
-        for group, count in zip(self.groups, missing, strict=True):
-            if count > group.num_free + group.num_cached:
+        for group in self.groups:
+            if not group.can_grow(seq, num_tokens):
                 return False
-        for group, count in zip(self.groups, missing, strict=True):
-            group.grow(seq, count)
+        for group in self.groups:
+            group.grow(seq, num_tokens)
         seq.capacity = -(-num_tokens // self.block_size) * self.block_size
         return True
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import sqlite3
 import threading
 from collections import OrderedDict
@@ -15,12 +16,22 @@ from pathlib import Path
 from typing import Protocol
 
 from octavo.errors import ConfigError
+from octavo.private_files import (
+    FILE_MODE,
+    FOLDER_MODE,
+    make_private,
+    make_private_database,
+    make_private_folder,
+    write_private,
+)
 
 Stored = tuple[bytes, bytes]
 """A key and its content."""
 
 CHECKSUM_BYTES = 16
 INDEX = "index.sqlite"
+_PART = re.compile("[0-9a-f]{2}")
+"""Name of a folder of files: the first letters of their names."""
 
 
 class Tier(Protocol):
@@ -78,8 +89,8 @@ class DiskTier:
 
     Each content is a file of its own, with a checksum over key and content before it. The index of keys is an SQLite
     table. Index and files need not agree: a file without an entry is never read, and an entry without a good file is a
-    miss. So nothing has to be synced, and whatever goes wrong costs time only. Raises ``ConfigError`` when ``folder``
-    cannot be used at all.
+    miss. So nothing has to be synced, and whatever goes wrong costs time only. Only the owner can read them, also those
+    of an earlier version. Raises ``ConfigError`` when ``folder`` cannot be used at all.
     """
 
     def __init__(self, folder: Path, capacity: int) -> None:
@@ -89,7 +100,8 @@ class DiskTier:
         """Files that were missing, damaged or could not be written or read."""
         self._lock = threading.Lock()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(folder, _is_own)
+            _make_parts_private(folder)
             self._index = _open_index(folder / INDEX)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"kv_offload_dir: {folder} cannot be used: {error}") from None
@@ -125,8 +137,8 @@ class DiskTier:
             path = self._path(key)
             unfinished = path.with_suffix(".part")
             try:
-                path.parent.mkdir(exist_ok=True)
-                unfinished.write_bytes(checksum(key, content) + content)
+                path.parent.mkdir(FOLDER_MODE, exist_ok=True)
+                write_private(unfinished, checksum(key, content) + content)
                 unfinished.replace(path)
                 self._index.execute("INSERT OR REPLACE INTO blocks VALUES (?, ?)", (key, len(content)))
             except (OSError, sqlite3.Error):
@@ -163,9 +175,23 @@ def checksum(key: bytes, content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=CHECKSUM_BYTES, key=key).digest()
 
 
+def _is_own(name: str) -> bool:
+    return name.startswith(INDEX) or _PART.fullmatch(name) is not None
+
+
+def _make_parts_private(folder: Path) -> None:
+    """A folder that is private already holds private files, so a start looks at folders only."""
+    for part in folder.iterdir():
+        if _PART.fullmatch(part.name) and part.is_dir() and part.stat().st_mode & ~FOLDER_MODE & 0o777:
+            for file in part.iterdir():
+                make_private(file, FILE_MODE)
+            make_private(part, FOLDER_MODE)
+
+
 def _open_index(path: Path) -> sqlite3.Connection:
     """The index of a folder; one that is damaged is begun anew, and its files are never read again."""
     for _ in range(2):
+        make_private_database(path)
         connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         try:
             connection.execute("PRAGMA journal_mode = WAL")

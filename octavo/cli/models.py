@@ -71,6 +71,7 @@ def _check(config: EngineConfig) -> int:
     from octavo.models.bert import EncoderConfig
     from octavo.models.outline import outline
     from octavo.models.registry import read_config
+    from octavo.models.sizes import check_sizes
     from octavo.runtime import memory
     from octavo.weights.checkpoint import open_checkpoint
     from octavo.weights.hub import resolve_model
@@ -81,6 +82,7 @@ def _check(config: EngineConfig) -> int:
     path = resolve_model(config.model) if is_here else resolve_model(config.model, ["*.json"])
     checkpoint = open_checkpoint(path, config.model.load_format if is_here else "dummy")
     model = read_config(checkpoint.config, config.model.max_model_len)
+    check_sizes(model, checkpoint)
     device = resolve_device(config.model.device)
     form = weight_format(config.model, device, checkpoint)
     loaded = outline(model, checkpoint, form.dtype)

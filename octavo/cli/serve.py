@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
-from octavo.cli.settings import add_settings, load_config
+from octavo.cli.settings import add_settings, load_config, secret_warnings
 from octavo.config import ServeConfig
 
 NAME = "serve"
@@ -19,6 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     config = load_config(ServeConfig, args)
+    for warning in secret_warnings(args):
+        print(f"octavo: warning: {warning}", file=sys.stderr)
     from octavo.server import serving
 
     return serving.run(config)

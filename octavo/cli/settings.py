@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from octavo.config import EngineConfig, ServeConfig, settings
 from octavo.errors import ConfigError
-from octavo.setting import Setting
+from octavo.setting import SECRETS, Setting
 
 PREFIX = "OCTAVO_"
 OTHER_VARIABLES = frozenset({"OCTAVO_CACHE_DIR"})
@@ -153,6 +153,16 @@ def environment_warnings(environ: Mapping[str, str]) -> Iterator[str]:
     for variable in sorted(environ):
         if variable.startswith(PREFIX) and variable not in known and variable not in OTHER_VARIABLES:
             yield f"{variable} is not a setting{_suggestion(variable, known, PREFIX)}"
+
+
+def secret_warnings(args: argparse.Namespace) -> Iterator[str]:
+    """One line for each secret that was given as a flag."""
+    for name in sorted(SECRETS):
+        if getattr(args, name, None) is not None:
+            yield (
+                f"{flag_name(name)} shows the key to every user of this machine, as ps does; "
+                f"give it as {variable_name(name)} or in the file of --config"
+            )
 
 
 def _suggestion(name: str, known: Sequence[str], prefix: str = "") -> str:

@@ -56,12 +56,13 @@ def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats
 
 
 def error_output(seq: Sequence, error: str) -> Output:
-    """The last news of a sequence that ends with ``error``."""
+    """The last news of a sequence that ends with ``error``, or for what is wrong with its grammar."""
+    reason = None if seq.grammar is None else seq.grammar.error
     return Output(
         seq.id,
         [],
         "error",
         num_cached_tokens=seq.num_cached_tokens,
         first_scheduled=seq.first_scheduled,
-        error=error,
+        error=error if reason is None else f"the grammar failed: {reason}",
     )

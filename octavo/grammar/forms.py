@@ -13,17 +13,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 Part = dict[str, Any]
-"""One grammar: ``{"json_schema": ...}``, ``{"lark_grammar": ...}``, ``{"regex": ...}`` or ``{"gbnf": ...}``; the latter
-two are rewritten as Lark before they are compiled."""
+"""One grammar: ``{"json_schema": ...}`` and ``{"lark_grammar": ...}`` as llguidance reads them; ``{"schema": ...}``,
+``{"regex": ...}`` or ``{"gbnf": ...}``, which are rewritten before they are compiled."""
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Between two tokens of JSON: bounded, so that a model cannot go on with blanks for ever."""
 SPACES = r"/[\x20\x0A\x0D\x09]{0,64}/"
 OPTIONS = "x-guidance"
 """The key by which llguidance takes options out of a schema."""
-MAX_SCHEMA_BYTES = 64 << 10
 MAX_BYTES = 256 << 10
-"""Of any other text; and of a whole grammar, when it is tried out."""
+"""Of a schema, an expression, a grammar, or all choices together."""
+MAX_WHOLE_BYTES = 1 << 20
+"""Of the text of a list of grammars, with its quotes and separators."""
 TEXT = r"/(.|\n)*/"
 
 
@@ -43,7 +42,7 @@ class FormError(ValueError):
 
 
 def json_schema(schema: Any) -> Part:
-    """JSON that is valid against ``schema``, an object or a truth value. Raises ``FormError``."""
+    """JSON that is valid against ``schema``, an object or a truth value, with closed objects. Raises ``FormError``."""
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
@@ -52,10 +51,10 @@ def json_schema(schema: Any) -> Part:
         encoded = msgspec.json.encode(schema)
     except (TypeError, ValueError, OverflowError, RecursionError):
         raise FormError("must be plain JSON, with whole numbers of at most 64 bits") from None
-    _check_size(len(encoded), MAX_SCHEMA_BYTES)
+    _check_size(len(encoded))
     if f'"{OPTIONS}"'.encode() in encoded and _has_key(schema, OPTIONS):
         raise FormError(f"uses '{OPTIONS}', which is not supported")
-    return {"json_schema": {**schema, OPTIONS: {"whitespace_pattern": WHITESPACE}}}
+    return {"schema": dict(schema)}
 
 
 def json_object() -> Part:
@@ -67,7 +66,7 @@ def regex(text: Any) -> Part:
     """Text that an expression matches as a whole. Raises ``FormError``."""
     if not isinstance(text, str) or not text:
         raise FormError("must be a regular expression")
-    _check_size(len(text), MAX_BYTES)
+    _check_size(len(text))
     return {"regex": text}
 
 
@@ -77,15 +76,16 @@ def choice(texts: Any) -> Part:
         raise FormError("must be a list of at least one string")
     if not all(isinstance(text, str) and text for text in texts):
         raise FormError("must hold only strings that are not empty")
-    _check_size(sum(map(len, texts)), MAX_BYTES)
-    return {"lark_grammar": "start: " + " | ".join(literal(text) for text in texts)}
+    _check_size(sum(map(len, texts)))
+    # As a terminal the texts are one automaton; as alternatives of a rule each would be an entry of the parser.
+    return {"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(literal(text) for text in texts)}
 
 
 def grammar(text: Any) -> Part:
     """A grammar in GBNF or Lark. Raises ``FormError``."""
     if not isinstance(text, str) or not text.strip():
         raise FormError("must be a grammar in GBNF or Lark")
-    _check_size(len(text), MAX_BYTES)
+    _check_size(len(text))
     return {"gbnf": text}
 
 
@@ -157,9 +157,9 @@ def text_of(parts: Sequence[Part]) -> str:
     return json.dumps({"grammars": parts}, ensure_ascii=False, separators=(",", ":"))
 
 
-def _check_size(size: int, limit: int) -> None:
-    if size > limit:
-        raise FormError(f"is larger than {limit} bytes, the most that is accepted")
+def _check_size(size: int) -> None:
+    if size > MAX_BYTES:
+        raise FormError(f"is larger than {MAX_BYTES} bytes, the most that is accepted")
 
 
 def _has_key(value: Any, key: str) -> bool:

@@ -14,7 +14,17 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLTokenizer
 
-from octavo.grammar.matchers import Mask, compile_matcher, fill_mask, make_tokenizer, new_mask, normalised
+from octavo.grammar.matchers import (
+    FREE_SECONDS,
+    SECONDS_PER_TOKEN,
+    Mask,
+    compile_matcher,
+    fill_mask,
+    first_line,
+    make_tokenizer,
+    new_mask,
+    normalised,
+)
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.types import Masks, Plan, Request
 
@@ -23,9 +33,6 @@ logger = logging.getLogger(__name__)
 MAX_KEPT_BYTES = 1 << 20
 """Grammars are kept for further requests while their texts are no longer than this together."""
 NICENESS = 10
-FREE_SECONDS = 0.5
-SECONDS_PER_TOKEN = 0.005
-"""Processor time that the masks of one text may take; whoever needs more would slow down everybody else."""
 TOO_SLOW = "computing what the grammar allows takes too long"
 
 
@@ -174,7 +181,7 @@ class MatcherMasks:
     def _check(self, task: Task) -> None:
         progress = task.progress
         if progress.matcher.is_error():
-            progress.error = progress.matcher.get_error()
+            progress.error = first_line(progress.matcher.get_error())
         elif progress.seconds > FREE_SECONDS + SECONDS_PER_TOKEN * progress.num_tokens:
             progress.error = TOO_SLOW
         if progress.error is not None:

@@ -13,18 +13,28 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from octavo.grammar.forms import FormError, Part, parts_of, text_of
+from octavo.grammar.closing import closed
+from octavo.grammar.forms import OPTIONS, FormError, Part, parts_of, text_of
 from octavo.grammar.vocabulary import Splitter, Vocabulary
 
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
-    step_max_items=20_000,
+    max_items_in_row=4_000,
+    step_max_items=50_000,
     max_lexer_states=50_000,
     max_grammar_size=500_000,
     verbose_errors=False,
 )
-"""A step of the lexer takes under 10 ms on one core, and its states, of up to 2 kB, under 100 MB."""
+"""A step of the lexer takes under 10 ms on one core, and its states, of up to 2 kB, under 100 MB. A row of the parser
+takes up to 5 ms."""
+FREE_SECONDS = 0.5
+SECONDS_PER_TOKEN = 0.005
+"""Processor time that the masks of one text may take, at first and for each token; a grammar that needs more would slow
+down all other requests. The trial has these limits too."""
+
+WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,40}"
+"""Between two tokens of JSON: a blank, or a line end and an indentation; a model cannot go on with blanks for ever."""
 
 Mask = npt.NDArray[np.uint8]
 """Bit ``id % 8`` of byte ``id // 8`` says whether a token is allowed."""
@@ -69,26 +79,35 @@ def normalised(text: str) -> str:
 
 def _normalised_part(part: Part) -> Part:
     part = dict(part)
-    if "regex" in part:
+    if "schema" in part:
+        try:
+            part["json_schema"] = {**closed(part.pop("schema")), OPTIONS: {"whitespace_pattern": WHITESPACE}}
+        except RecursionError:
+            raise GrammarError("is nested too deep") from None
+    elif "regex" in part:
         # \d is a digit of ASCII, as clients mean it; what a later program reads seldom takes others.
         part["lark_grammar"] = f"start: /{regex_to_lark(part.pop('regex'), 'd')}/"
     elif "gbnf" in part:
         try:
             part["lark_grammar"] = any_to_lark(part.pop("gbnf"))
         except Exception as error:  # the library raises several kinds, the bare class among them
-            raise GrammarError(f"is not a grammar: {_first_line(str(error))}") from None
+            raise GrammarError(f"is not a grammar: {first_line(str(error))}") from None
     return part
 
 
 def compile_matcher(text: str, tokenizer: LLTokenizer) -> LLMatcher:
     """The matcher of a normalised grammar, at its start. Raises ``GrammarError``."""
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
-    if matcher.is_error():
-        raise GrammarError(describe(matcher.get_error()))
+    check(matcher)
     fill_mask(matcher, new_mask(tokenizer))  # builds the lexer's first states, where some limits are met first
+    check(matcher)
+    return matcher
+
+
+def check(matcher: LLMatcher) -> None:
+    """Raise ``GrammarError`` when the matcher has failed, which it does for good."""
     if matcher.is_error():
         raise GrammarError(describe(matcher.get_error()))
-    return matcher
 
 
 def new_mask(tokenizer: LLTokenizer) -> Mask:
@@ -105,7 +124,7 @@ def fill_mask(matcher: LLMatcher, mask: Mask) -> None:
 
 def describe(error: str) -> str:
     """llguidance's error as a sentence that follows the name of a field."""
-    reason = re.sub(r"^(at )?\d+\(\d+\): ", "", _first_line(error)).removeprefix("failed to compile JSON schema: ")
+    reason = re.sub(r"^(at )?\d+\(\d+\): ", "", first_line(error)).removeprefix("failed to compile JSON schema: ")
     if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
         names = found[1].replace('"', "'")
         return f"uses {names}, which is not supported"
@@ -114,5 +133,6 @@ def describe(error: str) -> str:
     return f"cannot be used: {reason}"
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
+    """What llguidance says of an error, without the state behind it."""
     return text.partition("\n")[0][:300]

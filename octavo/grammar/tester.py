@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import random
 import time
 
+import numpy as np
+from llguidance import LLMatcher
+
 from octavo.child_worker import FAILED, LATE, REFUSED, RENDERED, Answer, described
-from octavo.grammar.matchers import GrammarError, compile_matcher, make_tokenizer, normalised
+from octavo.grammar.matchers import (
+    FREE_SECONDS,
+    SECONDS_PER_TOKEN,
+    GrammarError,
+    Mask,
+    check,
+    compile_matcher,
+    fill_mask,
+    make_tokenizer,
+    new_mask,
+    normalised,
+)
 from octavo.grammar.vocabulary import Vocabulary
 
 MAX_COMPILE_SECONDS = 0.25
 """Of the processor: the engine's process will need as long, beside its steps."""
+WALKS = (16, 16, 16, 128)
+"""Tokens of the texts that a trial writes, if they do not end before."""
 
 
 class Tester:
@@ -17,15 +34,18 @@ class Tester:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._tokenizer = make_tokenizer(vocabulary)
+        self._eos_ids = frozenset(vocabulary.eos_ids)
 
     def serve(self, text: str) -> Answer:
         """The normalised grammar, or what is wrong with it."""
         try:
             grammar = normalised(text)
             started = time.process_time()
-            compile_matcher(grammar, self._tokenizer)
+            matcher = compile_matcher(grammar, self._tokenizer)
             if time.process_time() - started > MAX_COMPILE_SECONDS:
                 return LATE, "cannot be used: compiling it takes too long"
+            if not self._can_be_written(matcher):
+                return LATE, "cannot be used: computing what it allows takes too long"
         except GrammarError as error:
             return REFUSED, str(error)
         except MemoryError:
@@ -33,3 +53,34 @@ class Tester:
         except Exception as error:  # whatever the library raises
             return FAILED, described(error)
         return RENDERED, grammar
+
+    def _can_be_written(self, start: LLMatcher) -> bool:
+        """Write a few random texts, and say whether that is fast enough. Raises ``GrammarError`` where a limit is met.
+
+        A matcher is built lazily: many limits are met only behind the first token.
+        """
+        mask = new_mask(self._tokenizer)
+        deadline = time.process_time() + FREE_SECONDS
+        for seed, length in enumerate(WALKS):
+            matcher, rng = start.deep_copy(), random.Random(seed)
+            for _ in range(length):
+                fill_mask(matcher, mask)
+                check(matcher)
+                token = _any_of(mask, rng)
+                if token is None or token in self._eos_ids:
+                    break
+                matcher.consume_token(token)
+                check(matcher)
+                deadline += SECONDS_PER_TOKEN
+                if time.process_time() > deadline:
+                    return False
+        return True
+
+
+def _any_of(mask: Mask, rng: random.Random) -> int | None:
+    """A token that ``mask`` allows, by choosing a byte and a bit of it; ``None`` when there is none."""
+    found = np.flatnonzero(mask)
+    if not len(found):
+        return None
+    byte = int(found[rng.randrange(len(found))])
+    return 8 * byte + rng.choice([bit for bit in range(8) if mask[byte] >> bit & 1])

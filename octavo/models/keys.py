@@ -62,6 +62,28 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
 }
 """Keys that stand for other arithmetic, with the values (besides null) that mean there is none."""
 
+MOST = {
+    "head_dim": 1 << 14,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "n_embd": 1 << 20,
+    "n_head": 1 << 14,
+    "n_inner": 1 << 24,
+    "n_layer": 1 << 14,
+    "n_routed_experts": 1 << 14,
+    "num_attention_heads": 1 << 14,
+    "num_experts": 1 << 14,
+    "num_hidden_layers": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "num_local_experts": 1 << 14,
+    "qk_nope_head_dim": 1 << 14,
+    "qk_rope_head_dim": 1 << 14,
+    "sliding_window_pattern": 1 << 14,
+    "v_head_dim": 1 << 14,
+    "vocab_size": 1 << 24,
+}
+"""Sizes far beyond those of any model: lists and tables are made by them before a tensor is looked at."""
+
 WITHOUT_EFFECT = frozenset(
     [
         "_attn_implementation_autoset",
@@ -140,10 +162,10 @@ class ConfigKeys:
         return default if value is None else value
 
     def size(self, key: str, default: int | None = None, low: int = 1) -> int:
-        """A whole number from ``low`` to 2**31 - 1."""
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
-            raise wrong(key, value, f"a whole number from {low} to 2**31 - 1")
+        """A whole number from ``low`` to what ``MOST`` has for the key, or 2**31 - 1."""
+        value, most = self.get(key, default), MOST.get(key, 2**31 - 1)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
+            raise wrong(key, value, f"a whole number from {low} to {most if key in MOST else '2**31 - 1'}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

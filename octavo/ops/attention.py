@@ -35,11 +35,14 @@ class HeadLayout(NamedTuple):
     """Scores become ``softcap * tanh(scores / softcap)``; 0: they stay."""
     sinks_N: Tensor | None = None
     """float32: one more logit for each head in the denominator of the softmax."""
+    shares_cache: bool = False
+    """Another layer has stored keys and values of the same rows: rows of ``qkv`` hold queries alone."""
 
     @property
     def sizes(self) -> list[int]:
         """Columns of queries, keys and values in a row."""
-        return [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        num_stored = 0 if self.shares_cache else self.num_kv_heads
+        return [heads * self.head_dim for heads in (self.num_heads, num_stored, num_stored)]
 
 
 class LayerCache(NamedTuple):
@@ -102,18 +105,21 @@ def attention(
 ) -> Tensor:
     """Norm and rotate queries and keys, store keys and values, attend; a new tensor [T, N * H] of qkv's dtype.
 
-    A row of ``qkv`` holds N query heads, then K key heads, then K value heads. Angles are float32, or ``None``
-    for a model without rotary positions. What padded rows give is unspecified, and nothing is stored for them.
+    A row of ``qkv`` holds N query heads, then K key heads, then K value heads; with ``heads.shares_cache``, N query
+    heads alone. Angles are float32, or ``None`` for a model without rotary positions. What padded rows give is
+    unspecified, and nothing is stored for them.
     """
     T, (slot_mapping_T, block_tables_SB) = qkv_TW.shape[0], rows.of(cache)
     parts = qkv_TW.split_with_sizes(heads.sizes, dim=-1)
     q_TNH, k_TKH, v_TKH = (part.view(T, -1, heads.head_dim) for part in parts)
-    if heads.q_norm_H is not None and heads.k_norm_H is not None:
+    if heads.q_norm_H is not None:
         q_TNH = rms_norm(q_TNH.reshape(-1, heads.head_dim), heads.q_norm_H, heads.norm_eps).view(q_TNH.shape)
+    if heads.k_norm_H is not None:
         k_TKH = rms_norm(k_TKH.reshape(-1, heads.head_dim), heads.k_norm_H, heads.norm_eps).view(k_TKH.shape)
     if cos_TR is not None and sin_TR is not None:
         q_TNH, k_TKH = apply_rope(q_TNH, k_TKH, cos_TR, sin_TR)
-    store_kv(k_TKH, v_TKH, cache.keys, cache.values, slot_mapping_T)
+    if not heads.shares_cache:
+        store_kv(k_TKH, v_TKH, cache.keys, cache.values, slot_mapping_T)
     out_TNH = paged_attention(
         q_TNH,
         cache.keys,

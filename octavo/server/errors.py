@@ -85,6 +85,20 @@ class NotFound(RequestError):
     code = "not_found"
 
 
+class StorageFull(Unavailable):
+    """There is no room to keep something. Jobs wait until there is."""
+
+    status = 507
+    type = "server_error"
+    code = "storage_full"
+
+
+class StorageUnavailable(Unavailable):
+    """The database of what is kept cannot be used."""
+
+    code = "storage_unavailable"
+
+
 class UnexpectedError(RequestError):
     """Something went wrong that nobody foresaw; the log has the details, the client gets an apology."""
 

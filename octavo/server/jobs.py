@@ -15,6 +15,8 @@ from octavo.errors import QueueFull, Unavailable
 from octavo.server.caller import CALLER, Caller
 
 RETRY_SECONDS = 1
+SETTLE_SECONDS = 1
+"""How long a client waits for a job that only has to be written down."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,8 @@ class Jobs:
         task.add_done_callback(lambda _: self._end(id, task))
 
     def _end(self, id: str, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(id, None)
+        if self._tasks.get(id) is task:
+            del self._tasks[id]
         if not task.cancelled() and task.exception() is not None:
             logger.error("%s failed", id, exc_info=task.exception())
 
@@ -47,6 +50,11 @@ class Jobs:
         await asyncio.wait([task])
         return True
 
+    async def settle(self, id: str, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work``, and wait for a moment: it goes on when it takes longer."""
+        self.start(id, work)
+        await asyncio.wait([self._tasks[id]], timeout=SETTLE_SECONDS)
+
     async def close(self) -> None:
         """End all of them."""
         for id in list(self._tasks):
@@ -54,7 +62,7 @@ class Jobs:
 
 
 async def patiently(attempt: Callable[[], Awaitable[T]]) -> T:
-    """``attempt``, again and again while the server has no room for it or no engine."""
+    """``attempt``, again and again while the server has no room for it, in its queue or on its disk, or no engine."""
     while True:
         try:
             return await attempt()

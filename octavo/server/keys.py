@@ -4,7 +4,8 @@ Each line of the file is a key: a name, the SHA-256 of the key in hexadecimal, a
 
     alice 5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8 requests_per_minute=60 tokens_per_minute=9000
 
-Keys are long random strings, so a plain digest does not give them away.
+Keys are long random strings, so a plain digest does not give them away. One with the word ``admin`` after its digest
+opens what the key of the setting ``admin_key`` opens, too.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from octavo.server.errors import HTTPRefusal
 ADMIN_PREFIX = "/admin/"
 REPORTS_PREFIX = "/v1/requests/"
 """Paths of reports on requests: each key's on its own, and the admin's key opens them too, on all."""
+SHARED_PATHS = frozenset({"/metrics", "/stats", "/v1/kv_events"})
+"""Reports on the requests of all keys: where there are several, only the admin's key opens them."""
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LIMITS = ("requests_per_minute", "tokens_per_minute")
+_ADMIN = "admin"
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Entry:
     name: str
     digest: bytes
     limits: dict[str, int]
+    is_admin: bool
 
 
 class Keys:
@@ -44,6 +49,7 @@ class Keys:
         """Raises ``ConfigError`` for a file that cannot be read or has a bad line."""
         self._file = None if settings.api_key_file is None else Path(settings.api_key_file).expanduser()
         self._admin = None if settings.admin_key is None else _digest(settings.admin_key.encode())
+        self._admins: list[bytes] = []
         self._own = None if settings.api_key is None else _digest(settings.api_key.encode())
         self._callers: dict[str, Caller] = {"": Caller(sees_all=not self.are_asked_for)}
         self._entries: list[tuple[bytes, Caller]] = []
@@ -58,6 +64,9 @@ class Keys:
             caller.account.limit(entry.limits.get(_LIMITS[0]), entry.limits.get(_LIMITS[1]))
             entries.append((entry.digest, caller))
         self._entries = entries
+        self._admins = [entry.digest for entry in found if entry.is_admin]
+        if self._admin is not None:
+            self._admins.append(self._admin)
 
     @property
     def are_asked_for(self) -> bool:
@@ -78,7 +87,8 @@ class Keys:
         """Who has the key ``secret``, which must open ``path``. Raises ``RequestError``."""
         if path.startswith(ADMIN_PREFIX):
             return self._check_admin(secret)
-        if path.startswith(REPORTS_PREFIX) and self._is_admin(secret):
+        is_shared = path.rstrip("/") in SHARED_PATHS
+        if (is_shared or path.startswith(REPORTS_PREFIX)) and self._is_admin(secret):
             return Caller(sees_all=True)
         if not self.are_asked_for:
             return self._callers[""]
@@ -92,19 +102,23 @@ class Keys:
                 found = caller
         if found is None:
             raise AuthenticationError("Incorrect API key provided.")
+        if is_shared and len(self._entries) > 1:
+            message = f"{path} tells of the requests of all keys, so it needs the admin key."
+            raise HTTPRefusal(403, message, "permission_denied")
         return found
 
     def _check_admin(self, secret: bytes | None) -> Caller:
-        if self._admin is None:
+        if not self._admins:
             raise HTTPRefusal(403, "This server has no admin key, so nobody may do this.", "permission_denied")
         if not self._is_admin(secret):
             raise AuthenticationError("This needs the admin key.")
         return Caller(sees_all=True)
 
     def _is_admin(self, secret: bytes | None) -> bool:
-        if self._admin is None or secret is None:
+        if secret is None:
             return False
-        return hmac.compare_digest(_digest(secret), self._admin)
+        digest = _digest(secret)
+        return sum(hmac.compare_digest(digest, known) for known in self._admins) > 0
 
 
 def _digest(secret: bytes) -> bytes:
@@ -132,8 +146,11 @@ def _entry(words: list[str], where: str) -> Entry:
         raise ConfigError(f"{where}: must be a name, a space, and the SHA-256 of the key as 64 hexadecimal digits")
     limits = {}
     for word in words[2:]:
+        if word == _ADMIN:
+            continue
         name, _, value = word.partition("=")
         if name not in _LIMITS or not value.isdigit() or not 1 <= int(value) <= 10**12:
-            raise ConfigError(f"{where}: after the digest there may be {' and '.join(_LIMITS)}, each =NUMBER from 1")
+            allowed = f"{_ADMIN}, and {' and '.join(_LIMITS)}, each =NUMBER from 1"
+            raise ConfigError(f"{where}: after the digest there may be {allowed}")
         limits[name] = int(value)
-    return Entry(words[0], bytes.fromhex(words[1]), limits)
+    return Entry(words[0], bytes.fromhex(words[1]), limits, _ADMIN in words[2:])

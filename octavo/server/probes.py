@@ -14,10 +14,8 @@ from octavo.errors import Unavailable
 from octavo.server.front import Front, front_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
+from octavo.setting import SECRETS
 from octavo.telemetry.metrics import CONTENT_TYPE
-
-SECRETS = frozenset({"api_key", "admin_key"})
-"""Settings that are never shown."""
 
 
 def version() -> str:

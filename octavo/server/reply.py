@@ -29,7 +29,7 @@ class Reply:
         """What is certain since the last call."""
         text = self.choice.take().text
         if self._message is not None:
-            return self._message.pieces(text, self.choice.finish_reason is not None)
+            return self._message.pieces(text, self.choice.finish_reason)
         return [Text("content", text)] if text else []
 
 

@@ -95,14 +95,14 @@ class EventStream(Response):
                 data += b"".join(map(frames, generation.take_noted()))
                 if generation.error is not None:
                     raise generation.error
-                data += self.writer.last_frames()
+                data += await self.last_frames(None)
             except RequestError as error:
-                data += self.error_frames(error)
-            await self.before_end()
+                data += await self.last_frames(error)
             await send({"type": "http.response.body", "body": data + self.END, "more_body": False})
 
-    async def before_end(self) -> None:
-        """Called before the last bytes are sent."""
+    async def last_frames(self, error: RequestError | None) -> bytes:
+        """What follows the news of all choices, which ended well or with ``error``, but for the stream's own end."""
+        return self.writer.last_frames() if error is None else self.error_frames(error)
 
     def error_frames(self, error: RequestError) -> bytes:
         """The events that tell of an error."""

@@ -40,6 +40,8 @@ class Call(NamedTuple):
 
     name: str
     arguments: str
+    is_cut: bool = False
+    """The message was cut in the arguments, which are only their beginning, or nothing yet."""
 
 
 Piece = Text | Call
@@ -53,6 +55,8 @@ class Reader:
         self.pieces: list[Piece] = []
         self.is_ended = False
         """Whether no more text will come."""
+        self.is_cut = False
+        """Whether the message was cut: what is not whole at the end may be the beginning of a call."""
         self.num_calls = 0
         self._text = ""
         self._place = 0
@@ -186,6 +190,13 @@ class Reader:
         yield from self.blanks()
         return not (yield from self.available(1))
 
+    def take_cut(self) -> str:
+        """Pass over what is left of a message that was cut; empty for any other."""
+        if not self.is_cut:
+            return ""
+        text, self._place = self._text[self._place :], len(self._text)
+        return text
+
     def drop_header(self, marks: tuple[str, ...]) -> Steps[None]:
         """At the end: pass over what is left if it begins with one of ``marks``, and so is no text."""
         for mark in marks:
@@ -303,9 +314,9 @@ class MessageParser:
             self._go_on()
         return self._taken()
 
-    def finish(self) -> list[Piece]:
-        """What is left at the end."""
-        self._reader.is_ended = True
+    def finish(self, is_cut: bool = False) -> list[Piece]:
+        """What is left at the end; ``is_cut`` when the model had no tokens left for more."""
+        self._reader.is_ended, self._reader.is_cut = True, is_cut
         self._go_on()
         self._reader.tell_blanks()
         return self._taken()

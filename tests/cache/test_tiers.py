@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,33 @@ def test_a_disk_forgets_files_when_it_is_full_and_finds_the_others_after_a_resta
     again.put(key(4), content(4))
     assert key(1) not in again
     again.close()
+
+
+def modes(folder: Path) -> set[tuple[str, int]]:
+    return {("folder" if path.is_dir() else "file", path.stat().st_mode & 0o777) for path in folder.rglob("*")}
+
+
+def test_only_the_owner_reads_what_is_on_the_disk(tmp_path: Path) -> None:
+    umask = os.umask(0o022)
+    try:
+        tier = DiskTier(tmp_path / "kv", 1000)
+        tier.put(key(1), content(1))
+        assert modes(tmp_path) == {("folder", 0o700), ("file", 0o600)}
+        tier.close()
+        # As an earlier version left it.
+        for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]:
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        again = DiskTier(tmp_path / "kv", 1000)
+        assert modes(tmp_path) == {("folder", 0o700), ("file", 0o600)}
+        assert again.get(key(1)) == content(1)
+        again.close()
+        # Others may need a folder that holds more than blocks.
+        (tmp_path / "kv/notes").write_bytes(b"")
+        (tmp_path / "kv").chmod(0o755)
+        DiskTier(tmp_path / "kv", 1000).close()
+        assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o755
+    finally:
+        os.umask(umask)
 
 
 def flip(path: Path) -> None:

@@ -37,6 +37,11 @@ def test_every_family_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line.split()) > 5 for line in lines[1:])
 
 
+def test_families_say_which_layers_have_windows() -> None:
+    names = ("MistralForCausalLM", "Gemma2ForCausalLM", "GptOssForCausalLM", "LlamaForCausalLM")
+    assert [features(name).windows for name in names] == ["all", "some", "some", "-"]
+
+
 @pytest.mark.parametrize("row", FIRST_ROWS)
 def test_what_a_family_can_do_is_what_its_checkpoints_can(row: str, tmp_path: Path) -> None:
     """What is said not to be a map is none, and everything else of a layer is one."""

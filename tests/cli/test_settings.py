@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from octavo.cli import build_parser
-from octavo.cli.settings import environment_warnings, flag_name, load_config, variable_name
+from octavo.cli.settings import environment_warnings, flag_name, load_config, secret_warnings, variable_name
 from octavo.config import OWNERS, EngineConfig, ServeConfig, settings, to_flat
 from octavo.errors import ConfigError
 from octavo.setting import Setting
@@ -220,3 +220,13 @@ def test_waiting_for_prompts_and_a_limit_between_tokens_exclude_each_other() -> 
         load("--decode-interval", "4", "--max-itl", "0.1")
     with pytest.raises(ConfigError, match="decode_interval and tpot_target"):
         load("--decode-interval", "4", "--scheduling-policy", "deadline", "--tpot-target", "0.1")
+
+
+def test_a_key_that_every_user_of_the_machine_can_see_is_warned_of() -> None:
+    args = parser().parse_args(["serve", "--api-key", "s3cret", "--admin-key", "s3cret"])
+    admin, api = secret_warnings(args)
+    assert admin.startswith("--admin-key ")
+    assert "OCTAVO_ADMIN_KEY" in admin
+    assert "OCTAVO_API_KEY" in api
+    assert "s3cret" not in admin + api
+    assert not list(secret_warnings(parser().parse_args(["serve", "--api-key-file", "keys"])))

@@ -218,8 +218,8 @@ def test_what_is_too_large_is_refused_before_anything_is_made_of_it(make: Callab
 
 def test_a_grammar_that_is_too_large_is_refused_at_once() -> None:
     async def test(compiler: GrammarCompiler) -> None:
-        with pytest.raises(Refused, match=f"larger than {forms.MAX_BYTES} bytes"):
-            await compiler.compile(forms.whole(forms.regex("a" * forms.MAX_BYTES)))
+        with pytest.raises(Refused, match=f"larger than {forms.MAX_WHOLE_BYTES} bytes"):
+            await compiler.compile(forms.whole({"regex": "a" * forms.MAX_WHOLE_BYTES}))
         assert compiler.process_id is None
 
     run(test)

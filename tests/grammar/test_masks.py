@@ -14,7 +14,7 @@ from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.grammar import forms
-from octavo.grammar.masks import MatcherMasks, Progress
+from octavo.grammar.masks import TOO_SLOW, MatcherMasks, Progress
 from octavo.grammar.matchers import compile_matcher, fill_mask, make_tokenizer, new_mask, normalised
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.sampling_params import SamplingParams
@@ -199,6 +199,7 @@ def test_a_grammar_that_takes_too_long_ends_its_own_request_alone(monkeypatch: p
         for output in engine.step():
             outputs[output.request_id].append(output)
     assert outputs[1][-1].finish_reason == "error"
+    assert outputs[1][-1].error == f"the grammar failed: {TOO_SLOW}"
     assert outputs[2][-1].finish_reason == "length"
 
 

@@ -98,51 +98,50 @@ MUTANTS = [
     Mutant("engine/pace.py", "self._bound(wanted) - self.predict(0, num_running)", "self._bound(wanted)"),
     Mutant("engine/pace.py", "num_running + max(LEAST_CHUNK, num_chunk_tokens)", "num_running + num_chunk_tokens"),
     # Blocks.
-    Mutant(
-        "cache/kv_cache.py",
-        "num_blocks, salt = (len(seq.tokens) - 1) // self.block_size",
-        "num_blocks, salt = len(seq.tokens) // self.block_size",
-    ),
-    Mutant("cache/kv_cache.py", "- node.depth + num_idle", "- node.depth"),
-    Mutant("cache/kv_cache.py", "max(0, num_tokens + 1 - self.window)", "max(0, num_tokens + 2 - self.window)"),
-    Mutant(
-        "cache/kv_cache.py", "seq.num_computed_tokens - seq.first_block * self.block_size", "seq.num_computed_tokens"
-    ),
+    Mutant("cache/kv_cache.py", "least = (len(seq.tokens) - 1) // self", "least = len(seq.tokens) // self"),
+    Mutant("cache/kv_cache.py", "if least == max(depths):", "if True:"),
+    Mutant("cache/kv_cache.py", "[of_step if group.window else num_tokens", "[num_tokens if group.window else of_step"),
+    Mutant("cache/kv_cache.py", "min(count for _, count in parts)", "max(count for _, count in parts)"),
+    Mutant("cache/kv_cache.py", "min([len(held.block_table)", "max([len(held.block_table)"),
+    Mutant("cache/group_cache.py", "- end.depth + num_idle", "- end.depth"),
+    Mutant("cache/group_cache.py", "max(0, num_tokens + 1 - self.window)", "max(0, num_tokens + 2 - self.window)"),
+    Mutant("cache/group_cache.py", "held.matched is None or held.matched[0] != version", "held.matched is None"),
+    Mutant("cache/kv_cache.py", "        self.num_filled -= seq.num_computed_tokens\n", ""),
     Mutant("cache/radix_tree.py", "num_there = num_there + 1 if node.block >= 0 else 0", "num_there += 1"),
     Mutant("cache/radix_tree.py", "and not node.children and not node.num_ends:", "and not node.children:"),
     Mutant(SCHEDULER, "most = min(budget, ", "most = max(budget, "),
     Mutant(
-        "cache/kv_cache.py",
-        "for block in reversed(seq.block_table[seq.first_block :]):",
-        "for block in seq.block_table[seq.first_block :]:",
+        "cache/group_cache.py",
+        "for block in reversed(held.block_table[held.first_block :]):",
+        "for block in held.block_table[held.first_block :]:",
     ),
-    Mutant("cache/kv_cache.py", "elif child.block != own:", "elif False:"),
+    Mutant("cache/group_cache.py", "elif child.block != own:", "elif False:"),
     Mutant(
-        "cache/kv_cache.py",
-        "num_missing > self.num_free + self.num_cached",
-        "num_missing > self.num_free + self.num_cached + 1",
-    ),
-    Mutant(
-        "cache/kv_cache.py",
-        "max(num_spare, self.num_reserved) if num_spare else 0",
-        "max(num_spare, self.num_reserved)",
+        "cache/group_cache.py",
+        "return num_missing <= len(self.pool.free_blocks) + len(self.tree.idle)",
+        "return num_missing <= len(self.pool.free_blocks) + len(self.tree.idle) + 1",
     ),
     Mutant(
-        "cache/kv_cache.py",
-        "len(seq.tokens) - 1 - node.depth * self.block_size",
-        "len(seq.tokens) - node.depth * self.block_size",
+        "cache/group_cache.py",
+        "max(num_spare, self.num_spared) if num_spare else 0",
+        "max(num_spare, self.num_spared)",
     ),
-    Mutant("cache/kv_cache.py", "if shares and not recalled else (-1, 0)", "if not recalled else (-1, 0)"),
+    Mutant(
+        "cache/group_cache.py",
+        "len(seq.tokens) - 1 - end.depth * self.block_size",
+        "len(seq.tokens) - end.depth * self.block_size",
+    ),
+    Mutant("cache/kv_cache.py", "if shares and not contents else ([], 0)", "if not contents else ([], 0)"),
     Mutant("cache/kv_cache.py", "self.num_copied += num_copied", "self.num_copied += 1"),
     Mutant(
-        "cache/kv_cache.py",
-        "            seq.table_version += 1\n            self.num_slots",
+        "cache/group_cache.py",
+        "            held.table_version += 1\n            self.num_slots",
         "            self.num_slots",
     ),
     Mutant(
-        "cache/kv_cache.py",
-        "seq.block_table[self.blocks_for(num_tokens) :]",
-        "seq.block_table[self.blocks_for(num_tokens) + 1 :]",
+        "cache/group_cache.py",
+        "held.block_table[self.blocks_for(num_tokens) :]",
+        "held.block_table[self.blocks_for(num_tokens) + 1 :]",
     ),
     Mutant("cache/radix_tree.py", "node.edges[max(place - 1, 0) : place + 1]", "node.edges[place : place + 1]"),
     Mutant("cache/radix_tree.py", "node.edges[max(place - 1, 0) : place + 1]", "node.edges[max(place - 1, 0) : place]"),
@@ -178,7 +177,5 @@ MUTANTS = [
     Mutant(
         "cache/tiers.py", "            if content is not None:\n                self._contents.move_to_end(key)\n", ""
     ),
-    Mutant(
-        "cache/kv_cache.py", "contents[: len(seq.block_table) - first - 1]", "contents[: len(seq.block_table) - first]"
-    ),
+    Mutant("cache/kv_cache.py", "contents[: len(table) - first - 1]", "contents[: len(table) - first]"),
 ]

@@ -83,7 +83,7 @@ def make_case(
         seen_from = max(0, length - queries[s] - window + 1) if window else 0
         past, now = places[seen_from : length - queries[s]], places[length - queries[s] :]
         slots.append(now)
-        for part in cache:
+        for part in cache[:2]:
             part[past // block_size, :, past % block_size] = torch.randn(len(past), K, H).to(dtype)
     angles = None if rotated is None else torch.randn(T, rotated) * 9
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
@@ -117,7 +117,7 @@ def exact(case: Case) -> Tensor:
     for s, length in enumerate(case.rows.seq_lens_S.tolist()):
         positions = torch.arange(length)
         blocks = case.rows.groups[0].block_tables_SB[s].long()[positions // block_size]
-        found = [part[blocks, :, positions % block_size] for part in case.cache]
+        found = [part[blocks, :, positions % block_size] for part in case.cache[:2]]
         keys, values = (x.double().repeat_interleave(N // K, 1) for x in found)
         begin, end = case.rows.cu_seqlens_q[s : s + 2].tolist()
         for t in range(begin, end):
@@ -169,7 +169,7 @@ def test_keys_and_values_are_rounded_into_their_slots_and_nothing_else_is_touche
     case.run()
     block_size, slots = 16, case.rows.groups[0].slot_mapping_T
     wanted = prepared(case, 9, 3, None), case.qkv_TW[:, 12 * 64 :].view(-1, 3, 64)
-    for part, old, x in zip(case.cache[:2], before, wanted, strict=True):
+    for part, old, x in zip(case.cache[:2], before[:2], wanted, strict=True):
         found = part[slots // block_size, :, slots % block_size]
         torch.testing.assert_close(found, x.float().to(dtype), rtol=2e-2 if dtype != torch.float32 else 1e-6, atol=1e-6)
         part[slots // block_size, :, slots % block_size] = NAN

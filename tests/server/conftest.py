@@ -78,6 +78,28 @@ class Served:
         self.app.state.front.close()
 
 
+def execute(served: Served, sql: str) -> Any:
+    """Run a statement on the database of what is kept; returns the first number of its first row."""
+    store = served.app.state.front.store
+
+    def run() -> Any:
+        row = store._database.execute(sql).fetchone()
+        return row and row[0]
+
+    return store._thread.submit(run).result()
+
+
+def fill(served: Served) -> None:
+    """Let the database have no more pages than it has, none of them free, as on a full disk."""
+    execute(served, "VACUUM")
+    execute(served, f"PRAGMA max_page_count = {execute(served, 'PRAGMA page_count')}")
+
+
+def make_room(served: Served) -> None:
+    """End what ``fill`` did."""
+    execute(served, "PRAGMA max_page_count = 1000000")
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return byte_tokenizer()

@@ -13,7 +13,7 @@ import pytest
 
 from octavo.errors import RequestFailed
 from octavo.server import body as body_module
-from tests.server.conftest import Served
+from tests.server.conftest import Served, execute, fill
 from tests.server.in_process import InProcessEngine
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +73,8 @@ ASKS: dict[str, tuple[dict[str, Any], Ask]] = {
     "internal_error": ({}, lambda s: s.complete()),
     "engine_unavailable": ({}, lambda s: s.complete()),
     "deadline_exceeded": ({}, lambda s: s.complete(timeout=0.01)),
+    "storage_full": ({}, lambda s: s.client.post("/v1/responses", json={"input": "x"})),
+    "storage_unavailable": ({}, lambda s: s.client.get("/v1/files")),
 }
 JSON = {"content-type": "application/json"}
 
@@ -92,6 +94,8 @@ HEADERS = {
     "method_not_allowed": "allow",
     "rate_limit_exceeded": "retry-after",
     "engine_unavailable": "retry-after",
+    "storage_full": "retry-after",
+    "storage_unavailable": "retry-after",
     "deadline_exceeded": "x-should-retry",
 }
 
@@ -104,6 +108,10 @@ def test_the_answer_is_what_the_table_says(row: Row, serve_app: Any, monkeypatch
         monkeypatch.setattr(body_module, "BODY_SECONDS", 0.1)
     if row.code == "internal_error":
         monkeypatch.setattr(served.engine, "next_id", boom)
+    if row.code == "storage_full":
+        fill(served)
+    if row.code == "storage_unavailable":
+        execute(served, "DROP TABLE items")
     answer = ask(served)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["type"]) == row
@@ -122,3 +130,58 @@ def test_every_code_is_in_the_table() -> None:
     assert codes <= table
     assert len(table) == len(rows())
     assert set(ASKS) == table
+
+
+class FieldRow(NamedTuple):
+    """What is wrong with a request of a plain dialect, the dialect's path, and the status."""
+
+    what: str
+    path: str
+    status: int
+
+
+def dialect_rows() -> list[FieldRow]:
+    text = (ROOT / "docs/errors.md").read_text()
+    header, _, *lines = text[text.index("| plain dialects |") :].split("\n\n")[0].splitlines()
+    paths = re.findall(r"`([^`]+)`", header)
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [
+        FieldRow(what, path, int(status))
+        for what, *statuses in table
+        for path, status in zip(paths, statuses, strict=True)
+        if status != "-"
+    ]
+
+
+BROKEN: dict[str, dict[str, Any]] = {
+    "the body is not a JSON object": {"": 7},
+    "a required field is absent": {"prompt": None},
+    "a value is of the wrong type": {"prompt": {}},
+    "`timeout` is not from 0.001 to 86,400": {"timeout": 0},
+    "the prompt is empty": {"prompt": ""},
+    "less than one token is asked for": {"tokens": 0},
+    "prompt and tokens do not fit the context": {"prompt": "x" * 600},
+    "`model` is not served": {"model": "other"},
+    "a field is unknown": {"colour": "red"},
+    "the queue is full": {},
+    "`timeout` is over": {"timeout": 0.05},
+}
+"""A body's fields that make it wrong."""
+DIALECT_ENGINES: dict[str, Callable[[], InProcessEngine]] = {
+    "the queue is full": FullEngine,
+    "`timeout` is over": lambda: InProcessEngine(runs=False),
+}
+
+
+def test_the_plain_dialects_answer_what_their_table_says(serve_app: Any) -> None:
+    rows = dialect_rows()
+    assert {row.what for row in rows} == set(BROKEN)
+    engines: dict[Any, Served] = {None: serve_app()}
+    for row in rows:
+        engine = DIALECT_ENGINES.get(row.what)
+        if engine not in engines:
+            engines[engine] = serve_app(engine())
+        body: dict[str, Any] = {"prompt": "Hi", "tokens": 2, "model": "test", **BROKEN[row.what]}
+        body["max_new_tokens" if row.path == "/v1/generate" else "max_tokens"] = body.pop("tokens")
+        answer = engines[engine].client.post(row.path, json=7 if "" in body else body)
+        assert answer.status_code == row.status, (row, answer.text)

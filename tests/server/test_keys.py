@@ -78,6 +78,58 @@ def test_the_admin_sees_usage_and_reads_the_file_again(serve_app: Any, tmp_path:
     assert served.client.get("/v1/models", headers=bearer("b-key")).status_code == 200
 
 
+SHARED = ("/metrics", "/stats", "/v1/kv_events")
+
+
+def statuses(served: Any, secret: str | None, paths: tuple[str, ...] = SHARED) -> list[int]:
+    headers = {} if secret is None else bearer(secret)
+    return [served.client.get(path, headers=headers).status_code for path in paths]
+
+
+def test_one_key_of_several_does_not_see_what_concerns_all(serve_app: Any, tmp_path: Path) -> None:
+    path = key_file(tmp_path, line("alice", "a-key"), line("bob", "b-key"), line("ops", "o-key", "admin"))
+    served = serve_app(api_key_file=path, admin_key="admin")
+    for secret in ("a-key", "b-key"):
+        assert statuses(served, secret) == [403] * 3
+        assert not {200} & set(statuses(served, secret, ("/metrics/", "/stats//", "/%6detrics")))
+        # What a router or a probe asks stays open to every key.
+        assert statuses(served, secret, ("/load", "/version", "/v1/models", "/health")) == [200] * 4
+    refused = served.client.get("/stats", headers=bearer("a-key")).json()["error"]
+    assert refused["code"] == "permission_denied"
+    for secret in ("admin", "o-key"):
+        # Events are not kept unless the settings say so.
+        assert statuses(served, secret) == [200, 200, 400]
+    assert statuses(served, "wrong") == statuses(served, None) == [401] * 3
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_the_only_key_sees_all(serve_app: Any, tmp_path: Path, from_file: bool) -> None:
+    path = key_file(tmp_path, line("alice", "a-key"))
+    keys = {"api_key_file": path} if from_file else {"api_key": "a-key"}
+    served = serve_app(**keys, admin_key="admin")
+    assert statuses(served, "a-key", ("/metrics", "/stats")) == [200] * 2
+    assert statuses(served, "admin", ("/metrics", "/stats")) == [200] * 2
+    if from_file:
+        key_file(tmp_path, line("alice", "a-key"), line("bob", "b-key"))
+        assert served.client.post("/admin/keys/reload", headers=bearer("admin")).status_code == 200
+        assert statuses(served, "a-key", ("/metrics", "/stats")) == [403] * 2
+
+
+def test_a_key_of_the_file_may_be_the_admins(serve_app: Any, tmp_path: Path) -> None:
+    path = key_file(tmp_path, line("alice", "a-key"), line("ops", "o-key", "requests_per_minute=100 admin"))
+    served = serve_app(api_key_file=path)
+    name = served.client.post("/v1/responses", json={"input": "Hi"}, headers=bearer("a-key")).json()["id"]
+    timeline = f"/v1/requests/{name}/timeline"
+    assert statuses(served, "a-key", ("/admin/keys", "/v1/models")) == [401, 200]
+    assert statuses(served, "o-key", ("/admin/keys", "/v1/models")) == [200, 200]
+    # Its reports are on all requests, but what others keep is theirs.
+    assert served.client.get(f"/v1/responses/{name}", headers=bearer("o-key")).status_code == 404
+    assert statuses(served, "o-key", (timeline,)) == statuses(served, "a-key", (timeline,))
+    key_file(tmp_path, line("alice", "a-key"))
+    assert served.client.post("/admin/keys/reload", headers=bearer("o-key")).status_code == 200
+    assert statuses(served, "o-key", ("/admin/keys",)) == [403]
+
+
 def test_without_an_admin_key_nobody_is_the_admin(serve_app: Any) -> None:
     served = serve_app()
     answer = served.client.get("/admin/keys")

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from octavo.telemetry.catalogue import COUNTERS, GAUGES, HISTOGRAMS
 from octavo.telemetry.counts import MAX_HANDLERS, Condition, Timing
 from octavo.telemetry.metrics import CONTENT_TYPE, Metrics
-from octavo.types import EngineStats
+from octavo.types import EngineStats, KVGroupStats
 from tests.server.fake_engine import INFO
 
 # What the Gateway API inference extension, KEDA rules and vLLM's Grafana dashboard ask for.
@@ -159,3 +159,12 @@ def test_what_the_cache_its_tiers_and_guesses_come_to() -> None:
     found += [values["octavo_kv_offload_bad_files_total",]]
     found += [values[f"octavo_kv_offload_{name}_bytes",] for name in ("memory", "disk")]
     assert found == [4, 5, 6, 7, 8, 9, 10]
+
+
+def test_blocks_of_groups_with_windows_have_a_share_of_their_own() -> None:
+    metrics = Metrics("tiny")
+    assert read(metrics)["octavo_kv_cache_window_usage_perc",] == 0
+    groups = [KVGroupStats(0, 100, 50, 0), KVGroupStats(64, 30, 10, 0), KVGroupStats(8, 10, 2, 5)]
+    metrics.observe_step(EngineStats(num_blocks=100, num_used_blocks=50, kv_groups=groups, num_steps=1))
+    assert read(metrics)["octavo_kv_cache_window_usage_perc",] == 0.3
+    assert read(metrics)["vllm:kv_cache_usage_perc",] == 0.5

@@ -82,7 +82,7 @@ def _driver() -> int:
             return 1
         q, plans = np.empty(a.T * a.N * a.width, np.float32), np.empty(1, PLAN)
         a.q = q.ctypes.data
-        run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_CHUNK // ((a.N + 2 * a.K) * a.H)))
+        run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_CHUNK // ((a.N + 2 * a.stored) * a.H)))
         plan = plans[0]
         _cut(a, starts, lengths, np.empty(0, TILE), plan)
         tiles = np.empty(plan.num_tiles, TILE)
@@ -109,7 +109,7 @@ def compiling_beside(kv_dtype: torch.dtype) -> AbstractContextManager[None]:
 def _check(qkv_TW: Tensor, heads: HeadLayout, cache: LayerCache, slot_mapping_T: Tensor) -> None:
     N, K, H = heads.num_heads, heads.num_kv_heads, heads.head_dim
     shape = cache.keys.shape
-    if N % K or qkv_TW.shape[1] != (N + 2 * K) * H or shape[1] != K or shape[3] != H or cache.values.shape != shape:
+    if N % K or qkv_TW.shape[1] != sum(heads.sizes) or shape[1] != K or shape[3] != H or cache.values.shape != shape:
         sizes = f"{N} heads and {K} kv heads of {H}"
         raise ValueError(f"attention: {sizes}, rows of {qkv_TW.shape[1]}, caches {list(shape)}")
     if cache.keys.dtype != cache.values.dtype or cache.keys.dtype not in FORMATS:
@@ -147,7 +147,7 @@ def attention_numba(
     arguments = np.empty(1, STEP)
     arguments[0] = (
         *(prepare_task(number_format), attend_task(number_format), merge_task()),
-        *(qkv.data_ptr(), T, N, K, H, -(-H // LANES) * LANES, heads.scale),
+        *(qkv.data_ptr(), T, N, K, 0 if heads.shares_cache else K, H, -(-H // LANES) * LANES, heads.scale),
         *(address(norms[0]), address(norms[1]), heads.norm_eps, address(cos_TR), address(sin_TR), R),
         *(slots.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(), num_blocks, block_size),
         *(tables.data_ptr(), tables.shape[1], starts.data_ptr(), lengths.data_ptr(), len(lengths)),

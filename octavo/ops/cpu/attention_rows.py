@@ -21,6 +21,7 @@ STEP = fields(
     T=int,
     N=int,
     K=int,
+    stored=int,
     H=int,
     width=int,
     scale=float,
@@ -49,7 +50,8 @@ STEP = fields(
     num_tiles=int,
     parts=int,
 )
-"""All that the tasks of one call read; addresses are 0 for what is absent. ``width`` is H filled up to whole vectors.
+"""All that the tasks of one call read; addresses are 0 for what is absent. ``width`` is H filled up to whole vectors;
+``stored`` is K, or 0 where another layer has stored the keys and values.
 
 The last four are made by the driver: queries float32 [T, N, width], the tiles, and room for their parts.
 """
@@ -67,7 +69,7 @@ def _turn(x: Any, cos: Any, sin: Any) -> None:
 @inlined
 def _prepare_head(a: Any, t: int, head: int, norm: int, x: Any) -> None:
     """Queries' or keys' head ``head`` of row t into ``x``, whose last numbers stay zero."""
-    source = view(a.qkv + 4 * (t * (a.N + 2 * a.K) + head) * a.H, a.H, np.float32)
+    source = view(a.qkv + 4 * (t * (a.N + 2 * a.stored) + head) * a.H, a.H, np.float32)
     for i in range(a.H):
         x[i] = source[i]
     if norm:
@@ -95,11 +97,11 @@ def prepare_task(number_format: int) -> int:
             if slot < 0:
                 continue
             block, place = slot // a.block_size, slot % a.block_size
-            for head in range(a.K):
+            for head in range(a.stored):
                 at = item * ((block * a.K + head) * a.block_size + place) * a.H
                 _prepare_head(a, t, a.N + head, a.k_norm, x)
                 narrow(number_format, x.ctypes.data, a.k_cache + at, a.H)
-                value = a.qkv + 4 * (t * (a.N + 2 * a.K) + a.N + a.K + head) * a.H
+                value = a.qkv + 4 * (t * (a.N + 2 * a.stored) + a.N + a.stored + head) * a.H
                 narrow(number_format, value, a.v_cache + at, a.H)
         keep(x)
 

@@ -29,7 +29,7 @@ def attention_triton(
     Where results may not depend on other rows, one kernel takes all rows: a token computed alone, and again in a chunk
     of its sequence after a preemption, must come out the same.
     """
-    if rows.max_query_len == 1 and not is_invariant():
+    if rows.max_query_len == 1 and not is_invariant() and not heads.shares_cache:
         return decode_attention(qkv_TW, heads, cos_TR, sin_TR, cache, rows)
     slot_mapping_T, block_tables_SB = rows.of(cache)
     q_TNH = rotate_store(qkv_TW, heads, cos_TR, sin_TR, cache.keys, cache.values, slot_mapping_T)

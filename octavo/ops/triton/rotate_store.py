@@ -35,7 +35,7 @@ def rotate_store(
 ) -> Tensor:
     """Queries as attention takes them, a new tensor [T, N, H]; keys and values go to their slots.
 
-    Without a cache for values, rows end with their keys.
+    Without a cache for values, rows end with their keys; where another layer has stored them, with their queries.
 
     As ``ops.rms_norm``, ``ops.apply_rope`` and ``ops.store_kv`` together, in float32 in between. Nothing is stored for
     rows of a negative slot. Numbers that a float8 cache cannot hold become the nearest that it can.
@@ -43,7 +43,7 @@ def rotate_store(
     T, N, K, H = qkv_TW.shape[0], heads.num_heads, heads.num_kv_heads, heads.head_dim
     assert qkv_TW.stride(1) == 1, "the columns of a row must lie side by side"
     pairs, at_once = H // 2 if cos_TR is None else cos_TR.shape[1], HEADS if H <= WIDE else 1
-    parts, v_cache = (1, k_cache) if v_cache is None else (2, v_cache)
+    parts, v_cache = (1, k_cache) if v_cache is None else (0 if heads.shares_cache else 2, v_cache)
     assert k_cache.stride()[2:] == v_cache.stride()[2:] == (H, 1), "the slots of a block must lie side by side"
     q_TNH = torch.empty((T, N, H), dtype=qkv_TW.dtype, device=qkv_TW.device)
     # fmt: off

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
+from pydantic_core import from_json
 
 from octavo.errors import RequestError
 from octavo.server.errors import anthropic_error
@@ -52,7 +52,8 @@ class MessageAnswer:
                 last[key] += piece.text
             else:
                 if isinstance(piece, Call):
-                    block["input"] = msgspec.json.decode(piece.arguments)
+                    # Of a call that was cut, the members that are whole.
+                    block["input"] = from_json(piece.arguments or "{}", allow_partial=piece.is_cut)
                 else:
                     block[_text_key(block)] = piece.text
                 blocks.append(block)

@@ -8,9 +8,10 @@ What is done of a batch is in the store line by line, so another process goes on
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -19,20 +20,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
-from octavo.server.batches.files import CONTENT, keep_file, page
+from octavo.server.batches.files import CONTENT, items_of, new_file, page
 from octavo.server.batches.runner import BadLine, Line, LineRunner, Outcome, read_lines
 from octavo.server.body import BodyReader
 from octavo.server.caller import caller_of
-from octavo.server.errors import NotFound, printable
+from octavo.server.errors import NotFound, UnexpectedError, printable
 from octavo.server.front import Front, front_of
+from octavo.server.jobs import patiently
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
+from octavo.server.store import Row, StoredItem, decoded
 
 KIND = "batch"
 WINDOW = "24h"
 WINDOW_SECONDS = 86400
 SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 DONE = ("completed", "failed", "expired", "cancelled")
+
+logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
 """What the API says of a batch."""
@@ -67,10 +72,8 @@ async def create_batch(request: Request) -> Response:
 
 async def list_batches(request: Request) -> Response:
     kept = await front_of(request).store.list(KIND, caller_of(request).name)
-    batches = request.app.state.batches.live
-    return json_response(
-        page(request, [batches.get(name) or msgspec.json.decode(value) for name, _, value in kept]), {}
-    )
+    live = request.app.state.batches.live
+    return json_response(page(request, [live.get(row.id) or batch for row, batch in decoded(KIND, kept, dict)]), {})
 
 
 async def retrieve_batch(request: Request) -> Response:
@@ -123,7 +126,7 @@ def _begun(body: BatchBody) -> Batch:
 
 
 class Batches:
-    """All batches that are not done."""
+    """All batches that are not done. Their jobs wait while the store has no room."""
 
     def __init__(self, app: Starlette, endpoints: list[Endpoint]) -> None:
         self.endpoints = {each.path: each for each in endpoints if each.method == "POST" and each.path in SERVED}
@@ -133,39 +136,51 @@ class Batches:
 
     async def resume(self) -> None:
         """Go on with what an earlier process left undone."""
-        for _, owner, value in await self._front.store.list(KIND):
-            batch = msgspec.json.decode(value)
+        for row, batch in decoded(KIND, await self._front.store.list(KIND), dict):
             if batch["status"] not in DONE:
-                await self.begin(batch, owner)
+                self._start(batch, row.owner)
 
     async def begin(self, batch: Batch, owner: str) -> None:
-        await self._keep(batch, owner)
-        self.live[batch["id"]] = batch
-        self._front.jobs.start(batch["id"], self._work(batch, owner))
+        """Keep a new batch, and start to answer its lines."""
+        await self._front.store.put_all(owner, [_item(batch)])
+        self._start(batch, owner)
 
     async def cancel(self, batch: Batch, owner: str) -> None:
         """End a batch with what is done of it."""
         _mark(batch, "cancelling")
         await self._front.jobs.cancel(batch["id"])
         if batch["status"] == "cancelling":
-            await self._finish(batch, owner, "cancelled")
+            await self._front.jobs.settle(batch["id"], self._do(self._finish_cancelled, batch, owner))
 
-    async def _work(self, batch: Batch, owner: str) -> None:
-        content = await self._front.store.get(CONTENT, batch["input_file_id"], owner)
+    def _start(self, batch: Batch, owner: str) -> None:
+        self.live[batch["id"]] = batch
+        self._front.jobs.start(batch["id"], self._do(self._answer_lines, batch, owner))
+
+    async def _do(self, work: Callable[[Batch, str], Awaitable[None]], batch: Batch, owner: str) -> None:
+        """Do ``work`` on a batch, which ends as failed, with the reason, if that raises."""
         try:
-            lines = read_lines(content or b"", batch["endpoint"])
-        except BadLine as error:
-            batch["errors"] = {"object": "list", "data": [{"code": "invalid_line", "message": str(error)}]}
-            await self._finish(batch, owner, "failed")
+            await work(batch, owner)
             return
-        kept = [msgspec.json.decode(value, type=Outcome) for value in await self._outcomes(batch, owner)]
-        done = {outcome.custom_id for outcome in kept}
+        except BadLine as error:
+            problem = {"code": "invalid_line", "message": str(error), "line": error.number, "param": None}
+        except Exception:
+            logger.exception("%s failed", batch["id"])
+            problem = {"code": "internal_error", "message": UnexpectedError().message, "line": None, "param": None}
+        batch["errors"] = {"object": "list", "data": [problem]}
+        _mark(batch, "failed")
+        await self._end(batch, owner, "failed", {}, [])
+
+    async def _answer_lines(self, batch: Batch, owner: str) -> None:
+        content = await patiently(lambda: self._front.store.get(CONTENT, batch["input_file_id"], owner))
+        lines = await asyncio.to_thread(read_lines, content or b"", batch["endpoint"])
+        kept = await self._outcomes(batch, owner)
+        done = {outcome.custom_id for _, outcome in kept}
         counts = batch["request_counts"]
         counts |= {"total": len(lines), "completed": 0, "failed": 0}
-        for outcome in kept:
+        for _, outcome in kept:
             _count(batch, outcome)
         _mark(batch, "in_progress")
-        await self._keep(batch, owner)
+        await self._put(owner, [_item(batch)])
         todo = iter([line for line in lines if line.custom_id not in done])
         try:
             async with asyncio.timeout(max(0, batch["expires_at"] - time.time())), asyncio.TaskGroup() as group:
@@ -179,33 +194,52 @@ class Batches:
     async def _work_off(self, todo: Iterator[Line], batch: Batch, owner: str) -> None:
         for line in todo:
             outcome = await self._runner.run(line, owner)
-            await self._front.store.put(_lines_kind(batch), line.custom_id, owner, msgspec.json.encode(outcome))
+            await self._put(owner, [StoredItem(_lines_kind(batch), line.custom_id, msgspec.json.encode(outcome))])
             _count(batch, outcome)
 
-    async def _outcomes(self, batch: Batch, owner: str) -> list[bytes]:
-        return [value for _, _, value in await self._front.store.list(_lines_kind(batch), owner)]
+    async def _outcomes(self, batch: Batch, owner: str) -> list[tuple[Row, Outcome]]:
+        kind = _lines_kind(batch)
+        rows = await patiently(lambda: self._front.store.list(kind, owner))
+        return await asyncio.to_thread(lambda: list(decoded(kind, rows, Outcome)))
 
     async def _finish(self, batch: Batch, owner: str, status: str) -> None:
         """Write the files of results, and say that it is done."""
-        outcomes = sorted(await self._outcomes(batch, owner))
-        results = {"output": b"", "error": b""}
-        for value in outcomes:
-            is_good = msgspec.json.decode(value, type=Outcome).response["status_code"] == 200
-            results["output" if is_good else "error"] += value + b"\n"
-        for kind, content in results.items():
-            if content:
-                name = f"{batch['id']}_{kind}.jsonl"
-                file = await keep_file(self._front, owner, name, content, "batch_output")
-                batch[f"{kind}_file_id"] = file.id
-        _mark(batch, status)
-        await self._keep(batch, owner)
-        for value in outcomes:
-            line = msgspec.json.decode(value, type=Outcome)
-            await self._front.store.delete(_lines_kind(batch), line.custom_id, owner)
-        del self.live[batch["id"]]
+        results: dict[str, list[bytes]] = {"output": [], "error": []}
+        for row, outcome in sorted(await self._outcomes(batch, owner), key=lambda pair: pair[0].value):
+            results["output" if outcome.response["status_code"] == 200 else "error"].append(row.value + b"\n")
+        names, items = {}, []
+        for kind, lines in results.items():
+            if lines:
+                content = b"".join(lines)
+                file = new_file(f"{batch['id']}_{kind}.jsonl", content, "batch_output")
+                names[f"{kind}_file_id"] = file.id
+                items += items_of(file, content)
+        await self._end(batch, owner, status, names, items)
 
-    async def _keep(self, batch: Batch, owner: str) -> None:
-        await self._front.store.put(KIND, batch["id"], owner, msgspec.json.encode(batch))
+    async def _finish_cancelled(self, batch: Batch, owner: str) -> None:
+        value = await patiently(lambda: self._front.store.get(KIND, batch["id"], owner))
+        kept = {} if value is None else msgspec.json.decode(value)
+        if kept.get("status") in DONE:
+            # The job was cancelled after it had written down that it was done.
+            batch.update(kept)
+            self.live.pop(batch["id"], None)
+        else:
+            await self._finish(batch, owner, "cancelled")
+
+    async def _end(self, batch: Batch, owner: str, status: str, names: dict[str, str], items: list[StoredItem]) -> None:
+        """Keep the batch as it ends, with its files, in place of what is kept of its lines."""
+        ended: Batch = {**batch, **names}
+        _mark(ended, status)
+        await self._put(owner, [*items, _item(ended)], instead_of=_lines_kind(batch))
+        batch.update(ended)
+        self.live.pop(batch["id"], None)
+
+    async def _put(self, owner: str, items: list[StoredItem], instead_of: str | None = None) -> None:
+        await patiently(lambda: self._front.store.put_all(owner, items, instead_of))
+
+
+def _item(batch: Batch) -> StoredItem:
+    return StoredItem(KIND, batch["id"], msgspec.json.encode(batch))
 
 
 def _lines_kind(batch: Batch) -> str:

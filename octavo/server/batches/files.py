@@ -19,9 +19,10 @@ from octavo.errors import InvalidParameter
 from octavo.server.body import read_bytes
 from octavo.server.caller import caller_of
 from octavo.server.errors import HTTPRefusal, MissingParameter, NotFound, printable
-from octavo.server.front import Front, front_of
+from octavo.server.front import front_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
+from octavo.server.store import StoredItem, decoded
 
 KIND = "file"
 CONTENT = "file_content"
@@ -53,28 +54,31 @@ async def create_file(request: Request) -> Response:
     if fields.get("purpose") != "batch":
         raise InvalidParameter("purpose", "'purpose' must be 'batch'.")
     name, content = files["file"]
-    file = await keep_file(front, caller_of(request).name, name, content, "batch")
+    file = new_file(name, content, "batch")
+    await front.store.put_all(caller_of(request).name, items_of(file, content))
     return json_response(msgspec.to_builtins(file), {})
 
 
-async def keep_file(front: Front, owner: str, name: str, content: bytes, purpose: str) -> FileObject:
-    """Keep a file of this owner."""
-    file = FileObject(
+def new_file(name: str, content: bytes, purpose: str) -> FileObject:
+    """A file with an id of its own."""
+    return FileObject(
         id=f"file-{uuid.uuid4().hex}",
         bytes=len(content),
         created_at=int(time.time()),
         filename=name[:MAX_NAME],
         purpose=purpose,
     )
-    await front.store.put(CONTENT, file.id, owner, content)
-    await front.store.put(KIND, file.id, owner, msgspec.json.encode(file))
-    return file
+
+
+def items_of(file: FileObject, content: bytes) -> list[StoredItem]:
+    """A file as it is kept."""
+    return [StoredItem(CONTENT, file.id, content), StoredItem(KIND, file.id, msgspec.json.encode(file))]
 
 
 async def list_files(request: Request) -> Response:
     kept = await front_of(request).store.list(KIND, caller_of(request).name)
     purpose = request.query_params.get("purpose")
-    files = [msgspec.json.decode(value) for _, _, value in kept]
+    files: list[dict[str, Any]] = [file for _, file in decoded(KIND, kept, dict)]
     return json_response(page(request, [file for file in files if purpose in (None, file["purpose"])]), {})
 
 
@@ -89,8 +93,8 @@ async def file_content(request: Request) -> Response:
 async def delete_file(request: Request) -> Response:
     await _value(request, KIND)
     front, owner, name = front_of(request), caller_of(request).name, request.path_params["file_id"]
-    await front.store.delete(KIND, name, owner)
     await front.store.delete(CONTENT, name, owner)
+    await front.store.delete(KIND, name, owner)
     return json_response({"id": name, "object": "file", "deleted": True}, {})
 
 

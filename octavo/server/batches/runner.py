@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,8 @@ from octavo.server.jobs import inner_request, patiently
 from octavo.server.openai.schema import Endpoint
 
 MAX_LINES = 50_000
+
+logger = logging.getLogger(__name__)
 
 
 class Line(msgspec.Struct, kw_only=True):
@@ -41,7 +44,17 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 
 class BadLine(ValueError):
-    """A line that is no request; the message says why."""
+    """A line that is no request; the message says why. ``number`` is ``None`` when it is about all lines."""
+
+    def __init__(self, message: str, number: int | None = None) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+class _Streamed(msgspec.Struct):
+    """The one field of a body that is looked at before it is answered."""
+
+    stream: Any = None
 
 
 def read_lines(content: bytes, url: str) -> list[Line]:
@@ -54,13 +67,15 @@ def read_lines(content: bytes, url: str) -> list[Line]:
         try:
             line = msgspec.json.decode(text, type=Line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise BadLine(f"Line {number} must be an object with 'custom_id', 'method', 'url' and 'body'.") from None
+            message = f"Line {number} must be an object with 'custom_id', 'method', 'url' and 'body'."
+            raise BadLine(message, number) from None
         if (line.method, line.url) != ("POST", url):
-            raise BadLine(f"Line {number} must have the method POST and the url {url}, the endpoint of the batch.")
+            message = f"Line {number} must have the method POST and the url {url}, the endpoint of the batch."
+            raise BadLine(message, number)
         if line.custom_id in seen:
-            raise BadLine(f"Line {number} has a 'custom_id' that an earlier line has.")
+            raise BadLine(f"Line {number} has a 'custom_id' that an earlier line has.", number)
         if _is_streamed(line):
-            raise BadLine(f"Line {number} asks for a stream, which a batch cannot have.")
+            raise BadLine(f"Line {number} asks for a stream, which a batch cannot have.", number)
         seen.add(line.custom_id)
         lines.append(line)
     if not 1 <= len(lines) <= MAX_LINES:
@@ -69,8 +84,11 @@ def read_lines(content: bytes, url: str) -> list[Line]:
 
 
 def _is_streamed(line: Line) -> bool:
-    body = msgspec.json.decode(line.body)
-    return isinstance(body, dict) and bool(body.get("stream"))
+    """Whether the body asks for a stream. One that cannot be read does not: it is refused as a client's would be."""
+    try:
+        return bool(msgspec.json.decode(line.body, type=_Streamed).stream)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
 
 
 class LineRunner:
@@ -103,5 +121,6 @@ class LineRunner:
         except RequestError as error:
             status, body = error.status, msgspec.json.encode(error_object(error))
         except Exception:
+            logger.exception("%s: a line of a batch failed", request_id)
             status, body = 500, msgspec.json.encode(error_object(UnexpectedError()))
         return {"status_code": status, "request_id": request_id, "body": msgspec.json.decode(body)}

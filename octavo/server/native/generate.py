@@ -30,6 +30,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
     prompt: str
     max_new_tokens: int = 64
+    timeout: float | None = None
 
 
 class PlainBody(msgspec.Struct, kw_only=True):
@@ -37,6 +38,7 @@ class PlainBody(msgspec.Struct, kw_only=True):
 
     prompt: str
     max_tokens: int
+    timeout: float | None = None
 
 
 generate_reader = BodyReader(GenerateBody, {}, frozenset())
@@ -51,7 +53,7 @@ async def generate(request: Request) -> Response:
         raise InvalidParameter("prompt", f"'prompt' must have 1 to {MAX_PROMPT_CHARACTERS} characters.")
     if not 1 <= body.max_new_tokens <= MAX_NEW_TOKENS:
         raise InvalidParameter("max_new_tokens", f"'max_new_tokens' must be from 1 to {MAX_NEW_TOKENS}.")
-    asked = CompletionBody(prompt=body.prompt, max_tokens=body.max_new_tokens, ignore_eos=True)
+    asked = CompletionBody(prompt=body.prompt, max_tokens=body.max_new_tokens, ignore_eos=True, timeout=body.timeout)
     choice = await _finished(front, asked, request)
     result = {
         "request_id": str(uuid.uuid4()),
@@ -71,7 +73,8 @@ async def generate_plainly(request: Request) -> Response:
     for field, is_bad in (("prompt", not body.prompt.strip()), ("max_tokens", body.max_tokens < 1)):
         if is_bad:
             raise BadValue(field, f"'{field}' must not be empty." if field == "prompt" else f"'{field}' is below 1.")
-    choice = await _finished(front, CompletionBody(prompt=body.prompt, max_tokens=body.max_tokens), request)
+    asked = CompletionBody(prompt=body.prompt, max_tokens=body.max_tokens, timeout=body.timeout)
+    choice = await _finished(front, asked, request)
     is_cut = choice.finish_reason == "length"
     result = {
         "request_id": str(uuid.uuid4()),

@@ -35,6 +35,7 @@ class InferBody(msgspec.Struct, kw_only=True):
     stop: str | list[str] = []
     seed: int | None = None
     response_format: dict[str, Any] | None = None
+    timeout: float | None = None
 
 
 class EmptyPrompt(InvalidParameter):
@@ -66,6 +67,7 @@ async def infer(request: Request) -> Response:
         repetition_penalty=body.repetition_penalty,
         stop=body.stop,
         seed=body.seed,
+        timeout=body.timeout,
         **_constraint(body.response_format),
     )
     generation = await front.admission.admit(asked_of(asked, front, request))

@@ -244,7 +244,7 @@ class ChatAnswer:
         whole: dict[str, Any] = {"role": "assistant", "content": news.text, "refusal": None}
         reason: str | None = choice.finish_reason
         if message is not None:
-            whole = message.whole(message.pieces(news.text, is_end=True))
+            whole = message.whole(message.pieces(news.text, reason))
             reason = message.finish_reason(reason)
             self._count_reasoning(choice, message)
         return {
@@ -295,7 +295,7 @@ class ChatAnswer:
         """What is not content alone. Details of tokens come with the first chunk of those that they made certain."""
         message, reason = self._messages[choice.index], choice.finish_reason
         if message is not None:
-            deltas = list(message.deltas(message.pieces(news.text, is_end=reason is not None)))
+            deltas = list(message.deltas(message.pieces(news.text, reason)))
         else:
             deltas = [{"content": news.text}] if news.text or (self._has_details and news.tokens) else []
         if self._has_details and news.tokens and not deltas:

@@ -24,11 +24,16 @@ class ChatMessage:
         self.reasoning = ""
         """All of it so far."""
 
-    def pieces(self, text: str, is_end: bool) -> list[Piece]:
-        """What ``text`` makes certain; of several calls, only the first one when the client wants no more."""
+    def pieces(self, text: str, finish_reason: str | None) -> list[Piece]:
+        """What ``text`` makes certain; of several calls, only the first one when the client wants no more.
+
+        ``finish_reason`` is ``None`` while more text may come.
+        """
         found = self._parser.push(text)
-        if is_end:
-            found += self._parser.finish()
+        if finish_reason is not None:
+            is_cut = finish_reason == "length"
+            last = self._parser.finish(is_cut)
+            found += self._without_markup(last) if is_cut else last
         kept: list[Piece] = []
         for piece in found:
             if isinstance(piece, Call):
@@ -38,6 +43,17 @@ class ChatMessage:
             elif piece.kind == "reasoning":
                 self.reasoning += piece.text
             kept.append(piece)
+        return kept
+
+    def _without_markup(self, pieces: list[Piece]) -> list[Piece]:
+        """The last pieces of a message that was cut. Where a call was asked for, what is no call is the beginning of
+        one, before its name is whole."""
+        if self._tools is None or not self._tools.must_call:
+            return pieces
+        kept = [piece for piece in pieces if isinstance(piece, Call) or piece.kind != "content"]
+        has_begun = len(kept) < len(pieces) and not self._num_calls and not any(isinstance(p, Call) for p in kept)
+        if has_begun and len(self._tools.wanted) == 1:
+            kept.append(Call(self._tools.wanted[0].name, "", is_cut=True))
         return kept
 
     def deltas(self, pieces: list[Piece]) -> Iterator[dict[str, Any]]:

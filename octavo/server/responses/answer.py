@@ -72,6 +72,7 @@ def failed(response: dict[str, Any], error: RequestError) -> None:
     # The API has a closed list of codes, these two among them.
     code = "server_error" if error.status >= 500 else "invalid_prompt"
     response["error"] = {"code": code, "message": error.message}
+    response["completed_at"] = None
 
 
 class ResponseAnswer:
@@ -95,7 +96,8 @@ class ResponseAnswer:
         return b"".join(self._events())
 
     def last_frames(self) -> bytes:
-        return b""
+        """The event that tells of the end, once the choice is finished."""
+        return self._event(f"response.{self.response['status']}", response=self.response)
 
     def failure(self, error: RequestError) -> bytes:
         """The event that tells of an error."""
@@ -114,7 +116,6 @@ class ResponseAnswer:
             is_cut = choice.finish_reason == "length"
             yield from self._close("incomplete" if is_cut else "completed")
             self._end(choice, is_cut)
-            yield self._event("response.incomplete" if is_cut else "response.completed", response=self.response)
 
     def _end(self, choice: Choice, is_cut: bool) -> None:
         response, num_prompt = self.response, len(choice.prompt.tokens)
@@ -179,7 +180,7 @@ class ResponseAnswer:
             "call_id": new_id("call"),
             "name": call.name,
             "arguments": call.arguments,
-            "status": "completed",
+            "status": "incomplete" if call.is_cut else "completed",
         }
         yield self._added({**item, "arguments": "", "status": "in_progress"})
         self.response["output"][-1] = item
@@ -216,7 +217,8 @@ class ResponseStream(EventStream):
     def __init__(
         self, reply: Reply, answer: ResponseAnswer, headers: Mapping[str, str], keep: Callable[[], Awaitable[None]]
     ) -> None:
-        """``keep`` is called before the last event, which says that the response can be asked for."""
+        """``keep`` is called before the last event, which says that the response can be asked for; or that it failed,
+        if ``keep`` raises ``RequestError``."""
         super().__init__(reply.generation, answer, headers)
         self._answer = answer
         self._keep = keep
@@ -224,5 +226,11 @@ class ResponseStream(EventStream):
     def error_frames(self, error: RequestError) -> bytes:
         return self._answer.failure(error)
 
-    async def before_end(self) -> None:
-        await self._keep()
+    async def last_frames(self, error: RequestError | None) -> bytes:
+        frames = b"" if error is None else self.error_frames(error)
+        try:
+            await self._keep()
+        except RequestError as problem:
+            # A client that has been told of one error needs no second.
+            frames = frames or self.error_frames(problem)
+        return frames or self._answer.last_frames()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from typing import Any
 
 import msgspec
@@ -9,24 +11,27 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import InvalidParameter, RequestError
+from octavo.errors import InvalidParameter, RequestError, Unavailable
 from octavo.server.caller import Caller, caller_of
-from octavo.server.errors import NotFound, printable
+from octavo.server.errors import NotFound, UnexpectedError, printable
 from octavo.server.front import Front, front_of
 from octavo.server.jobs import inner_request, patiently
-from octavo.server.openai.chat import ChatBody
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.reply import begin_reply
 from octavo.server.responses.answer import ResponseAnswer, ResponseStream, begun, failed
 from octavo.server.responses.body import ResponseBody, chat_body, check, reader
 from octavo.server.responses.items import Item, input_items
-from octavo.server.sse import whole
+from octavo.server.sse import attended, whole
+from octavo.server.store import StoredItem, decoded
 
 KIND = "response"
 PENDING = "pending_response"
 """Kind of what is kept of a background response until it is done."""
 PATH = "/v1/responses"
+
+
+logger = logging.getLogger(__name__)
 
 
 class PreviousResponseNotFound(InvalidParameter):
@@ -59,7 +64,7 @@ async def create_response(request: Request) -> Response:
     chat = chat_body(body, history)
     record = Record(begun(body, front.model_name, front.engine.info.sampling_defaults), history)
     if body.background:
-        await _begin_in_background(request.app, caller, Pending(body, record), chat)
+        await _begin_in_background(request.app, caller, Pending(body, record))
         return json_response(record.response, headers)
 
     async def keep() -> None:
@@ -96,11 +101,17 @@ async def list_input_items(request: Request) -> Response:
 
 
 async def delete_response(request: Request) -> Response:
-    front, name = front_of(request), (await _record(request)).response["id"]
-    await front.jobs.cancel(name)
-    owner = caller_of(request).name
-    await front.store.delete(PENDING, name, owner)
-    await front.store.delete(KIND, name, owner)
+    front, name, owner = front_of(request), request.path_params["response_id"], caller_of(request).name
+    await _value(request)
+
+    async def forget() -> None:
+        await front.store.delete(PENDING, name, owner)
+        await front.store.delete(KIND, name, owner)
+
+    # A job goes on unless the response could be forgotten, and may have kept more of it until it was cancelled.
+    await forget()
+    if await front.jobs.cancel(name):
+        await forget()
     return json_response({"id": name, "object": "response", "deleted": True}, {})
 
 
@@ -113,8 +124,7 @@ async def cancel_response(request: Request) -> Response:
         raise InvalidParameter("response_id", "Only responses that were begun in the background can be cancelled.")
     if is_cancelled and record.response["status"] in ("queued", "in_progress"):
         record.response["status"] = "cancelled"
-        await _keep(front, caller, record)
-        await front.store.delete(PENDING, name, caller.name)
+        await front.jobs.settle(name, _keep_end(front, caller, record))
     return json_response(record.response, {})
 
 
@@ -130,25 +140,37 @@ ENDPOINTS = [
 async def resume_responses(app: Starlette) -> None:
     """Go on with what an earlier process left undone in the background."""
     front: Front = app.state.front
-    for name, owner, value in await front.store.list(PENDING):
-        pending = msgspec.json.decode(value, type=Pending)
-        chat = chat_body(pending.body, pending.record.history)
-        front.jobs.start(name, _in_background(app, front.keys.caller(owner), pending.record, chat))
+    for row, pending in decoded(PENDING, await front.store.list(PENDING), Pending):
+        front.jobs.start(row.id, _in_background(app, front.keys.caller(row.owner), pending))
 
 
 # --- the store ---
 
 
 async def _keep(front: Front, caller: Caller, record: Record) -> None:
-    await front.store.put(KIND, record.response["id"], caller.name, msgspec.json.encode(record))
+    await front.store.put_all(caller.name, [_item(record)])
+
+
+async def _keep_end(front: Front, caller: Caller, record: Record) -> None:
+    """Keep a background response as it ended, as soon as the store has room."""
+    await patiently(lambda: _keep(front, caller, record))
+    await patiently(lambda: front.store.delete(PENDING, record.response["id"], caller.name))
+
+
+def _item(record: Record) -> StoredItem:
+    return StoredItem(KIND, record.response["id"], msgspec.json.encode(record))
 
 
 async def _record(request: Request) -> Record:
+    return msgspec.json.decode(await _value(request), type=Record)
+
+
+async def _value(request: Request) -> bytes:
     name = request.path_params["response_id"]
     value = await front_of(request).store.get(KIND, name, caller_of(request).name)
     if value is None:
         raise NotFound(f"There is no response '{printable(name)}'.", param="response_id")
-    return msgspec.json.decode(value, type=Record)
+    return value
 
 
 async def _previous(front: Front, caller: Caller, name: str | None) -> list[Item]:
@@ -166,29 +188,35 @@ async def _previous(front: Front, caller: Caller, name: str | None) -> list[Item
 # --- the background ---
 
 
-async def _begin_in_background(app: Starlette, caller: Caller, pending: Pending, chat: ChatBody) -> None:
+async def _begin_in_background(app: Starlette, caller: Caller, pending: Pending) -> None:
     front: Front = app.state.front
     name = pending.record.response["id"]
-    await front.store.put(PENDING, name, caller.name, msgspec.json.encode(pending))
-    await _keep(front, caller, pending.record)
-    front.jobs.start(name, _in_background(app, caller, pending.record, chat))
+    items = [StoredItem(PENDING, name, msgspec.json.encode(pending)), _item(pending.record)]
+    await front.store.put_all(caller.name, items)
+    front.jobs.start(name, _in_background(app, caller, pending))
 
 
-async def _in_background(app: Starlette, caller: Caller, record: Record, chat: ChatBody) -> None:
+async def _in_background(app: Starlette, caller: Caller, pending: Pending) -> None:
     """Have the reply computed, however often the server is full or shuts down before."""
     front: Front = app.state.front
+    record = pending.record
 
     async def attempt() -> dict[str, Any]:
         request = inner_request(app, PATH, b"", caller)
+        chat = chat_body(pending.body, record.history)
         reply = await begin_reply(front, chat, request, record.response["id"])
-        record.response["status"] = "in_progress"
-        await _keep(front, caller, record)
-        await whole(reply.generation, request)
+        async with attended(reply.generation, request.receive):
+            record.response["status"] = "in_progress"
+            with contextlib.suppress(Unavailable):  # the status alone is not worth waiting for room
+                await _keep(front, caller, record)
+            await reply.generation.result()
         return ResponseAnswer(record.response, reply).finish()
 
     try:
         await patiently(attempt)
     except RequestError as error:
         failed(record.response, error)
-    await _keep(front, caller, record)
-    await front.store.delete(PENDING, record.response["id"], caller.name)
+    except Exception:
+        logger.exception("%s failed", record.response["id"])
+        failed(record.response, UnexpectedError())
+    await _keep_end(front, caller, record)

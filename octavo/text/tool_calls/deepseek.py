@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from octavo.grammar.forms import literal
 from octavo.text.reader import Call, Format, Reader, Steps
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated
-from octavo.text.tool_calls.values import make_call, value_of
+from octavo.text.tool_calls.values import cut_call, make_call, value_of
 
 ALL_BEGIN, ALL_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
 BEGIN, END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
@@ -33,12 +33,12 @@ def _read_calls(reader: Reader) -> Steps[list[Call] | None]:
         yield from reader.blanks()
         if calls and ((yield from reader.at_end()) or (yield from reader.literal(ALL_END))):
             return calls
-        if not (yield from reader.literal(BEGIN)):
-            return None
-        call = yield from _read_call(reader)
-        if call is None:
-            return None
-        calls.append(call)
+        call = (yield from _read_call(reader)) if (yield from reader.literal(BEGIN)) else None
+        if call is not None:
+            calls.append(call)
+        else:
+            reader.take_cut()  # no call any more
+            return calls if calls and reader.is_cut else None
 
 
 def _read_call(reader: Reader) -> Steps[Call | None]:
@@ -56,12 +56,12 @@ def _read_call(reader: Reader) -> Steps[Call | None]:
         yield from reader.blanks()
     text = yield from reader.json()
     if text is None:
-        return None
+        return cut_call(name.strip(), reader.take_cut()) if reader.is_cut else None
     if is_fenced:
         yield from reader.blanks()
-        if not (yield from reader.literal(FENCE_END)):
+        if not (yield from reader.literal(FENCE_END)) and not reader.is_cut:
             return None
-    if not (yield from reader.at_end()) and not (yield from reader.literal(END)):
+    if not (yield from reader.at_end()) and not (yield from reader.literal(END)) and not reader.take_cut():
         return None
     return make_call(name.strip(), value_of(text))
 

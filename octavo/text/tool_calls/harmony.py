@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from octavo.grammar.forms import literal
 from octavo.text.reader import Call, Format, Reader, Steps
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of
-from octavo.text.tool_calls.values import make_call, value_of
+from octavo.text.tool_calls.values import cut_call, make_call, value_of
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
@@ -45,7 +45,10 @@ def _read_message(reader: Reader) -> Steps[None]:
 def _read_call(name: str, reader: Reader) -> Steps[list[Call] | None]:
     yield from reader.blanks()
     text = yield from reader.json()
-    call = None if text is None else make_call(name, value_of(text))
+    if text is None:
+        call = cut_call(name, reader.take_cut()) if reader.is_cut else None
+        return None if call is None else [call]
+    call = make_call(name, value_of(text))
     if call is None:
         return None
     if (yield from reader.at_end()):
@@ -53,7 +56,7 @@ def _read_call(name: str, reader: Reader) -> Steps[list[Call] | None]:
     for mark in ENDS:
         if (yield from reader.literal(mark)):
             return [call]
-    return None
+    return [call] if reader.take_cut() else None
 
 
 def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:

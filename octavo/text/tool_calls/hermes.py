@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from octavo.grammar.forms import literal
 from octavo.text.reader import Call, Format, Reader, Steps
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated
-from octavo.text.tool_calls.values import call_in
+from octavo.text.tool_calls.values import call_in, cut_call_in
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
 
@@ -27,11 +27,12 @@ def _read_message(reader: Reader) -> Steps[None]:
 
 def _read_call(reader: Reader) -> Steps[list[Call] | None]:
     yield from reader.blanks()
-    call = call_in((yield from reader.json()))
+    text = yield from reader.json()
+    call = call_in(text) if text is not None else cut_call_in(reader.take_cut())
     if call is None:
         return None
     # Models that end their turn with the call often leave the closing mark out.
-    is_closed = (yield from reader.at_end()) or (yield from reader.literal(CLOSES))
+    is_closed = (yield from reader.at_end()) or (yield from reader.literal(CLOSES)) or bool(reader.take_cut())
     return [call] if is_closed else None
 
 

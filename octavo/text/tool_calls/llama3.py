@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from octavo.grammar.forms import literal
 from octavo.text.reader import Call, Format, Reader, Steps
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated
-from octavo.text.tool_calls.values import call_in
+from octavo.text.tool_calls.values import call_in, cut_call_in
 
 MARK = "<|python_tag|>"
 
@@ -33,12 +33,13 @@ def _read(names: frozenset[str]) -> Format:
 
 def _read_calls(reader: Reader) -> Steps[list[Call] | None]:
     """Calls up to the end of the message, or up to the mark of the next ones."""
-    calls = []
+    calls: list[Call] = []
     while True:
         yield from reader.blanks()
-        call = call_in((yield from reader.json()))
+        text = yield from reader.json()
+        call = call_in(text) if text is not None else cut_call_in(reader.take_cut())
         if call is None:
-            return None
+            return (calls or None) if reader.is_cut else None
         calls.append(call)
         if (yield from reader.at_end()):
             return calls

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from octavo.grammar.forms import literal
 from octavo.text.reader import Call, Format, Reader, Steps
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated, short_id
-from octavo.text.tool_calls.values import call_of, make_call, value_of
+from octavo.text.tool_calls.values import call_of, cut_call, cut_calls_in, make_call, value_of
 
 MARK, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -30,7 +30,8 @@ def _read_message(reader: Reader) -> Steps[None]:
 def _read_calls(reader: Reader) -> Steps[list[Call] | None]:
     yield from reader.blanks()
     if (yield from reader.comes("[")):
-        return _listed((yield from reader.json("[")))
+        text = yield from reader.json("[")
+        return _listed(text) if text is not None else cut_calls_in(reader.take_cut())
     found = yield from reader.until((ARGUMENTS, ID, "{"))
     if found is None:
         return None
@@ -41,12 +42,15 @@ def _read_calls(reader: Reader) -> Steps[list[Call] | None]:
         reader.step_back(mark)
     yield from reader.blanks()
     text = yield from reader.json()
-    call = None if text is None else make_call(name.strip(), value_of(text))
+    if text is None:
+        call = cut_call(name.strip(), reader.take_cut()) if reader.is_cut else None
+    else:
+        call = make_call(name.strip(), value_of(text))
     return None if call is None else [call]
 
 
-def _listed(text: str | None) -> list[Call] | None:
-    values = None if text is None else value_of(text)
+def _listed(text: str) -> list[Call] | None:
+    values = value_of(text)
     calls = [call_of(value) for value in values] if isinstance(values, list) else []
     found = [call for call in calls if call is not None]
     return found if found and len(found) == len(calls) else None

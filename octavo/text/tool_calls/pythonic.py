@@ -7,6 +7,7 @@ of functions that the client has are taken for calls. https://arxiv.org/abs/2409
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 from octavo.grammar.forms import literal
 from octavo.text.reader import Call, Format, Reader, Steps
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated
-from octavo.text.tool_calls.values import make_call
+from octavo.text.tool_calls.values import cut_call, make_call
 
 MARK = "<|python_tag|>"
 MAX_DEPTH = 64
 WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
 _MARKS = re.compile(r"""["'{}\[\]()]""")
+_SPREAD = re.compile(r"[\[,)\s]*(?P<name>[^\W\d][\w.\-]*)\s*\(\s*\*\*\s*(?=\{)")
 _TOKEN = re.compile(
     r"""\s*(?:
         (?P<name>[^\W\d][\w.\-]*)
@@ -38,7 +40,7 @@ def _read(names: frozenset[str]) -> Format:
         yield from reader.literal(MARK)
         yield from reader.blanks()
         text = yield from reader.enclosed("[", _MARKS)
-        calls = None if text is None else _calls_in(text)
+        calls = _calls_in(text) if text is not None else _cut_calls_in(reader.take_cut())
         if not calls or not (yield from reader.at_end()):
             return None
         return calls if all(call.name in names for call in calls) else None
@@ -54,6 +56,23 @@ def _calls_in(text: str) -> list[Call] | None:
         return _Parser(text).calls()
     except (ValueError, SyntaxError):
         return None
+
+
+def _cut_calls_in(text: str) -> list[Call] | None:
+    """The calls in the beginning of a list, as far as their arguments are given as one object, as grammars ask for."""
+    calls: list[Call] = []
+    place = 0
+    while (head := _SPREAD.match(text, place)) is not None:
+        try:
+            _, end = json.JSONDecoder(strict=False).raw_decode(text, head.end())
+        except (ValueError, RecursionError):
+            end = len(text)
+        call = cut_call(head["name"], text[head.end() : end])
+        if call is None:
+            break
+        calls.append(call)
+        place = end
+    return calls or None
 
 
 class _Parser:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from octavo.text.reader import Call
 
 MAX_NAME_LENGTH = 256
 ARGUMENT_KEYS = ("arguments", "parameters")
+_HEAD = re.compile(r"""\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")""")
+_BETWEEN = re.compile(r"[\s,]*")
+_BEFORE_ARGUMENTS = re.compile(r"""\s*(?:,\s*(?:"\w*(?:"\s*(?::\s*)?)?)?)?""")
+_ARGUMENTS = re.compile(rf"""\s*,\s*"(?:{"|".join(ARGUMENT_KEYS)})"\s*:\s*(?=\{{)""")
 
 
 def call_in(text: str | None) -> Call | None:
@@ -24,6 +29,47 @@ def call_of(value: Any) -> Call | None:
     if isinstance(arguments, str):
         arguments = value_of(arguments)
     return make_call(value.get("name"), arguments)
+
+
+def cut_call_in(text: str) -> Call | None:
+    """The call that the beginning of a JSON object of name and arguments spells out; ``None`` when it is none."""
+    head = _HEAD.match(text)
+    if head is None:
+        return None
+    arguments = _ARGUMENTS.match(text, head.end())
+    if arguments is None and not _BEFORE_ARGUMENTS.fullmatch(text, head.end()):
+        return None
+    return cut_call(value_of(head[1]), "" if arguments is None else text[arguments.end() :])
+
+
+def cut_calls_in(text: str) -> list[Call] | None:
+    """The calls in the beginning of a list of such objects; ``None`` when anything else is in it."""
+    calls: list[Call] = []
+    place = 1
+    while (place := _BETWEEN.match(text, place).end()) < len(text):  # type: ignore[union-attr]
+        try:
+            value, end = json.JSONDecoder(strict=False).raw_decode(text, place)
+        except (ValueError, RecursionError):
+            call, end = cut_call_in(text[place:]), len(text)
+        else:
+            call = call_of(value)
+        if call is None:
+            break
+        calls.append(call)
+        place = end
+    return calls or None
+
+
+def cut_call(name: Any, text: str) -> Call | None:
+    """A call whose arguments begin with ``text``, or are the JSON object with which it begins."""
+    try:
+        value, _ = json.JSONDecoder(strict=False).raw_decode(text)
+    except (ValueError, RecursionError):
+        value = None
+    if value is not None:
+        return make_call(name, value)
+    call = make_call(name, {})
+    return None if call is None or (text and text[0] != "{") else Call(call.name, text, is_cut=True)
 
 
 def make_call(name: Any, arguments: Any) -> Call | None:

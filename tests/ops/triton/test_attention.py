@@ -113,7 +113,7 @@ def attend_stored(
     q_TNH, _ = apply_rope.reference(q_TNH, k_TKH, cos_TR, sin_TR)
     place = rows.groups[0].block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S
     rule = heads.scale, heads.window, heads.softcap, heads.sinks_N
-    out_TNH: Tensor = paged_attention.reference(q_TNH, *cache, *place, *rule)
+    out_TNH: Tensor = paged_attention.reference(q_TNH, *cache[:2], *place, *rule)
     return out_TNH.flatten(1)
 
 
@@ -144,3 +144,26 @@ def test_rows_are_the_same_in_any_step_where_asked_for() -> None:
     assert torch.equal(rest[0], whole[0][37:58])
     assert torch.equal(last[0], whole[0][58:59])
     assert torch.equal(last[1], whole[1][49:50])
+
+
+@pytest.mark.parametrize("run", [attention, attention.reference, attention_triton])
+def test_a_layer_may_read_what_another_has_stored(run: Callable[..., Tensor]) -> None:
+    """Steps of chunks, of single rows and of both; the cache stays as it is."""
+    contexts, heads = Contexts([100, 100, 100]), make_heads()
+    cache = contexts.cache()
+
+    def read(qkv_TW: Tensor, heads: HeadLayout, *rest: Any) -> Tensor:
+        sharing = heads._replace(shares_cache=True, k_norm_H=None)
+        return run(qkv_TW[:, : N * H].contiguous(), sharing, *rest)
+
+    at = [0, 0, 0]
+    for counts in ((20, 1, 35), (1, 1, 1), (1, 5, 0)):
+        spans = [(start, start + count) for start, count in zip(at, counts, strict=True)]
+        at = [end for _, end in spans]
+        contexts.step(attention.reference, heads, cache, spans)
+        before = [part.clone() for part in cache[:2]]
+        got = contexts.step(read, heads, cache, spans)
+        for a, b in zip(got, contexts.step(attend_stored, heads, cache, spans), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+        for a, b in zip(cache[:2], before, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

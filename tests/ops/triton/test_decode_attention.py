@@ -87,7 +87,7 @@ class Step:
     def context(self, s: int) -> tuple[Tensor, Tensor]:
         """What the cache holds of sequence s: two of float64 [length, K, H]."""
         blocks = self.rows.groups[0].block_tables_SB[s][: -(-self.lengths[s] // self.cache.keys.shape[2])].long()
-        keys, values = (part.float().double()[blocks].transpose(1, 2).flatten(0, 1) for part in self.cache)
+        keys, values = (part.float().double()[blocks].transpose(1, 2).flatten(0, 1) for part in self.cache[:2])
         return keys[: self.lengths[s]], values[: self.lengths[s]]
 
     def attended(self, q_SNH: Tensor) -> Tensor:

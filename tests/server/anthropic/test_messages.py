@@ -86,6 +86,16 @@ def test_the_helper_for_streams(server: Served) -> None:
     assert final.usage.output_tokens == 12
 
 
+@pytest.mark.parametrize(("end", "arguments"), [(" 2}", {}), ("}}", {"a": 2}), (' {"a"', {})])
+def test_a_call_that_is_cut_has_the_input_that_is_whole(caller: Served, end: str, arguments: dict[str, int]) -> None:
+    num_tokens = len(CALLS[: CALLS.index(end)]) + (end == "}}")
+    answer = client(caller).messages.create(model="test", max_tokens=num_tokens, messages=MESSAGES, tools=TOOLS)
+    assert answer.stop_reason == "max_tokens"
+    call = answer.content[-1]
+    assert call.type == "tool_use"
+    assert (call.name, call.input) == ("add", arguments)
+
+
 def test_events_to_the_byte(server: Served) -> None:
     with server.client.stream(
         "POST", "/v1/messages?beta=true", json={"messages": MESSAGES, "max_tokens": 2, "stream": True}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,10 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import Served
+from octavo.server import jobs as jobs_module
+from octavo.server import store as store_module
+from octavo.server.batches import batches as batches_module
+from tests.server.conftest import Served, execute, fill, make_room
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
 from tests.server.openai.test_client import options
 
@@ -135,6 +139,113 @@ def test_a_file_that_is_no_batch(server: Served, content: bytes, words: str) -> 
     done = until_done(server, begin(server, content).id)
     assert done.status == "failed"
     assert words in done.errors.data[0].message
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b'{"prompt": "\xff"}', "invalid_value"),
+        (b'{"prompt": "a", "other": "\xff"}', "invalid_value"),
+        (b'"\xff"', "invalid_json"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "invalid_value"),
+        (b'{"prompt": "a", "other": ' + b"9" * 5000 + b"}", "invalid_value"),
+        (b"9" * 5000, "invalid_json"),
+        (b"1e999", "invalid_json"),
+        (b'{"prompt": "a", "seed": 1e999}', "invalid_value"),
+        (b'{"prompt": "a", "stream": 1e999}', "invalid_value"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_the_error_of_its_line(server: Served, body: bytes, code: str) -> None:
+    row = b'{"custom_id": "bad", "method": "POST", "url": "/v1/completions", "body": %b}' % body
+    done = until_done(server, begin(server, lines(2) + b"\n" + row).id)
+    assert done.status == "completed"
+    assert (done.request_counts.completed, done.request_counts.failed) == (2, 1)
+    refused = results(server, done.error_file_id)["bad"]
+    assert refused["status_code"] == 400
+    assert refused["body"]["error"]["code"] == code
+
+
+def test_what_a_job_does_not_foresee_ends_the_batch(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def boom(*args: Any) -> Any:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(batches_module, "read_lines", boom)
+    served = serve_app()
+    done = until_done(served, begin(served, lines(2)).id)
+    assert done.status == "failed"
+    assert done.failed_at
+    assert done.errors.data[0].code == "internal_error"
+    assert "secret" not in done.errors.data[0].message
+
+
+def test_a_damaged_database_ends_the_batch(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = InProcessEngine(max_num_seqs=4, runs=False)
+    served = serve_app(engine)
+    batch = begin_and_do_two(served, engine)
+
+    def damaged(*args: Any) -> Any:
+        raise sqlite3.DatabaseError("database disk image is malformed")
+
+    monkeypatch.setattr(served.app.state.front.store, "_put_all", damaged)
+    engine.runs = True
+    served.call(engine._schedule)
+    done = until_done(served, batch.id)
+    assert done.status == "failed"
+    assert done.errors.data[0].code == "internal_error"
+
+
+def test_a_batch_waits_while_the_disk_is_full(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "RETRY_SECONDS", 0.05)
+    engine = InProcessEngine(max_num_seqs=4, runs=False)
+    served = serve_app(engine)
+    batch = begin_and_do_two(served, engine)
+    fill(served)
+    engine.runs = True
+    served.call(engine._schedule)
+    assert served.client.post("/v1/files", files={"file": b"x" * 9000}, data={"purpose": "batch"}).status_code == 507
+    while engine.num_live:
+        time.sleep(0.005)
+    time.sleep(0.2)
+    assert client(served).batches.retrieve(batch.id).status == "in_progress"
+    make_room(served)
+    done = until_done(served, batch.id)
+    assert (done.status, done.request_counts.completed) == ("completed", 10)
+    assert len(results(served, done.output_file_id)) == 10
+    # What is kept of each line has gone with the end of the batch.
+    assert execute(served, f"SELECT count(*) FROM items WHERE kind = 'lines of {batch.id}'") == 0
+
+
+def test_a_batch_is_cancelled_while_the_disk_is_full(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(jobs_module, "SETTLE_SECONDS", 0.1)
+    engine = InProcessEngine(max_num_seqs=4, runs=False)
+    served = serve_app(engine)
+    batch = begin_and_do_two(served, engine)
+    fill(served)
+    assert client(served).batches.cancel(batch.id).status == "cancelling"
+    make_room(served)
+    done = until_done(served, batch.id)
+    assert done.status == "cancelled"
+    assert len(results(served, done.output_file_id)) == 2
+
+
+def test_a_batch_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    settings = {"state_dir": str(tmp_path)}
+    first = Served(InProcessEngine(), byte_tokenizer(), settings)
+    good = until_done(first, begin(first, lines(1)).id)
+    for kind in ("batch", "file", "pending_response", "response"):
+        execute(first, f"INSERT INTO items VALUES ('{kind}', 'bad', '', 1e12, x'ff')")
+    first.stop()
+    second = Served(InProcessEngine(), byte_tokenizer(), settings)
+    try:
+        assert [each.id for each in client(second).batches.list()] == [good.id]
+        assert good.input_file_id in [each.id for each in client(second).files.list()]
+        # It is there until its owner deletes it.
+        assert execute(second, "SELECT count(*) FROM items WHERE id = 'bad'") == 4
+        assert second.client.delete("/v1/responses/bad").status_code == 200
+        assert execute(second, "SELECT count(*) FROM items WHERE id = 'bad'") == 2
+    finally:
+        second.stop()
 
 
 def test_what_is_refused(server: Served) -> None:

@@ -129,7 +129,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (json_schema({"x-guidance": {"lenient": True}, "not": {}}), "response_format", "'x-guidance'"),
     (json_schema({"$ref": "http://127.0.0.1/schema"}), "response_format", "127.0.0.1"),
     (json_schema("x"), "response_format", "schema"),
-    (json_schema({"enum": ["x" * 1000] * 100}), "response_format", "larger"),
+    (json_schema({"enum": ["x" * 1000] * 300}), "response_format", "larger"),
     (json_schema(None), "response_format", "schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format", "name"),

@@ -111,6 +111,34 @@ def test_details_of_tokens_are_all_there_in_a_stream_of_calls(serve_hermes: Call
     assert len(entries) == len(tokens)
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "choice", "arguments"),
+    [
+        (CALL.index("rich"), "required", '{"city": "Z\u00fc'),
+        (CALL.index("rich"), "auto", '{"city": "Z\u00fc'),
+        (20, {"type": "function", "function": {"name": "get_weather"}}, ""),
+        (20, "required", None),
+    ],
+)
+def test_a_call_that_is_cut_is_a_call_as_far_as_it_goes(
+    serve_hermes: Callable[[str], Served], num_bytes: int, choice: Any, arguments: str | None
+) -> None:
+    served = serve_hermes(CALL)
+    body = {"tools": TOOLS, "tool_choice": choice, "max_tokens": len(CALL[:num_bytes].encode())}
+    whole = served.chat(**body).json()["choices"][0]
+    assert whole["finish_reason"] == "length"
+    calls = [call["function"] for call in whole["message"].get("tool_calls", [])]
+    assert calls == ([] if arguments is None else [{"name": "get_weather", "arguments": arguments}])
+    assert not whole["message"]["content"]
+    lines = [line.removeprefix("data: ") for line in served.chat(stream=True, **body).text.split("\n\n") if line]
+    choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    assert choices[-1]["finish_reason"] == "length"
+    assert not any(each["delta"].get("content") for each in choices)
+    parts = [part["function"] for each in choices for part in each["delta"].get("tool_calls", [])]
+    assert "".join(part["arguments"] for part in parts) == (arguments or "")
+    assert [part["name"] for part in parts if "name" in part] == [call["name"] for call in calls]
+
+
 def test_one_call_when_no_more_are_wanted(serve_hermes: Callable[[str], Served]) -> None:
     served = serve_hermes(TEXT)
     message = served.chat(tools=TOOLS, max_tokens=400, parallel_tool_calls=False).json()["choices"][0]["message"]

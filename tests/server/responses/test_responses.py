@@ -12,7 +12,9 @@ import openai
 import pytest
 
 from octavo.errors import RequestFailed
-from tests.server.conftest import Served
+from octavo.server import store as store_module
+from octavo.server.responses import endpoints
+from tests.server.conftest import Served, execute, fill, make_room
 from tests.server.in_process import ANSWER, IM_END, InProcessEngine, byte_tokenizer
 from tests.server.openai.test_client import options
 
@@ -180,6 +182,15 @@ def test_calls_and_reasoning(caller: Served) -> None:
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
 
 
+def test_a_call_that_is_cut_is_incomplete(caller: Served) -> None:
+    num_tokens = len(CALLS[: CALLS.index(" 2}")])
+    answer = client(caller).responses.create(model="test", input="2+2?", tools=TOOLS, max_output_tokens=num_tokens)
+    assert answer.status == "incomplete"
+    call = answer.output[-1]
+    assert call.type == "function_call"
+    assert (call.name, call.arguments, call.status) == ("add", '{"a":', "incomplete")
+
+
 def test_the_background(server: Served, serve_app: Any) -> None:
     begun = client(server).responses.create(model="test", input="Hi", max_output_tokens=5, background=True)
     assert begun.status == "queued"
@@ -232,6 +243,59 @@ def test_a_failure_after_the_start_is_an_event(serve_app: Any) -> None:
     assert events[-1].type == "response.failed"
     assert events[-1].response.error is not None
     assert events[-1].response.error.message == "The engine fails on this."
+
+
+def test_a_full_disk_is_told(serve_app: Any) -> None:
+    served = serve_app()
+    fill(served)
+    refused = post(served)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (507, "storage_full")
+    assert post(served, background=True).status_code == 507
+    assert post(served, store=False).status_code == 200
+    for count in (1, 9):  # the end comes with the first news, or later
+        asked: Any = {"model": "test", "input": "Hi", "max_output_tokens": count, "stream": True}
+        events = list(client(served).responses.create(**asked))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        last = events[-1]
+        assert last.type == "response.failed"
+        assert last.response.status == "failed"
+        assert last.response.error is not None
+        assert "disk" in last.response.error.message
+        assert not any(event.type in ("response.completed", "response.incomplete") for event in events)
+    make_room(served)
+    assert post(served).status_code == 200
+
+
+def test_the_background_waits_while_the_disk_is_full(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "RETRY_SECONDS", 0.05)
+    engine = InProcessEngine(runs=False)
+    served = serve_app(engine)
+    name = post(served, background=True).json()["id"]
+    while not engine.num_live:
+        time.sleep(0.005)
+    time.sleep(0.05)
+    fill(served)
+    engine.runs = True
+    served.call(engine._schedule)
+    while engine.num_live:
+        time.sleep(0.005)
+    time.sleep(0.2)
+    assert served.client.get(f"/v1/responses/{name}").json()["status"] == "in_progress"
+    make_room(served)
+    assert until_done(served, name)["output"][0]["content"][0]["text"] == ANSWER[:4]
+    assert len(engine.requests) == 1
+    assert execute(served, "SELECT count(*) FROM items WHERE kind = 'pending_response'") == 0
+
+
+def test_what_a_job_does_not_foresee_ends_the_response(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def boom(*args: Any) -> Any:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(endpoints, "begin_reply", boom)
+    served = serve_app()
+    ended = until_done(served, post(served, background=True).json()["id"])
+    assert (ended["status"], ended["error"]["code"]) == ("failed", "server_error")
+    assert "secret" not in json.dumps(ended)
 
 
 @pytest.mark.parametrize(

@@ -201,12 +201,16 @@ CASES: list[tuple[str, str, list[Piece]]] = [
 def parse(format: str, texts: list[str]) -> list[Piece]:
     """What a message is made of that comes in these pieces; neighbours of one kind are joined."""
     parser = MessageParser(FORMATS[format])
-    pieces = [piece for text in texts for piece in parser.push(text)] + parser.finish()
-    joined: list[Piece] = []
+    return joined([piece for text in texts for piece in parser.push(text)] + parser.finish())
+
+
+def joined(pieces: list[Piece]) -> list[Piece]:
+    """``pieces`` with neighbours of one kind as one."""
+    result: list[Piece] = []
     for piece in pieces:
-        last = joined[-1] if joined else None
+        last = result[-1] if result else None
         if isinstance(piece, Text) and isinstance(last, Text) and last.kind == piece.kind:
-            joined[-1] = Text(piece.kind, last.text + piece.text)
+            result[-1] = Text(piece.kind, last.text + piece.text)
         else:
-            joined.append(piece)
-    return joined
+            result.append(piece)
+    return result

@@ -1,0 +1,200 @@
+"""Closes the objects of a JSON schema: where ``properties`` are listed, no others are allowed.
+
+In JSON Schema an object may have any property that is not listed, so a model can add properties until its tokens run
+out. A schema that says itself what else is allowed, by one of ``SAYS``, is left as it is.
+
+What an object may have is decided once for all schemas that describe the same object: those in ``allOf`` and behind
+``$ref`` are not closed one by one, because each would then forbid what the others list.
+https://json-schema.org/understanding-json-schema/reference/object#extending
+"""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from octavo.grammar.wide_objects import narrowed
+
+Schema = dict[str, Any]
+
+SAYS = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+ALTERNATIVES = ("anyOf", "oneOf")
+IN_PLACE = ("$ref", "allOf", *ALTERNATIVES)
+"""Keywords with further schemas of the same value."""
+WITHIN = ("items", "prefixItems", "additionalItems", "additionalProperties", *ALTERNATIVES, "allOf")
+"""Keywords with one schema or a list of them; ``properties`` and ``patternProperties`` have one for each name."""
+
+
+def closed(schema: Schema) -> Schema:
+    """An equal schema with closed objects. Definitions that are referred to get a closed copy among ``$defs``."""
+    return _Closing(schema).run()
+
+
+@dataclass
+class _Listed:
+    """What the schemas of one value list together."""
+
+    names: dict[str, bool] = field(default_factory=dict)
+    """In order; whether the property may itself be an object with listed properties."""
+    lists: bool = False
+    """Whether there are ``properties`` at all."""
+    says: bool = False
+    """Whether one of ``SAYS`` is among the schemas."""
+    is_mixed: bool = False
+    """Whether two schemas describe objects in the same property: to be closed together, not one by one."""
+
+    def add(self, other: _Listed, is_alternative: bool = False) -> None:
+        self.lists |= other.lists
+        self.says |= other.says
+        self.is_mixed |= other.is_mixed
+        for name, is_object in other.names.items():
+            self.is_mixed |= is_object and self.names.get(name, False) and not is_alternative
+            self.names[name] = is_object or self.names.get(name, False)
+
+
+class _Closing:
+    """One schema that is being closed."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._copies: dict[tuple[str, str], str] = {("#", "closed"): "#"}
+        """References to what was made, by reference and by how it was made."""
+        self._pending: list[tuple[str, Schema, Literal["closed", "open"]]] = []
+
+    def run(self) -> Schema:
+        result = self._close(self._root)
+        made = {}
+        while self._pending:
+            name, schema, how = self._pending.pop()
+            made[name] = self._close(schema) if how == "closed" else self._inside(schema)
+        return {**result, "$defs": {**self._definitions(), **made}} if made else result
+
+    def _definitions(self) -> Schema:
+        found = self._root.get("$defs")
+        return found if isinstance(found, dict) else {}
+
+    def _close(self, schema: Any) -> Any:
+        """``schema``, which is all that is said of a value."""
+        if not isinstance(schema, dict):
+            return schema
+        beyond = [key for key in (*IN_PLACE, "properties", "required", *SAYS) if key in schema]
+        if beyond == ["$ref"]:
+            return {**schema, "$ref": self._reference(schema["$ref"], "closed")}
+        if beyond == ["allOf"] and isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1:
+            return {**schema, "allOf": [self._close(schema["allOf"][0])]}
+        listed = self._listed(schema)
+        if listed.is_mixed:
+            return schema
+        choices = [key for key in ALTERNATIVES if isinstance(schema.get(key), list)]
+        result = {**schema, **self._inside({key: value for key, value in schema.items() if key not in choices})}
+        for key in choices:
+            others = self._listed({name: value for name, value in schema.items() if name != key})
+            result[key] = [self._close_choice(each, others) for each in schema[key]]
+        return result if choices else narrowed(_sealed(result, listed))
+
+    def _close_choice(self, schema: Any, others: _Listed) -> Any:
+        """One alternative of an object of which ``others`` are listed besides."""
+        if not others.lists:
+            return self._close(schema)
+        listed = self._listed(schema)
+        listed.add(others)
+        inside = self._inside(schema)
+        sealed = _sealed({"allOf": [inside]}, listed)
+        return sealed if "properties" in sealed else inside
+
+    def _inside(self, schema: Any) -> Any:
+        """``schema`` with closed values within the one that it describes; that one itself is left as it is."""
+        if not isinstance(schema, dict):
+            return schema
+        result = dict(schema)
+        for key in ("properties", "patternProperties"):
+            if isinstance(schema.get(key), dict):
+                result[key] = {name: self._close(value) for name, value in schema[key].items()}
+        for key in WITHIN:
+            make = self._inside if key in IN_PLACE else self._close
+            value = schema.get(key)
+            if isinstance(value, list):
+                result[key] = [make(each) for each in value]
+            elif isinstance(value, dict):
+                result[key] = make(value)
+        if "$ref" in schema:
+            result["$ref"] = self._reference(schema["$ref"], "open")
+        return result
+
+    def _reference(self, reference: Any, how: Literal["closed", "open"]) -> Any:
+        """A reference to a copy of what ``reference`` refers to; ``reference`` itself when that is not known."""
+        target = self._target(reference)
+        if not isinstance(target, dict):
+            return reference
+        if (reference, how) not in self._copies:
+            names = {*self._definitions(), *(made.rpartition("/")[2] for made in self._copies.values())}
+            name = next(f"{how}{number}" for number in range(len(names) + 1) if f"{how}{number}" not in names)
+            self._copies[reference, how] = f"#/$defs/{name}"
+            self._pending.append((name, target, how))
+        return self._copies[reference, how]
+
+    def _target(self, reference: Any) -> Any:
+        """What is at a JSON pointer; ``None`` for another kind of reference, and where there is nothing."""
+        if not isinstance(reference, str) or not re.match(r"#(/|$)", reference):
+            return None
+        found: Any = self._root
+        for part in urllib.parse.unquote(reference[1:]).split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                found = found.get(name) if isinstance(found, dict) else None
+        return found
+
+    def _listed(self, schema: Any, within: frozenset[str] = frozenset()) -> _Listed:
+        """What ``schema`` and all others of the same value list; ``within`` are the references on the way to it."""
+        listed = _Listed()
+        if not isinstance(schema, dict):
+            return listed
+        properties = schema.get("properties")
+        if isinstance(properties, dict):
+            listed.names = {name: _may_list(value) for name, value in properties.items()}
+            listed.lists = True
+        required = schema.get("required")
+        for name in required if isinstance(required, list) else ():
+            listed.names.setdefault(name, False)
+        listed.says = any(key in schema for key in SAYS)
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in within:
+            target = self._target(reference)
+            listed.says |= target is None
+            listed.add(self._listed(target, within | {reference}))
+        for each in _listed_in(schema, "allOf"):
+            listed.add(self._listed(each, within))
+        for key in ALTERNATIVES:
+            found = _Listed()
+            for each in _listed_in(schema, key):
+                found.add(self._listed(each, within), is_alternative=True)
+            listed.add(found)
+        return listed
+
+
+def _listed_in(schema: Schema, key: str) -> list[Any]:
+    found = schema.get(key)
+    return found if isinstance(found, list) else []
+
+
+def _may_list(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and any(key in schema for key in ("properties", *IN_PLACE))
+
+
+def _sealed(schema: Schema, listed: _Listed) -> Schema:
+    """``schema`` with no properties but those that are listed, unless it asks for others."""
+    least = schema.get("minProperties", 0)
+    needs_others = isinstance(least, int | float) and least > len(listed.names)
+    if not listed.lists or listed.says or needs_others:
+        return schema
+    own = schema.get("properties", {})
+    return {
+        **schema,
+        "properties": {**own, **{name: True for name in listed.names if name not in own}},
+        "additionalProperties": False,
+    }

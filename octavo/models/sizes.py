@@ -1,0 +1,92 @@
+"""Whether the sizes in a configuration can be true, before anything is built from them: errors name the setting."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from octavo.errors import CheckpointError
+from octavo.models.config import ModelConfig
+from octavo.models.keys import token_ids, wrong
+from octavo.models.loader import Source
+from octavo.models.outline import outline
+from octavo.weights.checkpoint import Checkpoint
+
+GIB = 1 << 30
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|h)\.(\d+)\.")
+_EMBEDDINGS = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings)\.weight$")
+_GPT2 = {"num_layers": "n_layer", "hidden_size": "n_embd"}
+
+
+def check_sizes(config: ModelConfig, source: Source) -> None:
+    """Compare with the names and shapes in a checkpoint's headers. Raises ``CheckpointError``.
+
+    Only what costs memory or time before the first tensor is missed; the loader compares every shape.
+    """
+    if not (names := source.names()):
+        return
+    layers = {int(found[1]) for name in names if (found := _LAYER.search(name))}
+    num_layers = max(layers, default=-1) + 1
+    if config.num_layers > num_layers:
+        raise _differs(config, "num_layers", f"the checkpoint has weights of {num_layers} layers")
+    embedding = next((name for name in sorted(names) if _EMBEDDINGS.search(name)), None)
+    if embedding is not None:
+        shape = source.describe(embedding)[1]
+        for field, size in zip(("vocab_size", "hidden_size"), shape, strict=False):
+            if getattr(config, field) != size:
+                raise _differs(config, field, f"tensor {embedding} has shape {list(shape)}")
+    _check_heads(config, source, names)
+
+
+def _check_heads(config: ModelConfig, source: Source, names: set[str]) -> None:
+    heads = (
+        ("q_proj", "num_attention_heads", config.num_heads),
+        ("k_proj", "num_key_value_heads", config.num_kv_heads),
+    )
+    for part, key, count in heads:
+        found = f"model.layers.0.self_attn.{part}.weight"
+        if found not in names or config.cache[0].kind == "latent":
+            continue
+        shape = source.describe(found)[1]
+        if shape[0] != count * config.head_dim:
+            sizes = f"head_dim is {config.head_dim} and {key} is {count}"
+            raise CheckpointError(f"config: {sizes}, but tensor {found} has shape {list(shape)}")
+
+
+def _differs(config: ModelConfig, field: str, found: str) -> CheckpointError:
+    key = {"num_layers": "num_hidden_layers"}.get(field, field)
+    if config.architecture.startswith("GPT2"):
+        key = _GPT2.get(field, field)
+    return CheckpointError(f"config: {key} is {getattr(config, field)}, but {found}")
+
+
+def eos_token_ids(config: ModelConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """Those of ``generation_config.json``, or else the configuration's. Raises ``CheckpointError`` for an id that is
+    no token."""
+    ids = token_ids(generation, "eos_token_id") or config.eos_token_ids
+    if any(token >= config.vocab_size for token in ids):
+        raise wrong("eos_token_id", list(ids), f"token ids below vocab_size, {config.vocab_size}")
+    return ids
+
+
+def check_dummy(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, free: int) -> None:
+    """Refuse random weights that take more than ``free`` bytes. Raises ``CheckpointError``."""
+    small, larger = (
+        outline(dataclasses.replace(config, num_layers=count), checkpoint, dtype).num_bytes for count in (1, 2)
+    )
+    needed = small + (larger - small) * (config.num_layers - 1)
+    if needed > free:
+        sizes = {
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.ffn_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "head_dim": config.head_dim,
+        }
+        shown = ", ".join(f"{key} {size}" for key, size in sizes.items())
+        raise CheckpointError(f"config: weights of {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free: {shown}")

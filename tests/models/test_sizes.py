@@ -1,0 +1,98 @@
+"""Sizes in a configuration that cannot be true are refused by name, at once and without memory."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import build
+from octavo.config import EngineConfig
+from octavo.errors import CheckpointError
+from octavo.models import sizes
+from octavo.models.registry import read_config
+from octavo.models.sizes import check_dummy
+from octavo.weights.checkpoint import open_checkpoint
+from tests.models.checkpoints import make_checkpoint
+
+MAX_SECONDS = 2.0
+MAX_BYTES = 64 << 20
+WRONG: list[tuple[dict[str, Any], str]] = [
+    *(({"num_hidden_layers": count}, "num_hidden_layers is") for count in (3, 16_000, 10**9, 10**12)),
+    *(({"head_dim": size}, "head_dim is") for size in (10, 10**4, 10**9, 10**12)),
+    *(({"vocab_size": size}, "vocab_size is") for size in (98, 10**7, 10**9, 10**12)),
+    *(({"hidden_size": size}, "hidden_size is") for size in (64, 10**6, 10**9, 10**12)),
+    ({"num_attention_heads": 8, "head_dim": 8}, "num_attention_heads is 8"),
+    ({"num_key_value_heads": 4}, "num_key_value_heads is 4"),
+    ({"num_attention_heads": 10**9, "hidden_size": 10**9}, "hidden_size is"),
+    ({"intermediate_size": 10**9}, "intermediate_size is"),
+    ({"eos_token_id": 10**12}, r"eos_token_id is \[1000000000000\]; it must be token ids below vocab_size, 97"),
+    ({"eos_token_id": [2, 97]}, "eos_token_id is"),
+]
+DUMMY_WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers is"),
+    ({"vocab_size": 10**9}, "vocab_size is"),
+    ({"hidden_size": 10**12}, "hidden_size is"),
+    ({"vocab_size": 10**7, "hidden_size": 2**16}, r"config: weights of \d+\.\d GiB, .* vocab_size 10000000"),
+    ({"num_hidden_layers": 2**14, "hidden_size": 2**13}, "num_hidden_layers 16384"),
+    ({"head_dim": 2**14, "num_attention_heads": 2**14, "num_key_value_heads": 2**14}, "head_dim 16384"),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    make_checkpoint(folder, "gqa")
+    return folder
+
+
+def changed(whole: Path, folder: Path, changes: dict[str, Any]) -> Path:
+    shutil.copytree(whole, folder, dirs_exist_ok=True)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((whole / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def refuse(folder: Path, load_format: str, message: str) -> None:
+    """Build an engine, and see it refused with little of anything."""
+    settings = EngineConfig.from_flat({"model": str(folder), "load_format": load_format, "device": "cpu"})
+    started, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match=message):
+        build.build_engine(settings)
+    assert time.process_time() - started < MAX_SECONDS
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MAX_BYTES
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_sizes_that_the_checkpoint_does_not_have(
+    whole: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    refuse(changed(whole, tmp_path, changes), "auto", message)
+
+
+@pytest.mark.parametrize(("changes", "message"), DUMMY_WRONG)
+def test_dummies_that_do_not_fit(whole: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    refuse(changed(whole, tmp_path, changes), "dummy", message)
+
+
+def test_the_ends_in_a_generation_config_are_tokens(whole: Path, tmp_path: Path) -> None:
+    folder = changed(whole, tmp_path, {})
+    (folder / "generation_config.json").write_text('{"eos_token_id": 97}')
+    refuse(folder, "auto", "eos_token_id is")
+
+
+def test_a_dummy_may_take_what_is_free(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared with the memory is what loading takes."""
+    checkpoint = open_checkpoint(whole, "dummy")
+    config = read_config({**checkpoint.config, "num_hidden_layers": 5})
+    needed = sizes.outline(config, checkpoint, torch.float32).num_bytes
+    check_dummy(config, checkpoint, torch.float32, needed)
+    with pytest.raises(CheckpointError, match="num_hidden_layers 5"):
+        check_dummy(config, checkpoint, torch.float32, needed - 1)

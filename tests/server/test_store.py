@@ -1,0 +1,164 @@
+"""What is kept: its room, its privacy, and what a put costs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.server import store as store_module
+from octavo.server.errors import StorageFull, StorageUnavailable
+from octavo.server.store import FILE_NAME, Store, StoredItem, decoded
+
+DAY = 86400.0
+
+
+class Opened:
+    """A store, with its methods called from outside an event loop."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.store = Store(folder, DAY)
+
+    def put(self, kind: str, id: str, value: bytes, owner: str = "") -> None:
+        asyncio.run(self.store.put(kind, id, owner, value))
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run(work)
+
+    def on_thread(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
+        return self.store._thread.submit(work, self.store._database).result()
+
+    def execute(self, sql: str, *values: Any) -> Any:
+        return self.on_thread(lambda database: database.execute(sql, values).fetchone())
+
+    def check_size(self) -> None:
+        assert self.store._size == self.execute("SELECT coalesce(sum(length(value)), 0) FROM items")[0]
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    opened = Opened(None)
+    yield opened
+    opened.store.close()
+
+
+def steps_of_a_put(opened: Opened, id: str) -> int:
+    """How many instructions SQLite executes for it."""
+    steps = 0
+
+    def count() -> int:
+        nonlocal steps
+        steps += 1
+        return 0
+
+    opened.on_thread(lambda database: database.set_progress_handler(count, 1))
+    opened.put("response", id, b"x" * 10)
+    opened.on_thread(lambda database: database.set_progress_handler(None, 0))
+    return steps
+
+
+def test_a_put_costs_the_same_however_much_is_kept(opened: Opened) -> None:
+    opened.put("response", "first", b"x")
+    alone = steps_of_a_put(opened, "a")
+    many = [StoredItem("response", f"r{i}", b"x" * 10) for i in range(2000)]
+    opened.run(opened.store.put_all("", many))
+    assert steps_of_a_put(opened, "b") <= alone + 20
+
+
+def test_the_room_that_is_used_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Opened(tmp_path)
+    for id, value in (("a", b"x" * 10), ("b", b"x" * 20), ("a", b"x" * 5), ("c", b"")):
+        opened.put("file", id, value)
+        opened.check_size()
+    assert opened.run(opened.store.delete("file", "b", ""))
+    assert not opened.run(opened.store.delete("file", "b", ""))
+    assert not opened.run(opened.store.delete("file", "a", "another"))
+    opened.check_size()
+    opened.execute("UPDATE items SET created = 0 WHERE id = 'a'")
+    opened.put("file", "d", b"x" * 70)
+    opened.check_size()
+    assert opened.store._size == 70
+    opened.store.close()
+
+    monkeypatch.setattr(store_module, "MAX_BYTES", 100)
+    again = Opened(tmp_path)
+    again.check_size()
+    again.put("line", "1", b"x" * 15)
+    again.put("line", "2", b"x" * 15, owner="another")
+    with pytest.raises(StorageFull, match="100 bytes"):
+        again.run(again.store.put_all("", [StoredItem("file", "e", b"x"), StoredItem("file", "f", b"x" * 30)]))
+    again.check_size()
+    assert again.run(again.store.get("file", "e", "")) is None
+    again.run(again.store.put_all("another", [StoredItem("file", "g", b"x" * 15)], instead_of="line"))
+    again.check_size()
+    assert [row.id for row in again.run(again.store.list("line"))] == ["1"]
+    again.store.close()
+
+
+def test_a_full_disk_and_a_database_that_fails(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
+    opened.put("file", "a", b"x")
+    (pages,) = opened.execute("PRAGMA page_count")
+    opened.execute(f"PRAGMA max_page_count = {pages}")
+    for _ in range(3):
+        with pytest.raises(StorageFull) as full:
+            opened.put("file", "b", b"x" * 100_000)
+    assert (full.value.status, full.value.code, full.value.retry_after) == (507, "storage_full", 5)
+    opened.check_size()
+    assert opened.run(opened.store.get("file", "a", "")) == b"x"
+    # One line tells of it, not one of each attempt.
+    assert sum("disk is full" in record.message for record in caplog.records) == 1
+    opened.execute("PRAGMA max_page_count = 100000")
+    opened.put("file", "b", b"x" * 100_000)
+    opened.execute("DROP TABLE items")
+    with pytest.raises(StorageUnavailable) as failed:
+        opened.run(opened.store.get("file", "a", ""))
+    assert failed.value.status == 503
+    assert "items" not in failed.value.message
+
+
+def test_rows_that_cannot_be_read_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    opened = Opened(tmp_path)
+    opened.put("batch", "good", b'{"a": 1}')
+    for id, value in (("bad", b"\xff{"), ("text", '{"b": 2}'), ("shape", b"[]"), ("deep", b"[" * 5000)):
+        opened.execute("INSERT INTO items VALUES ('batch', ?, '', 1e12, ?)", id, value)
+    opened.execute("INSERT INTO items VALUES ('batch', CAST(x'ff' AS TEXT), '', 1e12, '7')")
+    rows = opened.run(opened.store.list("batch"))
+    assert {row.id: value for row, value in decoded("batch", rows, dict)} == {"good": {"a": 1}, "text": {"b": 2}}
+    told = "\n".join(record.message for record in caplog.records)
+    assert all(f"batch {id} cannot be read" in told for id in ("bad", "shape", "deep", "?"))
+    assert len(opened.run(opened.store.list("batch"))) == 6
+    opened.store.close()
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {path.name.removeprefix(FILE_NAME): path.stat().st_mode & 0o777 for path in [folder, *folder.iterdir()]}
+
+
+def test_only_the_owner_reads_the_database(tmp_path: Path) -> None:
+    umask = os.umask(0o022)
+    try:
+        folder = tmp_path / "new" / "state"
+        opened = Opened(folder)
+        private = {"state": 0o700, "": 0o600, "-wal": 0o600, "-shm": 0o600}
+        assert modes(folder) == private
+        # As an earlier version left it.
+        folder.chmod(0o755)
+        for path in folder.iterdir():
+            path.chmod(0o644)
+        again = Opened(folder)
+        assert modes(folder) == private
+        opened.store.close()
+        again.store.close()
+        # Others may need a folder that holds more than the database.
+        (folder / "notes").write_bytes(b"")
+        folder.chmod(0o755)
+        Opened(folder).store.close()
+        assert modes(folder)["state"] == 0o755
+        assert modes(folder)[""] == 0o600
+    finally:
+        os.umask(umask)
