@@ -8,6 +8,8 @@ from typing import TypedDict
 
 from octavo.models.keys import ConfigKeys, token_ids, wrong
 from octavo.ops.linear import Activation
+from octavo.quant.methods import QuantMethod
+from octavo.quant.plain import PLAIN
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS: dict[str, Activation] = {
@@ -39,6 +41,8 @@ class ModelConfig:
     """The cached values are a part of the cached keys, and take no memory of their own."""
     windows: tuple[int, ...] = ()
     """Positions that the rows of each layer see, 0 for all; empty where all layers see all."""
+    quantization: QuantMethod = PLAIN
+    """How the checkpoint stores the matrices."""
 
     @property
     def window(self) -> int:

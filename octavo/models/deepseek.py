@@ -25,7 +25,6 @@ from octavo.models.mixtral import MoEConfig, with_experts
 from octavo.models.rope import RopeContext, half_split_rows, read_rope, rope_values, yarn_scale
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.latent_attention import join_heads
-from octavo.ops.moe import Experts
 
 LATENT_EPS = 1e-6
 """Of the norms within the attention, whatever ``rms_norm_eps`` says."""
@@ -131,22 +130,22 @@ class DeepseekLayer(LlamaLayer):
         self.config = config
         self.input_norm = weights.norm(f"{prefix}.input_layernorm", D, config.norm_eps)
         rank, query = config.query_rank, f"{name}.q_b_proj" if config.query_rank else f"{name}.q_proj"
-        orders = {}
+        query_order = kv_order = None
         if config.is_interleaved:
-            orders[query] = half_split_rows(N, head, R, first=config.plain_size)
-            orders[f"{name}.kv_a_proj_with_mqa"] = half_split_rows(1, L + R, R, first=L)
+            query_order = half_split_rows(N, head, R, first=config.plain_size)
+            kv_order = half_split_rows(1, L + R, R, first=L)
         if rank:
-            self.q_a_proj = weights.linear({f"{name}.q_a_proj": rank}, D, config.attention_bias)
+            self.q_a_proj = weights.replicated(f"{name}.q_a_proj", rank, D, config.attention_bias)
             self.q_norm = weights.norm(f"{name}.q_a_layernorm", rank, LATENT_EPS)
-        self.q_proj = weights.linear({query: N * head}, rank or D, has_bias=False, row_order=orders)
-        names = {f"{name}.kv_a_proj_with_mqa": L + R}
-        self.kv_proj = weights.linear(names, D, config.attention_bias, row_order=orders)
+        self.q_proj = weights.column(query, N * head, rank or D, num_heads=N, order=query_order)
+        kv_name = f"{name}.kv_a_proj_with_mqa"
+        self.kv_proj = weights.replicated(kv_name, L + R, D, config.attention_bias, order=kv_order)
         self.kv_norm = weights.norm(f"{name}.kv_a_layernorm", L, LATENT_EPS)
         sizes = [config.plain_size, config.value_size]
-        maps = weights.dense(f"{name}.kv_b_proj.weight", N * sum(sizes), L).view(N, -1, L)
+        maps = weights.matrix(f"{name}.kv_b_proj", N * sum(sizes), L, num_heads=N).view(-1, sum(sizes), L)
         key_map_NPL, value_map_NVL = maps.split_with_sizes(sizes, dim=1)
         self.key_map_NLP, self.value_map_NVL = key_map_NPL.mT.contiguous(), value_map_NVL.contiguous()
-        self.o_proj = weights.linear({f"{name}.o_proj": D}, N * config.value_size, config.output_bias)
+        self.o_proj = weights.row(f"{name}.o_proj", D, N * config.value_size, config.output_bias)
         self.mlp = self.feed_forward(config, weights, prefix, index)
 
     def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
@@ -157,7 +156,7 @@ class DeepseekLayer(LlamaLayer):
         mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, config.num_experts, config.shared_size
         bias = weights.exact(f"{mlp}.gate.e_score_correction_bias", X) if config.scoring == "sigmoid" else None
         router = GroupRouter(
-            weights.exact(f"{mlp}.gate.weight", X, D),
+            weights.router(f"{mlp}.gate", X, D),
             bias,
             config.num_chosen,
             (config.num_groups, config.num_chosen_groups),
@@ -165,13 +164,13 @@ class DeepseekLayer(LlamaLayer):
             config.share_scale,
         )
         shared = SharedExpert(
-            weights.linear({f"{mlp}.shared_experts.{part}_proj": F for part in ("gate", "up")}, D, config.mlp_bias),
-            weights.linear({f"{mlp}.shared_experts.down_proj": D}, F, config.mlp_bias),
+            weights.gate_up([f"{mlp}.shared_experts.{part}_proj" for part in ("gate", "up")], F, D, config.mlp_bias),
+            weights.row(f"{mlp}.shared_experts.down_proj", D, F, config.mlp_bias),
             config.activation,
         )
-        experts = weights.experts(f"{mlp}.experts", X, ExpertShape(D, config.expert_size))
+        experts = weights.experts(f"{mlp}.experts", ExpertShape(X, D, config.expert_size, config.activation))
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        return MoE(norm, router, Experts(*experts, config.activation), shared)
+        return MoE(norm, router, experts, shared)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         config, T = self.config, len(x_TD)
@@ -198,7 +197,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     def __init__(self, config: DeepseekConfig, weights: WeightLoader) -> None:
         super().__init__(config, weights)
         for i in range(config.num_layers, config.num_layers + config.num_extra_layers):
-            weights.leave_out(f"model.layers.{i}.")
+            weights.tensors.leave_out(f"model.layers.{i}.")
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):

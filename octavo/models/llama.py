@@ -88,7 +88,7 @@ class LlamaLayer:
         self.input_norm = weights.norm(f"{prefix}.input_layernorm", D, config.norm_eps, config.norm_offset)
         self.heads = self.head_layout(config, weights, f"{prefix}.self_attn", index)
         self.qkv_proj = self.qkv(config, weights, f"{prefix}.self_attn")
-        self.o_proj = weights.linear({f"{prefix}.self_attn.o_proj": D}, self.heads.sizes[0], config.output_bias)
+        self.o_proj = weights.row(f"{prefix}.self_attn.o_proj", D, self.heads.sizes[0], config.output_bias)
         self.mlp = self.feed_forward(config, weights, prefix, index)
 
     def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
@@ -98,8 +98,8 @@ class LlamaLayer:
 
     def qkv(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
         """Queries, keys and values side by side."""
-        names = dict(zip([f"{prefix}.{part}_proj" for part in "qkv"], self.heads.sizes, strict=True))
-        return weights.linear(names, config.hidden_size, config.attention_bias)
+        names = [f"{prefix}.{part}_proj" for part in "qkv"]
+        return weights.qkv(names, self.heads, config.hidden_size, config.attention_bias)
 
     def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
         """Layer ``index``'s feed-forward part with its norm; ``prefix`` is that of the whole layer."""
@@ -107,15 +107,14 @@ class LlamaLayer:
         return GatedMLP(
             weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps, config.norm_offset),
             self.gate_up(config, weights, f"{prefix}.mlp"),
-            weights.linear({f"{prefix}.mlp.down_proj": D}, F, config.mlp_bias),
+            weights.row(f"{prefix}.mlp.down_proj", D, F, config.mlp_bias),
             config.activation,
         )
 
     def gate_up(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
         """Gates, then ups."""
-        F = config.ffn_size
-        names = {f"{prefix}.gate_proj": F, f"{prefix}.up_proj": F}
-        return weights.linear(names, config.hidden_size, config.mlp_bias)
+        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+        return weights.gate_up(names, config.ffn_size, config.hidden_size, config.mlp_bias)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         """The next residual stream, of the rows that are wanted if not of all; ``x`` may be overwritten."""
@@ -139,11 +138,12 @@ class LlamaForCausalLM:
 
     def __init__(self, config: LlamaConfig, weights: WeightLoader) -> None:
         self.config = config
-        self.embedding = weights.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
+        shape = config.vocab_size, config.hidden_size
+        self.embedding = weights.embedding("model.embed_tokens", *shape)
         self.rotary = Rotary(config.rope, config.rotary_width, weights.form.device)
         self.layers = [self.layer_class(config, weights, f"model.layers.{i}", i) for i in range(config.num_layers)]
         self.norm = weights.norm("model.norm", config.hidden_size, config.norm_eps, config.norm_offset)
-        self.head = weights.head("lm_head", self.embedding, config.tie_word_embeddings)
+        self.head = weights.head("lm_head", self.embedding, shape, config.tie_word_embeddings)
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows

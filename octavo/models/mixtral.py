@@ -13,7 +13,6 @@ from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.mistral import read_mistral
-from octavo.ops.moe import Experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +71,11 @@ class MixtralLayer(LlamaLayer):
     def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
         assert isinstance(config, MoEConfig)
         moe, D = f"{prefix}.block_sparse_moe", config.hidden_size
-        shape = ExpertShape(D, config.expert_size, gate="w1", up="w3", down="w2")
-        router = SoftmaxRouter(
-            weights.exact(f"{moe}.gate.weight", config.num_experts, D), config.num_chosen, config.normalises
-        )
-        experts = weights.experts(f"{moe}.experts", config.num_experts, shape)
+        X, F = config.num_experts, config.expert_size
+        shape = ExpertShape(X, D, F, config.activation, gate="w1", up="w3", down="w2")
+        router = SoftmaxRouter(weights.router(f"{moe}.gate", X, D), config.num_chosen, config.normalises)
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        return MoE(norm, router, Experts(*experts, config.activation))
+        return MoE(norm, router, weights.experts(f"{moe}.experts", shape))
 
 
 class MixtralForCausalLM(LlamaForCausalLM):

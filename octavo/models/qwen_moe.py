@@ -15,7 +15,6 @@ from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.mixtral import MoEConfig, with_experts
 from octavo.models.qwen2 import read_qwen
 from octavo.models.qwen3 import Qwen3Layer
-from octavo.ops.moe import Experts
 
 
 class Qwen2MoeLayer(LlamaLayer):
@@ -24,23 +23,21 @@ class Qwen2MoeLayer(LlamaLayer):
         if not config.is_sparse[index]:
             dense = dataclasses.replace(config, ffn_size=config.dense_size)
             return super().feed_forward(dense, weights, prefix, index)
-        mlp, D = f"{prefix}.mlp", config.hidden_size
-        router = SoftmaxRouter(
-            weights.exact(f"{mlp}.gate.weight", config.num_experts, D), config.num_chosen, config.normalises
-        )
-        experts = weights.experts(f"{mlp}.experts", config.num_experts, ExpertShape(D, config.expert_size))
+        mlp, D, X = f"{prefix}.mlp", config.hidden_size, config.num_experts
+        router = SoftmaxRouter(weights.router(f"{mlp}.gate", X, D), config.num_chosen, config.normalises)
+        experts = weights.experts(f"{mlp}.experts", ExpertShape(X, D, config.expert_size, config.activation))
         shared = self.shared_expert(config, weights, mlp) if config.shared_size else None
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        return MoE(norm, router, Experts(*experts, config.activation), shared)
+        return MoE(norm, router, experts, shared)
 
     def shared_expert(self, config: MoEConfig, weights: WeightLoader, prefix: str) -> SharedExpert:
         """What all tokens pass through."""
         D, F, name = config.hidden_size, config.shared_size, f"{prefix}.shared_expert"
         return SharedExpert(
-            weights.linear({f"{name}.gate_proj": F, f"{name}.up_proj": F}, D, has_bias=False),
-            weights.linear({f"{name}.down_proj": D}, F, has_bias=False),
+            weights.gate_up([f"{name}.gate_proj", f"{name}.up_proj"], F, D),
+            weights.row(f"{name}.down_proj", D, F),
             config.activation,
-            weights.linear({f"{name}_gate": 1}, D, has_bias=False),
+            weights.replicated(f"{name}_gate", 1, D),
         )
 
 

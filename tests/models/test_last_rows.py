@@ -11,7 +11,7 @@ import torch
 
 from octavo.models.registry import load_model, read_config
 from octavo.ops.attention import PagedRows
-from octavo.quant.scheme import WeightFormat
+from octavo.quant.stored import WeightFormat
 from octavo.runtime.kv_storage import KVStorage
 from octavo.weights.checkpoint import open_checkpoint
 from tests.models.families import FIRST_ROWS, VOCAB_SIZE, make_checkpoint

@@ -11,7 +11,8 @@ import torch
 
 from octavo.errors import CheckpointError
 from octavo.models.registry import LoadedModel, load_model, read_config
-from octavo.quant.scheme import Part, WeightFormat
+from octavo.quant.stored import WeightFormat
+from octavo.quant.tensors import Part
 from octavo.weights.blocks import BlockTensor
 from tests.models import families
 from tests.models.checkpoints import FolderSource, make_checkpoint
@@ -141,5 +142,5 @@ def test_tied_head_shares_the_memory_of_the_embedding(tmp_path: Path) -> None:
     source = FolderSource(tmp_path)
     loaded = load(source)
     model: Any = loaded.model
-    assert model.head.weights[0].weight_NK.data_ptr() == model.embedding.table_VD.data_ptr()
+    assert model.head.weights[0].weight_NK.data_ptr() == model.embedding.weight.weight_NK.data_ptr()
     assert loaded.num_parameters == sum(weight.numel() for weight in reference.parameters())

@@ -15,7 +15,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import RunnerError
 from octavo.models.registry import load_model, read_config
-from octavo.quant.scheme import WeightFormat
+from octavo.quant.stored import WeightFormat
 from octavo.runtime import model_runner
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import ModelRunner

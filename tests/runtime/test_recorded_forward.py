@@ -12,7 +12,7 @@ import torch
 
 from octavo.models.registry import load_model, read_config
 from octavo.ops.attention import PagedRows
-from octavo.quant.scheme import WeightFormat
+from octavo.quant.stored import WeightFormat
 from octavo.runtime import recorded_forward
 from octavo.runtime.forward_batch import ForwardBatch
 from octavo.runtime.kv_storage import KVStorage

@@ -21,7 +21,7 @@ from octavo.models.adapters import Adapters, make_stacks
 from octavo.models.registry import load_model, read_config
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.quant.scheme import WeightFormat
+from octavo.quant.stored import WeightFormat
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.step_program import StepLimits
 from octavo.runtime.stream_runner import StreamRunner
