@@ -20,7 +20,7 @@ from octavo.models.bert import EncoderConfig
 from octavo.models.encoders import load_encoder
 from octavo.models.pooling import longest_text, read_pooling
 from octavo.ops import dispatch
-from octavo.quant.scheme import WeightFormat
+from octavo.quant.stored import WeightFormat
 from octavo.runtime.encoder_runner import EncoderRunner
 from octavo.types import EngineInfo
 from octavo.weights.checkpoint import Checkpoint
