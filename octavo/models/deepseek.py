@@ -10,7 +10,6 @@ V value part of a head, X experts, G groups of experts.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,7 +20,7 @@ from octavo.models.config import ACTIVATIONS, read_common
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.mixtral import MoEConfig, with_experts
+from octavo.models.moe import MoESettings, read_experts
 from octavo.models.rope import RopeContext, half_split_rows, read_rope, rope_values, yarn_scale
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.latent_attention import join_heads
@@ -31,7 +30,7 @@ LATENT_EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekConfig(MoEConfig):
+class DeepseekConfig(LlamaConfig):
     """``head_dim`` is that of what is cached: the rotated part and the latent."""
 
     query_rank: int
@@ -61,7 +60,26 @@ def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str) -> Deepse
     given, most = rope_values(keys), common["max_position_embeddings"]
     common["head_dim"], common["num_kv_heads"] = rotated + latent, 1
     has_bias = keys.flag("attention_bias")
-    base = LlamaConfig(
+    activation = keys.choice("hidden_act", ACTIVATIONS, "silu")
+    mscale = given.get("mscale_all_dim", 0) if given.get("rope_type", given.get("type")) == "yarn" else 0
+    growth = yarn_scale(given.get("factor", 1.0), mscale) if mscale else 1.0
+    first = keys.size("first_k_dense_replace", 0 if scoring == "softmax" else 3, low=0)
+    expert_size = keys.size("moe_intermediate_size")
+    moe = read_experts(
+        keys,
+        common["num_layers"],
+        common["ffn_size"],
+        activation,
+        count_keys=("n_routed_experts", "num_local_experts", "num_experts"),
+        num_chosen=8,
+        expert_size=expert_size,
+        normalises=keys.flag("norm_topk_prob", scoring == "sigmoid"),
+        is_sparse=tuple(i >= first for i in range(common["num_layers"])),
+        shared_size=expert_size * keys.size("n_shared_experts", 2 if scoring == "softmax" else 1),
+    )
+    common["ffn_size"] = moe.widest
+    groups, chosen_groups = _groups(keys, moe, scoring)
+    return DeepseekConfig(
         **common,
         values_are_keys=True,
         rope=read_rope(given, RopeContext(rotated, max_len or most, most)),
@@ -69,25 +87,8 @@ def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str) -> Deepse
         attention_bias=has_bias,
         output_bias=has_bias,
         mlp_bias=keys.flag("mlp_bias"),
-        activation=keys.choice("hidden_act", ACTIVATIONS, "silu"),
-    )
-    mscale = given.get("mscale_all_dim", 0) if given.get("rope_type", given.get("type")) == "yarn" else 0
-    growth = yarn_scale(given.get("factor", 1.0), mscale) if mscale else 1.0
-    first = keys.size("first_k_dense_replace", 0 if scoring == "softmax" else 3, low=0)
-    expert_size = keys.size("moe_intermediate_size")
-    mixture = with_experts(
-        base,
-        keys,
-        count_keys=("n_routed_experts", "num_local_experts", "num_experts"),
-        num_chosen=8,
-        expert_size=expert_size,
-        normalises=keys.flag("norm_topk_prob", scoring == "sigmoid"),
-        is_sparse=tuple(i >= first for i in range(base.num_layers)),
-        shared_size=expert_size * keys.size("n_shared_experts", 2 if scoring == "softmax" else 1),
-    )
-    groups, chosen_groups = _groups(keys, mixture, scoring)
-    return DeepseekConfig(
-        **{field.name: getattr(mixture, field.name) for field in dataclasses.fields(mixture)},
+        activation=activation,
+        moe=moe,
         query_rank=0 if keys.get("q_lora_rank") is None else keys.size("q_lora_rank"),
         latent_size=latent,
         plain_size=plain,
@@ -102,23 +103,23 @@ def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str) -> Deepse
     )
 
 
-def _groups(keys: ConfigKeys, config: MoEConfig, scoring: str) -> tuple[int, int]:
+def _groups(keys: ConfigKeys, moe: MoESettings, scoring: str) -> tuple[int, int]:
     """Groups of experts, and those of them that a token may choose from; refuse what neither version does."""
     methods = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc",)}[scoring]
     method = keys.choice("topk_method", {name: name for name in methods}, methods[0])
     keys.choice("scoring_func", {scoring: None}, scoring)
     if keys.size("moe_layer_freq", 1) != 1:
         raise wrong("moe_layer_freq", keys.get("moe_layer_freq"), "1")
-    if scoring == "softmax" and config.normalises:
+    if scoring == "softmax" and moe.normalises:
         raise wrong("norm_topk_prob", True, "false for this version")
     for key in ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"):  # of training, or following from others
         keys.get(key)
     groups, chosen = keys.size("n_group", 1), keys.size("topk_group", 1)
     if method == "greedy":
         return 1, 1
-    if config.num_experts % groups or chosen > groups:
-        raise wrong("n_group", groups, f"a divisor of the {config.num_experts} experts and at least topk_group")
-    if scoring == "sigmoid" and config.num_experts < 2 * groups:
+    if moe.num_experts % groups or chosen > groups:
+        raise wrong("n_group", groups, f"a divisor of the {moe.num_experts} experts and at least topk_group")
+    if scoring == "sigmoid" and moe.num_experts < 2 * groups:
         raise wrong("n_group", groups, "such that a group has two experts at least")
     return groups, chosen
 
@@ -148,19 +149,16 @@ class DeepseekLayer(LlamaLayer):
         self.o_proj = weights.row(f"{name}.o_proj", D, N * config.value_size, config.output_bias)
         self.mlp = self.feed_forward(config, weights, prefix, index)
 
-    def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
+    def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
         assert isinstance(config, DeepseekConfig)
-        if not config.is_sparse[index]:
-            dense = dataclasses.replace(config, ffn_size=config.dense_size)
-            return super().feed_forward(dense, weights, prefix, index)
-        mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, config.num_experts, config.shared_size
+        mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, moe.num_experts, moe.shared_size
         bias = weights.exact(f"{mlp}.gate.e_score_correction_bias", X) if config.scoring == "sigmoid" else None
         router = GroupRouter(
             weights.router(f"{mlp}.gate", X, D),
             bias,
-            config.num_chosen,
+            moe.num_chosen,
             (config.num_groups, config.num_chosen_groups),
-            config.normalises,
+            moe.normalises,
             config.share_scale,
         )
         shared = SharedExpert(
@@ -168,7 +166,7 @@ class DeepseekLayer(LlamaLayer):
             weights.row(f"{mlp}.shared_experts.down_proj", D, F, config.mlp_bias),
             config.activation,
         )
-        experts = weights.experts(f"{mlp}.experts", ExpertShape(X, D, config.expert_size, config.activation))
+        experts = weights.experts(f"{mlp}.experts", ExpertShape(X, D, moe.expert_size, moe.activation))
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
         return MoE(norm, router, experts, shared)
 

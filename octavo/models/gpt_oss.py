@@ -8,7 +8,6 @@ Shapes: D model, X experts, F the width of an expert.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.keys import ConfigKeys
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer, read_llama
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.mixtral import MoEConfig, with_experts
+from octavo.models.moe import MoESettings, read_experts
 from octavo.models.rope import rope_values
 from octavo.ops.attention import HeadLayout
 from octavo.ops.moe import ClampedSwish
@@ -33,24 +32,17 @@ ROPE = {
 """Of a configuration that says nothing about it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GptOssConfig(MoEConfig):
-    gate: ClampedSwish
-
-
 class GptOssLayer(LlamaLayer):
     def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
         plain = super().head_layout(config, weights, prefix, index)
         return plain._replace(sinks_N=weights.exact(f"{prefix}.sinks", config.num_heads))
 
-    def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
-        assert isinstance(config, GptOssConfig)
-        mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, config.num_experts, config.expert_size
-        router = TopLogitsRouter(
-            weights.router(f"{mlp}.router", X, D), weights.exact(f"{mlp}.router.bias", X), config.num_chosen
-        )
+    def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
+        mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, moe.num_experts, moe.expert_size
+        bias = weights.exact(f"{mlp}.router.bias", X)
+        router = TopLogitsRouter(weights.router(f"{mlp}.router", X, D), bias, moe.num_chosen)
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        shape = ExpertShape(X, D, F, config.gate)
+        shape = ExpertShape(X, D, F, moe.activation)
         if weights.tensors.has(f"{mlp}.experts.0.gate_proj.weight"):
             return MoE(norm, router, weights.experts(f"{mlp}.experts", shape, has_bias=True))
         gates_then_ups = np.arange(2 * F).reshape(F, 2).T.ravel()  # they take turns in the checkpoint
@@ -61,7 +53,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
     layer_class = GptOssLayer
 
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> GptOssConfig:
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
         kinds = [FULL if i % 2 else SLIDING for i in range(keys.size("num_hidden_layers"))]
         windows = (read_layer_types(keys, kinds), keys.size("sliding_window", 128))
         rope = rope_values(keys)
@@ -71,14 +63,14 @@ class GptOssForCausalLM(LlamaForCausalLM):
         keys.choice("hidden_act", {"silu": None}, "silu")
         for key in ("experts_per_token", "initial_context_length"):  # other names of keys that are read
             keys.get(key)
-        mixture = with_experts(
-            dataclasses.replace(config, attention_bias=has_bias, output_bias=has_bias),
+        moe = read_experts(
             keys,
+            config.num_layers,
+            config.ffn_size,
+            ClampedSwish(keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0)),
             count_keys=("num_local_experts",),
             num_chosen=4,
             expert_size=config.ffn_size,
             normalises=True,
         )
-        fields = {field.name: getattr(mixture, field.name) for field in dataclasses.fields(mixture)}
-        gate = ClampedSwish(keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0))
-        return GptOssConfig(**fields, gate=gate)
+        return dataclasses.replace(config, attention_bias=has_bias, output_bias=has_bias, moe=moe, ffn_size=moe.widest)

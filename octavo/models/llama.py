@@ -17,6 +17,7 @@ from octavo.layers.rotary import DefaultRope, Rotary
 from octavo.models.config import ACTIVATIONS, FULL, ModelConfig, layer_windows, read_common, read_layer_types
 from octavo.models.keys import ConfigKeys
 from octavo.models.loader import WeightLoader
+from octavo.models.moe import MoESettings
 from octavo.models.rope import RopeContext, read_rope, rope_values, rotary_width
 from octavo.ops import attention
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
@@ -38,6 +39,13 @@ class LlamaConfig(ModelConfig):
     activation: Activation
     norm_offset: float = 0.0
     """What is added to the stored weights of norms."""
+    moe: MoESettings | None = None
+    """Of a mixture of experts."""
+
+    @property
+    def dense_size(self) -> int:
+        """Width of a feed-forward layer without experts."""
+        return self.ffn_size if self.moe is None else self.moe.dense_size
 
 
 def read_llama(
@@ -103,7 +111,9 @@ class LlamaLayer:
 
     def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
         """Layer ``index``'s feed-forward part with its norm; ``prefix`` is that of the whole layer."""
-        D, F = config.hidden_size, config.ffn_size
+        if config.moe is not None and config.moe.is_sparse[index]:
+            return self.mixture(config, config.moe, weights, prefix)
+        D, F = config.hidden_size, config.dense_size
         return GatedMLP(
             weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps, config.norm_offset),
             self.gate_up(config, weights, f"{prefix}.mlp"),
@@ -111,10 +121,14 @@ class LlamaLayer:
             config.activation,
         )
 
+    def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
+        """The same of a layer with experts, in families that have such."""
+        raise NotImplementedError
+
     def gate_up(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
         """Gates, then ups."""
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        return weights.gate_up(names, config.ffn_size, config.hidden_size, config.mlp_bias)
+        return weights.gate_up(names, config.dense_size, config.hidden_size, config.mlp_bias)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         """The next residual stream, of the rows that are wanted if not of all; ``x`` may be overwritten."""
