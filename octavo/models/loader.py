@@ -216,8 +216,10 @@ class WeightLoader:
         if self.tensors.has(f"{name}.weight"):
             own_VD = self._shard.vocabulary(self._stored(name, shape)).dense(self.form)
             self.num_parameters -= math.prod(shape)
-            every_V = torch.arange(len(own_VD), device=own_VD.device)
-            if not torch.equal(own_VD, embedding.weight.rows(every_V)):
+            table_VD = embedding.weight.dense_NK
+            if table_VD is None:
+                table_VD = embedding.weight.rows(torch.arange(len(own_VD)))
+            if not torch.equal(own_VD, table_VD):
                 raise CheckpointError(
                     f"{name}.weight differs from the embedding, but the config says tie_word_embeddings"
                 )

@@ -14,8 +14,9 @@ from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import RunnerError
+from octavo.layers.embedding import Embedding
 from octavo.models.registry import load_model, read_config
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored import DenseWeight, WeightFormat
 from octavo.runtime import model_runner
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import ModelRunner
@@ -273,10 +274,11 @@ def test_logits_that_are_not_numbers_end_their_sequence_only(
 ) -> None:
     good = requests(3, temperature=0)
     expected = {r.id: loaded.greedy(r.prompt_tokens, r.max_tokens) for r in good}
-    table = loaded.model.embedding.table_VD  # type: ignore[attr-defined]
-    broken = table.clone()
+    embedding: Embedding = loaded.model.embedding  # type: ignore[attr-defined]
+    assert embedding.weight.dense_NK is not None
+    broken = embedding.weight.dense_NK.clone()
     broken[96] = torch.nan
-    monkeypatch.setattr(loaded.model.embedding, "table_VD", broken)  # type: ignore[attr-defined]
+    monkeypatch.setattr(embedding, "weight", DenseWeight(broken))
     safe = [r for r in good if 96 not in [*r.prompt_tokens, *expected[r.id]]]
     params = SamplingParams(prompt_logprobs=prompt_logprobs)
     outputs = run(loaded.engine(), [*safe, Request(9, [96, 1, 2], params, 5)])
