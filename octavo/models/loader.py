@@ -18,8 +18,8 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.layers.embedding import Embedding
+from octavo.layers.experts import Mixture, StoredExperts, make_mixture
 from octavo.layers.linear import Linear
-from octavo.layers.moe import Mixture, StoredExperts, make_mixture
 from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.ops.attention import HeadLayout
 from octavo.ops.linear import Activation

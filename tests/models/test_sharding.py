@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
-from octavo.layers.moe import DenseMixture
+from octavo.layers.experts import DenseMixture
 from octavo.models.features import KEYS
 from octavo.models.keys import ConfigKeys
 from octavo.models.loader import WeightLoader

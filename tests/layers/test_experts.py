@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.layers.moe import DenseMixture, PackedMixture, StoredExperts, make_mixture
+from octavo.layers.experts import DenseMixture, PackedMixture, StoredExperts, make_mixture
 from octavo.ops import dispatch
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish
@@ -73,7 +73,7 @@ def test_one_matrix_without_a_kernel_makes_all_dense() -> None:
 
 def test_a_kernel_of_all_experts_is_for_dense_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = stored(("Q8_0", "Q8_0", "Q8_0"))
-    monkeypatch.setattr("octavo.layers.moe.ops.moe.chosen", lambda device, dtype: "fused")
+    monkeypatch.setattr("octavo.layers.experts.ops.moe.chosen", lambda device, dtype: "fused")
     assert isinstance(make_mixture(experts, PACKING), DenseMixture)
     monkeypatch.undo()
     with dispatch.only(dispatch.REFERENCE):
