@@ -38,7 +38,8 @@ from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, read_config
 from octavo.models.sizes import check_dummy, check_sizes, eos_token_ids
 from octavo.ops import dispatch
-from octavo.quant.scheme import WeightFormat, best_scheme
+from octavo.quant.blocks import without_kernel
+from octavo.quant.stored import WeightFormat
 from octavo.runtime import memory
 from octavo.runtime.cpu_threads import num_threads_wanted
 from octavo.runtime.device_program import load_kernels
@@ -116,7 +117,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
     scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else loaded.num_bytes)
-    forms = f"{form.dtype} {form.scheme} {info.kernels}"
+    forms = f"{form.dtype} {form.packs} {info.kernels}"
     _connect_blocks(scheduler.cache, config.cache, runner, storage, path, forms)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
     ngram = parse_speculative_config(config.speculative.speculative_config)
@@ -290,13 +291,13 @@ def resolve_device(name: str) -> torch.device:
 def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Checkpoint) -> WeightFormat:
     """The form of weights and activations.
 
-    A dtype that is asked for is honoured, exactly: blocks are made dense. "auto" is float32 on a CPU, with block
-    weights kept as they are where a scheme computes with them well, and on a GPU the checkpoint's own type when
-    that is a 16-bit one, else bfloat16.
+    A dtype that is asked for is honoured, exactly: every weight is made dense. "auto" is float32 on a CPU, with weights
+    in blocks packed where there is a kernel for them, and on a GPU the checkpoint's own type when that is a 16-bit one,
+    else bfloat16.
     """
     if settings.dtype != "auto":
         return WeightFormat(DTYPES[settings.dtype], device)
     if device.type == "cpu":
-        return WeightFormat(torch.float32, device, best_scheme(device) if checkpoint.has_blocks else None)
+        return WeightFormat(torch.float32, device, packs=checkpoint.has_blocks and without_kernel("cpu") is None)
     own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     return WeightFormat(torch.float16 if own == "float16" else torch.bfloat16, device)

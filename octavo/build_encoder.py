@@ -21,7 +21,7 @@ from octavo.models.bert import EncoderConfig
 from octavo.models.encoders import load_encoder
 from octavo.models.pooling import longest_text, read_pooling
 from octavo.ops import dispatch
-from octavo.quant.scheme import WeightFormat
+from octavo.quant.stored import WeightFormat
 from octavo.runtime.encoder_executor import EncoderExecutor
 from octavo.types import EngineInfo, Task
 from octavo.weights.checkpoint import Checkpoint

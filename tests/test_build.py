@@ -14,7 +14,7 @@ from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, ConfigError
 from octavo.ops import dispatch
 from octavo.ops.cpu import threads
-from octavo.quant.scheme import WeightFormat
+from octavo.quant.stored import WeightFormat
 from octavo.sampling_params import SamplingParams
 from octavo.types import EngineInfo, Request
 from tests.models.checkpoints import make_checkpoint

@@ -20,10 +20,10 @@ from octavo.config import EngineConfig, ModelSettings
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import kv_groups
-from octavo.models.loader import Source
 from octavo.models.registry import LoadedModel, load_model, read_config
 from octavo.ops.attention import GroupRows, PagedRows
-from octavo.quant.scheme import WeightFormat
+from octavo.quant.stored import WeightFormat
+from octavo.quant.tensors import Source
 from octavo.runtime.kv_storage import KVStorage
 from octavo.text.tokenizer import load_tokenizer
 from octavo.weights.checkpoint import open_checkpoint

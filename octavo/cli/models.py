@@ -50,10 +50,10 @@ def _families() -> Iterator[str]:
     in_gguf = {family.architecture: name for name, family in FAMILIES.items()}
     in_gguf |= {MIXTRAL.architecture: "llama", "DeepseekV3ForCausalLM": "deepseek2"}
     layout = "{:<37}{:<11}{:<30}{:<9}{}"
-    yield layout.format("architecture", "GGUF", "LoRA, and blocks of GGUF", "windows", "about")
+    yield layout.format("architecture", "GGUF", "LoRA", "windows", "about")
     for name, family in sorted(ARCHITECTURES.items(), key=lambda item: item[0].lower()):
         found = features(name)
-        maps = f"not {', '.join(found.dense_parts)}" if found.dense_parts else "all maps"
+        maps = f"not {', '.join(found.not_adaptable)}" if found.not_adaptable else "all maps"
         yield layout.format(name, in_gguf.get(name, "-"), maps, found.windows, _about(family))
     for name, (text, _) in TEXT_PARTS.items():
         part = features(text)
@@ -94,7 +94,7 @@ def _check(config: EngineConfig) -> int:
     for line in _check_modules(config, loaded):
         print(line)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
-    size = path.stat().st_size if checkpoint.has_blocks and form.scheme else loaded.num_bytes
+    size = path.stat().st_size if checkpoint.has_blocks and form.packs else loaded.num_bytes
     try:
         limits, budget = memory.settle(config, model, kv_dtype, form.dtype, device.type, weights=size, free=free - size)
     except ConfigError as error:
@@ -152,7 +152,7 @@ def _check_modules(config: EngineConfig, loaded: LoadedModel | LoadedEncoder) ->
     from octavo.config import parse_lora_modules
     from octavo.models.adapters import changes_of
     from octavo.models.registry import LoadedModel
-    from octavo.quant.scheme import WeightFormat
+    from octavo.quant.stored import WeightFormat
 
     assert isinstance(loaded, LoadedModel)
     for name, folder in parse_lora_modules(config.model.lora_modules).items():

@@ -16,7 +16,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.ops.linear import Activation, compose
 from octavo.ops.lora import LowRank, RowGroup
-from octavo.quant.scheme import LinearWeight
+from octavo.quant.stored import LinearWeight
 
 
 class AdapterRows:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.layers.experts import Mixture
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.ops.linear import Activation
-from octavo.ops.moe import Experts
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From normalised rows [T, D] to the experts of each, int64 [T, S], and their shares, float32 [T, S]."""
@@ -117,7 +117,7 @@ class MoE:
     """``x + experts(norm(x))``, and what all tokens share beside the experts, if there is such a thing."""
 
     def __init__(
-        self, norm: RMSNorm, router: Router, experts: Experts, shared: Callable[[Tensor], Tensor] | None = None
+        self, norm: RMSNorm, router: Router, experts: Mixture, shared: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self.norm = norm
         self.router = router
@@ -127,7 +127,7 @@ class MoE:
     def __call__(self, x_TD: Tensor) -> Tensor:
         """The next residual stream; ``x`` may be overwritten."""
         h_TD = self.norm(x_TD)
-        y_TD = ops.moe(h_TD, *self.router(h_TD), self.experts)
+        y_TD = self.experts(h_TD, *self.router(h_TD))
         if self.shared is not None:
             y_TD = y_TD + self.shared(h_TD)
         return x_TD.add_(y_TD)

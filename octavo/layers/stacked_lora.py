@@ -21,7 +21,7 @@ from octavo.layers.norm import RMSNorm
 from octavo.ops.linear import Activation, compose
 from octavo.ops.lora import LowRank
 from octavo.ops.stacked_lora import LowRankStack
-from octavo.quant.scheme import LinearWeight
+from octavo.quant.stored import LinearWeight
 
 
 class StackedRows(AdapterRows):

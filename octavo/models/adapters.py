@@ -16,10 +16,11 @@ from octavo.layers.linear import Linear
 from octavo.layers.lora import AdaptedLinear, AdapterRows
 from octavo.layers.stacked_lora import StackedLinear, StackedRows
 from octavo.models.config import ModelConfig
-from octavo.models.loader import MapPart, Source
+from octavo.models.loader import MapPart
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.lora import LowRank
-from octavo.quant.scheme import DenseWeight, WeightFormat
+from octavo.quant.stored import DenseWeight, WeightFormat
+from octavo.quant.tensors import Source
 from octavo.weights.adapter import read_adapter
 
 HEAD = "lm_head"
@@ -69,11 +70,12 @@ def merge(path: Path, maps: Mapping[str, MapPart], form: WeightFormat) -> None:
     """Add an adapter to the model's own weights, in float32. Raises ``CheckpointError``, also for weights in blocks."""
     for linear, change in changes_of(path, maps, form):
         [weight, *others] = linear.weights
-        if others or not isinstance(weight, DenseWeight):
+        weight_NK = weight.dense_NK
+        if others or weight_NK is None:
             raise CheckpointError(f"{path}: cannot be merged into weights in blocks; set a dtype to make them dense")
-        merged_NK = weight.weight_NK.float()
+        merged_NK = weight_NK.float()
         rows = slice(change.start, change.start + len(change.up_NR))
-        if merged_NK.data_ptr() == weight.weight_NK.data_ptr():
+        if merged_NK.data_ptr() == weight_NK.data_ptr():
             merged_NK = merged_NK.clone()  # it may be mapped from the file
         merged_NK[rows] += change.up_NR.float() @ change.down_RK.float()
         linear.weights[0] = DenseWeight(merged_NK.to(form.dtype))

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.embedding import Embedding
 from octavo.layers.linear import Linear
 from octavo.models.config import ModelConfig, architecture
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
+from octavo.ops.attention import HeadLayout
 
 GELUS = {"gelu": False, "gelu_python": False, "gelu_new": True, "gelu_pytorch_tanh": True, "gelu_fast": True}
 """Names of GELU, and whether it is the approximate one."""
@@ -105,13 +105,14 @@ class BertLayer:
 
     def __init__(self, config: EncoderConfig, weights: WeightLoader, prefix: str) -> None:
         D, F, eps = config.hidden_size, config.ffn_size, config.norm_eps
-        parts = {f"{prefix}.attention.self.{part}": D for part in ("query", "key", "value")}
+        names = [f"{prefix}.attention.self.{part}" for part in ("query", "key", "value")]
+        heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
         self.config = config
-        self.qkv_proj = weights.linear(parts, D, has_bias=True)
-        self.o_proj = weights.linear({f"{prefix}.attention.output.dense": D}, D, has_bias=True)
+        self.qkv_proj = weights.qkv(names, heads, D, True)
+        self.o_proj = weights.row(f"{prefix}.attention.output.dense", D, D, True)
         self.attention_norm = weights.layer_norm(f"{prefix}.attention.output.LayerNorm", D, eps)
-        self.up = weights.linear({f"{prefix}.intermediate.dense": F}, D, has_bias=True)
-        self.down = weights.linear({f"{prefix}.output.dense": D}, F, has_bias=True)
+        self.up = weights.column(f"{prefix}.intermediate.dense", F, D, True)
+        self.down = weights.row(f"{prefix}.output.dense", D, F, True)
         self.output_norm = weights.layer_norm(f"{prefix}.output.LayerNorm", D, eps)
 
     def __call__(self, x_TD: Tensor, ends: list[int]) -> Tensor:
@@ -132,26 +133,28 @@ class BertModel:
     def __init__(self, config: EncoderConfig, weights: WeightLoader) -> None:
         self.config = config
         D = config.hidden_size
-        start = self.root if config.is_judge or weights.has(f"{self.root}embeddings.word_embeddings.weight") else ""
+        start = (
+            self.root if config.is_judge or weights.tensors.has(f"{self.root}embeddings.word_embeddings.weight") else ""
+        )
         self.embedding = weights.embedding(f"{start}embeddings.word_embeddings", config.vocab_size, D)
         num_positions = config.first_position + config.max_position_embeddings
-        self.positions = Embedding(weights.dense(f"{start}embeddings.position_embeddings.weight", num_positions, D))
-        self.types = Embedding(weights.dense(f"{start}embeddings.token_type_embeddings.weight", config.num_types, D))
+        self.positions = weights.small_embedding(f"{start}embeddings.position_embeddings", num_positions, D)
+        self.types = weights.small_embedding(f"{start}embeddings.token_type_embeddings", config.num_types, D)
         self.norm = weights.layer_norm(f"{start}embeddings.LayerNorm", D, config.norm_eps)
         layers = range(config.num_layers)
         self.layers = [BertLayer(config, weights, f"{start}encoder.layer.{i}") for i in layers]
-        weights.leave_out(f"{start}embeddings.position_ids")
+        weights.tensors.leave_out(f"{start}embeddings.position_ids")
         self.head = self.read_head(weights) if config.is_judge else None
         if self.head is None:
-            weights.leave_out(f"{start}pooler.")
+            weights.tensors.leave_out(f"{start}pooler.")
             for head in ("cls.", "lm_head."):  # what it was trained with
-                weights.leave_out(head)
+                weights.tensors.leave_out(head)
 
     def read_head(self, weights: WeightLoader) -> tuple[Linear, Linear]:
         """From a text's first vector to what the score is made of, and from there to the score."""
         D = self.config.hidden_size
-        pooler = weights.linear({f"{self.root}pooler.dense": D}, D, has_bias=True)
-        return pooler, weights.linear({"classifier": 1}, D, has_bias=True)
+        pooler = weights.replicated(f"{self.root}pooler.dense", D, D, True)
+        return pooler, weights.replicated("classifier", 1, D, True)
 
     def forward(self, texts: Texts) -> Tensor:
         """The vectors of all tokens [T, D]."""

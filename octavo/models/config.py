@@ -9,6 +9,8 @@ from typing import TypedDict
 from octavo.models.keys import ConfigKeys, token_ids, wrong
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.ops.linear import Activation
+from octavo.quant.methods import QuantMethod
+from octavo.quant.plain import PLAIN
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS: dict[str, Activation] = {
@@ -38,6 +40,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     windows: tuple[int, ...] = ()
     """Sliding window of each layer, 0 for full attention; empty where all layers have full attention."""
+    quantization: QuantMethod = PLAIN
+    """How the checkpoint stores the matrices."""
 
     @property
     def cache(self) -> tuple[LayerCacheSpec, ...]:

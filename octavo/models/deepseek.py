@@ -10,7 +10,6 @@ V value part of a head, X experts, G groups of experts.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,18 +21,17 @@ from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.mixtral import MoEConfig, with_experts
+from octavo.models.moe import MoESettings, read_experts
 from octavo.models.rope import RopeContext, half_split_rows, read_rope, rope_values, yarn_scale
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.latent_attention import join_heads
-from octavo.ops.moe import Experts
 
 LATENT_EPS = 1e-6
 """Of the norms within the attention, whatever ``rms_norm_eps`` says."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekConfig(MoEConfig):
+class DeepseekConfig(LlamaConfig):
     """``head_dim`` is that of what is cached: the rotated part and the latent."""
 
     query_rank: int
@@ -67,32 +65,34 @@ def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str) -> Deepse
     given, most = rope_values(keys), common["max_position_embeddings"]
     common["head_dim"], common["num_kv_heads"] = rotated + latent, 1
     has_bias = keys.flag("attention_bias")
-    base = LlamaConfig(
+    activation = keys.choice("hidden_act", ACTIVATIONS, "silu")
+    mscale = given.get("mscale_all_dim", 0) if given.get("rope_type", given.get("type")) == "yarn" else 0
+    growth = yarn_scale(given.get("factor", 1.0), mscale) if mscale else 1.0
+    first = keys.size("first_k_dense_replace", 0 if scoring == "softmax" else 3, low=0)
+    expert_size = keys.size("moe_intermediate_size")
+    moe = read_experts(
+        keys,
+        common["num_layers"],
+        common["ffn_size"],
+        activation,
+        count_keys=("n_routed_experts", "num_local_experts", "num_experts"),
+        num_chosen=8,
+        expert_size=expert_size,
+        normalises=keys.flag("norm_topk_prob", scoring == "sigmoid"),
+        is_sparse=tuple(i >= first for i in range(common["num_layers"])),
+        shared_size=expert_size * keys.size("n_shared_experts", 2 if scoring == "softmax" else 1),
+    )
+    common["ffn_size"] = moe.widest
+    groups, chosen_groups = _groups(keys, moe, scoring)
+    return DeepseekConfig(
         **common,
         rope=read_rope(given, RopeContext(rotated, max_len or most, most)),
         rotary_width=rotated,
         attention_bias=has_bias,
         output_bias=has_bias,
         mlp_bias=keys.flag("mlp_bias"),
-        activation=keys.choice("hidden_act", ACTIVATIONS, "silu"),
-    )
-    mscale = given.get("mscale_all_dim", 0) if given.get("rope_type", given.get("type")) == "yarn" else 0
-    growth = yarn_scale(given.get("factor", 1.0), mscale) if mscale else 1.0
-    first = keys.size("first_k_dense_replace", 0 if scoring == "softmax" else 3, low=0)
-    expert_size = keys.size("moe_intermediate_size")
-    mixture = with_experts(
-        base,
-        keys,
-        count_keys=("n_routed_experts", "num_local_experts", "num_experts"),
-        num_chosen=8,
-        expert_size=expert_size,
-        normalises=keys.flag("norm_topk_prob", scoring == "sigmoid"),
-        is_sparse=tuple(i >= first for i in range(base.num_layers)),
-        shared_size=expert_size * keys.size("n_shared_experts", 2 if scoring == "softmax" else 1),
-    )
-    groups, chosen_groups = _groups(keys, mixture, scoring)
-    return DeepseekConfig(
-        **{field.name: getattr(mixture, field.name) for field in dataclasses.fields(mixture)},
+        activation=activation,
+        moe=moe,
         query_rank=0 if keys.get("q_lora_rank") is None else keys.size("q_lora_rank"),
         latent_size=latent,
         plain_size=plain,
@@ -107,23 +107,23 @@ def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str) -> Deepse
     )
 
 
-def _groups(keys: ConfigKeys, config: MoEConfig, scoring: str) -> tuple[int, int]:
+def _groups(keys: ConfigKeys, moe: MoESettings, scoring: str) -> tuple[int, int]:
     """Groups of experts, and those of them that a token may choose from; refuse what neither version does."""
     methods = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc",)}[scoring]
     method = keys.choice("topk_method", {name: name for name in methods}, methods[0])
     keys.choice("scoring_func", {scoring: None}, scoring)
     if keys.size("moe_layer_freq", 1) != 1:
         raise wrong("moe_layer_freq", keys.get("moe_layer_freq"), "1")
-    if scoring == "softmax" and config.normalises:
+    if scoring == "softmax" and moe.normalises:
         raise wrong("norm_topk_prob", True, "false for this version")
     for key in ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"):  # of training, or following from others
         keys.get(key)
     groups, chosen = keys.size("n_group", 1), keys.size("topk_group", 1)
     if method == "greedy":
         return 1, 1
-    if config.num_experts % groups or chosen > groups:
-        raise wrong("n_group", groups, f"a divisor of the {config.num_experts} experts and at least topk_group")
-    if scoring == "sigmoid" and config.num_experts < 2 * groups:
+    if moe.num_experts % groups or chosen > groups:
+        raise wrong("n_group", groups, f"a divisor of the {moe.num_experts} experts and at least topk_group")
+    if scoring == "sigmoid" and moe.num_experts < 2 * groups:
         raise wrong("n_group", groups, "such that a group has two experts at least")
     return groups, chosen
 
@@ -135,47 +135,44 @@ class DeepseekLayer(LlamaLayer):
         self.config = config
         self.input_norm = weights.norm(f"{prefix}.input_layernorm", D, config.norm_eps)
         rank, query = config.query_rank, f"{name}.q_b_proj" if config.query_rank else f"{name}.q_proj"
-        orders = {}
+        query_order = kv_order = None
         if config.is_interleaved:
-            orders[query] = half_split_rows(N, head, R, first=config.plain_size)
-            orders[f"{name}.kv_a_proj_with_mqa"] = half_split_rows(1, L + R, R, first=L)
+            query_order = half_split_rows(N, head, R, first=config.plain_size)
+            kv_order = half_split_rows(1, L + R, R, first=L)
         if rank:
-            self.q_a_proj = weights.linear({f"{name}.q_a_proj": rank}, D, config.attention_bias)
+            self.q_a_proj = weights.replicated(f"{name}.q_a_proj", rank, D, config.attention_bias)
             self.q_norm = weights.norm(f"{name}.q_a_layernorm", rank, LATENT_EPS)
-        self.q_proj = weights.linear({query: N * head}, rank or D, has_bias=False, row_order=orders)
-        names = {f"{name}.kv_a_proj_with_mqa": L + R}
-        self.kv_proj = weights.linear(names, D, config.attention_bias, row_order=orders)
+        self.q_proj = weights.column(query, N * head, rank or D, num_heads=N, order=query_order)
+        kv_name = f"{name}.kv_a_proj_with_mqa"
+        self.kv_proj = weights.replicated(kv_name, L + R, D, config.attention_bias, order=kv_order)
         self.kv_norm = weights.norm(f"{name}.kv_a_layernorm", L, LATENT_EPS)
         sizes = [config.plain_size, config.value_size]
-        maps = weights.dense(f"{name}.kv_b_proj.weight", N * sum(sizes), L).view(N, -1, L)
+        maps = weights.matrix(f"{name}.kv_b_proj", N * sum(sizes), L, num_heads=N).view(-1, sum(sizes), L)
         key_map_NPL, value_map_NVL = maps.split_with_sizes(sizes, dim=1)
         self.key_map_NLP, self.value_map_NVL = key_map_NPL.mT.contiguous(), value_map_NVL.contiguous()
-        self.o_proj = weights.linear({f"{name}.o_proj": D}, N * config.value_size, config.output_bias)
+        self.o_proj = weights.row(f"{name}.o_proj", D, N * config.value_size, config.output_bias)
         self.mlp = self.feed_forward(config, weights, prefix, index)
 
-    def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
+    def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
         assert isinstance(config, DeepseekConfig)
-        if not config.is_sparse[index]:
-            dense = dataclasses.replace(config, ffn_size=config.dense_size)
-            return super().feed_forward(dense, weights, prefix, index)
-        mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, config.num_experts, config.shared_size
+        mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, moe.num_experts, moe.shared_size
         bias = weights.exact(f"{mlp}.gate.e_score_correction_bias", X) if config.scoring == "sigmoid" else None
         router = GroupRouter(
-            weights.exact(f"{mlp}.gate.weight", X, D),
+            weights.router(f"{mlp}.gate", X, D),
             bias,
-            config.num_chosen,
+            moe.num_chosen,
             (config.num_groups, config.num_chosen_groups),
-            config.normalises,
+            moe.normalises,
             config.share_scale,
         )
         shared = SharedExpert(
-            weights.linear({f"{mlp}.shared_experts.{part}_proj": F for part in ("gate", "up")}, D, config.mlp_bias),
-            weights.linear({f"{mlp}.shared_experts.down_proj": D}, F, config.mlp_bias),
+            weights.gate_up([f"{mlp}.shared_experts.{part}_proj" for part in ("gate", "up")], F, D, config.mlp_bias),
+            weights.row(f"{mlp}.shared_experts.down_proj", D, F, config.mlp_bias),
             config.activation,
         )
-        experts = weights.experts(f"{mlp}.experts", X, ExpertShape(D, config.expert_size))
+        experts = weights.experts(f"{mlp}.experts", ExpertShape(X, D, moe.expert_size, moe.activation))
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        return MoE(norm, router, Experts(*experts, config.activation), shared)
+        return MoE(norm, router, experts, shared)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         config, T = self.config, len(x_TD)
@@ -202,7 +199,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     def __init__(self, config: DeepseekConfig, weights: WeightLoader) -> None:
         super().__init__(config, weights)
         for i in range(config.num_layers, config.num_layers + config.num_extra_layers):
-            weights.leave_out(f"model.layers.{i}.")
+            weights.tensors.leave_out(f"model.layers.{i}.")
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):

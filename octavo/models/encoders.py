@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from octavo.models.bert import BertModel, EncoderConfig
-from octavo.models.loader import Source, WeightLoader
+from octavo.models.loader import WeightLoader
 from octavo.models.roberta import RobertaModel
-from octavo.quant.scheme import WeightFormat
+from octavo.quant.stored import WeightFormat
+from octavo.quant.tensors import Source
 
 ENCODERS: dict[str, type[BertModel]] = {
     "BertForMaskedLM": BertModel,
@@ -32,7 +33,7 @@ class LoadedEncoder(NamedTuple):
 
 def load_encoder(config: EncoderConfig, source: Source, form: WeightFormat) -> LoadedEncoder:
     """Build the model and load it; raise ``CheckpointError`` for weights that do not fit the configuration."""
-    weights = WeightLoader(source, form)
+    weights = WeightLoader(source, form, method=config.quantization)
     model = ENCODERS[config.architecture](config, weights)
-    weights.finish()
+    weights.tensors.finish()
     return LoadedEncoder(model, weights.num_parameters, weights.num_bytes)

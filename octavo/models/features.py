@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.models.config import ModelConfig
 from octavo.models.keys import ConfigKeys
 from octavo.models.registry import ARCHITECTURES, load_model
-from octavo.quant.scheme import WeightFormat
+from octavo.quant.stored import WeightFormat
 
 KEYS: dict[str, Any] = {
     "vocab_size": 64,
@@ -74,8 +74,8 @@ class Nothing:
 class Features:
     """What a decoder can do."""
 
-    dense_parts: tuple[str, ...]
-    """Which matrices of layers are no linear maps to LoRA adapters, and are made dense where files have blocks."""
+    not_adaptable: tuple[str, ...]
+    """Which matrices of layers LoRA adapters cannot change."""
     windows: str
     """Which layers may have a sliding window: "all", "some" or "-"."""
 

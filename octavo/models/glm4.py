@@ -17,16 +17,16 @@ from octavo.models.rope import half_split_rows
 
 class GlmLayer(LlamaLayer):
     def qkv(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
-        heads = (config.num_heads, config.num_kv_heads)
-        orders = {
-            f"{prefix}.{part}_proj": half_split_rows(count, config.head_dim, config.rotary_width)
-            for part, count in zip("qk", heads, strict=True)
-        }
-        names = dict(zip([f"{prefix}.{part}_proj" for part in "qkv"], self.heads.sizes, strict=True))
-        return weights.linear(names, config.hidden_size, config.attention_bias, row_order=orders)
+        names = [f"{prefix}.{part}_proj" for part in "qkv"]
+        queries, keys = (
+            half_split_rows(count, config.head_dim, config.rotary_width)
+            for count in (config.num_heads, config.num_kv_heads)
+        )
+        orders = (queries, keys, None)
+        return weights.qkv(names, self.heads, config.hidden_size, config.attention_bias, orders=orders)
 
     def gate_up(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
-        return weights.linear({f"{prefix}.gate_up_proj": 2 * config.ffn_size}, config.hidden_size, config.mlp_bias)
+        return weights.gate_up([f"{prefix}.gate_up_proj"], config.ffn_size, config.hidden_size, config.mlp_bias)
 
 
 class Glm4Layer(PostNormLayer, GlmLayer):

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.embedding import Embedding
-from octavo.layers.linear import Linear
 from octavo.models.config import ModelConfig, architecture
 from octavo.models.keys import ConfigKeys, token_ids, wrong
 from octavo.models.loader import WeightLoader
@@ -65,20 +63,15 @@ class GPT2Layer:
     """Attention, then the feed-forward layer; each normalises its input and adds to the residual stream."""
 
     def __init__(self, config: GPT2Config, weights: WeightLoader, prefix: str, index: int) -> None:
-        D, F = config.hidden_size, config.ffn_size
-
-        def linear(name: str, num_inputs: int, num_outputs: int) -> Linear:
-            names = {f"{prefix}.{name}": num_outputs}
-            return weights.linear(names, num_inputs, has_bias=True, transposed=config.is_transposed)
-
+        D, F, is_transposed = config.hidden_size, config.ffn_size, config.is_transposed
         scale = config.scale / (index + 1) if config.scales_by_layer else config.scale
         self.heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, scale)
         self.input_norm = weights.layer_norm(f"{prefix}.ln_1", D, config.norm_eps)
-        self.qkv_proj = linear("attn.c_attn", D, 3 * D)
-        self.o_proj = linear("attn.c_proj", D, D)
+        self.qkv_proj = weights.qkv([f"{prefix}.attn.c_attn"], self.heads, D, True, is_transposed=is_transposed)
+        self.o_proj = weights.row(f"{prefix}.attn.c_proj", D, D, True, is_transposed=is_transposed)
         self.mlp_norm = weights.layer_norm(f"{prefix}.ln_2", D, config.norm_eps)
-        self.up = linear("mlp.c_fc", D, F)
-        self.down = linear("mlp.c_proj", F, D)
+        self.up = weights.column(f"{prefix}.mlp.c_fc", F, D, True, is_transposed=is_transposed)
+        self.down = weights.row(f"{prefix}.mlp.c_proj", D, F, True, is_transposed=is_transposed)
 
     def __call__(self, x_TD: Tensor, cache: LayerCache, rows: PagedRows) -> Tensor:
         """The next residual stream, of the rows that are wanted if not of all; ``x`` may be overwritten."""
@@ -98,12 +91,12 @@ class GPT2LMHeadModel:
     def __init__(self, config: GPT2Config, weights: WeightLoader) -> None:
         self.config = config
         D = config.hidden_size
-        prefix = "transformer." if weights.has("transformer.wte.weight") else ""  # OpenAI's own names have none
+        prefix = "transformer." if weights.tensors.has("transformer.wte.weight") else ""  # OpenAI's own names have none
         self.embedding = weights.embedding(f"{prefix}wte", config.vocab_size, D)
-        self.positions = Embedding(weights.dense(f"{prefix}wpe.weight", config.max_position_embeddings, D))
+        self.positions = weights.small_embedding(f"{prefix}wpe", config.max_position_embeddings, D)
         self.layers = [GPT2Layer(config, weights, f"{prefix}h.{i}", i) for i in range(config.num_layers)]
         self.norm = weights.layer_norm(f"{prefix}ln_f", D, config.norm_eps)
-        self.head = weights.head("lm_head", self.embedding, config.tie_word_embeddings)
+        self.head = weights.head("lm_head", self.embedding, (config.vocab_size, D), config.tie_word_embeddings)
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows

@@ -46,7 +46,6 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "q_lora_rank": (),
     "kv_lora_rank": (),
     "qk_layernorm": (False,),
-    "quantization_config": (),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1,),
     "rope_interleaved": (False,),

@@ -17,6 +17,7 @@ from octavo.layers.rotary import DefaultRope, Rotary
 from octavo.models.config import ACTIVATIONS, FULL, ModelConfig, layer_windows, read_common, read_layer_types
 from octavo.models.keys import ConfigKeys
 from octavo.models.loader import WeightLoader
+from octavo.models.moe import MoESettings
 from octavo.models.rope import RopeContext, read_rope, rope_values, rotary_width
 from octavo.ops import attention
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
@@ -38,6 +39,13 @@ class LlamaConfig(ModelConfig):
     activation: Activation
     norm_offset: float = 0.0
     """What is added to the stored weights of norms."""
+    moe: MoESettings | None = None
+    """Of a mixture of experts."""
+
+    @property
+    def dense_size(self) -> int:
+        """Width of a feed-forward layer without experts."""
+        return self.ffn_size if self.moe is None else self.moe.dense_size
 
 
 def read_llama(
@@ -88,7 +96,7 @@ class LlamaLayer:
         self.input_norm = weights.norm(f"{prefix}.input_layernorm", D, config.norm_eps, config.norm_offset)
         self.heads = self.head_layout(config, weights, f"{prefix}.self_attn", index)
         self.qkv_proj = self.qkv(config, weights, f"{prefix}.self_attn")
-        self.o_proj = weights.linear({f"{prefix}.self_attn.o_proj": D}, self.heads.sizes[0], config.output_bias)
+        self.o_proj = weights.row(f"{prefix}.self_attn.o_proj", D, self.heads.sizes[0], config.output_bias)
         self.mlp = self.feed_forward(config, weights, prefix, index)
 
     def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
@@ -98,24 +106,29 @@ class LlamaLayer:
 
     def qkv(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
         """Queries, keys and values side by side."""
-        names = dict(zip([f"{prefix}.{part}_proj" for part in "qkv"], self.heads.sizes, strict=True))
-        return weights.linear(names, config.hidden_size, config.attention_bias)
+        names = [f"{prefix}.{part}_proj" for part in "qkv"]
+        return weights.qkv(names, self.heads, config.hidden_size, config.attention_bias)
 
     def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
         """Layer ``index``'s feed-forward part with its norm; ``prefix`` is that of the whole layer."""
-        D, F = config.hidden_size, config.ffn_size
+        if config.moe is not None and config.moe.is_sparse[index]:
+            return self.mixture(config, config.moe, weights, prefix)
+        D, F = config.hidden_size, config.dense_size
         return GatedMLP(
             weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps, config.norm_offset),
             self.gate_up(config, weights, f"{prefix}.mlp"),
-            weights.linear({f"{prefix}.mlp.down_proj": D}, F, config.mlp_bias),
+            weights.row(f"{prefix}.mlp.down_proj", D, F, config.mlp_bias),
             config.activation,
         )
 
+    def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
+        """The same of a layer with experts, in families that have such."""
+        raise NotImplementedError
+
     def gate_up(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
         """Gates, then ups."""
-        F = config.ffn_size
-        names = {f"{prefix}.gate_proj": F, f"{prefix}.up_proj": F}
-        return weights.linear(names, config.hidden_size, config.mlp_bias)
+        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+        return weights.gate_up(names, config.dense_size, config.hidden_size, config.mlp_bias)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         """The next residual stream, of the rows that are wanted if not of all; ``x`` may be overwritten."""
@@ -139,11 +152,12 @@ class LlamaForCausalLM:
 
     def __init__(self, config: LlamaConfig, weights: WeightLoader) -> None:
         self.config = config
-        self.embedding = weights.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
+        shape = config.vocab_size, config.hidden_size
+        self.embedding = weights.embedding("model.embed_tokens", *shape)
         self.rotary = Rotary(config.rope, config.rotary_width, weights.form.device)
         self.layers = [self.layer_class(config, weights, f"model.layers.{i}", i) for i in range(config.num_layers)]
         self.norm = weights.norm("model.norm", config.hidden_size, config.norm_eps, config.norm_offset)
-        self.head = weights.head("lm_head", self.embedding, config.tie_word_embeddings)
+        self.head = weights.head("lm_head", self.embedding, shape, config.tie_word_embeddings)
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows

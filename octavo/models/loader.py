@@ -1,53 +1,65 @@
 """Hands a model its weights by name, and makes sure that the checkpoint has those and no others.
 
-Shapes: K inputs, N outputs, D model, V vocabulary.
+A model says what each matrix is. How the checkpoint stores it, which part of it a device holds and what a kernel
+computes with is not the model's concern (``quant``).
+
+Shapes: K inputs, N outputs, D model, F width of an expert, V vocabulary, X experts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.layers.embedding import Embedding
+from octavo.layers.experts import Mixture, StoredExperts, make_mixture
 from octavo.layers.linear import Linear
 from octavo.layers.norm import LayerNorm, RMSNorm
-from octavo.ops.block_linear import PackedBlocks
-from octavo.quant.blocks import BlockWeight
-from octavo.quant.scheme import DenseWeight, LinearWeight, Part, WeightFormat, make_weights, to_dense
-from octavo.weights.blocks import BlockTensor
+from octavo.ops.attention import HeadLayout
+from octavo.ops.linear import Activation
+from octavo.ops.moe import ClampedSwish
+from octavo.quant.methods import QuantMethod
+from octavo.quant.plain import PLAIN
+from octavo.quant.shard import WHOLE, Section, Shard
+from octavo.quant.stored import (
+    DenseStored,
+    DenseWeight,
+    LinearWeight,
+    Order,
+    StoredWeight,
+    WeightFormat,
+    filled,
+    make_weights,
+)
+from octavo.quant.tensors import Source, Tensors
 
-HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias)$")
-"""Buffers that some exporters write: rotary angles, which follow from the configuration, and GPT-2's causal masks."""
 
+class Rows(NamedTuple):
+    """A matrix of the checkpoint, as rows of a linear map."""
 
-class Source(Protocol):
-    """What is needed of a checkpoint."""
+    name: str
+    sections: Sequence[Section]
+    order: Order | None = None
+    """Which stored row becomes each row, if they are put in another order."""
 
     @property
-    def is_dummy(self) -> bool: ...
-
-    def names(self) -> set[str]: ...
-
-    def describe(self, name: str) -> tuple[str, tuple[int, ...]]: ...
-
-    def load(self, name: str, shape: tuple[int, ...]) -> Part: ...
+    def num_rows(self) -> int:
+        return sum(section.num_rows for section in self.sections)
 
 
 class ExpertShape(NamedTuple):
-    """The sizes of an expert, and what a checkpoint calls its parts."""
+    """How many experts there are, their sizes, and what a checkpoint calls their parts."""
 
+    num_experts: int
     hidden_size: int
     ffn_size: int
+    activation: Activation | ClampedSwish
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -60,74 +72,58 @@ class MapPart(NamedTuple):
     start: int
     size: int
     num_inputs: int
-    order: npt.NDArray[np.int64] | None
+    order: Order | None
     """Which stored output became each output, if they were put in another order."""
 
 
 class WeightLoader:
-    """Loads weights by their Hugging Face names in the wanted format; every method raises ``CheckpointError``."""
+    """Loads weights by their Hugging Face names in the wanted format; every method raises ``CheckpointError``.
+
+    ``shard`` says which part of each matrix is loaded: sizes that are asked for are those of the whole matrix.
+    """
 
     def __init__(
         self,
         source: Source,
         form: WeightFormat,
         make_linear: Callable[[Sequence[LinearWeight], Tensor | None], Linear] = Linear,
+        *,
+        method: QuantMethod = PLAIN,
+        shard: Shard = WHOLE,
     ) -> None:
         self.form = form
         self.maps: dict[str, MapPart] = {}
         """Every linear map so far, by its name in the checkpoint."""
-        self._make_linear = make_linear
         self.num_parameters = 0
         self.num_bytes = 0
-        self._source = source
-        self._names = source.names()
-        self._used: set[str] = set()
+        self._make_linear = make_linear
+        self._method = method
+        self._shard = shard
+        self.tensors = Tensors(source)
 
-    def has(self, name: str) -> bool:
-        """Whether the checkpoint has this tensor."""
-        return name in self._names
+    # Vectors, and matrices that are used as plain numbers.
+
+    def dense(self, name: str, *shape: int) -> Tensor:
+        """One tensor, which the checkpoint must have as plain numbers."""
+        return self._placed(self._numbers(name, shape))
 
     def exact(self, name: str, *shape: int) -> Tensor:
         """One tensor in float32, for arithmetic that is done in float32 whatever the format is."""
-        tensor = to_dense(self._load(name, shape), dataclasses.replace(self.form, dtype=torch.float32))
-        self.num_bytes += tensor.nbytes
-        return tensor
+        return self._counted(self._numbers(name, shape).to(device=self.form.device, dtype=torch.float32))
 
-    def raw(self, name: str, *shape: int) -> Tensor:
-        """One tensor of uint8, as stored. What it is made into is to be counted."""
-        part = self._take(name, shape)
-        if not isinstance(part, Tensor) or part.dtype != torch.uint8:
-            raise CheckpointError(f"tensor {name} is {_type_name(part)}; expected uint8")
-        return part
+    def matrix(self, name: str, num_outputs: int, num_inputs: int, num_heads: int = 1) -> Tensor:
+        """The matrix of module ``name``, dense whatever form it is stored in; its heads are divided among devices."""
+        rows = Rows(name, [Section(num_outputs, num_heads)])
+        return self._counted(self._own(rows, self._stored(name, (num_outputs, num_inputs))).dense(self.form))
 
-    def count(self, num_parameters: int, num_bytes: int) -> None:
-        """Count weights that were made of raw tensors."""
-        self.num_parameters += num_parameters
-        self.num_bytes += num_bytes
-
-    def experts(self, prefix: str, count: int, shape: ExpertShape) -> tuple[Tensor, Tensor]:
-        """The dense weights of experts ``prefix.0`` and so on: [X, 2 F, D] of gates and ups, and [X, D, F]."""
-        D, F = shape.hidden_size, shape.ffn_size
-        gate_up, down = (
-            torch.empty(size, dtype=self.form.dtype, device=self.form.device)
-            for size in ((count, 2 * F, D), (count, D, F))
-        )
-        for i in range(count):
-            gate_up[i, :F].copy_(to_dense(self._load(f"{prefix}.{i}.{shape.gate}.weight", (F, D)), self.form))
-            gate_up[i, F:].copy_(to_dense(self._load(f"{prefix}.{i}.{shape.up}.weight", (F, D)), self.form))
-            down[i].copy_(to_dense(self._load(f"{prefix}.{i}.{shape.down}.weight", (D, F)), self.form))
-        self.num_bytes += gate_up.nbytes + down.nbytes
-        return gate_up, down
+    def router(self, name: str, num_experts: int, num_inputs: int) -> Tensor:
+        """The matrix of a router in float32; the same on every device."""
+        exact = dataclasses.replace(self.form, dtype=torch.float32)
+        return self._counted(self._stored(name, (num_experts, num_inputs)).dense(exact))
 
     def rounded(self, number: float) -> float:
         """A number as the format holds it."""
         return torch.tensor(number, dtype=self.form.dtype).item()
-
-    def dense(self, name: str, *shape: int) -> Tensor:
-        """One tensor, dense."""
-        tensor = to_dense(self._load(name, shape), self.form)
-        self.num_bytes += tensor.nbytes
-        return tensor
 
     def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
         """The normalisation ``name.weight``, which is stored less ``offset``."""
@@ -141,118 +137,206 @@ class WeightLoader:
         """The weight of a norm with ``offset`` added to it in float32."""
         if offset == 0.0:
             return self.dense(name, size)
-        exact = to_dense(self._load(name, (size,)), dataclasses.replace(self.form, dtype=torch.float32))
-        tensor = (exact + offset).to(self.form.dtype)
-        self.num_bytes += tensor.nbytes
-        return tensor
+        exact = self._numbers(name, (size,)).to(device=self.form.device, dtype=torch.float32)
+        return self._counted((exact + offset).to(self.form.dtype))
 
-    def linear(
+    # Linear maps.
+
+    def column(
         self,
-        names: dict[str, int],
+        name: str,
+        num_outputs: int,
         num_inputs: int,
-        has_bias: bool,
+        has_bias: bool = False,
         *,
-        transposed: bool = False,
-        row_order: dict[str, npt.NDArray[np.int64]] | None = None,
+        num_heads: int | None = None,
+        order: Order | None = None,
+        is_transposed: bool = False,
     ) -> Linear:
-        """One map out of several: name to number of outputs, side by side in this order.
+        """A map whose outputs are divided among devices, in whole heads if ``num_heads`` is given.
 
-        With ``transposed`` the checkpoint has the weights as inputs by outputs. ``row_order`` says for some names
-        which stored output becomes each output.
+        ``is_transposed``: the checkpoint has it as inputs by outputs.
         """
-        parts, biases = [], []
-        for name, size in names.items():
-            shape = (num_inputs, size) if transposed else (size, num_inputs)
-            part = self._load(f"{name}.weight", shape)
-            if transposed:
-                part = to_dense(part, self.form).t().contiguous()
-            order = (row_order or {}).get(name)
-            parts.append(part if order is None else take_rows(part, order))
-            if has_bias:
-                bias = self.dense(f"{name}.bias", size)
-                biases.append(bias if order is None else bias[torch.from_numpy(order)])
-        weights = make_weights(parts, self.form)
-        self.num_bytes += sum(weight.num_bytes for weight in weights)
-        linear = self._make_linear(weights, torch.cat(biases) if biases else None)
-        starts = itertools.accumulate(names.values(), initial=0)
-        for (name, size), start in zip(names.items(), starts, strict=False):
-            self.maps[name] = MapPart(linear, start, size, num_inputs, (row_order or {}).get(name))
-        return linear
+        rows = Rows(name, [Section(num_outputs, num_heads or num_outputs)], order)
+        return self._linear([rows], num_inputs, has_bias, is_transposed)
 
-    def head(self, name: str, embedding: Embedding, is_tied: bool) -> Linear:
-        """The map from hidden states to logits: of its own, or the embedding's."""
-        if is_tied:
-            return self.tied_head(embedding, name)
-        vocab_size, hidden_size = embedding.table_VD.shape
-        return self.linear({name: vocab_size}, hidden_size, has_bias=False)
+    def row(
+        self, name: str, num_outputs: int, num_inputs: int, has_bias: bool = False, *, is_transposed: bool = False
+    ) -> Linear:
+        """A map whose inputs are divided among devices, and whose results are to be added up."""
+        stored = self._shard.part(name, self._stored(name, (num_outputs, num_inputs), is_transposed), 1)
+        bias_N = self.dense(f"{name}.bias", num_outputs) if has_bias else None
+        return self._made([(Rows(name, [Section(num_outputs, 1)]), stored)], None if self._shard.rank else bias_N)
+
+    def replicated(
+        self, name: str, num_outputs: int, num_inputs: int, has_bias: bool = False, *, order: Order | None = None
+    ) -> Linear:
+        """A map that every device has as a whole."""
+        return self._linear([Rows(name, [Section(num_outputs, 1)], order)], num_inputs, has_bias)
+
+    def qkv(
+        self,
+        names: Sequence[str],
+        heads: HeadLayout,
+        num_inputs: int,
+        has_bias: bool = False,
+        *,
+        orders: Sequence[Order | None] = (None, None, None),
+        is_transposed: bool = False,
+    ) -> Linear:
+        """Queries, keys and values side by side, divided in whole heads: three matrices, or one that holds all."""
+        counts = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
+        sections = [Section(size, count) for size, count in zip(heads.sizes, counts, strict=True)]
+        return self._linear(_rows(names, sections, orders), num_inputs, has_bias, is_transposed)
+
+    def gate_up(self, names: Sequence[str], ffn_size: int, num_inputs: int, has_bias: bool = False) -> Linear:
+        """Gates, then ups: two matrices, or one that holds both."""
+        return self._linear(_rows(names, [Section(ffn_size, ffn_size)] * 2, (None, None)), num_inputs, has_bias)
+
+    # The vocabulary.
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
-        """The table ``name.weight``; it stays in blocks where the format computes with packed blocks."""
-        part = self._load(f"{name}.weight", (vocab_size, hidden_size))
-        [weight] = make_weights([part], self.form)
-        table_VD = weight.packed if isinstance(weight, BlockWeight) else to_dense(part, self.form)
-        self.num_bytes += table_VD.nbytes if isinstance(table_VD, Tensor) else table_VD.num_bytes
-        return Embedding(table_VD)
+        """The table of module ``name``, divided among devices by the vocabulary."""
+        [weight] = make_weights([self._shard.vocabulary(self._stored(name, (vocab_size, hidden_size)))], self.form)
+        self.num_bytes += weight.num_bytes
+        return Embedding(weight)
 
-    def tied_head(self, embedding: Embedding, name: str) -> Linear:
-        """The map from hidden states to logits that shares the weights of ``embedding``.
+    def small_embedding(self, name: str, count: int, hidden_size: int) -> Embedding:
+        """A small table, the same on every device."""
+        return Embedding(DenseWeight(self.matrix(name, count, hidden_size)))
 
-        A checkpoint may hold them a second time as ``name.weight``, but not other ones.
+    def head(self, name: str, embedding: Embedding, shape: tuple[int, int], is_tied: bool) -> Linear:
+        """The map from hidden states to logits, of shape [V, D]: of its own, or the embedding's.
+
+        A checkpoint may hold a tied one a second time, but not another one.
         """
-        table_VD = embedding.table_VD
-        if self.has(f"{name}.weight"):
-            own_VD = self._load(f"{name}.weight", tuple(table_VD.shape))
-            self.num_parameters -= table_VD.shape[0] * table_VD.shape[1]
-            if not torch.equal(to_dense(own_VD, self.form), _unpacked(table_VD)):
+        if not is_tied:
+            rows = Rows(name, [Section(shape[0], shape[0])])
+            return self._made([(rows, self._shard.vocabulary(self._stored(name, shape)))], None)
+        if self.tensors.has(f"{name}.weight"):
+            own_VD = self._shard.vocabulary(self._stored(name, shape)).dense(self.form)
+            self.num_parameters -= math.prod(shape)
+            table_VD = embedding.weight.dense_NK
+            if table_VD is None:
+                table_VD = embedding.weight.rows(torch.arange(len(own_VD)))
+            if not torch.equal(own_VD, table_VD):
                 raise CheckpointError(
                     f"{name}.weight differs from the embedding, but the config says tie_word_embeddings"
                 )
-        return Linear([BlockWeight(table_VD) if isinstance(table_VD, PackedBlocks) else DenseWeight(table_VD)])
+        return Linear([embedding.weight])
 
-    def leave_out(self, prefix: str) -> None:
-        """Let the checkpoint have tensors whose names begin like this."""
-        self._used.update(name for name in self._names if name.startswith(prefix))
+    # Experts: each is divided among devices like a feed-forward layer.
 
-    def finish(self) -> None:
-        """Complain about tensors that the model did not ask for."""
-        if self._source.is_dummy:
-            return
-        unexpected = sorted(name for name in self._names - self._used if not HARMLESS.search(name))
-        if unexpected:
-            shown = "; ".join(self._found(name) for name in unexpected[:5]) + ("; ..." if len(unexpected) > 5 else "")
-            raise CheckpointError(f"{len(unexpected)} tensors that this architecture does not have: {shown}")
+    def experts(self, prefix: str, shape: ExpertShape, has_bias: bool = False) -> Mixture:
+        """Experts ``prefix.0`` and so on."""
+        X, D, F = shape.num_experts, shape.hidden_size, shape.ffn_size
 
-    def _found(self, name: str) -> str:
-        kind, shape = self._source.describe(name)
-        return f"{name}: expected none, found {kind} of shape {list(shape)}"
+        def part(index: int, name: str, size: tuple[int, int], dim: int) -> StoredWeight:
+            module = f"{prefix}.{index}.{name}"
+            return self._shard.part(module, self._method.matrix(module, size, self.tensors, False), dim)
 
-    def _load(self, name: str, shape: tuple[int, ...]) -> Part:
-        part = self._take(name, shape)
-        if isinstance(part, Tensor) and not part.is_floating_point():
-            raise CheckpointError(f"tensor {name} is {_type_name(part)}; expected floating-point numbers")
+        def biases(name: str, size: int) -> Tensor:
+            return torch.stack([self._numbers(f"{prefix}.{i}.{name}.bias", (size,)) for i in range(X)])
+
+        return self._mixture(
+            shape,
+            lambda i: [part(i, shape.gate, (F, D), 0), part(i, shape.up, (F, D), 0)],
+            lambda i: [part(i, shape.down, (D, F), 1)],
+            [biases(shape.gate, F), biases(shape.up, F), biases(shape.down, D)] if has_bias else None,
+        )
+
+    def stacked_experts(self, prefix: str, shape: ExpertShape, order: Order) -> Mixture:
+        """Experts that the checkpoint holds in ``prefix.gate_up_proj`` and ``prefix.down_proj``, with biases.
+
+        Plain numbers are inputs by outputs. ``order`` says which stored row of gates and ups becomes each row, gates
+        first.
+        """
+        X, D, F = shape.num_experts, shape.hidden_size, shape.ffn_size
+        gate_up_name, down_name = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
+        gate_ups = self._method.stack(gate_up_name, (X, 2 * F, D), self.tensors, True)
+        downs = self._method.stack(down_name, (X, D, F), self.tensors, True)
+        gate_up_bias = self._numbers(f"{gate_up_name}_bias", (X, 2 * F))[:, torch.from_numpy(order)]
+
+        def gate_up(index: int) -> list[StoredWeight]:
+            halves = order[:F], order[F:]
+            return [self._shard.part(gate_up_name, gate_ups[index].rows(half), 0) for half in halves]
+
+        return self._mixture(
+            shape,
+            gate_up,
+            lambda i: [self._shard.part(down_name, downs[i], 1)],
+            [*gate_up_bias.chunk(2, dim=1), self._numbers(f"{down_name}_bias", (X, D))],
+        )
+
+    def _mixture(
+        self,
+        shape: ExpertShape,
+        gate_up: Callable[[int], Sequence[StoredWeight]],
+        down: Callable[[int], Sequence[StoredWeight]],
+        biases: Sequence[Tensor] | None,
+    ) -> Mixture:
+        """Experts out of the matrices of each; biases are those of the gates [X, F], ups [X, F] and downs [X, D]."""
+        gate_up_bias = down_bias = None
+        if biases is not None:
+            gates, ups, downs = biases
+            own = [self._shard.part("biases of experts", DenseStored((bias,)), 1) for bias in (gates, ups)]
+            gate_up_bias = self._counted(torch.cat([bias.dense(self.form) for bias in own], dim=1))
+            down_bias = None if self._shard.rank else self._placed(downs)
+        stored = StoredExperts(shape.num_experts, gate_up, down, shape.activation, gate_up_bias, down_bias)
+        mixture = make_mixture(stored, self.form)
+        self.num_parameters += 3 * shape.num_experts * shape.hidden_size * shape.ffn_size
+        self.num_bytes += mixture.num_bytes
+        return mixture
+
+    # What these are made of.
+
+    def _linear(
+        self, parts: Sequence[Rows], num_inputs: int, has_bias: bool = False, is_transposed: bool = False
+    ) -> Linear:
+        """One map out of the rows of several matrices."""
+        stored, biases = [], []
+        for rows in parts:
+            weight = self._stored(rows.name, (rows.num_rows, num_inputs), is_transposed)
+            stored.append((rows, self._own(rows, weight)))
+            if has_bias:
+                column = self._numbers(f"{rows.name}.bias", (rows.num_rows,)).unsqueeze(1)
+                biases.append(self._own(rows, DenseStored((column,))))
+        return self._made(stored, self._counted(filled(biases, self.form).squeeze(1)) if biases else None)
+
+    def _own(self, rows: Rows, stored: StoredWeight) -> StoredWeight:
+        ordered = stored if rows.order is None else stored.rows(rows.order)
+        return self._shard.sections(rows.name, ordered, rows.sections)
+
+    def _made(self, parts: Sequence[tuple[Rows, StoredWeight]], bias_N: Tensor | None) -> Linear:
+        weights = make_weights((stored for _, stored in parts), self.form)
+        self.num_bytes += sum(weight.num_bytes for weight in weights)
+        linear, start = self._make_linear(weights, bias_N), 0
+        for rows, stored in parts:
+            num_outputs, num_inputs = stored.shape
+            self.maps[rows.name] = MapPart(linear, start, num_outputs, num_inputs, rows.order)
+            start += num_outputs
+        return linear
+
+    def _stored(self, name: str, shape: tuple[int, int], is_transposed: bool = False) -> StoredWeight:
+        stored = self._method.matrix(name, shape, self.tensors, is_transposed)
         self.num_parameters += math.prod(shape)
-        return part
+        return stored
 
-    def _take(self, name: str, shape: tuple[int, ...]) -> Part:
-        if not self._source.is_dummy and name not in self._names:
-            raise CheckpointError(f"tensor {name} is missing; expected one of shape {list(shape)}")
-        part = self._source.load(name, shape)
-        if tuple(part.shape) != shape:
-            raise CheckpointError(f"tensor {name} has shape {list(part.shape)}; expected {list(shape)}")
-        self._used.add(name)
-        return part
+    def _numbers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        numbers = self.tensors.numbers(name, shape)
+        self.num_parameters += math.prod(shape)
+        return numbers
 
+    def _placed(self, numbers: Tensor) -> Tensor:
+        return self._counted(numbers.to(device=self.form.device, dtype=self.form.dtype))
 
-def _type_name(part: Part) -> str:
-    return part.kind if isinstance(part, BlockTensor) else str(part.dtype).removeprefix("torch.")
-
-
-def take_rows(part: Part, order: npt.NDArray[np.int64]) -> Part:
-    """The rows of a matrix in another order."""
-    if isinstance(part, BlockTensor):
-        return BlockTensor(part.kind, part.shape, part.data[order])
-    return part[torch.from_numpy(order)]
+    def _counted(self, tensor: Tensor) -> Tensor:
+        self.num_bytes += tensor.nbytes
+        return tensor
 
 
-def _unpacked(table_VD: Tensor | PackedBlocks) -> Tensor:
-    return table_VD.unpack() if isinstance(table_VD, PackedBlocks) else table_VD
+def _rows(names: Sequence[str], sections: Sequence[Section], orders: Sequence[Order | None]) -> list[Rows]:
+    """A matrix for each section, or one that holds them all in its own order."""
+    if len(names) == 1:
+        return [Rows(names[0], sections)]
+    return [Rows(name, [section], order) for name, section, order in zip(names, sections, orders, strict=True)]

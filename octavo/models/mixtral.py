@@ -1,97 +1,40 @@
-"""Mixtral (arXiv 2401.04088): Mistral with eight experts for every feed-forward layer, two of them for each token.
-
-Also what other mixtures of experts share: their part of the configuration.
-"""
+"""Mixtral (arXiv 2401.04088): Mistral with eight experts for every feed-forward layer, two of them for each token."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 from octavo.layers.moe import MoE, SoftmaxRouter
-from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.keys import ConfigKeys
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.mistral import read_mistral
-from octavo.ops.moe import Experts
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoEConfig(LlamaConfig):
-    """``ffn_size`` is that of all experts together that a token passes through."""
-
-    num_experts: int
-    num_chosen: int
-    """Experts for each token."""
-    expert_size: int
-    """Width of one expert."""
-    dense_size: int
-    """Width of a feed-forward layer without experts."""
-    is_sparse: tuple[bool, ...]
-    """Whether each layer has experts."""
-    normalises: bool
-    """Whether the shares of a token's experts are made to sum to 1."""
-    shared_size: int = 0
-    """Width of what all tokens pass through beside the experts; 0: there is no such thing."""
-
-
-def with_experts(
-    config: LlamaConfig,
-    keys: ConfigKeys,
-    *,
-    count_keys: tuple[str, ...],
-    num_chosen: int,
-    expert_size: int,
-    normalises: bool,
-    is_sparse: tuple[bool, ...] = (),
-    shared_size: int = 0,
-) -> MoEConfig:
-    """The configuration with experts, in every layer unless ``is_sparse`` says where; defaults are the family's.
-
-    ``count_keys`` are the names that the number of experts may have.
-    """
-    count_key = next((key for key in count_keys if keys.get(key) is not None), count_keys[0])
-    num_experts, chosen = keys.size(count_key), keys.size("num_experts_per_tok", num_chosen)
-    if chosen > num_experts:
-        raise wrong("num_experts_per_tok", chosen, f"at most {count_key}, {num_experts}")
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(LlamaConfig)}
-    widest = chosen * expert_size + shared_size
-    return MoEConfig(
-        **{**fields, "ffn_size": max(widest, config.ffn_size)},
-        num_experts=num_experts,
-        num_chosen=chosen,
-        expert_size=expert_size,
-        dense_size=config.ffn_size,
-        is_sparse=is_sparse or (True,) * config.num_layers,
-        normalises=normalises,
-        shared_size=shared_size,
-    )
+from octavo.models.moe import MoESettings, read_experts
 
 
 class MixtralLayer(LlamaLayer):
-    def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
-        assert isinstance(config, MoEConfig)
-        moe, D = f"{prefix}.block_sparse_moe", config.hidden_size
-        shape = ExpertShape(D, config.expert_size, gate="w1", up="w3", down="w2")
-        router = SoftmaxRouter(
-            weights.exact(f"{moe}.gate.weight", config.num_experts, D), config.num_chosen, config.normalises
-        )
-        experts = weights.experts(f"{moe}.experts", config.num_experts, shape)
+    def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
+        name, D, X = f"{prefix}.block_sparse_moe", config.hidden_size, moe.num_experts
+        shape = ExpertShape(X, D, moe.expert_size, moe.activation, gate="w1", up="w3", down="w2")
+        router = SoftmaxRouter(weights.router(f"{name}.gate", X, D), moe.num_chosen, moe.normalises)
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        return MoE(norm, router, Experts(*experts, config.activation))
+        return MoE(norm, router, weights.experts(f"{name}.experts", shape))
 
 
 class MixtralForCausalLM(LlamaForCausalLM):
     layer_class = MixtralLayer
 
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> MoEConfig:
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
         config = read_mistral(keys, max_len, eps=1e-5)
-        return with_experts(
-            config,
+        moe = read_experts(
             keys,
+            config.num_layers,
+            config.ffn_size,
+            config.activation,
             count_keys=("num_local_experts",),
             num_chosen=2,
             expert_size=config.ffn_size,
             normalises=True,
         )
+        return dataclasses.replace(config, moe=moe, ffn_size=moe.widest)

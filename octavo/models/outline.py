@@ -9,7 +9,8 @@ from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
 from octavo.models.encoders import LoadedEncoder, load_encoder
 from octavo.models.registry import LoadedModel, load_model
-from octavo.quant.scheme import Part, WeightFormat
+from octavo.quant.stored import WeightFormat
+from octavo.quant.tensors import Part
 from octavo.weights.blocks import BLOCK_KINDS
 from octavo.weights.checkpoint import Checkpoint
 

@@ -11,10 +11,10 @@ from octavo.models.mistral import read_mistral
 
 class Phi3Layer(LlamaLayer):
     def qkv(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
-        return weights.linear({f"{prefix}.qkv_proj": sum(self.heads.sizes)}, config.hidden_size, config.attention_bias)
+        return weights.qkv([f"{prefix}.qkv_proj"], self.heads, config.hidden_size, config.attention_bias)
 
     def gate_up(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
-        return weights.linear({f"{prefix}.gate_up_proj": 2 * config.ffn_size}, config.hidden_size, config.mlp_bias)
+        return weights.gate_up([f"{prefix}.gate_up_proj"], config.ffn_size, config.hidden_size, config.mlp_bias)
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):

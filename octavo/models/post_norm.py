@@ -39,11 +39,11 @@ class PostNormLayer(LlamaLayer):
         self.before_attention = None if self.names.input is None else norm(self.names.input)
         self.heads = self.head_layout(config, weights, f"{prefix}.self_attn", index)
         self.qkv_proj = self.qkv(config, weights, f"{prefix}.self_attn")
-        self.o_proj = weights.linear({f"{prefix}.self_attn.o_proj": D}, self.heads.sizes[0], config.output_bias)
+        self.o_proj = weights.row(f"{prefix}.self_attn.o_proj", D, self.heads.sizes[0], config.output_bias)
         self.after_attention = norm(self.names.after_attention)
         self.before_mlp = None if self.names.before_mlp is None else norm(self.names.before_mlp)
         self.gate_up_proj = self.gate_up(config, weights, f"{prefix}.mlp")
-        self.down_proj = weights.linear({f"{prefix}.mlp.down_proj": D}, F, config.mlp_bias)
+        self.down_proj = weights.row(f"{prefix}.mlp.down_proj", D, F, config.mlp_bias)
         self.after_mlp = norm(self.names.after_mlp)
         self.activation = config.activation
 

@@ -12,40 +12,39 @@ from octavo.layers.moe import MoE, SharedExpert, SoftmaxRouter
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.mixtral import MoEConfig, with_experts
+from octavo.models.moe import MoESettings, read_experts
 from octavo.models.qwen2 import read_qwen
 from octavo.models.qwen3 import Qwen3Layer
-from octavo.ops.moe import Experts
+
+
+def _mixture(
+    layer: LlamaLayer, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str
+) -> FeedForward:
+    mlp, D, X = f"{prefix}.mlp", config.hidden_size, moe.num_experts
+    router = SoftmaxRouter(weights.router(f"{mlp}.gate", X, D), moe.num_chosen, moe.normalises)
+    experts = weights.experts(f"{mlp}.experts", ExpertShape(X, D, moe.expert_size, moe.activation))
+    shared = _shared_expert(config, moe.shared_size, weights, mlp) if moe.shared_size else None
+    norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
+    return MoE(norm, router, experts, shared)
+
+
+def _shared_expert(config: LlamaConfig, size: int, weights: WeightLoader, prefix: str) -> SharedExpert:
+    """What all tokens pass through."""
+    D, name = config.hidden_size, f"{prefix}.shared_expert"
+    return SharedExpert(
+        weights.gate_up([f"{name}.gate_proj", f"{name}.up_proj"], size, D),
+        weights.row(f"{name}.down_proj", D, size),
+        config.activation,
+        weights.replicated(f"{name}_gate", 1, D),
+    )
 
 
 class Qwen2MoeLayer(LlamaLayer):
-    def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
-        assert isinstance(config, MoEConfig)
-        if not config.is_sparse[index]:
-            dense = dataclasses.replace(config, ffn_size=config.dense_size)
-            return super().feed_forward(dense, weights, prefix, index)
-        mlp, D = f"{prefix}.mlp", config.hidden_size
-        router = SoftmaxRouter(
-            weights.exact(f"{mlp}.gate.weight", config.num_experts, D), config.num_chosen, config.normalises
-        )
-        experts = weights.experts(f"{mlp}.experts", config.num_experts, ExpertShape(D, config.expert_size))
-        shared = self.shared_expert(config, weights, mlp) if config.shared_size else None
-        norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        return MoE(norm, router, Experts(*experts, config.activation), shared)
-
-    def shared_expert(self, config: MoEConfig, weights: WeightLoader, prefix: str) -> SharedExpert:
-        """What all tokens pass through."""
-        D, F, name = config.hidden_size, config.shared_size, f"{prefix}.shared_expert"
-        return SharedExpert(
-            weights.linear({f"{name}.gate_proj": F, f"{name}.up_proj": F}, D, has_bias=False),
-            weights.linear({f"{name}.down_proj": D}, F, has_bias=False),
-            config.activation,
-            weights.linear({f"{name}_gate": 1}, D, has_bias=False),
-        )
+    mixture = _mixture
 
 
-class Qwen3MoeLayer(Qwen2MoeLayer, Qwen3Layer):
-    pass
+class Qwen3MoeLayer(Qwen3Layer):
+    mixture = _mixture
 
 
 def _sparse_layers(keys: ConfigKeys, num_layers: int) -> tuple[bool, ...]:
@@ -58,11 +57,13 @@ def _sparse_layers(keys: ConfigKeys, num_layers: int) -> tuple[bool, ...]:
 
 def _read(
     keys: ConfigKeys, max_len: int | None, slides: Callable[[int, int], bool], chosen: int, shared_size: int
-) -> MoEConfig:
+) -> LlamaConfig:
     config = read_qwen(keys, max_len, slides)
-    return with_experts(
-        config,
+    moe = read_experts(
         keys,
+        config.num_layers,
+        config.ffn_size,
+        config.activation,
         count_keys=("num_experts", "num_local_experts"),
         num_chosen=chosen,
         expert_size=keys.size("moe_intermediate_size"),
@@ -70,13 +71,14 @@ def _read(
         is_sparse=_sparse_layers(keys, config.num_layers),
         shared_size=shared_size,
     )
+    return dataclasses.replace(config, moe=moe, ffn_size=moe.widest)
 
 
 class Qwen2MoeForCausalLM(LlamaForCausalLM):
     layer_class = Qwen2MoeLayer
 
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> MoEConfig:
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
         shared_size = keys.size("shared_expert_intermediate_size", 5632)
         config = _read(keys, max_len, lambda i, first: i % 2 == 0 and i < first, 4, shared_size)
         return dataclasses.replace(config, attention_bias=keys.flag("qkv_bias", True), output_bias=False)
@@ -86,5 +88,5 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
     layer_class = Qwen3MoeLayer
 
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> MoEConfig:
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
         return _read(keys, max_len, lambda i, first: True, 8, shared_size=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +21,7 @@ from octavo.models.gpt2 import GPT2LMHeadModel
 from octavo.models.gpt_oss import GptOssForCausalLM
 from octavo.models.keys import ConfigKeys
 from octavo.models.llama import LlamaForCausalLM
-from octavo.models.loader import MapPart, Source, WeightLoader
+from octavo.models.loader import MapPart, WeightLoader
 from octavo.models.mistral import MistralForCausalLM
 from octavo.models.mixtral import MixtralForCausalLM
 from octavo.models.olmo2 import Olmo2ForCausalLM
@@ -30,7 +31,9 @@ from octavo.models.qwen3 import Qwen3ForCausalLM
 from octavo.models.qwen_moe import Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from octavo.models.text_part import TEXT_PARTS, TextPart, text_config
 from octavo.ops.attention import LayerCache, PagedRows
-from octavo.quant.scheme import WeightFormat
+from octavo.quant.methods import read_method
+from octavo.quant.stored import WeightFormat
+from octavo.quant.tensors import Source
 
 
 class CausalLM(Protocol):
@@ -96,9 +99,10 @@ def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelC
     keys = ConfigKeys(text_config(values, architecture(ConfigKeys(values))))
     name = architecture(keys)
     family = ENCODERS[name] if name in ENCODERS else _family(name)
+    method = read_method(keys.get("quantization_config"))
     config: ModelConfig = family.read_config(keys, max_len)
     keys.finish()
-    return config
+    return dataclasses.replace(config, quantization=method)
 
 
 def load_model(
@@ -109,9 +113,9 @@ def load_model(
     With ``adapter_rows``, adapters can be loaded beside it.
     """
     make_linear = Linear if adapter_rows is None else adapter_rows.make_linear
-    weights = WeightLoader(TextPart(source), form, make_linear)
+    weights = WeightLoader(TextPart(source), form, make_linear, method=config.quantization)
     model = _family(config.architecture)(config, weights)
-    weights.finish()
+    weights.tensors.finish()
     return LoadedModel(model, weights.num_parameters, weights.num_bytes, weights.maps)
 
 

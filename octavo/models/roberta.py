@@ -19,5 +19,5 @@ class RobertaModel(BertModel):
 
     def read_head(self, weights: WeightLoader) -> tuple[Linear, Linear]:
         D = self.config.hidden_size
-        dense = weights.linear({"classifier.dense": D}, D, has_bias=True)
-        return dense, weights.linear({"classifier.out_proj": 1}, D, has_bias=True)
+        dense = weights.replicated("classifier.dense", D, D, True)
+        return dense, weights.replicated("classifier.out_proj", 1, D, True)

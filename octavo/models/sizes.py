@@ -12,8 +12,8 @@ import torch
 from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig
 from octavo.models.keys import token_ids, wrong
-from octavo.models.loader import Source
 from octavo.models.outline import outline
+from octavo.quant.tensors import Source
 from octavo.weights.checkpoint import Checkpoint
 
 GIB = 1 << 30

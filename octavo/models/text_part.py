@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.models.keys import wrong
-from octavo.models.loader import Source
-from octavo.quant.scheme import Part
+from octavo.quant.tensors import Part, Source
 
 TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3ForConditionalGeneration": (
@@ -37,7 +36,9 @@ def text_config(values: Mapping[str, Any], architecture: str) -> Mapping[str, An
     inner = values.get("text_config")
     if not isinstance(inner, Mapping):
         raise wrong("text_config", inner, "an object")
-    outer = {key: values[key] for key in ("eos_token_id", "tie_word_embeddings") if key in values}
+    outer = {
+        key: values[key] for key in ("eos_token_id", "quantization_config", "tie_word_embeddings") if key in values
+    }
     given = {key: value for key, value in {**outer, **inner}.items() if value is not None}
     return {**defaults, **given, "architectures": [name]}
 

@@ -5,6 +5,7 @@ Shapes: T tokens, D model, X experts, S chosen for a token, F the width of an ex
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ class ClampedSwish(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """The weights of all experts of a layer, of one dtype."""
+    """The weights of all experts of a layer, dense and of one dtype."""
 
     gate_up: Tensor
     """[X, 2 F, D]: each expert's F gates, then its F ups."""
@@ -48,16 +49,23 @@ def moe(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts) -> Te
     ``ids`` are int64, all different within a row; ``shares`` are float32. Each expert's rows are computed together;
     a row's sum is taken in float32 at least, in an order that does not depend on the other rows.
     """
+    return sum_over_experts(x_TD, ids_TS, shares_TS, len(experts.gate_up), lambda i, rows: _expert(rows, i, experts))
+
+
+def sum_over_experts(
+    x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, count: int, expert: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """``moe`` for ``count`` experts of any kind: ``expert(i, rows)`` is what expert i makes of some rows [R, D]."""
     S = ids_TS.shape[1]
     order = ids_TS.flatten().argsort(stable=True)
-    counts = torch.bincount(ids_TS.flatten(), minlength=len(experts.gate_up)).tolist()
+    counts = torch.bincount(ids_TS.flatten(), minlength=count).tolist()
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     sum_TD = torch.zeros(x_TD.shape, dtype=wide, device=x_TD.device)
     shares = shares_TS.flatten().to(wide)
-    for expert, places in enumerate(torch.split(order, counts)):
+    for i, places in enumerate(torch.split(order, counts)):
         if len(places):
             tokens = places // S
-            rows = _expert(x_TD[tokens], expert, experts).to(wide)
+            rows = expert(i, x_TD[tokens]).to(wide)
             sum_TD.index_add_(0, tokens, rows * shares[places].unsqueeze(1))
     return sum_TD.to(x_TD.dtype)
 

@@ -1,1 +1,1 @@
-"""How the weights of linear maps are stored and applied."""
+"""How checkpoints store matrices, and what kernels compute with."""

@@ -1,19 +1,24 @@
-"""Block weights computed with as they are: GGUF's Q4_0 to Q8_0 and Q4_K to Q6_K, repacked once for the kernel.
+"""Weights in blocks, as GGUF files have them: Q4_0 to Q8_0 and Q4_K to Q6_K are repacked once for ``ops.block_linear``.
 
 Shapes: T tokens, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from octavo import ops
 from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.linear import Activation
-from octavo.weights.blocks import BlockTensor
+from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, shard_range
+from octavo.weights.blocks import BLOCK_KINDS, BlockTensor, dequantize
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +31,10 @@ class BlockWeight:
     def num_bytes(self) -> int:
         return self.packed.num_bytes
 
+    @property
+    def dense_NK(self) -> Tensor | None:
+        return None
+
     def apply(
         self,
         x_TK: Tensor,
@@ -37,18 +46,70 @@ class BlockWeight:
     ) -> Tensor:
         return block_linear(x_TK, self.packed, bias_N, norm_K, eps, residual_TN, activation)
 
+    def rows(self, ids_T: Tensor) -> Tensor:
+        return ops.block_embedding(ids_T, self.packed)
 
-class PackedBlockScheme:
-    """Used where ``block_linear`` has a kernel: its reference would widen the whole weight at every call."""
 
-    kinds = KINDS
+@dataclass(frozen=True, eq=False)
+class BlockStored:
+    """A matrix in blocks of one kind: the rows of one tensor after those of another."""
 
-    def declines(self, device: str) -> str | None:
-        if block_linear.chosen(device, torch.float32) != REFERENCE:
+    parts: tuple[BlockTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def layout(self) -> Hashable:
+        return self._kind
+
+    def rows(self, order: Order) -> BlockStored:
+        one = self._one()
+        return BlockStored((BlockTensor(self._kind, (len(order), one.shape[1]), one.data[order]),))
+
+    def join(self, others: Sequence[BlockStored]) -> BlockStored:
+        return BlockStored(tuple(itertools.chain(self.parts, *(other.parts for other in others))))
+
+    def shard(self, dim: int, rank: int, size: int) -> BlockStored:
+        one, kind = self._one(), BLOCK_KINDS[self._kind]
+        own = shard_range(self.shape, dim, rank, size, unit=(1, kind.length)[dim])
+        if dim == 0:
+            return BlockStored((BlockTensor(self._kind, (len(own), one.shape[1]), one.data[own.start : own.stop]),))
+        start, stop = kind.row_bytes(own.start), kind.row_bytes(own.stop)
+        return BlockStored((BlockTensor(self._kind, (one.shape[0], len(own)), one.data[:, start:stop]),))
+
+    def fill(self, out_NK: Tensor) -> None:
+        for rows, part in zip(out_NK.split_with_sizes([part.shape[0] for part in self.parts]), self.parts, strict=True):
+            rows.copy_(torch.from_numpy(dequantize(part)))
+
+    def dense(self, form: WeightFormat) -> Tensor:
+        if len(self.parts) > 1:
+            return filled([self], form)
+        return torch.from_numpy(dequantize(self.parts[0])).to(device=form.device, dtype=form.dtype)
+
+    def pack(self, form: WeightFormat) -> LinearWeight | None:
+        if not form.packs or self._kind not in KINDS or without_kernel(form.device.type) is not None:
             return None
-        choices = block_linear.choices(device, torch.float32)
-        reasons = [f"{choice.kernel}: {choice.reason}" for choice in choices if not choice.chosen]
-        return "; ".join(reasons) or f"block_linear has no kernel for {device}"
+        return BlockWeight(PackedBlocks.pack(self._one()))
 
-    def pack(self, blocks: BlockTensor) -> BlockWeight:
-        return BlockWeight(PackedBlocks.pack(blocks))
+    @property
+    def _kind(self) -> str:
+        return self.parts[0].kind
+
+    def _one(self) -> BlockTensor:
+        if len(self.parts) == 1:
+            return self.parts[0]
+        return BlockTensor(self._kind, self.shape, np.concatenate([part.data for part in self.parts]))
+
+
+def without_kernel(device: str) -> str | None:
+    """Why blocks are made dense on this machine's device of this type; ``None`` if ``block_linear`` has a kernel.
+
+    Its reference would widen the whole weight at every call.
+    """
+    if block_linear.chosen(device, torch.float32) != REFERENCE:
+        return None
+    choices = block_linear.choices(device, torch.float32)
+    reasons = [f"{choice.kernel}: {choice.reason}" for choice in choices if not choice.chosen]
+    return "; ".join(reasons) or f"block_linear has no kernel for {device}"

@@ -8,7 +8,7 @@ import torch
 
 from octavo.bench import quality
 from octavo.models.registry import read_config
-from octavo.quant.scheme import WeightFormat
+from octavo.quant.stored import WeightFormat
 from tests.models.checkpoints import FolderSource, make_checkpoint
 
 

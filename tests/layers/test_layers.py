@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -13,8 +11,10 @@ from octavo.layers.embedding import Embedding
 from octavo.layers.linear import Linear
 from octavo.layers.rotary import DefaultRope, LinearRope, Llama3Rope, Rotary
 from octavo.ops.block_linear import PackedBlocks
-from octavo.quant.scheme import BlockScheme, DenseWeight, WeightFormat, make_weights
+from octavo.quant.blocks import BlockStored, BlockWeight
+from octavo.quant.stored import DenseStored, DenseWeight, WeightFormat, make_weights
 from octavo.weights.blocks import BlockTensor, dequantize
+from tests.ops.cpu_cases import needs_float_kernels
 
 CPU = torch.device("cpu")
 
@@ -26,32 +26,16 @@ def q8_blocks(rows: int, columns: int, seed: int) -> BlockTensor:
     return BlockTensor("Q8_0", (rows, columns), np.concatenate([scales, numbers], axis=2).reshape(rows, -1))
 
 
-@dataclasses.dataclass
-class Remembered:
-    """A weight that stays in its blocks, as far as a test can tell."""
-
-    blocks: BlockTensor
-
-    @property
-    def num_bytes(self) -> int:
-        return self.blocks.data.nbytes
-
-    def apply(self, x_TK: Tensor) -> Tensor:
-        return x_TK @ torch.from_numpy(dequantize(self.blocks)).T
+def dense(*parts: Tensor) -> DenseStored:
+    return DenseStored(parts)
 
 
-class KeepQ8:
-    kinds = frozenset({"Q8_0"})
-
-    def declines(self, device: str) -> str | None:
-        return None
-
-    def pack(self, blocks: BlockTensor) -> Remembered:
-        return Remembered(blocks)
+def blocks(*parts: BlockTensor) -> BlockStored:
+    return BlockStored(parts)
 
 
-def form(scheme: BlockScheme | None = None) -> WeightFormat:
-    return WeightFormat(torch.float32, CPU, scheme)
+def form(packs: bool = False) -> WeightFormat:
+    return WeightFormat(torch.float32, CPU, packs)
 
 
 def test_rotary_angles_grow_with_position_and_shrink_with_the_pair() -> None:
@@ -78,53 +62,55 @@ def test_llama3_scaling_slows_only_slow_pairs() -> None:
     assert ((between > 1 / 8) & (between < 1)).all()
 
 
+@needs_float_kernels
 def test_parts_side_by_side_in_every_mix_of_kinds() -> None:
-    dense = [torch.randn(3, 32), torch.randn(2, 32)]
-    blocks = [q8_blocks(4, 32, 0), q8_blocks(1, 32, 1)]
+    parts = [
+        dense(torch.randn(3, 32)),
+        blocks(q8_blocks(4, 32, 0)),
+        blocks(q8_blocks(1, 32, 1)),
+        dense(torch.randn(2, 32)),
+    ]
     bias, x = torch.randn(10), torch.randn(5, 32)
-    parts = [dense[0], blocks[0], blocks[1], dense[1]]
-    matrix = torch.cat([part if isinstance(part, Tensor) else torch.from_numpy(dequantize(part)) for part in parts])
-    expected = x @ matrix.T + bias
-    for scheme, num_weights in ((None, 1), (KeepQ8(), 3)):
-        weights = make_weights(parts, form(scheme))
+    expected = x @ torch.cat([part.dense(form()) for part in parts]).T + bias
+    for packs, num_weights, tolerance in ((False, 1, 1e-3), (True, 3, 30.0)):
+        weights = make_weights(parts, form(packs))
         assert len(weights) == num_weights
-        torch.testing.assert_close(Linear(weights, bias)(x), expected, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(Linear(weights, bias)(x), expected, rtol=1e-2 if packs else 1e-4, atol=tolerance)
 
 
-def test_neighbouring_blocks_are_joined_byte_by_byte() -> None:
-    parts = [q8_blocks(4, 64, 0), q8_blocks(2, 64, 1)]
-    (weight,) = make_weights(parts, form(KeepQ8()))
-    assert isinstance(weight, Remembered)
-    assert weight.blocks.shape == (6, 64)
-    assert np.array_equal(weight.blocks.data, np.concatenate([part.data for part in parts]))
+@needs_float_kernels
+def test_neighbouring_blocks_are_one_weight() -> None:
+    first, second = q8_blocks(4, 64, 0), q8_blocks(2, 64, 1)
+    (weight,) = make_weights([blocks(first), blocks(second)], form(packs=True))
+    assert weight.dense_NK is None
+    matrix = np.concatenate([dequantize(first), dequantize(second)])
+    assert torch.equal(weight.rows(torch.arange(6)), torch.from_numpy(matrix))
 
 
-def test_kinds_that_a_scheme_does_not_know_are_made_dense() -> None:
+def test_kinds_without_a_kernel_are_made_dense() -> None:
     tensor = torch.randn(3, 32).half()
-    part = BlockTensor("F16", (3, 32), tensor.numpy().view(np.uint8))
-    (weight,) = make_weights([part], form(KeepQ8()))
-    assert isinstance(weight, DenseWeight)
-    assert torch.equal(weight.weight_NK, tensor.float())
+    (weight,) = make_weights([blocks(BlockTensor("F16", (3, 32), tensor.numpy().view(np.uint8)))], form(packs=True))
+    assert weight.dense_NK is not None
+    assert torch.equal(weight.dense_NK, tensor.float())
 
 
 def test_one_dense_part_is_not_copied() -> None:
     part = torch.randn(3, 4)
-    (weight,) = make_weights([part], form())
-    assert isinstance(weight, DenseWeight)
-    assert weight.weight_NK is part
+    (weight,) = make_weights([dense(part)], form())
+    assert weight.dense_NK is part
 
 
 def test_embedding_rows_of_blocks_and_of_a_tensor_are_equal() -> None:
-    blocks = q8_blocks(50, 64, 3)
-    table = torch.from_numpy(dequantize(blocks))
+    table = q8_blocks(50, 64, 3)
+    weights = BlockWeight(PackedBlocks.pack(table)), DenseWeight(torch.from_numpy(dequantize(table)))
     ids = torch.tensor([49, 0, 7, 7])
-    assert torch.equal(Embedding(PackedBlocks.pack(blocks))(ids), table[ids])
-    assert torch.equal(Embedding(table)(ids), table[ids])
+    assert torch.equal(Embedding(weights[0])(ids), Embedding(weights[1])(ids))
+    assert torch.equal(Embedding(weights[1])(ids), torch.from_numpy(dequantize(table))[ids])
 
 
 @pytest.mark.parametrize("bad", [-1, 50])
 def test_ids_beyond_the_vocabulary_do_not_wrap(bad: int) -> None:
-    blocks = q8_blocks(50, 32, 3)
-    for table in (PackedBlocks.pack(blocks), torch.from_numpy(dequantize(blocks))):
+    table = q8_blocks(50, 32, 3)
+    for weight in (BlockWeight(PackedBlocks.pack(table)), DenseWeight(torch.from_numpy(dequantize(table)))):
         with pytest.raises(IndexError):
-            Embedding(table)(torch.tensor([1, bad]))
+            Embedding(weight)(torch.tensor([1, bad]))

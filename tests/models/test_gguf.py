@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, SamplingParams, build
 from octavo.weights.gguf_families import FAMILIES
 from tests.models.families import make_checkpoint, rope
 from tests.models.gguf_files import ARCHITECTURES, Array, write_gguf
 from tests.models.test_architectures import SETTINGS, random_tokens
+from tests.ops.cpu_cases import needs_float_kernels
 
 ROWS: dict[str, dict[str, Any]] = {
     "llama/gqa": {},
@@ -95,3 +96,26 @@ def test_quantised_experts(row: str, form: str, tmp_path: Path) -> None:
                 )
                 weight.copy_(exact.transpose(1, 2) if is_input_first else exact)
     check(path, model)
+
+
+@needs_float_kernels
+def test_experts_stay_in_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a dtype is asked for; and what says so does not change from one process to the next."""
+    said: list[str] = []
+    monkeypatch.setattr(build, "make_offload", lambda settings, storage, copies, path, forms: said.append(forms))
+    model = make_checkpoint(tmp_path, "mixtral/two_of_five", intermediate_size=32)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    path = write_gguf(tmp_path, model, lambda name, values: kind if values.ndim > 1 and "inp" not in name else None)
+    found = []
+    for dtype in ("auto", "float32"):
+        with LLM(path, dtype=dtype, tokenizer=None, **SETTINGS) as llm:
+            result = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5))[0]
+            found.append((llm.info.memory["weights"], result.prompt_logprobs))
+    (packed_bytes, packed), (dense_bytes, dense) = found
+    assert packed_bytes < dense_bytes // 2
+    pairs = [(ours, exact) for ours, exact in zip(packed[1:], dense[1:], strict=True)]
+    apart = [abs(ours[t].logprob - exact[t].logprob) for ours, exact in pairs for t in set(ours) & set(exact)]
+    assert len(apart) > 300
+    assert np.mean(apart) < 0.05
+    assert said[0] != said[1]
+    assert "0x" not in said[0] + said[1]

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from octavo.runtime.model_runner import ModelRunner
+from octavo.runtime.stream_runner import StreamRunner
 from torch import Tensor
 
 from octavo.cache.group_cache import GroupSize
@@ -28,12 +30,10 @@ from octavo.models.loader import WeightLoader
 from octavo.ops import dispatch
 from octavo.ops.attention import HeadLayout
 from octavo.ops.dispatch import REFERENCE
-from octavo.quant.scheme import WeightFormat
+from octavo.quant.stored import WeightFormat
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.recorded_forward import RecordedForward
 from octavo.runtime.step_program import StepLimits
-from octavo.runtime.stream_runner import StreamRunner
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from tests.ops.cpu_cases import needs_float_kernels

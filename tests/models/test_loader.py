@@ -11,10 +11,12 @@ import torch
 
 from octavo.errors import CheckpointError
 from octavo.models.registry import LoadedModel, load_model, read_config
-from octavo.quant.scheme import Part, WeightFormat
+from octavo.quant.stored import WeightFormat
+from octavo.quant.tensors import Part
 from octavo.weights.blocks import BlockTensor
 from tests.models import families
 from tests.models.checkpoints import FolderSource, make_checkpoint
+from tests.ops.cpu_cases import needs_float_kernels, random_blocks
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,34 @@ class Blocks(FolderSource):
         return BlockTensor("F16", (shape[0], shape[1]), tensor.half().numpy().view(np.uint8))
 
 
+class PackedTables(FolderSource):
+    """Serves the embedding and the head as Q8_0 blocks, which are ``seeds[name]``'s."""
+
+    def __init__(self, folder: Path, **seeds: int) -> None:
+        super().__init__(folder)
+        self.seeds = {f"{name.replace('__', '.')}.weight": seed for name, seed in seeds.items()}
+        self.tensors |= {name: torch.empty(97, 32) for name in self.seeds}
+
+    def load(self, name: str, shape: tuple[int, ...]) -> Part:
+        if name in self.seeds:
+            return random_blocks("Q8_0", 97, 32, self.seeds[name])
+        return super().load(name, shape)
+
+
+@needs_float_kernels
+def test_a_tied_head_may_be_there_twice_in_blocks(folders: dict[str, Path]) -> None:
+    for seed in (3, 4):
+        source = PackedTables(folders["tied"], model__embed_tokens=3, lm_head=seed)
+        form = WeightFormat(torch.float32, torch.device("cpu"), packs=True)
+        if seed == 3:
+            model: Any = load_model(read_config(source.config), source, form).model
+            assert model.head.weights == [model.embedding.weight]
+            assert model.embedding.weight.dense_NK is None
+        else:
+            with pytest.raises(CheckpointError, match="differs from the embedding"):
+                load_model(read_config(source.config), source, form)
+
+
 @pytest.mark.parametrize("variant", ["gqa", "tied"])
 @torch.inference_mode()
 def test_block_weights_are_made_dense_exactly(folders: dict[str, Path], variant: str) -> None:
@@ -141,5 +171,5 @@ def test_tied_head_shares_the_memory_of_the_embedding(tmp_path: Path) -> None:
     source = FolderSource(tmp_path)
     loaded = load(source)
     model: Any = loaded.model
-    assert model.head.weights[0].weight_NK.data_ptr() == model.embedding.table_VD.data_ptr()
+    assert model.head.weights[0].weight_NK.data_ptr() == model.embedding.weight.weight_NK.data_ptr()
     assert loaded.num_parameters == sum(weight.numel() for weight in reference.parameters())

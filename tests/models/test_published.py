@@ -12,10 +12,9 @@ from octavo.models.deepseek import DeepseekConfig
 from octavo.models.gemma2 import Gemma2Config
 from octavo.models.gemma3 import Gemma3Config
 from octavo.models.gpt2 import GPT2Config
-from octavo.models.gpt_oss import GptOssConfig
 from octavo.models.llama import LlamaConfig
-from octavo.models.mixtral import MoEConfig
 from octavo.models.registry import read_config
+from octavo.ops.moe import ClampedSwish
 
 COMMON = {
     "attention_dropout": 0.0,
@@ -189,10 +188,12 @@ def test_what_they_say() -> None:
     gemma2, gemma3 = read("gemma-2-2b", Gemma2Config), read("gemma-3-1b", Gemma3Config)
     assert (gemma2.windows[:3], gemma2.scale, gemma2.softcap) == ((4096, 0, 4096), 1 / 16, 50.0)
     assert (gemma3.windows[:7], gemma3.local_rope.theta, gemma3.rope.theta) == ((512,) * 5 + (0, 512), 1e4, 1e6)
-    gpt_oss = read("gpt-oss-20b", GptOssConfig)
+    gpt_oss = read("gpt-oss-20b", LlamaConfig)
     assert isinstance(gpt_oss.rope, YarnRope)
-    assert (gpt_oss.windows[:2], gpt_oss.gate.limit, gpt_oss.rope.truncate) == ((128, 0), 7.0, False)
-    assert read("qwen3-30b-a3b", MoEConfig).ffn_size == 8 * 768
+    assert gpt_oss.moe is not None
+    assert gpt_oss.moe.activation == ClampedSwish(1.702, 7.0)
+    assert (gpt_oss.windows[:2], gpt_oss.rope.truncate) == ((128, 0), False)
+    assert read("qwen3-30b-a3b", LlamaConfig).ffn_size == 8 * 768
     v3 = read("deepseek-v3-widened", DeepseekConfig)
     assert (v3.head_dim, v3.num_kv_heads, v3.num_groups, v3.num_chosen_groups) == (576, 1, 8, 4)
     assert v3.scale == pytest.approx(192**-0.5 * 1.3689**2, rel=1e-4)

@@ -83,3 +83,13 @@ def test_what_published_configurations_leave_out() -> None:
     assert (config.num_kv_heads, config.head_dim, config.eos_token_ids) == (4, 256, (1, 106))
     with pytest.raises(CheckpointError, match="text_config"):
         read_config({"architectures": ["Gemma3ForConditionalGeneration"]})
+
+
+def test_quantised_weights_of_the_whole_are_not_passed_over() -> None:
+    values = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "quantization_config": {"quant_method": "awq"},
+        "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+    }
+    with pytest.raises(CheckpointError, match=r"quantization_config\.quant_method is 'awq'"):
+        read_config(values)

@@ -6,30 +6,38 @@ import pytest
 import torch
 
 from octavo.ops import dispatch
-from octavo.ops.block_linear import KINDS, block_linear
-from octavo.quant.blocks import PackedBlockScheme
+from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
+from octavo.quant.blocks import BlockStored, without_kernel
+from octavo.quant.stored import WeightFormat
 from octavo.weights.blocks import dequantize
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
+
+PACKING = WeightFormat(torch.float32, torch.device("cpu"), packs=True)
 
 
 @needs_float_kernels
 def test_this_machine_takes_blocks() -> None:
-    assert PackedBlockScheme().declines("cpu") is None
-    assert PackedBlockScheme().kinds == KINDS
+    assert without_kernel("cpu") is None
 
 
-def test_without_a_kernel_blocks_are_declined_with_the_reason() -> None:
-    assert PackedBlockScheme().declines("cuda") == "block_linear has no kernel for cuda"
+def test_without_a_kernel_blocks_are_made_dense_with_the_reason() -> None:
+    assert without_kernel("cuda") == "block_linear has no kernel for cuda"
+    stored = BlockStored((random_blocks("Q8_0", 3, 64),))
+    assert stored.pack(WeightFormat(torch.float32, torch.device("cuda"), packs=True)) is None
     with dispatch.only("reference"):
-        assert PackedBlockScheme().declines("cpu") == "numba: only reference is allowed now"
+        assert without_kernel("cpu") == "numba: only reference is allowed now"
+        assert stored.pack(PACKING) is None
 
 
+@needs_float_kernels
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_applying_a_weight_is_its_matrix_product(kind: str) -> None:
     blocks, x = random_blocks(kind, 24, 256), torch.randn(3, 256)
-    weight = PackedBlockScheme().pack(blocks)
+    weight = BlockStored((blocks,)).pack(PACKING)
+    assert weight is not None
     exact = x.double() @ torch.from_numpy(dequantize(blocks)).double().T
-    found = weight.apply(x)
+    found, packed = weight.apply(x), PackedBlocks.pack(blocks)
     assert (found.double() - exact).norm() < 0.02 * exact.norm()
-    assert torch.equal(found, block_linear(x, weight.packed))
-    assert weight.num_bytes == weight.packed.num_bytes > 0
+    assert torch.equal(found, block_linear(x, packed))
+    assert weight.num_bytes == packed.num_bytes > 0
+    assert torch.equal(weight.rows(torch.tensor([23, 0])), torch.from_numpy(dequantize(blocks))[[23, 0]])

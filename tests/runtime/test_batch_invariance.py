@@ -18,8 +18,8 @@ from octavo.engine.scheduler import Scheduler
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops.cpu import threads
-from octavo.quant.blocks import PackedBlockScheme
-from octavo.quant.scheme import Part, WeightFormat
+from octavo.quant.stored import WeightFormat
+from octavo.quant.tensors import Part
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.recorded_forward import RecordedForward
 from octavo.sampling_params import SamplingParams
@@ -76,7 +76,7 @@ class Loaded:
     def __init__(self, is_mixed: bool) -> None:
         source: Any = BlockSource(is_mixed)
         self.config = read_config(CONFIG)
-        self.model = load_model(self.config, source, WeightFormat(torch.float32, CPU, PackedBlockScheme())).model
+        self.model = load_model(self.config, source, WeightFormat(torch.float32, CPU, packs=True)).model
 
     def engine(self, num_blocks: int, block_size: int, batch: int, chunk: int, caching: bool) -> Engine:
         storage = KVStorage(

@@ -15,9 +15,10 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_encoder import NOT_NUMBERS
 from octavo.errors import RunnerError
+from octavo.layers.embedding import Embedding
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
-from octavo.quant.scheme import WeightFormat
+from octavo.quant.stored import DenseWeight, WeightFormat
 from octavo.runtime import step_program
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams
@@ -277,10 +278,11 @@ def test_logits_that_are_not_numbers_end_their_sequence_only(
 ) -> None:
     good = requests(3, temperature=0)
     expected = {r.id: loaded.greedy(r.prompt_tokens, r.max_tokens) for r in good}
-    table = loaded.model.embedding.table_VD  # type: ignore[attr-defined]
-    broken = table.clone()
+    embedding: Embedding = loaded.model.embedding  # type: ignore[attr-defined]
+    assert embedding.weight.dense_NK is not None
+    broken = embedding.weight.dense_NK.clone()
     broken[96] = torch.nan
-    monkeypatch.setattr(loaded.model.embedding, "table_VD", broken)  # type: ignore[attr-defined]
+    monkeypatch.setattr(embedding, "weight", DenseWeight(broken))
     safe = [r for r in good if 96 not in [*r.prompt_tokens, *expected[r.id]]]
     params = SamplingParams(prompt_logprobs=prompt_logprobs)
     outputs = run(loaded.engine(), [*safe, Request(9, [96, 1, 2], params, 5)])

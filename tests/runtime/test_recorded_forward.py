@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops.attention import GroupRows, PagedRows
-from octavo.quant.scheme import WeightFormat
+from octavo.quant.stored import WeightFormat
 from octavo.runtime import recorded_forward
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.recorded_forward import RecordedForward

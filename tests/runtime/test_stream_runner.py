@@ -347,7 +347,7 @@ def test_logits_that_are_no_numbers_end_their_row_alone(loaded: Loaded) -> None:
     engine = stream_engine(loaded)
     some = [Request(i, [10 + i] * 9, SamplingParams(temperature=0), 1) for i in range(4)]
     model: Any = loaded.model
-    table = model.embedding.table_VD
+    table = model.embedding.weight.dense_NK
     kept = table[11].clone()
     table[11] = torch.nan
     try:

@@ -1,0 +1,116 @@
+"""The experts of a layer, with their weights packed or dense.
+
+Shapes: T tokens, R rows of one expert, D model, X experts, S chosen for a token, F the width of an expert.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo import ops
+from octavo.layers.linear import Linear
+from octavo.ops.dispatch import REFERENCE
+from octavo.ops.linear import Activation
+from octavo.ops.moe import ClampedSwish, Experts, sum_over_experts
+from octavo.quant.stored import StoredWeight, WeightFormat, fill, make_weights
+
+
+class Mixture(Protocol):
+    """All experts of a layer; ``ops.moe`` says what is computed."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the weights take."""
+        ...
+
+    def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor) -> Tensor: ...
+
+
+class DenseMixture:
+    """Experts whose weights are dense."""
+
+    def __init__(self, experts: Experts) -> None:
+        self.experts = experts
+
+    @property
+    def num_bytes(self) -> int:
+        return self.experts.gate_up.nbytes + self.experts.down.nbytes
+
+    def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor) -> Tensor:
+        return ops.moe(x_TD, ids_TS, shares_TS, self.experts)
+
+
+class PackedMixture:
+    """Experts whose weights are packed: each is a pair of linear maps, computed by the kernel of their format."""
+
+    def __init__(self, experts: Sequence[tuple[Linear, Linear]], activation: Activation | ClampedSwish) -> None:
+        self.experts = experts
+        self.activation = activation
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(weight.num_bytes for expert in self.experts for linear in expert for weight in linear.weights)
+
+    def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor) -> Tensor:
+        return sum_over_experts(x_TD, ids_TS, shares_TS, len(self.experts), self._expert)
+
+    def _expert(self, index: int, x_RD: Tensor) -> Tensor:
+        gate_up, down = self.experts[index]
+        if isinstance(self.activation, ClampedSwish):
+            return down(self.activation(gate_up(x_RD)))
+        return down(gate_up(x_RD, activation=self.activation))
+
+
+@dataclass(frozen=True)
+class StoredExperts:
+    """The experts of a layer as a checkpoint stores them, read one at a time."""
+
+    count: int
+    gate_up: Callable[[int], Sequence[StoredWeight]]
+    """Rows of an expert's gates, then of its ups: together [2 F, D]."""
+    down: Callable[[int], Sequence[StoredWeight]]
+    """[D, F]"""
+    activation: Activation | ClampedSwish
+    gate_up_bias: Tensor | None = None
+    """[X, 2 F]"""
+    down_bias: Tensor | None = None
+    """[X, D]"""
+
+
+def make_mixture(stored: StoredExperts, form: WeightFormat) -> Mixture:
+    """Experts ready to be computed: packed where all are and no kernel computes them together, dense otherwise."""
+    packed = _packed(stored, form)
+    if packed is not None:
+        return PackedMixture(packed, stored.activation)
+    gate_up, down = (_stacked(part, stored.count, form) for part in (stored.gate_up, stored.down))
+    return DenseMixture(Experts(gate_up, down, stored.activation, stored.gate_up_bias, stored.down_bias))
+
+
+def _packed(stored: StoredExperts, form: WeightFormat) -> list[tuple[Linear, Linear]] | None:
+    if not form.packs or ops.moe.chosen(form.device.type, form.dtype) != REFERENCE:
+        return None
+    experts = []
+    for i in range(stored.count):
+        parts = make_weights(stored.gate_up(i), form), make_weights(stored.down(i), form)
+        if any(weight.dense_NK is not None for weights in parts for weight in weights):
+            return None
+        biases = (None if bias is None else bias[i] for bias in (stored.gate_up_bias, stored.down_bias))
+        gate_up, down = itertools.starmap(Linear, zip(parts, biases, strict=True))
+        experts.append((gate_up, down))
+    return experts
+
+
+def _stacked(part: Callable[[int], Sequence[StoredWeight]], count: int, form: WeightFormat) -> Tensor:
+    """The dense matrices of all experts [X, N, K]."""
+    first = part(0)
+    shape = (count, sum(piece.shape[0] for piece in first), first[0].shape[1])
+    stack_XNK = torch.empty(shape, dtype=form.dtype, device=form.device)
+    for i, matrix_NK in enumerate(stack_XNK):
+        fill(matrix_NK, part(i))
+    return stack_XNK

@@ -1,0 +1,65 @@
+"""Which part of each matrix a device holds, of several that share a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from octavo.errors import CheckpointError
+from octavo.quant.stored import StoredWeight
+
+
+class Section(NamedTuple):
+    """Rows of a matrix that are divided by themselves, such as the queries of a fused matrix."""
+
+    num_rows: int
+    num_units: int
+    """What must not be cut, such as heads. Where there are fewer than devices, several devices hold the same one."""
+
+
+class Shard(NamedTuple):
+    """One of the devices. Methods raise ``CheckpointError`` naming the matrix."""
+
+    rank: int
+    size: int
+
+    def part(self, name: str, stored: StoredWeight, dim: int) -> StoredWeight:
+        """This device's part of the rows (``dim`` 0) or columns (1)."""
+        if self.size == 1:
+            return stored
+        try:
+            return stored.shard(dim, *self)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from None
+
+    def sections(self, name: str, stored: StoredWeight, sections: Sequence[Section]) -> StoredWeight:
+        """This device's rows of each section, one after the other."""
+        if self.size == 1:
+            return stored
+        pieces, start = [], 0
+        for section in sections:
+            rows = stored.rows(np.arange(start, start + section.num_rows))
+            pieces.append(self._units(name, rows, section.num_units))
+            start += section.num_rows
+        return pieces[0].join(pieces[1:])
+
+    def vocabulary(self, table: StoredWeight) -> StoredWeight:
+        """This device's rows of a table. The last devices have fewer where it cannot be divided evenly."""
+        if self.size == 1:
+            return table
+        num_rows = table.shape[0]
+        most = -(-num_rows // self.size)
+        return table.rows(np.arange(min(self.rank * most, num_rows), min((self.rank + 1) * most, num_rows)))
+
+    def _units(self, name: str, rows: StoredWeight, num_units: int) -> StoredWeight:
+        parts = min(self.size, num_units)
+        if num_units % parts or self.size % parts:
+            units = f"{num_units} parts of {rows.shape[0] // num_units} rows"
+            raise CheckpointError(f"{name}: {units} cannot be divided among {self.size} devices")
+        return rows.shard(0, self.rank * parts // self.size, parts)
+
+
+WHOLE = Shard(0, 1)
+"""One device that holds everything."""
