@@ -184,9 +184,14 @@ class WeightLoader:
         orders: Sequence[Order | None] = (None, None, None),
         is_transposed: bool = False,
     ) -> Linear:
-        """Queries, keys and values side by side, divided in whole heads: three matrices, or one that holds all."""
+        """Queries, keys and values side by side, divided in whole heads: three matrices, or one that holds all.
+
+        A layer that shares another's cache has queries alone.
+        """
+        if heads.shares_cache:
+            names, orders = names[:1], orders[:1]
         counts = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
-        sections = [Section(size, count) for size, count in zip(heads.sizes, counts, strict=True)]
+        sections = [Section(size, count) for size, count in zip(heads.sizes, counts, strict=True) if size]
         return self._linear(_rows(names, sections, orders), num_inputs, has_bias, is_transposed)
 
     def gate_up(self, names: Sequence[str], ffn_size: int, num_inputs: int, has_bias: bool = False) -> Linear:

@@ -14,15 +14,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from octavo.runtime.model_runner import ModelRunner
-from octavo.runtime.stream_runner import StreamRunner
 from torch import Tensor
 
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
-from octavo.layers.linear import Linear
 from octavo.layers.rotary import DefaultRope
 from octavo.models.layer_cache import LayerCacheSpec, kv_groups
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM, LlamaLayer
@@ -33,10 +30,11 @@ from octavo.ops.dispatch import REFERENCE
 from octavo.quant.stored import WeightFormat
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.recorded_forward import RecordedForward
-from octavo.runtime.step_program import StepLimits
 from octavo.sampling_params import SamplingParams
+from octavo.steps.limits import StepLimits
 from octavo.types import Request
 from tests.ops.cpu_cases import needs_float_kernels
+from tests.runtime.making import host_runner, stream_runner
 from tests.runtime.test_model_runner import run, tokens_of
 
 CPU, VOCAB, HEADS, STEP = torch.device("cpu"), 61, 4, 11
@@ -65,12 +63,6 @@ class OwnLayer(LlamaLayer):
         spec = config.specs[index]
         rule = {"window": spec.window, "shares_cache": spec.shared_with is not None}
         return HeadLayout(HEADS, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5, **rule)
-
-    def qkv(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
-        sizes = zip("qkv", self.heads.sizes, strict=True)
-        return weights.linear(
-            {f"{prefix}.{part}_proj": size for part, size in sizes if size}, config.hidden_size, False
-        )
 
 
 class OwnModel(LlamaForCausalLM):
@@ -191,12 +183,12 @@ def engine_of(made: Made, *, is_tight: bool, streams: bool = False, records: boo
     storage = KVStorage(config.cache, groups, sizes, 4, torch.float32, CPU)
     for part in [part for pool in storage.pools for part in pool]:
         part.fill_(torch.nan)
-    runner: ModelRunner | StreamRunner
+    limits = StepLimits(3, STEP, max_blocks=30)
     if streams:
-        runner = StreamRunner(made.model, storage, VOCAB, StepLimits(3, STEP, max_blocks=30))
+        runner = stream_runner(made.model, storage, VOCAB, limits)
     else:
         forward = RecordedForward(made.model, storage.layers) if records else None
-        runner = ModelRunner(made.model, storage, VOCAB, forward)
+        runner = host_runner(made.model, storage, VOCAB, limits, forward)
     cache = KVCache([GroupSize(size, group.window) for size, group in zip(sizes, groups, strict=True)], 4)
     cache.copy_slots = storage.copy_slots
     return Engine(Scheduler(cache, max_num_seqs=3, max_num_batched_tokens=STEP), runner, depth=2 if streams else 1)
@@ -218,5 +210,5 @@ def test_tokens_are_those_without_a_cache(made: Made, is_tight: bool, streams: b
 def test_kernels_and_recorded_steps_do_the_same(made: Made) -> None:
     engine = engine_of(made, is_tight=True, records=True)
     assert tokens_of(run(engine, made.requests)) == made.expected
-    forward: Any = engine.runner._forward  # type: ignore[attr-defined]
+    forward: Any = engine.runner.executor._forward  # type: ignore[attr-defined]
     assert forward._steps, "no step was recorded"

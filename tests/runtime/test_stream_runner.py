@@ -421,7 +421,7 @@ def test_a_step_waits_for_one_capture_of_an_idle_device_and_not_for_all(loaded: 
     while len(captured) < 2 and captures.is_alive():
         time.sleep(0.001)
     seq = Sequence(requests(1, temperature=0)[0])
-    seq.status, seq.groups[0].block_table = Status.RUNNING, [0, 1, 2]
+    seq.status, seq.groups[0].block_table = Status.RUNNING, list(range(20))
     before, started = len(captured), time.monotonic()
     pending = runner.submit([Scheduled(seq, 0, tuple(seq.tokens), (), True, seq.epoch)])
     assert 2 <= len(captured) <= before + 3, f"it waited for {time.monotonic() - started:.2f} s"
