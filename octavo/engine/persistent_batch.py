@@ -20,6 +20,19 @@ MAX_BIASES = MAX_LOGIT_BIAS + 2 * MAX_BAD_WORDS
 """Most biases of a sequence; a banned token counts as one."""
 
 
+class Needs:
+    """Bits of what a sequence asks of its steps."""
+
+    EXTRAS = 1
+    """More than temperature and truncation: penalties, biases, bans, masks, log-probabilities."""
+    MASKS = 2
+    """What may be sampled is a mask, made for each step: see ``engine.restrictions``."""
+    ROWS = 4
+    """More than sampled tokens: a vector, or log-probabilities of the prompt."""
+    LOGPROBS = 8
+    """Log-probabilities of sampled tokens."""
+
+
 class BlockTables:
     """The block tables of all batch indices in one group."""
 
@@ -65,12 +78,8 @@ class PersistentBatch:
         self.num_prompt_tokens = np.zeros(count, dtype=np.int32)
         self.min_stop_position = np.zeros(count, dtype=np.int64)
         """Stop tokens are banned before this position (``min_tokens``)."""
-        self.has_extras = np.zeros(count, dtype=np.bool_)
-        """Whether sampling takes more than temperature and truncation."""
-        self.has_masks = np.zeros(count, dtype=np.bool_)
-        """Whether what may be sampled is a mask, made for each step: see ``engine.restrictions``."""
-        self.needs_rows = np.zeros(count, dtype=np.bool_)
-        """Whether more of a step is asked for than sampled tokens: a vector, or log-probabilities of the prompt."""
+        self.needs = np.zeros(count, dtype=np.int8)
+        """What steps take for a sequence besides its arrays: bits of ``Needs``."""
         self.num_told = [-1] * count
         """Tokens of the sequence that the executor has, for sequences with extras; -1: nor does it have the lists."""
         self._free = list(range(count))
@@ -104,7 +113,6 @@ class PersistentBatch:
         self.min_p[index] = params.min_p
         self.top_p[index] = params.top_p
         self.seeds[index] = seed - 2**64 if seed >= 2**63 else seed
-        self.needs_rows[index] = params.prompt_logprobs is not None or seq.request.task != "generate"
         self._set_extras(index, seq)
         return index
 
@@ -112,15 +120,20 @@ class PersistentBatch:
         params = seq.request.params
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self.repetition[index], self.frequency[index], self.presence[index] = penalties
-        self.has_penalties[index] = penalties != (1, 0, 0)
-        has_masks = self.has_masks[index] = is_masked(seq)
-        self.has_biases[index] = bool(params.logit_bias or (seq.request.banned_sequences and not has_masks))
-        self.wants_logprobs[index] = params.logprobs is not None
-        self.num_prompt_tokens[index] = seq.num_prompt_tokens
+        has_penalties, has_masks, has_logprobs = penalties != (1, 0, 0), is_masked(seq), params.logprobs is not None
+        has_biases = bool(params.logit_bias or (seq.request.banned_sequences and not has_masks))
         has_stops = params.min_tokens > 0 and bool(seq.stop_token_ids) and not has_masks
+        self.has_penalties[index], self.has_biases[index] = has_penalties, has_biases
+        self.wants_logprobs[index] = has_logprobs
+        self.num_prompt_tokens[index] = seq.num_prompt_tokens
         self.min_stop_position[index] = seq.num_prompt_tokens + params.min_tokens if has_stops else 0
-        self.has_extras[index] = bool(
-            has_masks or has_stops or self.has_biases[index] or self.has_penalties[index] or self.wants_logprobs[index]
+        has_extras = has_masks or has_stops or has_biases or has_penalties or has_logprobs
+        needs_rows = params.prompt_logprobs is not None or seq.request.task != "generate"
+        self.needs[index] = (
+            Needs.EXTRAS * has_extras
+            | Needs.MASKS * has_masks
+            | Needs.ROWS * needs_rows
+            | Needs.LOGPROBS * has_logprobs
         )
         self.num_told[index] = -1
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from octavo.engine.persistent_batch import BlockTables, Indices, PersistentBatch
+from octavo.engine.persistent_batch import BlockTables, Indices, Needs, PersistentBatch
 from octavo.engine.restrictions import masks_of
 from octavo.steps.layout import NO_INDEX, StepArrays, num_bytes
 from octavo.steps.messages import (
@@ -75,8 +75,8 @@ class StepEncoder:
 
         ``of_seq`` are the batch indices of the plan's sequences.
         """
-        takes_more = self.batch.has_masks[of_seq] | self.batch.needs_rows[of_seq]
-        return bool(takes_more.any()) or any(item.drafts for item in plan)
+        needs = np.bitwise_or.reduce(self.batch.needs[of_seq])
+        return bool(needs & (Needs.MASKS | Needs.ROWS)) or any(item.drafts for item in plan)
 
     def encode(self, plan: Plan, of_seq: Indices, grammar_masks: Masks = NO_MASKS) -> Step:
         """The message of a plan of which no item is stale; ``of_seq`` are the batch indices of its sequences."""
@@ -85,12 +85,12 @@ class StepEncoder:
         counts = [len(item.tokens) for item in plan]
         if num_drafts:
             counts = [count + drafts for count, drafts in zip(counts, num_drafts, strict=True)]
-        has_extras = bool(batch.has_extras[of_seq].any())
+        needs = int(np.bitwise_or.reduce(batch.needs[of_seq]))
+        has_extras, needs_rows = bool(needs & Needs.EXTRAS), bool(needs & Needs.ROWS)
         kind = Kind(has_extras, self._looks_for_adapters(plan, has_extras))
         sizes = Sizes(sum(counts), len(plan), max(counts, default=1), sum(num_drafts))
         shape, uses_graph = self.choose_shape(sizes, kind)
-        needs_rows = bool(batch.needs_rows[of_seq].any())
-        masks = list(self._masks(plan, of_seq, grammar_masks)) if has_extras else []
+        masks = list(self._masks(plan, of_seq, grammar_masks)) if needs & Needs.MASKS else []
         histories, lists = self._tell(plan, of_seq.tolist()) if has_extras else ([], [])
         return Step(
             shape,
@@ -100,7 +100,7 @@ class StepEncoder:
             histories,
             lists,
             is_sampled=any(item.samples and item.seq.request.task == "generate" for item in plan),
-            num_top=self._num_top(plan, of_seq),
+            num_top=_num_top(plan) if needs & Needs.LOGPROBS else -1,
             drafts=[list(item.drafts) for item in plan] if num_drafts else [],
             masks=masks,
             prompts=list(_prompt_rows(plan, counts)) if needs_rows else [],
@@ -206,16 +206,10 @@ class StepEncoder:
             return False
         return has_extras or self.always_looks_for_adapters or any(item.seq.request.adapter for item in plan)
 
-    def _num_top(self, plan: Plan, of_seq: Indices) -> int:
-        if not self.batch.wants_logprobs[of_seq].any():
-            return -1
-        counts = [item.seq.request.params.logprobs for item in plan if item.samples]
-        return max((count for count in counts if count is not None), default=-1)
-
     def _masks(self, plan: Plan, of_seq: Indices, grammar_masks: Masks) -> Iterator[Mask]:
         row = 0
-        for item, is_masked in zip(plan, self.batch.has_masks[of_seq], strict=True):
-            if is_masked and item.samples:
+        for item, needs in zip(plan, self.batch.needs[of_seq], strict=True):
+            if needs & Needs.MASKS and item.samples:
                 for i, mask in enumerate(masks_of(item, grammar_masks, self.vocab_size)):
                     yield Mask(row + i, mask.tobytes())
             row += 1 + len(item.drafts)
@@ -224,7 +218,7 @@ class StepEncoder:
         """What the executor lacks of the sequences of a plan."""
         batch, histories, lists = self.batch, list[History](), list[TokenLists]()
         for item, index in zip(plan, of_seq, strict=True):
-            if not batch.has_extras[index]:
+            if not batch.needs[index] & Needs.EXTRAS:
                 continue
             told = batch.num_told[index]
             if told < 0:
@@ -237,7 +231,7 @@ class StepEncoder:
         return histories, lists
 
     def _lists(self, seq: Sequence, index: int) -> TokenLists:
-        is_masked = self.batch.has_masks[index]
+        is_masked = bool(self.batch.needs[index] & Needs.MASKS)
         banned = [] if is_masked else [sequence[-1] for sequence in seq.request.banned_sequences]
         stops = [] if is_masked or not seq.request.params.min_tokens else sorted(seq.stop_token_ids)
         return TokenLists(index, dict(seq.request.params.logit_bias), banned, stops)
@@ -277,6 +271,12 @@ def _token_ids(plan: Plan) -> npt.NDArray[np.int64]:
             tokens[-1] = -1
         tokens += item.drafts
     return np.array(tokens, dtype=np.int64)
+
+
+def _num_top(plan: Plan) -> int:
+    """Most likely tokens to report of each row, the most that any request asks for."""
+    counts = [item.seq.request.params.logprobs for item in plan if item.samples]
+    return max((count for count in counts if count is not None), default=-1)
 
 
 def _slots(

@@ -76,7 +76,8 @@ def eos_token_ids(config: ModelConfig, generation: Mapping[str, Any]) -> tuple[i
 def check_dummy(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, free: int) -> None:
     """Refuse random weights that take more than ``free`` bytes. Raises ``CheckpointError``."""
     small, larger = (
-        outline(dataclasses.replace(config, num_layers=count), checkpoint, dtype).num_bytes for count in (1, 2)
+        outline(dataclasses.replace(config, num_layers=min(count, config.num_layers)), checkpoint, dtype).num_bytes
+        for count in (1, 2)
     )
     needed = small + (larger - small) * (config.num_layers - 1)
     if needed > free:

@@ -47,7 +47,6 @@ class DeviceProgram:
     ) -> None:
         device, largest = storage.device, limits.largest()
         tables = storage.num_groups, largest.num_seqs, limits.max_blocks
-        self._num_groups = storage.num_groups
         self._tables_GSB = torch.zeros(tables, dtype=torch.int32, device=device)
         self._steps: dict[StepShape, StepTensors] = {}
         size = num_bytes(largest, limits.max_blocks, storage.num_groups)
@@ -107,7 +106,7 @@ class DeviceProgram:
         """The step whose bytes were uploaded, up to its tokens; see ``StepProgram``."""
         step = self._steps.get(shape)
         if step is None:
-            step = view_step(self._inputs, shape, self._num_groups, self._tables_GSB)
+            step = view_step(self._inputs, shape, self._tables_GSB)
             if not shape.num_drafts:  # with drafts, there is no end of shapes
                 self._steps[shape] = step
         ops.pull_step(self._inputs, self._uploads_QB, self._counter)

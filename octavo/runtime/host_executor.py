@@ -23,7 +23,7 @@ from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.replies import Done, Failed
 from octavo.runtime.sampling_state import SamplingState
 from octavo.runtime.step_program import Forward, RowReader, StepProgram
-from octavo.runtime.step_views import view_step
+from octavo.runtime.step_views import view_host_step
 from octavo.steps.layout import layout
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (
@@ -64,6 +64,7 @@ class HostExecutor:
         device = storage.device
         max_len = limits.max_blocks * storage.block_size
         self._state = SamplingState(limits.max_num_seqs, max_len, limits.max_num_seqs, vocab_size, device)
+        self._last_tokens_C = self._state.last_tokens_C.numpy()
         self._adapters = adapters
         self._forward = forward
         self._model, self._layers = model, storage.layers
@@ -98,35 +99,36 @@ class HostExecutor:
             return Failed(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
 
     def _run(self, message: Step) -> StepResult:
-        shape, inputs = message.shape, bytearray(message.inputs)
         self._state.tell(message.histories, message.lists)
-        self._fill_in_tokens(message, inputs)
-        step = view_step(torch.frombuffer(inputs, dtype=torch.uint8), shape, self._num_groups)
-        result, last_rows = self._reader.result(message, self._program(step, shape, message))
+        inputs = self._with_all_tokens(message)
+        step = view_host_step(inputs, message.shape, self._num_groups)
+        result, last_rows = self._reader.result(message, self._program(step, message.shape, message))
         if result.tokens:
-            sampled = torch.tensor([result.tokens[row] for row in last_rows], dtype=torch.int32)
-            self._state.last_tokens_C[step.batch_indices_S] = sampled
+            self._last_tokens_C[step.batch_indices_S.numpy()] = [result.tokens[row] for row in last_rows]
         return result
 
-    def _fill_in_tokens(self, message: Step, inputs: bytearray) -> None:
-        """Put last tokens in place of those that the host did not know."""
+    def _with_all_tokens(self, message: Step) -> bytearray:
+        """The step's bytes with last tokens in place of those that the host did not know."""
         fields, _ = layout(message.shape, self._num_groups)
-        raw = np.frombuffer(inputs, dtype=np.uint8)
-        at = {name: raw[fields[name].start : fields[name].end].view(fields[name].dtype) for name in TOKEN_FIELDS}
-        if message.num_seqs and at["token_ids"].min() < 0:
-            last_S = at["cu_seqlens"][1:] - 1
-            is_unknown_S = at["token_ids"][last_S] < 0
-            known = self._state.last_tokens_C.numpy()[at["batch_indices"][is_unknown_S]]
-            at["token_ids"][last_S[is_unknown_S]] = known.clip(min=0)
+        inputs = message.inputs
+        _, first, end = fields["token_ids"]
+        if not message.num_seqs or np.frombuffer(inputs, dtype=np.int64)[first:end].min() >= 0:
+            return inputs
+        inputs = bytearray(inputs)
+        token_ids_T, indices_S, begins_S = (
+            np.frombuffer(inputs, dtype=fields[name].dtype)[fields[name].first : fields[name].end]
+            for name in ("token_ids", "batch_indices", "cu_seqlens")
+        )
+        last_S = begins_S[1:] - 1
+        is_unknown_S = token_ids_T[last_S] < 0
+        token_ids_T[last_S[is_unknown_S]] = self._last_tokens_C[indices_S[is_unknown_S]].clip(min=0)
+        return inputs
 
     def _compute(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
         has_adapters = self._adapters is not None and bool(self._adapters.rows.by_number)
         if self._forward is not None and not has_adapters:
             return self._forward(token_ids_T, positions_T, rows)
         return self._model.forward(token_ids_T, positions_T, self._layers, rows)
-
-
-TOKEN_FIELDS = ("token_ids", "cu_seqlens", "batch_indices")
 
 
 def change_adapters(adapters: Adapters | None, message: LoadAdapter | UnloadAdapter) -> Reply[None]:

@@ -63,7 +63,8 @@ class StepProgram:
             indices_R = (rows.cu_seqlens_q[1:] - 1).clamp(min=0)
         # Adapters are found for all rows of a step.
         keeps_all = step.adapters_T is not None or (message is not None and message.needs_all_rows)
-        rows = replace(rows, logits_indices_R=None if keeps_all else indices_R)
+        if indices_R is not None and not keeps_all:
+            rows = replace(rows, logits_indices_R=indices_R)
         with self._adapted(step):
             x_TD = self._forward(step.token_ids_T, step.positions_T, rows)
         if message is not None and not message.is_sampled:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from octavo.ops.attention import GroupRows, PagedRows
 from octavo.ops.sample import SampleParams
 from octavo.steps.layout import layout
 from octavo.steps.shapes import StepShape
+
+TYPES: dict[str, torch.dtype] = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 
 
 class ExtraInputs(NamedTuple):
@@ -51,30 +54,47 @@ class StepTensors(NamedTuple):
     """Rows that are sampled; ``None``: the last of each sequence."""
 
 
-def view_step(buffer: Tensor, shape: StepShape, num_groups: int, tables_GSB: Tensor | None = None) -> StepTensors:
-    """The tensors of a step in ``buffer`` (uint8).
-
-    Its block tables are ``tables_GSB``, into which packed ones are to be copied, or the packed ones themselves.
-    """
+def view_host_step(inputs: bytearray, shape: StepShape, num_groups: int) -> StepTensors:
+    """The tensors of a step in host memory, with its block tables as they are packed."""
     fields, tables_at = layout(shape, num_groups)
-    at = {name: buffer[f.start : f.end].view(getattr(torch, f.dtype)) for name, f in fields.items()}
-    tables_end = tables_at + (len(buffer) - tables_at) // 4 * 4
-    packed = buffer[tables_at:tables_end].view(torch.int32)
-    if tables_GSB is None:
-        width = int(at["width"])
-        tables_GSB = packed[: num_groups * shape.num_seqs * width].view(num_groups, shape.num_seqs, width)
-    lengths = at["cu_seqlens"], at["seq_lens"], shape.max_query_len
+    by_type = {dtype: np.frombuffer(inputs, dtype=dtype) for dtype in TYPES}
+    at = {name: torch.from_numpy(by_type[dtype][first:end]) for name, (dtype, first, end) in fields.items()}
+    width, T, S = int(at["width"]), shape.num_rows, shape.num_seqs
+    tables = by_type["int32"][tables_at // 4 : tables_at // 4 + num_groups * S * width]
+    slots = by_type["int64"][fields["slot_mapping"].first : fields["slot_mapping"].end]
+    groups = [
+        GroupRows(
+            torch.from_numpy(slots[g * T : (g + 1) * T]),
+            torch.from_numpy(tables[g * S * width : (g + 1) * S * width].reshape(S, width)),
+        )
+        for g in range(num_groups)
+    ]
+    return _step_tensors(at, shape, groups, torch.from_numpy(tables))
+
+
+def view_step(buffer: Tensor, shape: StepShape, tables_GSB: Tensor) -> StepTensors:
+    """The tensors of a step in ``buffer`` (uint8), whose packed block tables are to be copied to ``tables_GSB``."""
+    num_groups = len(tables_GSB)
+    fields, tables_at = layout(shape, num_groups)
+    by_type = {name: buffer.view(dtype) for name, dtype in TYPES.items()}
+    at = {name: by_type[dtype][first:end] for name, (dtype, first, end) in fields.items()}
     slots_GT = at["slot_mapping"].view(num_groups, shape.num_rows)
     groups = [
         GroupRows(slots_T, tables_SB[: shape.num_seqs]) for slots_T, tables_SB in zip(slots_GT, tables_GSB, strict=True)
     ]
+    return _step_tensors(at, shape, groups, by_type["int32"][tables_at // 4 :])
+
+
+def _step_tensors(
+    at: dict[str, Tensor], shape: StepShape, groups: list[GroupRows], packed_tables: Tensor
+) -> StepTensors:
     return StepTensors(
         token_ids_T=at["token_ids"],
         positions_T=at["positions"],
         batch_indices_S=at["batch_indices"],
         width=at["width"],
-        packed_tables=packed,
-        rows=PagedRows(tuple(groups), *lengths),
+        packed_tables=packed_tables,
+        rows=PagedRows(tuple(groups), at["cu_seqlens"], at["seq_lens"], shape.max_query_len),
         params=SampleParams(
             temperature=at["temperature"],
             min_p=at["min_p"],

@@ -22,15 +22,11 @@ NO_INDEX = -1
 
 
 class Field(NamedTuple):
-    """One array of a step, at ``start`` bytes from the beginning."""
+    """One array of a step: entries ``first`` to ``end`` of the step's bytes, read as numbers of its type."""
 
     dtype: str
-    size: int
-    start: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.size * np.dtype(self.dtype).itemsize
+    first: int
+    end: int
 
 
 def _fields(shape: StepShape, num_groups: int) -> dict[str, tuple[str, int]]:
@@ -77,8 +73,9 @@ def layout(shape: StepShape, num_groups: int = 1) -> tuple[dict[str, Field], int
     then those in the next."""
     fields, end = {}, 0
     for name, (dtype, size) in _fields(shape, num_groups).items():
-        fields[name] = Field(dtype, size, end)
-        end = -(-fields[name].end // ALIGNMENT) * ALIGNMENT
+        width = np.dtype(dtype).itemsize
+        fields[name] = Field(dtype, end // width, end // width + size)
+        end = -(-(end + size * width) // ALIGNMENT) * ALIGNMENT
     return fields, end
 
 
@@ -89,37 +86,34 @@ def num_bytes(shape: StepShape, width: int, num_groups: int = 1) -> int:
 
 
 class StepArrays:
-    """A step's arrays in a buffer of its size."""
+    """A step's arrays in a buffer of its size, which is full of zeros."""
 
     def __init__(self, buffer: bytearray, shape: StepShape, width: int, num_groups: int) -> None:
         """``width``: entries of each block table."""
-        self._raw = np.frombuffer(buffer, dtype=np.uint8)
+        self._by_type = {dtype: np.frombuffer(buffer, dtype=dtype) for dtype in ("int64", "int32", "float32")}
         self._fields, self._tables_at = layout(shape, num_groups)
         self._shape, self._width, self._num_groups = shape, width, num_groups
 
-    def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        field = self._fields[name]
-        return self._raw[field.start : field.end].view(field.dtype)
-
     def fill(self, name: str, values: npt.NDArray[Any] | list[int], padding: int) -> None:
         """Set an array: ``values``, then padding."""
-        array, count = self[name], len(values)
-        array[:count] = values
-        if count < len(array):
-            array[count:] = padding
+        dtype, first, last = self._fields[name]
+        numbers, end = self._by_type[dtype], first + len(values)
+        numbers[first:end] = values
+        if end < last:
+            numbers[end:last] = padding
 
     def fill_group(self, group: int, slots_T: npt.NDArray[np.int64], tables_SB: npt.NDArray[np.int32]) -> None:
         """Set the slot of each row in a group, and the block tables there of the first sequences."""
         T, (S, B) = self._shape.num_rows, (self._shape.num_seqs, self._width)
-        slots = self["slot_mapping"][group * T : (group + 1) * T]
-        slots[: len(slots_T)] = slots_T
-        slots[len(slots_T) :] = -1
-        start = self._tables_at + 4 * group * S * B
-        tables = self._raw[start : start + 4 * S * B].view(np.int32).reshape(S, B)
-        tables[: len(tables_SB)] = tables_SB
+        first = self._fields["slot_mapping"].first + group * T
+        slots = self._by_type["int64"]
+        slots[first : first + len(slots_T)] = slots_T
+        slots[first + len(slots_T) : first + T] = -1
+        start = self._tables_at // 4 + group * S * B
+        self._by_type["int32"][start : start + S * B].reshape(S, B)[: len(tables_SB)] = tables_SB
 
     def finish(self) -> None:
         """Say how wide tables are, and how much of the buffer is in use."""
-        self["width"][0] = self._width
         end = self._tables_at + 4 * self._num_groups * self._shape.num_seqs * self._width
-        self["num_words"][0] = -(-end // WORD)
+        self._by_type["int32"][self._fields["width"].first] = self._width
+        self._by_type["int64"][self._fields["num_words"].first] = -(-end // WORD)

@@ -27,7 +27,7 @@ from octavo.runtime.block_copies import HostBlockCopies
 from octavo.runtime.group_memory import EVEN_SHARES, GroupMemory
 from octavo.runtime.kv_storage import KVStorage, kv_bytes_per_token
 from octavo.runtime.recorded_forward import RecordedForward
-from octavo.runtime.step_views import view_step
+from octavo.runtime.step_views import view_host_step, view_step
 from octavo.sampling_params import SamplingParams
 from octavo.steps.layout import StepArrays, num_bytes
 from octavo.steps.limits import StepLimits
@@ -153,8 +153,8 @@ def test_a_step_is_packed_and_read_group_by_group() -> None:
         arrays.fill_group(group, np.array(slots), tables[group].numpy())
     arrays.finish()
     tables_GSB = torch.zeros(2, 4, 8, dtype=torch.int32)
-    on_host = view_step(torch.frombuffer(buffer, dtype=torch.uint8), shape, 2)
-    on_device = view_step(torch.frombuffer(buffer, dtype=torch.uint8), shape, 2, tables_GSB)
+    on_host = view_host_step(buffer, shape, 2)
+    on_device = view_step(torch.frombuffer(buffer, dtype=torch.uint8), shape, tables_GSB)
     for step in (on_host, on_device):
         slots = [group.slot_mapping_T.tolist() for group in step.rows.groups]
         assert slots == [[1, 2, 3, -1, -1, -1], [7, 8, 9, -1, -1, -1]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,20 +30,21 @@ from octavo.ops.sample import (
 def sample_by_row(logits_RV: Tensor, params: SampleParams) -> Tensor:
     """See ``ops.sample``."""
     logits_RV = logits_RV.float()
-    tokens_R = torch.from_numpy(logits_RV.numpy().argmax(-1))  # eight times as fast as torch
-    best_R = logits_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1)
-    tokens_R = tokens_R.int()
-    tokens_R[best_R == BANNED] = NOTHING_LEFT
-    tokens_R[best_R == OVERFLOWN] = OUT_OF_RANGE
-    is_drawn_R = params.temperature >= GREEDY_BELOW
-    if is_drawn_R.any():
-        columns = [column.tolist() for column in params]
-        for r in is_drawn_R.nonzero()[:, 0].tolist():
-            tokens_R[r] = _draw(logits_RV[r], *(column[r] for column in columns))
-    is_finite_R = logits_RV.sum(dim=-1).isfinite()
-    if not is_finite_R.all():  # banned tokens, too, can make a sum infinite
-        tokens_R[~logits_RV.isfinite().all(dim=-1)] = NOT_FINITE
-    return tokens_R
+    array_RV = logits_RV.numpy()  # numpy looks for the largest eight times as fast as torch
+    tokens: list[int] = array_RV.argmax(-1).tolist()
+    for r, total in enumerate(logits_RV.sum(-1).tolist()):
+        best = float(array_RV[r, tokens[r]])
+        if best in (BANNED, OVERFLOWN):
+            tokens[r] = NOTHING_LEFT if best == BANNED else OUT_OF_RANGE
+        if not math.isfinite(total) and not np.isfinite(array_RV[r]).all():  # banned tokens, too, make it infinite
+            tokens[r] = NOT_FINITE
+    temperatures = params.temperature.tolist()
+    if max(temperatures, default=0.0) >= GREEDY_BELOW:
+        columns = list(zip(*(column.tolist() for column in params), strict=True))
+        for r, temperature in enumerate(temperatures):
+            if temperature >= GREEDY_BELOW and tokens[r] != NOT_FINITE:
+                tokens[r] = _draw(logits_RV[r], *columns[r])
+    return torch.tensor(tokens, dtype=torch.int32)
 
 
 def _draw(
