@@ -62,7 +62,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     _prepare(device)
     path = resolve_model(config.model)
     checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed, str(device))
-    generation = chosen_config(config.model.generation_config, checkpoint.generation_config)
+    generation = chosen_config(config.model.generation_config, checkpoint.generation_config, path)
     defaults = sampling_defaults(config.model.generation_config, generation)
     model_config, form = _read_model(config, checkpoint, device)
     eos_ids = eos_token_ids(model_config, generation)

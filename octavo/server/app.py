@@ -32,7 +32,7 @@ from octavo.server.openai import adapters, chat, completions, embeddings, models
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import PAGE, openapi_document
 from octavo.server.responses import endpoints as responses
-from octavo.server.serving import served_model_name
+from octavo.server.serving import served_model_names
 from octavo.server.store import Store
 from octavo.telemetry.metrics import Metrics
 from octavo.text.chat_template import load_chat_template
@@ -88,7 +88,7 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
         store=_store(settings),
         jobs=Jobs(),
         keys=keys,
-        model_name=served_model_name(config),
+        model_names=served_model_names(config),
     )
     return app
 

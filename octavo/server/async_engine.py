@@ -54,7 +54,7 @@ class AsyncEngine:
     """
 
     def __init__(self, config: ServeConfig, argv: list[str] | None = None) -> None:
-        self.metrics = Metrics(config.server.served_model_name or config.model.model)
+        self.metrics = Metrics((config.server.served_model_name or config.model.model).partition(",")[0])
         self.metrics.condition = self._condition
         self.timelines = Timelines()
         self.kv_events = KVEventRing()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar, get_type_hints
 
 import msgspec
@@ -71,20 +72,29 @@ class BodyReader(Generic[T]):
 
     ``refused`` names fields that the API defines and this server does not implement, each with the values that
     ask for nothing (null, false, "", [] and {} never do). ``accepted`` names fields without an effect on the answer.
+    ``ignored`` names fields that are passed over, and the client is told, with the values that ask for nothing.
     """
 
-    def __init__(self, kind: type[T], refused: Mapping[str, tuple[Any, ...]], accepted: frozenset[str]) -> None:
+    def __init__(
+        self,
+        kind: type[T],
+        refused: Mapping[str, tuple[Any, ...]],
+        accepted: frozenset[str],
+        ignored: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+    ) -> None:
         self.kind = kind
         self.refused = refused
         self.accepted = accepted
+        self.ignored = ignored
         hints = get_type_hints(kind, include_extras=True)
         self.decoders = {name: msgspec.json.Decoder(hint | None) for name, hint in hints.items()}
         self.required = [field.name for field in msgspec.structs.fields(kind) if field.required]
 
     def read(self, body: bytes) -> tuple[T, list[str]]:
-        """The value, and the names of fields that no API defines. Raises ``RequestError``."""
+        """The value, and the names of fields that are passed over: those that no API defines, and ``ignored`` ones that
+        ask for something. Raises ``RequestError``."""
         values: dict[str, Any] = {}
-        unknown: list[str] = []
+        passed_over: list[str] = []
         may_be_deep = body.count(b"[") + body.count(b"{") > MAX_DEPTH
         for name, raw in _split(body).items():
             decoder = self.decoders.get(name)
@@ -92,17 +102,21 @@ class BodyReader(Generic[T]):
             if may_be_deep and _is_too_deep(value):
                 raise _too_deep(name)
             if name in self.refused:
-                if value not in ASKS_NOTHING and value not in self.refused[name]:
+                if _asks(value, self.refused[name]):
                     raise UnsupportedParameter(name)
             elif decoder is not None:
                 if value is not None:
                     values[name] = value
-            elif name not in self.accepted:
-                unknown.append(name)
+            elif name not in self.accepted and (name not in self.ignored or _asks(value, self.ignored[name])):
+                passed_over.append(name)
         for name in self.required:
             if name not in values:
                 raise MissingParameter(name)
-        return self.kind(**values), unknown
+        return self.kind(**values), passed_over
+
+
+def _asks(value: Any, defaults: tuple[Any, ...]) -> bool:
+    return value not in ASKS_NOTHING and value not in defaults
 
 
 def _split(body: bytes) -> dict[str, msgspec.Raw]:

@@ -47,7 +47,7 @@ async def load(request: Request) -> Response:
     if not name or len(name) > MAX_NAME or name != name.strip() or set(name) & set(",="):
         message = f"'lora_name' must have 1 to {MAX_NAME} characters, no spaces around it, and no comma or '='."
         raise InvalidParameter("lora_name", message)
-    if name == front.model_name or name in front.engine.adapters.paths:
+    if name in front.served_names:
         raise InvalidParameter("lora_name", f"There is a model called '{printable(name)}' already.")
     if not path or "," in path or path != path.strip():
         raise InvalidParameter("lora_path", "'lora_path' must be a folder, without a comma or spaces around it.")

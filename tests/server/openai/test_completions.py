@@ -247,8 +247,6 @@ def test_a_model_without_tokenizer_serves_token_ids(serve_app: Any) -> None:
         ("truncate_prompt_tokens", 5),
         ("use_beam_search", True),
         ("length_penalty", 0.5),
-        ("store", True),
-        ("service_tier", "priority"),
         ("priority", 1),
     ],
 )
@@ -349,7 +347,7 @@ def test_the_model_is_checked(served: Served) -> None:
     response = served.complete(model="gpt\n4")
     assert response.status_code == 404
     assert response.json()["error"] == {
-        "message": "The model `gpt?4` does not exist.",
+        "message": "The model `gpt?4` does not exist. This server serves `test`.",
         "type": "invalid_request_error",
         "param": "model",
         "code": "model_not_found",
