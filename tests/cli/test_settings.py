@@ -220,3 +220,14 @@ def test_waiting_for_prompts_and_a_limit_between_tokens_exclude_each_other() -> 
         load("--decode-interval", "4", "--max-itl", "0.1")
     with pytest.raises(ConfigError, match="decode_interval and tpot_target"):
         load("--decode-interval", "4", "--scheduling-policy", "deadline", "--tpot-target", "0.1")
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "73767", "99999999", "x", "80.5"])
+def test_a_port_that_is_none(port: str) -> None:
+    with pytest.raises(ConfigError, match="port"):
+        ServeConfig.from_flat({"model": "x", "port": port})
+
+
+@pytest.mark.parametrize("port", ["0", "1", "65535"])
+def test_a_port_that_is_one(port: str) -> None:
+    assert ServeConfig.from_flat({"model": "x", "port": port}).server.port == int(port)
