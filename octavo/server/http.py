@@ -123,6 +123,12 @@ class HTTPServer(uvicorn.Server):
                 connection.close_if_late(now)  # type: ignore[union-attr]
         return await super().on_tick(counter)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:
+            # uvicorn leaves it out then, and its task would end with a traceback when the event loop does.
+            await self.lifespan.shutdown()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
