@@ -13,7 +13,8 @@ from starlette.requests import Request
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, InvalidParameter, ModelNotFound
 from octavo.server.admission import Admission
-from octavo.server.body import BodyReader, read_body
+from octavo.server.bodies import Bodies
+from octavo.server.body import BodyReader
 from octavo.server.caller import caller_of
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import UnknownParameter, printable
@@ -43,6 +44,7 @@ class Front:
     chat_template: ChatTemplate
     message_format: MessageFormat
     admission: Admission
+    bodies: Bodies
     store: Store
     jobs: Jobs
     keys: Keys
@@ -100,7 +102,7 @@ class Front:
 
     async def read(self, request: Request, reader: BodyReader[Body]) -> tuple[Body, dict[str, str]]:
         """The request's checked body, and response headers about it. Raises ``RequestError``."""
-        body, unknown = reader.read(await read_body(request, self.config.server.max_request_bytes))
+        body, unknown = await self.bodies.read_json(request, reader, self.engine.info.max_model_len)
         return body, self._headers_for(unknown)
 
     def _headers_for(self, unknown: list[str]) -> dict[str, str]:

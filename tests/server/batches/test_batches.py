@@ -155,7 +155,9 @@ def test_what_is_refused(server: Served) -> None:
     assert (
         server.client.post("/v1/files", content=b"", headers={"content-type": "multipart/form-data"}).status_code == 400
     )
-    assert server.client.get("/v1/files?limit=0").status_code == 400
+    for limit in ("0", "10001", "-1", "x", "000001" + "9" * 5000):
+        for kind in ("files", "batches"):
+            assert server.client.get(f"/v1/{kind}?limit={limit}").status_code == 400
     assert server.client.get("/v1/batches/other").status_code == 404
 
 
