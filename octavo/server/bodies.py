@@ -15,14 +15,15 @@ from octavo.errors import RequestTooLarge, Unavailable
 from octavo.server.body import SMALL_BYTES, BodyReader
 from octavo.server.errors import RETRY_AFTER_SECONDS, HTTPRefusal, printable
 from octavo.server.intake import Intake, Share
-from octavo.server.turnstile import Turnstile
 
 BODY_SECONDS = 60
 """A body must have arrived after this long; slower clients would hold memory for nothing."""
-SPARE_BYTES = 8 << 20
+SPARE_BYTES = 4 << 20
 """For the bodies of others, beside one that is as large as it may be."""
 PIECE_BYTES = 64 << 10
 """Of what a compressed body unpacks to, at a time."""
+PIECE_SECONDS = 0.002
+"""From one piece of a large body to the next, of all that are arriving: pieces have 64 to 320 KiB."""
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 DECODED = ("gzip", "x-gzip", "deflate")
 
@@ -36,7 +37,7 @@ class Bodies:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._intake = Intake(max_bytes + SPARE_BYTES)
-        self._turnstile = Turnstile()
+        self._pace = asyncio.Lock()
         # Two at once would hold the interpreter's lock twice as long, and take twice the memory.
         self._decoding = asyncio.Semaphore()
 
@@ -52,7 +53,7 @@ class Bodies:
             raise HTTPRefusal(400, message, "unsupported_media_type")
         return await self.read(request, lambda body: reader.read(body, max_model_len))
 
-    async def read(self, request: Request, decode: Callable[[bytearray], T]) -> T:
+    async def read(self, request: Request, decode: Callable[[bytes], T]) -> T:
         """What ``decode`` makes of the body; it runs in a thread unless the body is small. Raises ``RequestError``."""
         async with self._received(request) as body:
             if len(body) <= SMALL_BYTES:
@@ -61,7 +62,7 @@ class Bodies:
                 return await asyncio.to_thread(decode, body)
 
     @contextlib.asynccontextmanager
-    async def _received(self, request: Request) -> AsyncIterator[bytearray]:
+    async def _received(self, request: Request) -> AsyncIterator[bytes]:
         """The whole body, which counts as long as this lasts."""
         try:
             async with asyncio.timeout(BODY_SECONDS) as deadline:
@@ -82,7 +83,7 @@ class Bodies:
         finally:
             share.resize(0)
 
-    async def _receive(self, request: Request, share: Share) -> bytearray:
+    async def _receive(self, request: Request, share: Share) -> bytes:
         """Raises ``RequestTooLarge`` as soon as it passes the bound, before or after unpacking."""
         too_large = RequestTooLarge(
             f"The body is larger than {self._max_bytes} bytes, the most that this server accepts."
@@ -91,20 +92,24 @@ class Bodies:
         if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > self._max_bytes:
             raise too_large
         unpacking = _Unpacking(request.headers.get("content-encoding", ""))
-        body = bytearray()
+        # One growing buffer for each of many bodies would leave the heap in holes as large as the bodies.
+        pieces: list[bytes] = []
+        size = 0
         async for chunk in request.stream():
             for piece in unpacking.pieces(chunk):
-                if len(body) + len(piece) > self._max_bytes:
+                size += len(piece)
+                if size > self._max_bytes:
                     raise too_large
-                body += piece
-                share.resize(len(body))
+                pieces.append(piece)
+                share.resize(size)
                 if share.is_given_up:
                     raise _given_up()
-                if len(body) > PIECE_BYTES:
-                    # One piece of a large body in each round of the event loop, however many connections send them.
-                    await self._turnstile.enter()
+                if size > PIECE_BYTES:
+                    # However many connections send large bodies, the processor is mostly free for everything else.
+                    async with self._pace:
+                        await asyncio.sleep(PIECE_SECONDS)
         unpacking.end()
-        return body
+        return b"".join(pieces)
 
 
 class _Unpacking:

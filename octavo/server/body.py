@@ -56,7 +56,7 @@ class BodyReader(Generic[T]):
         self.decoders = {name: msgspec.json.Decoder(hint | None) for name, hint in hints.items()}
         self.required = [field.name for field in msgspec.structs.fields(kind) if field.required]
 
-    def read(self, body: bytes | bytearray, max_model_len: int = 0) -> tuple[T, list[str]]:
+    def read(self, body: bytes, max_model_len: int = 0) -> tuple[T, list[str]]:
         """The value, and the names of fields that no API defines, which are not decoded. Raises ``RequestError``."""
         if body.startswith(BYTE_ORDER_MARK):
             body = body[len(BYTE_ORDER_MARK) :]
@@ -87,7 +87,7 @@ class BodyReader(Generic[T]):
         return self.kind(**values), unknown
 
 
-def _bounded_size(body: bytes | bytearray, max_model_len: int) -> Size:
+def _bounded_size(body: bytes, max_model_len: int) -> Size:
     """The size of ``body``. Raises ``RequestTooLarge``, early, when decoding it would cost too much."""
     max_values = MAX_VALUES + max_model_len
     max_containers = MAX_CONTAINERS + CONTAINERS_PER_TOKEN * max_model_len
@@ -102,7 +102,7 @@ def _bounded_size(body: bytes | bytearray, max_model_len: int) -> Size:
     return size
 
 
-def _split(body: bytes | bytearray) -> dict[str, msgspec.Raw]:
+def _split(body: bytes) -> dict[str, msgspec.Raw]:
     try:
         return _raw_fields.decode(body)
     except RecursionError:
@@ -115,7 +115,7 @@ def _split(body: bytes | bytearray) -> dict[str, msgspec.Raw]:
         raise MalformedJSON("The body is not valid UTF-8.") from None
 
 
-def _malformed(body: bytes | bytearray, reason: str) -> MalformedJSON:
+def _malformed(body: bytes, reason: str) -> MalformedJSON:
     """Say where JSON is broken, with the name of the last field before that place."""
     place = re.search(r"\(byte (\d+)\)", reason)
     end = int(place.group(1)) if place else len(body)

@@ -26,7 +26,7 @@ class Size(NamedTuple):
     depth: int
 
 
-def measure(text: bytes | bytearray, max_values: int = sys.maxsize, max_containers: int = sys.maxsize) -> Size:
+def measure(text: bytes, max_values: int = sys.maxsize, max_containers: int = sys.maxsize) -> Size:
     """The size of ``text``, or of its beginning as soon as that passes one of the bounds."""
     num_values = num_containers = depth = level = 0
     for piece in _outside_strings(text):
@@ -40,7 +40,7 @@ def measure(text: bytes | bytearray, max_values: int = sys.maxsize, max_containe
     return Size(num_values, num_containers, depth)
 
 
-def _outside_strings(text: bytes | bytearray) -> Iterator[bytes]:
+def _outside_strings(text: bytes) -> Iterator[bytes]:
     is_inside = False
     rest = b""
     for start in range(0, len(text), PIECE_BYTES):

@@ -131,7 +131,7 @@ async def _value(request: Request, kind: str) -> bytes:
     return value
 
 
-def _form(content_type: str, body: bytearray) -> tuple[dict[str, str], dict[str, tuple[str, bytes]]]:
+def _form(content_type: str, body: bytes) -> tuple[dict[str, str], dict[str, tuple[str, bytes]]]:
     """Fields, and files with their names, of a form. Raises ``HTTPRefusal``."""
     fields: dict[str, str] = {}
     files: dict[str, tuple[str, bytes]] = {}
@@ -157,7 +157,7 @@ def _form(content_type: str, body: bytearray) -> tuple[dict[str, str], dict[str,
     try:
         parser = create_form_parser({"Content-Type": content_type.encode()}, on_field, on_file, config=limits)
         for start in range(0, len(body), PIECE_BYTES):
-            parser.write(bytes(body[start : start + PIECE_BYTES]))
+            parser.write(body[start : start + PIECE_BYTES])
         parser.finalize()
     except HTTPRefusal:
         raise
