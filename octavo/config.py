@@ -179,7 +179,7 @@ class ServerSettings:
     """The HTTP server."""
 
     host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(8000, "port to listen on; 0 picks a free one", low=0)
+    port: int = setting(8000, "port to listen on; 0 picks a free one", low=0, high=65535)
     served_model_name: str | None = setting(None, "names of the model in the API, with commas; default: from the model")
     api_key: str | None = setting(None, "key that clients must send as a Bearer token; default: none asked")
     api_key_file: str | None = setting(
@@ -284,6 +284,7 @@ def settings(config_class: type[EngineConfig]) -> Iterator[Setting]:
                 meta["help"],
                 meta["choices"],
                 meta["low"],
+                meta["high"],
                 meta["is_json"],
             )
 

@@ -14,7 +14,8 @@ from starlette.requests import Request
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, InvalidParameter, ModelNotFound
 from octavo.server.admission import Admission
-from octavo.server.body import BodyReader, read_body
+from octavo.server.bodies import Bodies
+from octavo.server.body import BodyReader
 from octavo.server.caller import caller_of
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import UnknownParameter, printable
@@ -45,6 +46,7 @@ class Front:
     chat_template: ChatTemplate
     message_format: MessageFormat
     admission: Admission
+    bodies: Bodies
     store: Store
     jobs: Jobs
     keys: Keys
@@ -126,7 +128,7 @@ class Front:
 
         ``without_effect`` names the fields of a body that this model or this request has no use for.
         """
-        body, passed_over = reader.read(await read_body(request, self.config.server.max_request_bytes))
+        body, passed_over = await self.bodies.read_json(request, reader, self.engine.info.max_model_len)
         return body, self._headers_for([*passed_over, *without_effect(body, self)])
 
     def _headers_for(self, passed_over: list[str]) -> dict[str, str]:
