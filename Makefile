@@ -26,8 +26,8 @@ test-clients: $(VENV)/.dev $(CLIENTS)/.done  ## drive a server with other projec
 	OCTAVO_CLIENTS=$(abspath $(CLIENTS)) $(BIN)/python -m pytest tests/clients $(ARGS)
 
 lint: $(VENV)/.dev  ## style and types
-	$(BIN)/ruff check octavo tests
-	$(BIN)/ruff format --check octavo tests
+	$(BIN)/ruff check octavo octavo_bench tests
+	$(BIN)/ruff format --check octavo octavo_bench tests
 	$(BIN)/mypy
 
 clean:
