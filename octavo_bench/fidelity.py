@@ -244,7 +244,7 @@ def compare(driver: Driver, info: EngineInfo, config: EngineConfig, count: int, 
         raise ConfigError(f"num_prompts must be at least 2 and rounds at least 1; they are {count} and {rounds}")
     parts, every = measure(driver, info, count, rounds)
     cost = fit(every.works, every.seconds)
-    mixed = driver.engine.scheduler.mixed_steps.most_mixed  # by default it hangs on the model
+    mixed = driver.engine.scheduler.step_budget.mixed_steps.most_mixed  # by default it hangs on the model
     config = replace(config, scheduler=replace(config.scheduler, max_num_mixed_tokens=mixed))
     pools: dict[str, dict[str, list[Pool]]] = {}
     for part in parts:
