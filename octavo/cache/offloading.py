@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.cache.offload import Offload
+from octavo.cache.offload import BlockStore, Offload
 from octavo.cache.tiers import DiskTier, HostTier
 from octavo.config import CacheSettings
-from octavo.runtime.block_copies import BlockCopies
-from octavo.runtime.kv_storage import KVStorage
 
 GIB = 1 << 30
 DEFAULT_DISK_GIB = 32.0
 
 
 def make_offload(
-    settings: CacheSettings, storage: KVStorage, copies: BlockCopies, model: Path, forms: str
+    settings: CacheSettings, store: BlockStore, block_size: int, model: Path, forms: str
 ) -> Offload | None:
-    """The tiers for ``storage``, by way of ``copies``. ``None`` when the settings ask for none.
+    """The tiers behind ``store``. ``None`` when the settings ask for none.
 
-    ``forms`` says in what precision and by which kernels ``model`` computes: what another model, or the same in another
-    form, left on the disk is never found. Raises ``ConfigError`` when the folder cannot be used.
+    ``forms`` says in what precision, by which kernels and on what device ``model`` computes, and in what type its keys
+    and values are kept: blocks that another model, or the same in another form, left on the disk are never found.
+    Raises ``ConfigError`` when the folder cannot be used.
     """
     if settings.kv_offload_memory is None:
         return None
@@ -29,8 +28,7 @@ def make_offload(
         capacity = settings.kv_offload_disk or DEFAULT_DISK_GIB
         disk = DiskTier(Path(settings.kv_offload_dir).expanduser(), int(capacity * GIB))
     host = HostTier(int(settings.kv_offload_memory * GIB))
-    identity = f"{fingerprint(model)}\n{forms}\n{storage.pool.dtype}\n{storage.pool.device.type}"
-    return Offload(copies, storage.block_size, identity, host, disk)
+    return Offload(store, block_size, f"{fingerprint(model)}\n{forms}", host, disk)
 
 
 def fingerprint(model: Path) -> str:
