@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,6 +76,16 @@ def may_import(importer: str, imported: str) -> bool:
     return lower.column in BELOW[upper.column]
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax of a file; each is read once."""
+    return ast.parse(path.read_text())
+
+
+def num_lines(path: Path) -> int:
+    return path.read_text().count("\n")
+
+
 def _imports(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -83,8 +95,8 @@ def _imports(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _too_long(where: str, source: str, tree: ast.AST) -> Iterator[str]:
-    lines, limit = source.count("\n"), LONGER.get(where, MAX_FILE_LINES)
+def _too_long(where: str, lines: int, tree: ast.AST) -> Iterator[str]:
+    limit = LONGER.get(where, MAX_FILE_LINES)
     if lines > limit:
         yield f"{where}: {lines} lines, limit {limit}"
     for node in ast.walk(tree):
@@ -94,14 +106,13 @@ def _too_long(where: str, source: str, tree: ast.AST) -> Iterator[str]:
                 yield f"{where}: {node.name} has {lines} lines, limit {MAX_FUNCTION_LINES}"
 
 
-def violations(where: str, source: str) -> Iterator[str]:
-    """What is wrong with a file of the package ``octavo``; ``where`` is its path in it."""
+def violations(where: str, lines: int, tree: ast.Module) -> Iterator[str]:
+    """What is wrong with a file of the package ``octavo``, of so many lines; ``where`` is its path in it."""
     part = Path(where).parts[0].removesuffix(".py")
-    tree = ast.parse(source)
     if part not in PLACES:
         yield f"{where}: {part} has no place"
         return
-    yield from _too_long(where, source, tree)
+    yield from _too_long(where, lines, tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
             yield f"{where}: global {', '.join(node.names)}"
@@ -122,7 +133,7 @@ def test_imports_point_down_and_sizes_hold() -> None:
     found = [
         line
         for path in sorted(PACKAGE.rglob("*.py"))
-        for line in violations(str(path.relative_to(PACKAGE)), path.read_text())
+        for line in violations(str(path.relative_to(PACKAGE)), num_lines(path), parsed(path))
     ]
     assert not found, "\n".join(found)
 
@@ -131,7 +142,7 @@ def test_sizes_hold_in_the_laboratory() -> None:
     found = [
         line
         for path in sorted(LABORATORY.rglob("*.py"))
-        for line in _too_long(str(path.relative_to(ROOT)), path.read_text(), ast.parse(path.read_text()))
+        for line in _too_long(str(path.relative_to(ROOT)), num_lines(path), parsed(path))
     ]
     assert not found, "\n".join(found)
 
@@ -156,8 +167,14 @@ def test_sizes_hold_in_the_laboratory() -> None:
     ],
 )
 def test_a_violation_is_found(where: str, line: str, found: str) -> None:
-    source = f"def inside():\n    pass\n{line}\n"
-    assert any(found in violation for violation in violations(where, source))
+    tree = ast.parse(f"def inside():\n    pass\n{line}\n")
+    assert any(found in violation for violation in violations(where, 3, tree))
+
+
+def test_a_file_or_a_function_that_is_too_long_is_found() -> None:
+    long = ast.parse("def long():\n" + "    pass\n" * MAX_FUNCTION_LINES)
+    found = list(violations("text/some_file.py", MAX_FILE_LINES + 1, long))
+    assert found == ["text/some_file.py: 401 lines, limit 400", "text/some_file.py: long has 61 lines, limit 60"]
 
 
 def test_every_place_is_there() -> None:
@@ -171,7 +188,7 @@ def test_front_process_never_imports_torch() -> None:
 
 def test_nothing_unpickles_or_evaluates() -> None:
     for path in [*PACKAGE.rglob("*.py"), *LABORATORY.rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in {"eval", "exec"}, f"{path}:{node.lineno}"
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -187,7 +204,7 @@ def test_no_files_import_each_other() -> None:
         for path in folder.rglob("*.py")
     }
     imports = {
-        module: {name for name in _imports(ast.parse(path.read_text())) if name in files and name != module}
+        module: {name for name in _imports(parsed(path)) if name in files and name != module}
         for module, path in files.items()
     }
     for module, names in imports.items():
@@ -198,3 +215,13 @@ def test_no_files_import_each_other() -> None:
         for module in leaves:
             del remaining[module]
     assert not remaining, f"circles among {sorted(remaining)}"
+
+
+def test_the_readme_says_how_long_the_engine_is() -> None:
+    text = (ROOT / "README.md").read_text()
+    section = text[text.index("## The engine") : text.index("## More")]
+    files = {path for pattern in re.findall(r"`(octavo/[^`]+)`", section) for path in ROOT.glob(pattern)}
+    lines = sum(map(num_lines, files))
+    said = re.search(r"is some ([\d,]+) lines", text)
+    assert said is not None
+    assert lines == pytest.approx(int(said[1].replace(",", "")), rel=0.1)

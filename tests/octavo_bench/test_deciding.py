@@ -88,6 +88,7 @@ def test_external_fragmentation() -> None:
     assert external_fragmentation([1, 2, 5, 9]) == 0.5
 
 
+@pytest.mark.timing
 def test_the_time_of_a_step_does_not_grow_with_the_requests() -> None:
     def typical(requests: int) -> float:
         return float(run(Work(requests=requests))["p50_step_duration_ms"])

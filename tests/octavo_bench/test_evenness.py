@@ -13,7 +13,7 @@ ATTEMPTS = 3
 """A machine that is busy with other things may spoil one."""
 
 
-@pytest.mark.alone
+@pytest.mark.timing
 @pytest.mark.model
 def test_hostile_schemas_hardly_show_in_the_gaps_of_others(default_model_path: Path) -> None:
     ratios = []
