@@ -14,6 +14,7 @@ from octavo.build_encoder import build_encoder
 from octavo.cache.hybrid_cache import HybridCache
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
+from octavo.cache.offloading import make_offload
 from octavo.config import CacheSettings, EngineConfig, ModelSettings
 from octavo.engine.engine import Engine
 from octavo.engine.mixed_steps import settle_mixed_steps
@@ -38,7 +39,6 @@ from octavo.runtime.block_copies import BlockCopies, DeviceBlockCopies, HostBloc
 from octavo.runtime.cpu_threads import num_threads_wanted
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.model_runner import LAST_TOKEN, Forward, ModelRunner
-from octavo.runtime.offloading import make_offload
 from octavo.runtime.step_program import StepLimits, load_kernels
 from octavo.runtime.stream_runner import StreamRunner
 from octavo.speculative_config import parse_speculative_config
@@ -107,8 +107,8 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     copies = _copies(storage, runner)
     if config.cache.enable_partial_reuse:
         _copy_parts(scheduler.cache, copies)
-    forms = f"{form.dtype} {form.scheme} {info.kernels}"
-    if (offload := make_offload(config.cache, storage, copies, path, forms)) is not None:
+    forms = f"{form.dtype} {form.scheme} {info.kernels}\n{storage.pool.dtype}\n{storage.pool.device.type}"
+    if (offload := make_offload(config.cache, copies, storage.block_size, path, forms)) is not None:
         scheduler.cache.use_offload(offload)
     ngram = parse_speculative_config(config.speculative.speculative_config)
     proposer = None if ngram is None else NgramProposer(ngram)

@@ -22,12 +22,11 @@ tokens it is about.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from octavo.cache.block_pool import BlockPool
-from octavo.cache.checks import check_cache
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.node import Node
 from octavo.cache.offload import Offload
@@ -379,4 +378,27 @@ class KVCache:
 
     def check(self, holders: Iterable[Sequence]) -> None:
         """Assert that every block is accounted for, given all sequences that hold blocks. Costs O(pool)."""
-        check_cache(self, list(holders))
+        refs, free = self.pool.refs, self.pool.free_blocks
+        held: Counter[int] = Counter()
+        ends: Counter[Node] = Counter()
+        num_filled = 0
+        for seq in holders:
+            held.update(seq.block_table[seq.first_block :])
+            ends[seq.published] += 1
+            num_filled += seq.num_computed_tokens - seq.first_block * self.block_size
+            self._check_published(seq)
+        assert self.num_filled == num_filled, "computed positions are miscounted"
+        assert self.num_slots == held.total() * self.block_size, "positions are miscounted"
+        assert [held.get(block, 0) for block in range(self.num_blocks)] == refs, "reference counts drifted"
+        assert len(set(free)) == len(free), "a block was freed twice"
+        self.tree.check(refs, ends)
+        unused = {block for block, num_held in enumerate(refs) if not num_held} - self.tree.node_of.keys()
+        assert unused == set(free), f"blocks lost, or free and in use: {unused ^ set(free)}"
+
+    def _check_published(self, seq: Sequence) -> None:
+        node: Node | None = seq.published
+        depth = node.depth if node else 0
+        assert depth * self.block_size <= seq.num_computed_tokens, "published before it was computed"
+        while node is not None and node.depth > seq.first_block:
+            assert seq.block_table[node.depth - 1] == node.block, "the table of a sequence left its published path"
+            node = node.parent

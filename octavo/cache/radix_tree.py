@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
 
 from octavo.cache.eviction import IdleBlocks
 from octavo.cache.kv_events import KVEvents
@@ -206,6 +208,34 @@ class RadixTree:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+
+    def check(self, refs: Several[int], ends: Counter[Node]) -> None:
+        """Assert that nodes, blocks and idle blocks agree, given how many sequences hold each block, and how many
+        published paths end at each node. Costs O(pool)."""
+        idle: set[Node] = set()
+        in_tree: set[int] = set()
+        for node in self.walk():
+            above = node.parent
+            assert above is not None
+            assert len(node.edge) == self.block_size + (above is self.root), "a block was cached before it was full"
+            assert node.depth == above.depth + 1, "depths do not count up"
+            assert node.num_ends == ends.get(node, 0), "published paths are miscounted"
+            if node.block < 0:
+                assert self.has_window, "a block was given up before what is below it"
+                assert node.children or node.num_ends, "a node without a block is in nobody's way"
+                assert not node.is_idle, "a block that is not there is idle"
+                continue
+            assert self.node_of.get(node.block) is node, "tree and block index disagree"
+            assert node.is_idle == (refs[node.block] == 0), "a held block is idle, or an idle one is not"
+            in_tree.add(node.block)
+            if node.is_idle:
+                idle.add(node)
+            if above is not self.root and not self.has_window:
+                assert refs[above.block] >= refs[node.block], "a parent is held by fewer than its child"
+                assert node.is_idle or not above.is_idle, "an idle block has a child that is held"
+        assert in_tree == self.node_of.keys(), "a cached block cannot be reached from the root"
+        assert len(idle) == len(self.idle), "idle blocks are miscounted"
+        self.idle.check({node for node in idle if self.has_window or not node.children})
 
 
 def _num_equal(one: Edge, other: Edge) -> int:

@@ -28,12 +28,12 @@ from octavo.server.gate import Gate
 from octavo.server.hosts import Hosts
 from octavo.server.jobs import Jobs
 from octavo.server.keys import Keys
+from octavo.server.model_name import served_model_names
 from octavo.server.native import generate, infer
 from octavo.server.openai import adapters, chat, completions, embeddings, models, scoring, tokenize
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import PAGE, openapi_document
 from octavo.server.responses import endpoints as responses
-from octavo.server.serving import served_model_names
 from octavo.server.store import Store
 from octavo.telemetry.metrics import Metrics
 from octavo.text.chat_template import load_chat_template

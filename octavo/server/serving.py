@@ -22,6 +22,7 @@ from octavo.collector import leave_out_what_exists
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.server.async_engine import AsyncEngine
+from octavo.server.model_name import served_model_names
 from octavo.telemetry.phases import Phases, log_to_stderr
 from octavo.weights.hub import resolve_model
 
@@ -50,18 +51,6 @@ def run(config: ServeConfig, engine_argv: list[str] | None = None) -> int:
         config = dataclasses.replace(config, model=model, server=server)
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             return runner.run(_Serving(config, listener, engine_argv).run())
-
-
-def served_model_names(config: ServeConfig) -> tuple[str, ...]:
-    """The model's names in the API: those of the setting, the id as given, or the name of the folder or file."""
-    listed = (name.strip() for name in (config.server.served_model_name or "").split(","))
-    if names := tuple(dict.fromkeys(name for name in listed if name)):
-        return names
-    path = Path(config.model.model).expanduser()
-    if not path.exists():
-        return (config.model.model,)
-    path = path.resolve()
-    return (path.stem if path.is_file() else path.name,)
 
 
 class _Serving:

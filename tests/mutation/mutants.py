@@ -106,7 +106,9 @@ MUTANTS = [
     Mutant("cache/kv_cache.py", "- node.depth + num_idle", "- node.depth"),
     Mutant("cache/kv_cache.py", "max(0, num_tokens + 1 - self.window)", "max(0, num_tokens + 2 - self.window)"),
     Mutant(
-        "cache/kv_cache.py", "seq.num_computed_tokens - seq.first_block * self.block_size", "seq.num_computed_tokens"
+        "cache/kv_cache.py",
+        "self.num_filled -= seq.num_computed_tokens - seq.first_block * self.block_size",
+        "self.num_filled -= seq.num_computed_tokens",
     ),
     Mutant("cache/radix_tree.py", "num_there = num_there + 1 if node.block >= 0 else 0", "num_there += 1"),
     Mutant("cache/radix_tree.py", "and not node.children and not node.num_ends:", "and not node.children:"),

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.bench.dummy_models import SHAPES
+from octavo.cache.offloading import fingerprint
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.registry import read_config
 from octavo.runtime.block_copies import HostBlockCopies
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.offloading import fingerprint
+from octavo.sim.shapes import SHAPES
 from tests.llm.tiny import write_checkpoint
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from octavo import errors
 from octavo.server import supervisor
-from tests.server.child_engine import SCRIPT, SLOW, assert_right, finish, kill, make_engine, running, send, until
+from tests.server.child_engine import ROOT, SLOW, assert_right, finish, kill, make_engine, running, send, until
 from tests.server.fake_engine import expected
 
 POISON = 666
@@ -223,7 +223,7 @@ def test_a_front_process_that_dies_takes_the_engine_with_it() -> None:
     async def main() -> None:
         code = (
             "import asyncio, os, sys\n"
-            f"sys.path.insert(0, {str(SCRIPT.parents[2])!r})\n"
+            f"sys.path.insert(0, {str(ROOT)!r})\n"
             "from tests.server.child_engine import make_engine, send\n"
             "async def main():\n"
             "    engine = make_engine(step_seconds=30)\n"

@@ -26,6 +26,8 @@ from tests.conftest import Server, start_server
 from tests.llm.tiny import write_checkpoint
 from tests.server.canary import Canary
 
+pytestmark = pytest.mark.slow  # a real engine process
+
 RUNS_ALL = os.environ.get("OCTAVO_HOSTILE") == "all"
 RECORD = os.environ.get("OCTAVO_HOSTILE_RECORD")
 SAMPLE = 10

@@ -6,8 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -20,8 +18,7 @@ from octavo.server.live import LiveRequest
 from octavo.telemetry.counts import Timing
 from octavo.types import Output, Request, TokenLogprobs
 from tests.oracle import VOCAB_SIZE, digest, empty_digest, expected_output, logprob_at
-
-ROOT = Path(__file__).parents[2]
+from tests.server.child_engine import command
 
 
 class Recorder:
@@ -76,9 +73,7 @@ def test_random_kills_change_no_token_and_no_logprob(depth: int) -> None:
     rng = random.Random(depth)
 
     async def main() -> None:
-        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-        code += "from tests.server import oracle_engine as o; o.engine_process.main(build=o.build)"
-        engine = AsyncEngine(ServeConfig(model=ModelSettings(seed=depth)), [sys.executable, "-c", code])
+        engine = AsyncEngine(ServeConfig(model=ModelSettings(seed=depth)), command("oracle_engine"))
         await engine.start()
         streams = []
         for _ in range(24):

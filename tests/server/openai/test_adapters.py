@@ -18,6 +18,8 @@ from tests.conftest import Server, start_server
 from tests.models.adapter_files import make_adapter
 from tests.models.families import VOCAB_SIZE, make_checkpoint
 
+pytestmark = pytest.mark.slow  # a real engine process
+
 PROMPT = random.Random(0).choices(range(VOCAB_SIZE), k=40)
 
 

@@ -180,10 +180,10 @@ def test_echo_without_logprobs(serve_app: Any) -> None:
 
 def test_minus_infinity_is_a_number(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.types import TokenLogprobs
-    from tests.server import in_process
+    from tests.server import fake_engine
 
     worst = TokenLogprobs(97, float("-inf"), 9, [98, 99], [-0.5, float("nan")])
-    monkeypatch.setattr(in_process, "logprobs_of", lambda token, num_top: worst)
+    monkeypatch.setattr(fake_engine, "logprobs_of", lambda token, num_top: worst)
     response = serve_app().complete(max_tokens=1, logprobs=2)
     assert json.loads(response.text, parse_constant=pytest.fail)["choices"][0]["logprobs"]["top_logprobs"] == [
         {"a": -9999.0, "b": -0.5, "c": -9999.0}
