@@ -88,10 +88,9 @@ class BodyReader(Generic[T]):
                 value = _decode(name, raw, decoder)
                 if value is not None:
                     values[name] = value
-            elif name in self.ignored:
-                if _asks(_decode(name, raw, _any_value), self.ignored[name]):
-                    passed_over.append(name)
-            elif name not in self.accepted:
+            elif name not in self.accepted and (
+                name not in self.ignored or _asks(_decode(name, raw, _any_value), self.ignored[name])
+            ):
                 passed_over.append(name)
         for name in self.required:
             if name not in values:

@@ -58,7 +58,11 @@ def test_other_packings_are_refused_by_name(served: Served, coding: str) -> None
     assert "gzip" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("packed", [b"", BODY, gzip.compress(BODY)[:-9], gzip.compress(BODY) + b"x", b"\x1f\x8b" * 50])
+@pytest.mark.parametrize(
+    "packed",
+    [b"", BODY, gzip.compress(BODY)[:-9], gzip.compress(BODY) + b"x", b"\x1f\x8b" * 50],
+    ids=["nothing", "plain", "cut", "longer", "broken"],
+)
 def test_what_is_not_packed_as_it_says(served: Served, packed: bytes) -> None:
     assert error(post(served, packed, content_encoding="gzip")) == (400, "invalid_encoding")
 
