@@ -107,7 +107,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     copies = _copies(storage, runner)
     if config.cache.enable_partial_reuse:
         _copy_parts(scheduler.cache, copies)
-    forms = f"{form.dtype} {form.scheme} {info.kernels}"
+    forms = f"{form.dtype} {type(form.scheme).__name__} {info.kernels}"
     if (offload := make_offload(config.cache, storage, copies, path, forms)) is not None:
         scheduler.cache.use_offload(offload)
     ngram = parse_speculative_config(config.speculative.speculative_config)
