@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -83,6 +84,7 @@ class InProcessEngine:
     timelines: Timelines = field(default_factory=Timelines)
     kv_events: KVEventRing = field(default_factory=KVEventRing)
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
+    counters: EngineStats = field(default_factory=EngineStats)
 
     def __post_init__(self) -> None:
         self.live: dict[int, Live] = {}
@@ -110,7 +112,7 @@ class InProcessEngine:
 
     @property
     def stats(self) -> EngineStats:
-        return EngineStats(num_running=len(self.live), num_blocks=64)
+        return msgspec.structs.replace(self.counters, num_running=len(self.live), num_blocks=64)
 
     @property
     def num_live(self) -> int:
