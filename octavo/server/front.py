@@ -71,6 +71,7 @@ class Front:
 
     def check_model(self, name: str) -> None:
         """Raise ``ModelNotFound`` unless ``name`` is this server's model or an adapter, or was not given."""
+        self.engine.adapters.check(name)
         if name and name != self.model_name and name not in self.engine.adapters.paths:
             raise ModelNotFound(f"The model `{printable(name)}` does not exist.", param="model")
 
