@@ -11,7 +11,7 @@ from octavo.errors import ConfigError, ModelNotFound
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_DEATHS = 2
-"""Engine processes in a row that may die while they load an adapter; then it is no longer tried."""
+"""Engine processes in a row that may die while they load an adapter; the next one does without it."""
 
 
 @dataclass

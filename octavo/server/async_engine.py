@@ -222,7 +222,9 @@ class AsyncEngine:
             if link.closed.is_set():
                 adapter.deaths += 1
                 raise OctavoError(f"the engine process ended while it loaded the adapter {name}")
-            if error:
+            if name not in self.adapters.known:  # unloaded meanwhile
+                await link.tell_adapter(wire.UnloadAdapter(link.generation, name))
+            elif error:
                 logger.error("the adapter %s is left out: %s", name, error)
                 self.adapters.leave_out(name)
             else:
@@ -237,6 +239,7 @@ class AsyncEngine:
     async def _load_again(link: EngineLink, name: str, adapter: Adapter) -> str:
         """Load an adapter if it is what it was; return what went wrong, or ""."""
         if adapter.deaths >= MAX_DEATHS:
+            adapter.deaths = 0  # the next restart tries it again
             return "engine processes die while they load it"
         try:
             content = await asyncio.to_thread(digest, adapter.path)

@@ -15,6 +15,7 @@ import pytest
 
 from octavo import errors
 from octavo.server import endings, supervisor
+from octavo.server.adapters import FILES, digest
 from tests.server.child_engine import SCRIPT, SLOW, assert_right, finish, kill, make_engine, running, send, until
 from tests.server.fake_engine import expected
 
@@ -283,6 +284,28 @@ def test_an_idle_engine_that_is_killed_as_soon_as_it_is_ready_is_restarted_each_
             streams = [send(engine)]
             await finish(streams)
             assert_right(streams)
+
+    asyncio.run(main())
+
+
+def test_an_adapter_at_which_engine_processes_die_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine without a model takes no adapters: it ends with a traceback when it is told to load one."""
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.05)
+    for name in FILES:
+        (tmp_path / name).touch()
+
+    async def main() -> None:
+        async with running(**SLOW) as engine:
+            engine.adapters.add("deadly", str(tmp_path), digest(str(tmp_path)))
+            for death in range(2):
+                streams = [send(engine, max_tokens=100)]
+                kill(engine)
+                await until(lambda death=death: engine.num_restarts == death + 1)  # type: ignore[misc]
+                await finish(streams)
+                assert_right(streams)
+                assert "deadly" not in engine.adapters.paths
+                with pytest.raises(errors.ModelNotFound, match="deadly"):
+                    engine.adapters.check("deadly")
 
     asyncio.run(main())
 
