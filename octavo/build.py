@@ -107,7 +107,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     copies = _copies(storage, runner)
     if config.cache.enable_partial_reuse:
         _copy_parts(scheduler.cache, copies)
-    forms = f"{form.dtype} {form.scheme} {info.kernels}\n{storage.pool.dtype}\n{storage.pool.device.type}"
+    forms = _forms(form, info, storage)
     if (offload := make_offload(config.cache, copies, storage.block_size, path, forms)) is not None:
         scheduler.cache.use_offload(offload)
     ngram = parse_speculative_config(config.speculative.speculative_config)
@@ -135,6 +135,12 @@ def _storage(model: ModelConfig, limits: memory.Limits, dtype: torch.dtype, devi
 def _copies(storage: KVStorage, runner: ModelRunner | StreamRunner) -> BlockCopies:
     queue = runner.queue if isinstance(runner, StreamRunner) else None
     return HostBlockCopies(storage) if queue is None else DeviceBlockCopies(storage, queue)
+
+
+def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage) -> str:
+    """What cached keys and values depend on besides the checkpoint, the same in each process."""
+    pool = storage.pool
+    return f"{form.dtype} {type(form.scheme).__name__} {info.kernels}\n{pool.dtype}\n{pool.device.type}"
 
 
 def _copy_parts(cache: KVCache, copies: BlockCopies) -> None:

@@ -68,6 +68,8 @@ class KVCache:
         submitted from now on. With it, a block is reused in part where the next tokens begin like it."""
         self.num_copied = 0
         """Positions that were copied in place of being computed."""
+        self.num_evicted = 0
+        """Idle blocks that were given up to make room."""
         self.num_slots = 0
         """Token positions in all block tables, but for those given back; a shared block counts in each."""
         self.num_filled = 0
@@ -366,6 +368,7 @@ class KVCache:
         """Forget ``num_blocks`` idle blocks, in the order of the eviction policy; none when negative."""
         for _ in range(num_blocks):
             self.pool.free(self.tree.evict())
+            self.num_evicted += 1
 
     def _hold(self, block: int) -> None:
         if self.pool.refs[block] == 0:

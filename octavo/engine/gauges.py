@@ -18,8 +18,10 @@ def snapshot(counters: EngineStats, cache: KVCache, num_running: int, num_waitin
         num_empty_slots=cache.whole.num_empty_slots,
         num_cached_blocks=cache.whole.num_cached,
         num_copied_tokens=cache.num_copied,
+        num_evictions=cache.num_evicted,
     )
     if cache.whole is not cache:
+        stats.num_evictions += cache.whole.num_evicted
         stats.num_window_blocks = cache.num_blocks
         stats.num_used_window_blocks = cache.num_used
     offload = cache.offload

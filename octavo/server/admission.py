@@ -156,6 +156,7 @@ class Admission:
     def _start(self, asked: Asked, prompts: list[tuple[Prompt, int]], banned: Sequences) -> Generation:
         generation = Generation(self.engine, asked.caller.account)
         adapters = self.engine.adapters
+        adapters.check(asked.model)
         adapter = asked.model if asked.model in adapters.paths else ""
         arrival = time.monotonic()
         for prompt, max_tokens in prompts:

@@ -85,6 +85,7 @@ class Front:
 
     def check_model(self, name: str) -> None:
         """Raise ``ModelNotFound`` unless ``name`` is this server's model or an adapter, or was not given."""
+        self.engine.adapters.check(name)
         if name and name not in self.model_names and name not in self.engine.adapters.paths:
             served = ", ".join(f"`{printable(each)}`" for each in self.served_names[:MAX_SHOWN_MODELS])
             message = f"The model `{printable(name)}` does not exist. This server serves {served}."

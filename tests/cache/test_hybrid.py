@@ -58,6 +58,7 @@ def test_a_prefix_needs_all_of_one_pool_and_its_last_window_of_the_other() -> No
     walk(cache, seq, 20, 4)
     end(cache, seq)
     cache.evict(6)  # those that were given back first
+    assert snapshot(EngineStats(), cache, 0, 0).num_evictions == 6
     longer = make_sequence([*TOKENS, 20, 21])
     assert cache.match(longer).depth == 10
     assert cache.match(make_sequence([*TOKENS[:12], 99])).depth == 0, "its window is gone"
@@ -67,6 +68,7 @@ def test_a_prefix_needs_all_of_one_pool_and_its_last_window_of_the_other() -> No
     cache.check([longer])
     end(cache, longer)
     cache.whole.evict(1)  # the last block, of which only the layers with windows are left
+    assert snapshot(EngineStats(), cache, 0, 0).num_evictions == 7
     assert cache.match(make_sequence([*TOKENS, 20, 21])).depth == 9
     cache.check([])
 

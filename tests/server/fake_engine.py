@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -64,9 +65,18 @@ class Knobs(msgspec.Struct, forbid_unknown_fields=True):
     """Name of the error class that building raises."""
     start_crash_after: str = ""
     """A file; building exits when it exists, and creates it."""
+    start_kill: bool = False
+    """The process is killed whenever it starts."""
+    start_seconds: float = 0.0
     poison: int = -1
     """The process dies instead of sampling output token ``poison_at`` of a prompt that begins with this."""
     poison_at: int = 0
+    poison_how: str = "SIGSEGV"
+    """The signal by which it dies, or "exception"."""
+    poison_lives: str = ""
+    """A file with the number of processes that die of it, from which each takes one; without it, all do."""
+    vmstat: str = ""
+    """A file in which a process that dies of it says that the kernel killed one more for want of memory."""
     refuse: int = -1
     faulty: int = -1
     """The engine ends a prompt that begins with this with an error after 3 tokens."""
@@ -159,7 +169,7 @@ class FakeEngine:
         request, position = item.request, item.num_tokens
         mark = request.prompt_tokens[0]
         if mark == self.knobs.poison and position == self.knobs.poison_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            self._die()
         if mark == self.knobs.faulty and position == 3:
             del self.requests[request.id]
             return Output(request.id, [], "error", error="its logits are not numbers")
@@ -189,6 +199,21 @@ class FakeEngine:
             output.finish_reason = "length"
         return output
 
+    def _die(self) -> None:
+        knobs = self.knobs
+        if knobs.poison_lives:
+            lives = Path(knobs.poison_lives)
+            num_left = int(lives.read_text())
+            if not num_left:
+                return
+            lives.write_text(str(num_left - 1))
+        if knobs.vmstat:
+            vmstat = Path(knobs.vmstat)
+            vmstat.write_text(f"nr_free_pages 5\noom_kill {int(vmstat.read_text().split()[-1]) + 1}\n")
+        if knobs.poison_how == "exception":
+            raise ZeroDivisionError
+        os.kill(os.getpid(), signal.Signals[knobs.poison_how])
+
     def take_events(self) -> list[Event]:
         return []
 
@@ -214,6 +239,9 @@ def build(config: EngineConfig) -> tuple[FakeEngine, EngineInfo]:
     knobs = msgspec.json.decode(config.model.model, type=Knobs)
     if knobs.start_error:
         raise getattr(errors, knobs.start_error, ZeroDivisionError)("layer 3 is missing")
+    time.sleep(knobs.start_seconds)
+    if knobs.start_kill:
+        os.kill(os.getpid(), signal.SIGKILL)
     if knobs.start_crash_after:
         if os.path.exists(knobs.start_crash_after):
             os._exit(7)

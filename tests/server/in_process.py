@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -85,6 +86,8 @@ class InProcessEngine:
     timelines: Timelines = field(default_factory=Timelines)
     kv_events: KVEventRing = field(default_factory=KVEventRing)
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    """Fields of ``EngineStats`` that the engine itself does not count."""
 
     def __post_init__(self) -> None:
         self.engine = FakeEngine(self._next_token, num_blocks=NUM_BLOCKS)
@@ -106,7 +109,7 @@ class InProcessEngine:
 
     @property
     def stats(self) -> EngineStats:
-        return self.engine.stats()
+        return msgspec.structs.replace(self.engine.stats(), **self.counters)
 
     @property
     def num_live(self) -> int:
