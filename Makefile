@@ -1,4 +1,4 @@
-# Three commands do all the set-up they need: `make serve`, `make test` and `make test-clients`.
+# Every target does all the set-up it needs.
 PYTHON ?= python3
 VENV ?= .venv
 CLIENTS ?= .venv-clients
@@ -13,21 +13,31 @@ FUNCTIONS ?= bfcl-eval==2026.3.23
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: serve test test-clients lint clean
+.PHONY: serve test check timing test-clients lint clean
 
 serve: $(VENV)/.run  ## serve MODEL on HOST:PORT; more flags in ARGS
 	@exec $(BIN)/octavo serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: export PYTHONDONTWRITEBYTECODE :=  # tests start processes by the hundred: each would compile all that it imports
-test: $(VENV)/.dev  ## run every test; those that need a GPU are skipped without one
+test: $(VENV)/.dev  ## run every test but those of `timing`; those that need a GPU are skipped without one
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# What is quick to run: nothing with tensors, and the server over an engine without a model.
+CHECKED := tests/test_architecture.py tests/cache tests/engine tests/grammar tests/text tests/server
+
+check: export PYTHONDONTWRITEBYTECODE :=
+check: lint  ## style, types, and the tests of all that decides and serves, in a minute and a half
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not model and not timing" $(CHECKED) $(ARGS)
+
+timing: $(VENV)/.dev  ## tests that compare times, on a machine that has nothing else to do
+	$(BIN)/python -m pytest -m timing $(ARGS)
 
 test-clients: $(VENV)/.dev $(CLIENTS)/.done  ## drive a server with other projects' clients: docs/clients.md
 	OCTAVO_CLIENTS=$(abspath $(CLIENTS)) $(BIN)/python -m pytest tests/clients $(ARGS)
 
 lint: $(VENV)/.dev  ## style and types
-	$(BIN)/ruff check octavo tests
-	$(BIN)/ruff format --check octavo tests
+	$(BIN)/ruff check octavo octavo_bench tests
+	$(BIN)/ruff format --check octavo octavo_bench tests
 	$(BIN)/mypy
 
 clean:

@@ -16,6 +16,7 @@ from octavo.build_encoder import build_encoder
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
+from octavo.cache.offloading import make_offload
 from octavo.config import CacheSettings, EngineConfig, ModelSettings, parse_lora_modules
 from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.engine import Engine
@@ -45,7 +46,6 @@ from octavo.runtime.cpu_threads import num_threads_wanted
 from octavo.runtime.device_program import load_kernels
 from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.offloading import make_offload
 from octavo.runtime.step_program import Forward
 from octavo.runtime.stream_executor import StreamExecutor
 from octavo.speculative_config import parse_speculative_config
@@ -72,7 +72,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     _prepare(device)
     path = resolve_model(config.model)
     checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed, str(device))
-    generation = chosen_config(config.model.generation_config, checkpoint.generation_config)
+    generation = chosen_config(config.model.generation_config, checkpoint.generation_config, path)
     defaults = sampling_defaults(config.model.generation_config, generation)
     model_config, form = _read_model(config, checkpoint, device)
     eos_ids = eos_token_ids(model_config, generation)
@@ -117,8 +117,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
     scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else loaded.num_bytes)
-    forms = f"{form.dtype} {form.packs} {info.kernels}"
-    _connect_blocks(scheduler.cache, config.cache, runner, storage, path, forms)
+    _connect_blocks(scheduler.cache, config.cache, runner, storage, path, _forms(form, info, storage))
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
     ngram = parse_speculative_config(config.speculative.speculative_config)
     proposer = None if ngram is None else NgramProposer(ngram)
@@ -141,7 +140,7 @@ def _connect_blocks(
     blocks = BlockMessages(runner, storage.bytes_per_block)
     if settings.enable_partial_reuse:
         cache.copy_slots = blocks.copy_slots
-    if (offload := make_offload(settings, storage, blocks, model, forms)) is not None:
+    if (offload := make_offload(settings, blocks, storage.block_size, model, forms)) is not None:
         cache.use_offload(offload)
 
 
@@ -170,6 +169,11 @@ def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
         watermark=settings.kv_watermark,
         events=KVEvents() if settings.enable_kv_events else None,
     )
+
+
+def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage) -> str:
+    """What cached keys and values depend on besides the checkpoint, the same in each process."""
+    return f"{form.dtype} {form.packs} {info.kernels}\n{storage.dtype}\n{storage.device.type}"
 
 
 def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int) -> Scheduler:

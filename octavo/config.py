@@ -179,8 +179,8 @@ class ServerSettings:
     """The HTTP server."""
 
     host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(8000, "port to listen on; 0 picks a free one", low=0)
-    served_model_name: str | None = setting(None, "model name in the API; default: from the model")
+    port: int = setting(8000, "port to listen on; 0 picks a free one", low=0, high=65535)
+    served_model_name: str | None = setting(None, "names of the model in the API, with commas; default: from the model")
     api_key: str | None = setting(None, "key that clients must send as a Bearer token; default: none asked")
     api_key_file: str | None = setting(
         None, "file of keys, one a line: a name, the key's SHA-256, requests_per_minute=, tokens_per_minute=, admin"
@@ -201,7 +201,7 @@ class ServerSettings:
     max_request_bytes: int = setting(32 << 20, "most bytes in a request's body", low=1024)
     tool_call_parser: str = setting(
         "auto",
-        "how the model writes calls of functions; auto: as its chat template shows",
+        "how the model writes calls of functions; auto: as its chat template shows, else hermes, told in text",
         ("auto", "none", "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "openai", "pythonic"),
     )
     enable_auto_tool_choice: bool = setting(True, "let clients offer tools that the model may call or not")
@@ -215,7 +215,7 @@ class ServerSettings:
     )
     unknown_fields: str = setting(
         "warn",
-        "what to do with a field that no API defines: serve and name it in a header, refuse, or say nothing",
+        "what to do with a field that is passed over: serve and name it in a header, refuse, or say nothing",
         ("warn", "reject", "ignore"),
     )
     isolate_keys: bool = setting(False, "share cached prompts only among requests of one API key, never between keys")
@@ -284,6 +284,7 @@ def settings(config_class: type[EngineConfig]) -> Iterator[Setting]:
                 meta["help"],
                 meta["choices"],
                 meta["low"],
+                meta["high"],
                 meta["is_json"],
             )
 

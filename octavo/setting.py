@@ -14,13 +14,20 @@ SECRETS = frozenset({"api_key", "admin_key"})
 
 
 def setting(
-    default: Any, help: str, choices: tuple[str, ...] = (), low: float | None = None, is_json: bool = False
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+    is_json: bool = False,
 ) -> Any:
-    """A dataclass field with what a command line needs to know about it; ``low`` is the least allowed value.
+    """A dataclass field with what a command line needs to know about it; values go from ``low`` to ``high``.
 
     With ``is_json`` the value is JSON, and a mapping in Python or YAML stands for it.
     """
-    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "is_json": is_json})
+    return field(
+        default=default, metadata={"help": help, "choices": choices, "low": low, "high": high, "is_json": is_json}
+    )
 
 
 class Setting(typing.NamedTuple):
@@ -34,6 +41,7 @@ class Setting(typing.NamedTuple):
     help: str
     choices: tuple[str, ...]
     low: float | None
+    high: float | None
     is_json: bool
 
     def parse(self, value: Any) -> Any:
@@ -50,6 +58,8 @@ class Setting(typing.NamedTuple):
             raise ConfigError(f"{self.name}: {value!r} is not one of {', '.join(self.choices)}")
         if self.low is not None and not result >= self.low:
             raise ConfigError(f"{self.name}: must be at least {self.low:g}, got {value!r}")
+        if self.high is not None and not result <= self.high:
+            raise ConfigError(f"{self.name}: must be at most {self.high:g}, got {value!r}")
         return result
 
 

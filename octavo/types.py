@@ -299,6 +299,8 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     """Files of the disk that were missing, damaged, or could not be written or read."""
     offload_memory_bytes: int = 0
     offload_disk_bytes: int = 0
+    num_evictions: int = 0
+    """Blocks of the prefix cache that were given up to make room."""
 
 
 class KVGroupInfo(msgspec.Struct, frozen=True):

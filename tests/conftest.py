@@ -23,19 +23,6 @@ import pytest
 import torch
 
 import tests.triton_interpreter  # noqa: F401 (before anything else imports triton)
-from tests.timing import turn
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that must be alone come first, when no other worker has anything running between two tests, either."""
-    items.sort(key=lambda item: item.get_closest_marker("alone") is None)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A test waits for its turn with all of its fixtures, and before its time begins."""
-    with turn(is_alone=item.get_closest_marker("alone") is not None):
-        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -131,4 +131,4 @@ def test_steps_beside_few_who_decode_are_as_long_as_others_on_a_cpu(folder: Path
     flat = {"model": str(folder), "device": "cpu", "num_kv_blocks": 40, "max_num_batched_tokens": 48}
     for more, most in (({}, 48), ({"max_num_mixed_tokens": 9}, 9)):
         engine, _ = build_engine(EngineConfig.from_flat({**flat, **more}))
-        assert engine.scheduler.mixed_steps.most_mixed == most
+        assert engine.scheduler.step_budget.mixed_steps.most_mixed == most

@@ -62,6 +62,8 @@ class GroupCache:
         self.clock = clock
         self.pool = BlockPool(size.num_blocks)
         self.tree = RadixTree(block_size, eviction, size.num_blocks, clock, events, has_window=size.window > 0)
+        self.num_evicted = 0
+        """Idle blocks that were given up to make room."""
         self.num_slots = 0
         """Token positions in all block tables, those given back included; a shared block counts in each."""
         root = self.tree.root
@@ -276,6 +278,7 @@ class GroupCache:
         """Forget ``num_blocks`` idle blocks, in the order of the eviction policy; none when negative."""
         for _ in range(num_blocks):
             self.pool.free(self.tree.evict())
+            self.num_evicted += 1
 
     def _hold(self, block: int) -> None:
         if self.pool.refs[block] == 0:

@@ -20,6 +20,7 @@ import time
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
 
 from octavo.cache.eviction import IdleBlocks
 from octavo.cache.kv_events import KVEvents
@@ -210,8 +211,9 @@ class RadixTree:
             yield node
             stack.extend(node.children.values())
 
-    def check(self, refs: list[int], ends: Counter[Node]) -> None:
-        """Assert that the tree agrees with the reference counts of blocks, and with where published paths end."""
+    def check(self, refs: Several[int], ends: Counter[Node]) -> None:
+        """Assert that nodes, blocks and idle blocks agree, given how many sequences hold each block, and how many
+        published paths end at each node. Costs O(pool)."""
         idle: set[Node] = set()
         in_tree: set[int] = set()
         for node in self.walk():

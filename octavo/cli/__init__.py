@@ -1,4 +1,4 @@
-"""The ``octavo`` command: one module for each sub-command, found through ``COMMANDS``.
+"""The ``octavo`` command: one module for each sub-command, named in ``COMMANDS`` or by an entry point.
 
 A command module has ``NAME``, ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int`` (the exit code). It
 imports what is heavy, torch above all, inside ``run``, so that help and mistakes are answered at once.
@@ -12,13 +12,18 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import entry_points
 from typing import NoReturn, Protocol, cast
 
 from octavo import __version__
 from octavo.cli.settings import environment_warnings
 from octavo.errors import OctavoError
 
-COMMANDS = ("serve", "chat", "generate", "models", "debug", "doctor", "bench", "simulate", "demo", "explain")
+COMMANDS = ("serve", "chat", "generate", "models", "debug", "doctor", "simulate", "explain")
+ENTRY_POINTS = "octavo.commands"
+"""Group of entry points whose modules are commands as well."""
+OF_OCTAVO_BENCH = ("bench", "demo")
+"""Commands of the package ``octavo_bench``, which an installation may lack."""
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -56,9 +61,14 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 
 def commands() -> Iterator[Command]:
-    """Every command, in the order of the help."""
+    """Every command, in the order of the help. An entry point that cannot be imported is left out with a warning."""
     for name in COMMANDS:
         yield cast(Command, importlib.import_module(f"octavo.cli.{name}"))
+    for entry in entry_points(group=ENTRY_POINTS):
+        try:
+            yield cast(Command, entry.load())
+        except ImportError as error:
+            print(f"octavo: warning: no command {entry.name!r}: {error}", file=sys.stderr)
 
 
 def build_parser() -> Parser:
@@ -75,7 +85,11 @@ def build_parser() -> Parser:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse ``argv``; end the process with help, the version or an error where that is the answer."""
-    args, rest = build_parser().parse_known_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    parser = build_parser()
+    if argv and argv[0] in OF_OCTAVO_BENCH and not entry_points(group=ENTRY_POINTS, name=argv[0]):
+        parser.error(f"{argv[0]!r} needs the package octavo_bench; `pip install -e .` in a checkout installs it")
+    args, rest = parser.parse_known_args(argv)
     if rest:
         args.parser.refuse(rest[0])
     return args

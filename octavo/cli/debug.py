@@ -113,9 +113,15 @@ def _theirs(path: Path, tokens: list[int]) -> list[Tensor]:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
-        raise ConfigError("debug diff needs the package transformers to compare with") from None
-    place = (str(path), {}) if path.is_dir() else (str(path.parent), {"gguf_file": path.name})
-    model = AutoModelForCausalLM.from_pretrained(place[0], dtype=torch.float32, attn_implementation="eager", **place[1])
+        raise ConfigError(
+            "debug diff: the package transformers is not installed; `pip install transformers` installs it"
+        ) from None
+    folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
+    form: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(folder), **form, **file)
+    except ImportError as error:  # it reads GGUF by way of other packages
+        raise ConfigError(f"debug diff: transformers cannot read {path.name}: {' '.join(str(error).split())}") from None
     stack = max((part for part in model.modules() if isinstance(part, torch.nn.ModuleList)), key=_num_parameters)
     results: list[Tensor] = []
     for layer in stack:

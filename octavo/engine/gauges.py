@@ -19,6 +19,7 @@ def snapshot(counters: EngineStats, cache: KVCache, num_running: int, num_waitin
         num_empty_slots=cache.num_empty_slots,
         num_cached_blocks=first.num_cached,
         num_copied_tokens=cache.num_copied,
+        num_evictions=sum(group.num_evicted for group in cache.groups),
     )
     if len(cache.groups) > 1:
         stats.kv_groups = [

@@ -12,18 +12,15 @@ from collections.abc import Callable, Iterator
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.node import Node
 from octavo.config import SchedulerSettings
-from octavo.engine.checks import check_scheduler, check_servable, may_share
 from octavo.engine.gauges import snapshot
-from octavo.engine.interval import DecodeInterval
-from octavo.engine.mixed_steps import MixedSteps
 from octavo.engine.outcomes import error_output, take_in
-from octavo.engine.pace import Pace
 from octavo.engine.policies import make_policy
 from octavo.engine.policies.policy import Surroundings
 from octavo.engine.shares import take, take_drafts
+from octavo.engine.step_budget import StepBudget
 from octavo.engine.suspects import Suspects
 from octavo.engine.victims import VICTIMS
-from octavo.errors import ConfigError, InvalidParameter, RunnerError
+from octavo.errors import ConfigError, ContextLengthExceeded, InvalidParameter, RunnerError
 from octavo.telemetry.events import EventLog
 from octavo.types import EngineStats, FinishReason, Output, Plan, Request, Sampled, Scheduled, Sequence, Status
 
@@ -75,9 +72,7 @@ class Scheduler:
         self.waiting = make_policy(Surroundings(cache, max_num_seqs, settings, clock))
         """The policy, which is the queue of those who wait."""
         self.choose_victim = VICTIMS.get(settings.preemption_victim, self.waiting.choose_victim)
-        self.mixed_steps = MixedSteps(settings.max_num_mixed_tokens, max_num_batched_tokens)
-        self.interval = DecodeInterval(settings.decode_interval or 1)
-        self.pace = Pace(settings.max_itl) if settings.max_itl or self.waiting.has_targets else None
+        self.step_budget = StepBudget(settings, max_num_batched_tokens, self.waiting)
         self.running: dict[int, Sequence] = {}
         """By id, and always in the order of ``Sequence.order``."""
         self.leaving: set[Sequence] = set()
@@ -104,7 +99,20 @@ class Scheduler:
         """Raise ``RequestError`` if ``seq`` could never be served."""
         if seq.id in self.waiting or seq.id in self.running:
             raise InvalidParameter("id", f"Request {seq.id} is already being served.")
-        check_servable(seq, self.cache, self.max_num_batched_tokens)
+        request, cache = seq.request, self.cache
+        if not request.prompt_tokens:
+            raise InvalidParameter("prompt", "The prompt must have at least one token.")
+        if request.output_tokens and len(request.output_tokens) >= request.max_tokens:
+            raise InvalidParameter(
+                "output_tokens",
+                f"Nothing is left to generate: {len(request.output_tokens)} of {request.max_tokens} tokens are there.",
+            )
+        if not cache.could_hold(seq.max_computed_tokens, self.max_num_batched_tokens):
+            raise ContextLengthExceeded(
+                f"The prompt has {seq.num_prompt_tokens} tokens and 'max_tokens' is {request.max_tokens}, "
+                f"but the KV cache has room for {cache.num_blocks * cache.block_size} tokens.",
+                param="max_tokens",
+            )
 
     def abort(self, request_id: int) -> None:
         """End a sequence without an answer; nothing happens when there is none with this id."""
@@ -127,10 +135,9 @@ class Scheduler:
             self._make_place()
         plan: Plan = []
         num_behind = len(self.running)
-        prompts_only = self.interval.leaves_out(lambda: bool(self.cut) or self._next_in() is not None)
-        budget = self.mixed_steps.budget(num_behind, num_behind if prompts_only else len(self.cut), len(self.waiting))
-        if self.pace is not None:
-            budget = self.pace.budget(num_behind, budget, self.waiting.seconds_left())
+        budget, prompts_only = self.step_budget.of_step(
+            num_behind, len(self.cut), lambda: bool(self.cut) or self._next_in() is not None
+        )
         whole = budget
         favoured, num_aside = self._set_aside(budget) if self.cut else (None, 0)
         budget -= num_aside
@@ -152,7 +159,7 @@ class Scheduler:
             num_taken = num_tokens + len(drafts) if drafts else num_tokens
             if start + num_taken > seq.capacity and not self._find_room(seq, start + num_taken):
                 # Everybody behind is younger and in flight. Left out now, they are idle when it asks again.
-                self.interval.end()
+                self.step_budget.interval.end()
                 rest = budget + num_aside
                 break
             plan.append(take(seq, num_tokens, drafts))
@@ -224,7 +231,7 @@ class Scheduler:
     @property
     def _has_place(self) -> bool:
         is_free = len(self.running) + len(self.leaving) < self.max_num_seqs
-        return is_free and (self.pace is None or self.pace.admits(len(self.running), self.waiting.targets()))
+        return is_free and self.step_budget.admits(len(self.running))
 
     def _next_in(self) -> Sequence | None:
         """The first in line, if it can enter."""
@@ -382,8 +389,7 @@ class Scheduler:
         """Take note that a step that went well took ``seconds``."""
         self.stats.step_tokens = sum([len(item.tokens) + len(item.drafts) for item in plan])
         self.stats.step_seconds = seconds
-        if self.pace is not None:
-            self.pace.learn(plan, self.stats.step_tokens, seconds)
+        self.step_budget.learn(plan, self.stats.step_tokens, seconds)
 
     def snapshot(self) -> EngineStats:
         """Counters and gauges as of now; O(1)."""
@@ -391,4 +397,31 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert everything that must hold between two steps. Costs O(pool)."""
-        check_scheduler(self)
+        self.cache.check([*self.running.values(), *self.leaving])
+        self.waiting.check()
+        orders = [seq.order for seq in self.running.values()]
+        assert orders == sorted(orders), "running sequences are out of order"
+        assert len(self.running) + len(self.leaving) <= self.max_num_seqs, "too many sequences are running"
+        for request_id, seq in self.running.items():
+            assert seq.id == request_id, "a running sequence is filed under another id"
+            assert request_id not in self.waiting, "a sequence is running and waiting"
+            assert seq.status in (RUNNING, Status.YIELDING), "a running sequence has another status"
+            assert seq.status is RUNNING or seq is self.yielding, "a running sequence yields to nobody"
+            assert seq.num_computed_tokens <= seq.capacity, "a computed position has no block"
+            is_complete = seq.num_computed_tokens == seq.max_computed_tokens
+            assert is_complete or len(seq.tokens) <= seq.max_computed_tokens, "more is planned than is ever needed"
+            assert seq.num_computed_tokens <= seq.max_computed_tokens, "more is computed than is ever needed"
+            num_pending = seq.tokens.count(None)
+            assert num_pending <= seq.num_in_flight, "a pending token will never be sampled"
+            assert None not in seq.tokens[: len(seq.tokens) - num_pending], "a token follows a pending one"
+        for seq in self.leaving:
+            assert seq.status is Status.FINISHED, "a leaving sequence has not ended"
+            assert seq.num_in_flight, "a finished sequence keeps its blocks"
+
+
+def may_share(seq: Sequence) -> bool:
+    """Whether ``seq`` can start from cached blocks.
+
+    What was computed at a cached position is gone, so a request for log-probabilities of the prompt computes all of it.
+    """
+    return seq.request.params.prompt_logprobs is None and seq.request.task == "generate"

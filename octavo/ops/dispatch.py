@@ -30,9 +30,7 @@ Supports = Callable[[torch.dtype], str | None]
 REFERENCE = "reference"
 KERNEL_FOLDERS = {"cpu": "octavo.ops.cpu", "cuda": "octavo.ops.triton"}
 
-_ops: dict[str, Op[Any, Any]] = {}
-_only: str | None = None
-_wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
+Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
 class Choice(NamedTuple):
@@ -112,60 +110,74 @@ class Op(Generic[P, R]):
         run = self.reference
         if name != REFERENCE:
             run = next(kernel.run for kernel in self.kernels if (kernel.name, kernel.device) == (name, device))
-        return run if _wrap is None else _wrap(self.name, run)
+        return run if OPS.wrap is None else OPS.wrap(self.name, run)
 
     def _declines(self, kernel: Kernel[P, R], dtype: torch.dtype) -> str | None:
-        if _only is not None and kernel.name != _only:
-            return f"only {_only} is allowed now"
+        if OPS.only is not None and kernel.name != OPS.only:
+            return f"only {OPS.only} is allowed now"
         return kernel.supports(dtype)
+
+
+class Ops:
+    """The ops of this process by name, and what overrides the choice of their kernels for a while.
+
+    A process has one, ``OPS``: ops and kernels register themselves when their modules are imported.
+    """
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Op[Any, Any]] = {}
+        self.only: str | None = None
+        """The only name of kernels that may run; otherwise references do."""
+        self.wrap: Wrap | None = None
+
+    def forget_choices(self) -> None:
+        """Choose every kernel again at its next call."""
+        for item in self.by_name.values():
+            item._chosen.clear()
+
+
+OPS = Ops()
 
 
 def op(reference: Callable[P, R]) -> Op[P, R]:
     """Make an op of a plain-torch function whose first argument is a tensor."""
-    assert reference.__name__ not in _ops, f"two ops are called {reference.__name__}"
-    made = _ops[reference.__name__] = Op(reference)
+    assert reference.__name__ not in OPS.by_name, f"two ops are called {reference.__name__}"
+    made = OPS.by_name[reference.__name__] = Op(reference)
     return made
 
 
 def choices(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Choice]:
     """What would run on this device for this dtype, for every op that is imported."""
-    return [choice for name in sorted(_ops) for choice in _ops[name].choices(device, dtype)]
+    return [choice for name in sorted(OPS.by_name) for choice in OPS.by_name[name].choices(device, dtype)]
 
 
 @contextlib.contextmanager
 def only(name: str) -> Iterator[None]:
     """Within this block run the kernels of this name alone, and references where there is none (for tests)."""
-    global _only
-    before, _only = _only, name
-    _forget_choices()
+    before, OPS.only = OPS.only, name
+    OPS.forget_choices()
     try:
         yield
     finally:
-        _only = before
-        _forget_choices()
+        OPS.only = before
+        OPS.forget_choices()
 
 
 @contextlib.contextmanager
-def wrapped(wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def wrapped(wrap: Wrap) -> Iterator[None]:
     """Within this block run ``wrap(op's name, implementation)`` in place of every implementation (for profilers)."""
-    global _wrap
-    before, _wrap = _wrap, wrap
-    _forget_choices()
+    before, OPS.wrap = OPS.wrap, wrap
+    OPS.forget_choices()
     try:
         yield
     finally:
-        _wrap = before
-        _forget_choices()
+        OPS.wrap = before
+        OPS.forget_choices()
 
 
 def is_wrapped() -> bool:
-    """Whether somebody watches each operation, so that several must not be made one."""
-    return _wrap is not None
-
-
-def _forget_choices() -> None:
-    for item in _ops.values():
-        item._chosen.clear()
+    """Whether each operation is watched, so that several must not be made one."""
+    return OPS.wrap is not None
 
 
 @functools.cache

@@ -32,6 +32,8 @@ from octavo.types import Request, Task
 
 THREAD_BYTES = 1 << 10
 """Longer texts are tokenised in a thread: a millisecond for each of many at once would hold up every stream."""
+THREAD_TOKENS = 64 << 10
+"""Longer lists of token ids are checked in a thread."""
 
 PromptSource = str | list[int] | tuple[str, str] | Callable[[], str]
 """Text, token ids, two texts for a judge, or a function that makes the text and may take its time: it is called in a
@@ -105,13 +107,12 @@ class Admission:
             asked.caller.account.admit()
             try:
                 async with asyncio.timeout_at(deadline):
-                    prompts = await self._encode_all(asked)
+                    prompts_and_limits = await self._encode_all(asked)
                     self._check_tokens(asked)
                     banned = await self._banned_sequences(asked.params)
-                    asked = await self._with_grammar(asked, prompts[0])
+                    asked = await self._with_grammar(asked, prompts_and_limits[0][0])
             except TimeoutError:
                 raise DeadlineExceeded(asked.timeout or 0.0) from None
-            prompts_and_limits = [(prompt, self._max_tokens(asked, prompt)) for prompt in prompts]
             generation = self._start(asked, prompts_and_limits, banned)
         if deadline is not None:
             generation.expire_at(deadline, DeadlineExceeded(asked.timeout or 0.0))
@@ -155,6 +156,7 @@ class Admission:
     def _start(self, asked: Asked, prompts: list[tuple[Prompt, int]], banned: Sequences) -> Generation:
         generation = Generation(self.engine, asked.caller.account)
         adapters = self.engine.adapters
+        adapters.check(asked.model)
         adapter = asked.model if asked.model in adapters.paths else ""
         arrival = time.monotonic()
         for prompt, max_tokens in prompts:
@@ -202,9 +204,16 @@ class Admission:
 
     # --- prompts ---
 
-    async def _encode_all(self, asked: Asked) -> list[Prompt]:
-        def encode_all() -> list[Prompt]:
-            return [self._encode(prompt, asked.prompt_field, asked.add_special_tokens) for prompt in asked.prompts]
+    async def _encode_all(self, asked: Asked) -> list[tuple[Prompt, int]]:
+        """Each prompt with the most tokens that may follow. The first that does not fit ends it: the others are not
+        tokenised in vain."""
+
+        def encode_one(source: PromptSource) -> tuple[Prompt, int]:
+            prompt = self._encode(source, asked.prompt_field, asked.add_special_tokens)
+            return prompt, self._max_tokens(asked, prompt)
+
+        def encode_all() -> list[tuple[Prompt, int]]:
+            return [encode_one(source) for source in asked.prompts]
 
         if any(callable(prompt) for prompt in asked.prompts):
             return await asyncio.to_thread(encode_all)
@@ -278,7 +287,9 @@ class Admission:
 
 
 def _size(source: PromptSource) -> int:
-    """About how many bytes there are to tokenise."""
+    """About how many bytes there are to tokenise; token ids, which are only checked, count for less."""
     if isinstance(source, tuple):
         return sum(map(len, source))
+    if isinstance(source, list):
+        return len(source) * THREAD_BYTES // THREAD_TOKENS
     return len(source) if isinstance(source, str) else 0

@@ -20,6 +20,7 @@ from octavo.server import admin, explanations, probes
 from octavo.server.admission import Admission
 from octavo.server.anthropic import messages
 from octavo.server.batches import batches, files
+from octavo.server.bodies import Bodies
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import on_http_exception, on_request_error
 from octavo.server.front import Front
@@ -27,12 +28,12 @@ from octavo.server.gate import Gate
 from octavo.server.hosts import Hosts
 from octavo.server.jobs import Jobs
 from octavo.server.keys import Keys
+from octavo.server.model_name import served_model_names
 from octavo.server.native import generate, infer
 from octavo.server.openai import adapters, chat, completions, embeddings, models, scoring, tokenize
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import PAGE, openapi_document
 from octavo.server.responses import endpoints as responses
-from octavo.server.serving import served_model_name
 from octavo.server.store import Store
 from octavo.telemetry.metrics import Metrics
 from octavo.text.chat_template import load_chat_template
@@ -85,10 +86,11 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
             settings.tool_call_parser, settings.reasoning_parser, chat_template.source, special_ids
         ),
         admission=Admission(engine, tokenizer, config.server.max_num_queued_reqs),
+        bodies=Bodies(settings.max_request_bytes),
         store=_store(settings),
         jobs=Jobs(),
         keys=keys,
-        model_name=served_model_name(config),
+        model_names=served_model_names(config),
     )
     return app
 

@@ -16,9 +16,9 @@ import time
 import msgspec
 
 from octavo.config import EngineConfig, ServeConfig, to_flat
-from octavo.errors import InvalidParameter, RequestError, RequestFailed, Unavailable
+from octavo.errors import ConfigError, InvalidParameter, OctavoError, RequestError, RequestFailed, Unavailable
 from octavo.server import wire
-from octavo.server.adapters import AdapterTable
+from octavo.server.adapters import MAX_DEATHS, Adapter, AdapterTable, digest
 from octavo.server.engine_client import OutputListener
 from octavo.server.engine_link import EngineLink
 from octavo.server.live import LiveRequest
@@ -26,10 +26,13 @@ from octavo.server.supervisor import Supervisor
 from octavo.server.timelines import KVEventRing, Timelines
 from octavo.server.trials import Trials
 from octavo.telemetry.counts import Condition, Timing
+from octavo.telemetry.events import Event
 from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Output, Request
 
 ENGINE_ARGV = (sys.executable, "-m", "octavo.server.engine_process")
+PATIENCE = 5
+"""Attempts in a row to start an engine process that may fail before new requests are refused."""
 READY_SECONDS = 5.0
 """An engine that was silent for longer is not ready, though it may only be slow."""
 STOP_GRACE = 5.0
@@ -40,7 +43,7 @@ COUNTER_FIELDS = (
     *("num_steps", "num_shares", "num_prompt_tokens", "num_output_tokens", "num_preemptions"),
     *("prefix_queries", "prefix_hits", "num_copied_tokens", "num_faults", "num_drafts", "num_accepted_drafts"),
     *("num_offload_saved", "num_offload_dropped", "num_offload_prefetched", "num_offload_restored"),
-    "num_offload_bad_files",
+    *("num_offload_bad_files", "num_evictions"),
 )
 """Fields of ``EngineStats`` that start from 0 in each engine process."""
 
@@ -54,12 +57,12 @@ class AsyncEngine:
     """
 
     def __init__(self, config: ServeConfig, argv: list[str] | None = None) -> None:
-        self.metrics = Metrics(config.server.served_model_name or config.model.model)
+        self.metrics = Metrics((config.server.served_model_name or config.model.model).partition(",")[0])
         self.metrics.condition = self._condition
         self.timelines = Timelines()
         self.kv_events = KVEventRing()
         self.failure: str | None = None
-        """Why there will never again be an engine, once the supervisor has given up."""
+        """Why requests are refused: several attempts in a row to start an engine process failed."""
         self.adapters = AdapterTable(config.model)
         self._engine_settings = to_flat(config, EngineConfig)
         """What the next engine process is told to build."""
@@ -68,6 +71,9 @@ class AsyncEngine:
         self._live: dict[int, LiveRequest] = {}
         self._trials = Trials()
         self._info: EngineInfo | None = None
+        self._has_engine = False
+        """Whether an engine process takes requests, as far as the supervisor has told."""
+        self._changing_adapters = asyncio.Lock()
         self._is_draining = False
         self._earlier = EngineStats()
         """The counters that ended engine processes left."""
@@ -138,7 +144,7 @@ class AsyncEngine:
     @property
     def _is_up(self) -> bool:
         link = self._supervisor.link
-        return link is not None and link.is_ready
+        return self._has_engine and link is not None and link.is_ready
 
     def _condition(self) -> Condition:
         return Condition(self.num_live, self.is_ready, self.seconds_since_progress)
@@ -152,11 +158,13 @@ class AsyncEngine:
     def add(self, request: Request, listener: OutputListener) -> None:
         """Accept a request; from here on it ends with an answer to ``listener``, whatever happens.
 
-        Raises ``Unavailable`` when not started, draining or given up, and ``InvalidParameter`` for a request
-        that cannot be sent. While the engine process restarts, requests are accepted and wait.
+        Raises ``Unavailable`` when not started, draining or without an engine process that starts, and
+        ``InvalidParameter`` for a request that cannot be sent. While the engine process restarts, requests are
+        accepted and wait.
         """
         if not self._accepts:
-            raise Unavailable(self.failure or "The server takes no requests now.", retry_after=5)
+            what = "The server takes no requests now." if self.failure is None else "The engine does not start now."
+            raise Unavailable(what, retry_after=5)
         if request.id in self._live:
             raise ValueError(f"request id {request.id} is in use")
         live = LiveRequest(request, listener, Timing(request.arrival or time.monotonic()))
@@ -186,26 +194,64 @@ class AsyncEngine:
 
         Raises ``InvalidParameter`` for one that the engine does not take, and ``Unavailable`` while it restarts.
         """
-        link = self._link_to_tell()
-        error = await link.tell_adapter(wire.LoadAdapter(link.generation, name, path))
-        if error:
-            raise InvalidParameter("lora_path", error)
-        self.adapters.add(name, path, content)
-        self._engine_settings["lora_modules"] = self.adapters.as_setting()
+        async with self._changing_adapters:
+            if name in self.adapters.paths:
+                raise InvalidParameter("lora_name", f"An adapter called '{name}' is loaded already.")
+            link = self._link_to_tell()
+            error = await link.tell_adapter(wire.LoadAdapter(link.generation, name, path))
+            if error:
+                raise InvalidParameter("lora_path", error)
+            self.adapters.add(name, path, content)
 
     async def unload_adapter(self, name: str) -> None:
         """Take no more requests for an adapter; when those that run have ended, forget it."""
         self.adapters.remove(name)
-        self._engine_settings["lora_modules"] = self.adapters.as_setting()
         while any(live.request.adapter == name for live in self._live.values()):
             await asyncio.sleep(DRAIN_POLL_SECONDS)
-        if name not in self.adapters.paths:
-            link = self._link_to_tell()
-            await link.tell_adapter(wire.UnloadAdapter(link.generation, name))
+        async with self._changing_adapters:
+            if name not in self.adapters.paths:
+                link = self._link_to_tell()
+                await link.tell_adapter(wire.UnloadAdapter(link.generation, name))
+
+    async def prepare(self, link: EngineLink) -> None:
+        """Give a restarted engine process the adapters of the last one; leave out any that it cannot load again."""
+        if self._info is None:
+            return  # the first one built those of the settings
+        for name, adapter in list(self.adapters.known.items()):
+            error = await self._load_again(link, name, adapter)
+            if link.closed.is_set():
+                adapter.deaths += 1
+                raise OctavoError(f"the engine process ended while it loaded the adapter {name}")
+            if name not in self.adapters.known:  # unloaded meanwhile
+                await link.tell_adapter(wire.UnloadAdapter(link.generation, name))
+            elif error:
+                logger.error("the adapter %s is left out: %s", name, error)
+                self.adapters.leave_out(name)
+            else:
+                self.adapters.take_back(name)
+        for live in list(self._live.values()):
+            try:
+                self.adapters.check(live.request.adapter)
+            except RequestError as error:
+                self._fail(live, error)
+
+    @staticmethod
+    async def _load_again(link: EngineLink, name: str, adapter: Adapter) -> str:
+        """Load an adapter if it is what it was; return what went wrong, or ""."""
+        if adapter.deaths >= MAX_DEATHS:
+            adapter.deaths = 0  # the next restart tries it again
+            return "engine processes die while they load it"
+        try:
+            content = await asyncio.to_thread(digest, adapter.path)
+        except ConfigError as error:
+            return str(error)
+        if content != adapter.digest:
+            return f"{adapter.path}: its files have changed since it was loaded"
+        return await link.tell_adapter(wire.LoadAdapter(link.generation, name, adapter.path))
 
     def _link_to_tell(self) -> EngineLink:
         link = self._supervisor.link
-        if link is None or not link.is_ready:
+        if link is None or not self._is_up:
             raise Unavailable("The engine is restarting.", retry_after=5)
         return link
 
@@ -240,7 +286,7 @@ class AsyncEngine:
                 self._replay(live)
 
     def _replay(self, live: LiveRequest) -> None:
-        if live.total_deaths:
+        if live.num_deaths:
             self.metrics.replays += 1
         try:
             self._submit(live)
@@ -254,24 +300,27 @@ class AsyncEngine:
         if self._info is not None:
             self.metrics.restarts += 1
         self._info = self.metrics.info = info
+        if self.adapters.is_enabled:
+            self._engine_settings["lora_modules"] = None  # the next process gets them in ``prepare``
+        self._has_engine, self.failure = True, None
         self._admit_waiting()
 
-    def on_down(self) -> None:
-        """The engine process is gone: who is guilty ends, the others wait for the next."""
+    def on_down(self, is_from_outside: bool) -> None:
+        """The engine process is gone: a request that is the reason ends, the others wait for the next."""
+        self._has_engine = False
         self.metrics.hangs = self._supervisor.num_hangs
         self.kv_events.clear()
         self._earlier = self._settled(self.stats)
         self.metrics.stats = self._earlier
-        for live in self._trials.on_death(self._live.values()):
+        for live in self._trials.on_death(self._live.values(), is_from_outside):
             self.metrics.convictions += 1
-            logger.error("request %d ends: %d engine processes died with it", live.id, live.total_deaths)
+            logger.error("request %d ends: %d engine processes ended with it", live.id, live.num_deaths)
             self._fail(live, RequestFailed("The engine fails whenever it computes this request."))
 
-    def on_given_up(self, reason: str) -> None:
-        """There will be no other engine process: everything live ends."""
-        self.failure = f"The engine cannot be restarted: {reason}"
-        for live in list(self._live.values()):
-            self._fail(live, RequestFailed(self.failure))
+    def on_failed_restart(self, reason: str, count: int) -> None:
+        """The next engine process could not be started: what is live waits on, what is new is refused after a while."""
+        if count >= PATIENCE:
+            self.failure = f"The engine cannot be restarted: {reason}"
 
     def on_step(self, step: wire.StepDone) -> None:
         """One step's news, in one pass."""
@@ -279,6 +328,7 @@ class AsyncEngine:
         self.metrics.observe_step(self._total(step.stats))
         if step.events:
             self.timelines.hear(step.events)
+            self._note_computed(step.events)
         if step.kv_events:
             self.kv_events.hear(step.kv_events)
         live_requests = self._live
@@ -293,12 +343,16 @@ class AsyncEngine:
                 self._fail(live, refusal.as_error())
         self._admit_waiting()
 
+    def _note_computed(self, events: list[Event]) -> None:
+        for event in events:
+            if event.kind == "chunk" and (live := self._live.get(event.request_id)) is not None:
+                live.note_computed(event.start + event.tokens)
+
     def _deliver(self, live: LiveRequest, output: Output, now: float) -> None:
         """Journal first, then count, then tell the listener."""
         tokens = output.tokens
         if tokens:
-            live.tokens += tokens
-            live.deaths = 0
+            live.note_tokens(tokens)
             timing = live.timing
             if timing.first_token:
                 self.metrics.observe_tokens(timing, len(tokens), now)

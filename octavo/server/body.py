@@ -1,4 +1,4 @@
-"""From the bytes of a request to a typed value, strictly, with every size bounded while it is read.
+"""From the bytes of a body to a typed value, strictly, and nothing is built that no request needs.
 
 JSON is decoded by msgspec, which refuses NaN, Infinity, bad UTF-8 and lone surrogates, and never takes ``true``
 for 1 or ``"1"`` for 1. Fields are decoded one by one, so that an error can name its field; ``null`` counts as
@@ -7,20 +7,27 @@ absent, as in the OpenAI API.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar, get_type_hints
 
 import msgspec
-from starlette.requests import Request
 
 from octavo.errors import InvalidParameter, RequestError, RequestTooLarge
-from octavo.server.errors import HTTPRefusal, MissingParameter, UnsupportedParameter
+from octavo.server.errors import MissingParameter, UnsupportedParameter
+from octavo.server.json_size import Size, measure
 
-BODY_SECONDS = 60
-"""A body must have arrived after this long; slower clients would hold memory for nothing."""
+SMALL_BYTES = 32 << 10
+"""Reading so much takes less than a millisecond, whatever it is."""
 MAX_DEPTH = 64
+MAX_VALUES = 1 << 20
+"""Besides one prompt of a whole context as token ids. So many keep the interpreter's lock for some 40 ms."""
+MAX_CONTAINERS = 1 << 17
+"""Objects, arrays and members of objects, besides those of one prompt of a whole context: each message, part or tool is
+a few of them, and at least a token."""
+CONTAINERS_PER_TOKEN = 4
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 ASKS_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -35,74 +42,79 @@ class MalformedJSON(RequestError):
     code = "invalid_json"
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, of at most ``limit`` bytes, which must be said to be JSON.
-
-    Other media types are refused: a web page can make a browser post a form or plain text to this server, but not JSON.
-    """
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
-        raise HTTPRefusal(400, "The body must be sent with 'Content-Type: application/json'.", "unsupported_media_type")
-    return await read_bytes(request, limit)
-
-
-async def read_bytes(request: Request, limit: int) -> bytes:
-    """The whole body, counted while it arrives. Raises ``RequestTooLarge`` as soon as it passes ``limit`` bytes."""
-    too_large = RequestTooLarge(f"The body is larger than {limit} bytes, the most that this server accepts.")
-    declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > limit:
-        raise too_large
-    chunks: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > limit:
-                    raise too_large
-                chunks.append(chunk)
-    except TimeoutError:
-        raise HTTPRefusal(408, f"The body did not arrive within {BODY_SECONDS} seconds.", "request_timeout") from None
-    return b"".join(chunks)
-
-
 class BodyReader(Generic[T]):
     """Reads JSON objects as ``kind``.
 
     ``refused`` names fields that the API defines and this server does not implement, each with the values that
     ask for nothing (null, false, "", [] and {} never do). ``accepted`` names fields without an effect on the answer.
+    ``ignored`` names fields that are passed over, and the client is told, with the values that ask for nothing.
     """
 
-    def __init__(self, kind: type[T], refused: Mapping[str, tuple[Any, ...]], accepted: frozenset[str]) -> None:
+    def __init__(
+        self,
+        kind: type[T],
+        refused: Mapping[str, tuple[Any, ...]],
+        accepted: frozenset[str],
+        ignored: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+    ) -> None:
         self.kind = kind
         self.refused = refused
         self.accepted = accepted
+        self.ignored = ignored
         hints = get_type_hints(kind, include_extras=True)
         self.decoders = {name: msgspec.json.Decoder(hint | None) for name, hint in hints.items()}
         self.required = [field.name for field in msgspec.structs.fields(kind) if field.required]
 
-    def read(self, body: bytes) -> tuple[T, list[str]]:
-        """The value, and the names of fields that no API defines. Raises ``RequestError``."""
+    def read(self, body: bytes, max_model_len: int = 0) -> tuple[T, list[str]]:
+        """The value, and the names of fields that are passed over: those that no API defines, which are not decoded,
+        and ``ignored`` ones that ask for something. Raises ``RequestError``."""
+        if body.startswith(BYTE_ORDER_MARK):
+            body = body[len(BYTE_ORDER_MARK) :]
+        if not body or body.isspace():
+            raise MalformedJSON("The body is empty; it must be a JSON object.")
+        is_small = len(body) <= SMALL_BYTES and body.count(b"[") + body.count(b"{") <= MAX_DEPTH
+        size = None if is_small else _bounded_size(body, max_model_len)
+        fields = _split(body)
+        if size is not None and size.depth > MAX_DEPTH + 1:
+            raise _too_deep(next(name for name, raw in fields.items() if measure(bytes(raw)).depth > MAX_DEPTH))
         values: dict[str, Any] = {}
-        unknown: list[str] = []
-        may_be_deep = body.count(b"[") + body.count(b"{") > MAX_DEPTH
-        for name, raw in _split(body).items():
+        passed_over: list[str] = []
+        for name, raw in fields.items():
             decoder = self.decoders.get(name)
-            value = _decode(name, raw, decoder or _any_value)
-            if may_be_deep and _is_too_deep(value):
-                raise _too_deep(name)
             if name in self.refused:
-                if value not in ASKS_NOTHING and value not in self.refused[name]:
+                if _asks(_decode(name, raw, _any_value), self.refused[name]):
                     raise UnsupportedParameter(name)
             elif decoder is not None:
+                value = _decode(name, raw, decoder)
                 if value is not None:
                     values[name] = value
-            elif name not in self.accepted:
-                unknown.append(name)
+            elif name not in self.accepted and (
+                name not in self.ignored or _asks(_decode(name, raw, _any_value), self.ignored[name])
+            ):
+                passed_over.append(name)
         for name in self.required:
             if name not in values:
                 raise MissingParameter(name)
-        return self.kind(**values), unknown
+        return self.kind(**values), passed_over
+
+
+def _asks(value: Any, defaults: tuple[Any, ...]) -> bool:
+    return value not in ASKS_NOTHING and value not in defaults
+
+
+def _bounded_size(body: bytes, max_model_len: int) -> Size:
+    """The size of ``body``. Raises ``RequestTooLarge``, early, when decoding it would cost too much."""
+    max_values = MAX_VALUES + max_model_len
+    max_containers = MAX_CONTAINERS + CONTAINERS_PER_TOKEN * max_model_len
+    size = measure(body, max_values, max_containers)
+    if size.num_values > max_values:
+        raise RequestTooLarge(f"The body has more than {max_values} values, the most that this server accepts.")
+    if size.num_containers > max_containers:
+        message = (
+            f"The body has more than {max_containers} objects, arrays and fields, the most that this server accepts."
+        )
+        raise RequestTooLarge(message)
+    return size
 
 
 def _split(body: bytes) -> dict[str, msgspec.Raw]:
@@ -143,13 +155,3 @@ def _decode(name: str, raw: msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> 
 
 def _too_deep(name: str) -> InvalidParameter:
     return InvalidParameter(name, f"'{name}' is nested deeper than {MAX_DEPTH} levels.")
-
-
-def _is_too_deep(value: Any) -> bool:
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(MAX_DEPTH):
-        children = [list(item.values()) if isinstance(item, dict) else item for item in level]
-        level = [child for items in children for child in items if isinstance(child, dict | list)]
-        if not level:
-            return False
-    return True

@@ -26,7 +26,7 @@ class EngineClient(Protocol):
     timelines: Timelines
     kv_events: KVEventRing
     failure: str | None
-    """Why there will never again be an engine; ``None`` as long as there may be."""
+    """Why requests are refused: several attempts in a row to start an engine process failed."""
 
     @property
     def info(self) -> EngineInfo: ...

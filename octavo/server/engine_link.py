@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import subprocess
 import time
@@ -13,9 +14,11 @@ from typing import Any
 
 from octavo.errors import OctavoError
 from octavo.server import wire
+from octavo.server.endings import is_from_outside, num_oom_kills
 from octavo.types import EngineInfo
 
 POLL_SECONDS = 0.005
+GONE = "the engine process ended meanwhile; try again"
 
 logger = logging.getLogger("octavo.server")
 
@@ -34,7 +37,6 @@ class EngineLink(asyncio.Protocol):
         self.started = self.last_sign
         self.has_delivered = False
         """Whether it ever brought a token."""
-        self.had_requests = False
         self.ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self.closed = asyncio.Event()
         self._adapters: dict[str, asyncio.Future[str]] = {}
@@ -42,10 +44,15 @@ class EngineLink(asyncio.Protocol):
         self._on_step = on_step
         self._reader = wire.FrameReader()
         self._transport: Any = None
+        self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._was_killed = False
+        self._num_oom_kills: int | None = None
+        """Those of the whole machine before the process was started."""
 
-    async def open(self, argv: Sequence[str], config: dict[str, Any]) -> None:
-        """Start ``argv + [FD]`` and tell it what to build; raise ``OSError`` when it cannot be started."""
+    def start_process(self, argv: Sequence[str]) -> None:
+        """Start ``argv + [FD]``; raise ``OSError`` when it cannot be started."""
+        self._num_oom_kills = num_oom_kills()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with theirs:
@@ -57,7 +64,11 @@ class EngineLink(asyncio.Protocol):
             self.closed.set()
             raise
         ours.setblocking(False)
-        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+        self._socket = ours
+
+    async def connect(self, config: dict[str, Any]) -> None:
+        """Tell the process what to build."""
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
         # It logs what this process logs.
         self.send(wire.Start(self.generation, config, logging.getLevelName(logger.getEffectiveLevel())))
 
@@ -72,13 +83,13 @@ class EngineLink(asyncio.Protocol):
     def send(self, message: wire.ToEngine) -> None:
         """Send one message; raise ``FrameError`` if it cannot be encoded. To a process that is gone: nothing."""
         frame = wire.pack(message)
-        if isinstance(message, wire.Submit):
-            self.had_requests = True
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
 
     async def tell_adapter(self, message: wire.LoadAdapter | wire.UnloadAdapter) -> str:
-        """Send it, and wait for what went wrong: "" when nothing did."""
+        """Send it, and wait for what went wrong: "" when nothing did. One at a time for each name."""
+        if self.closed.is_set():
+            return GONE
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._adapters[message.name] = answer
         self.send(message)
@@ -90,7 +101,9 @@ class EngineLink(asyncio.Protocol):
 
     def kill(self) -> None:
         """End the process at once. Harmless when it is gone; never signals a process that is not our own child."""
-        if self._process is not None:
+        if not self.has_exited():
+            assert self._process is not None
+            self._was_killed = True
             self._process.kill()
         self.disconnect()
 
@@ -108,12 +121,28 @@ class EngineLink(asyncio.Protocol):
             await asyncio.sleep(POLL_SECONDS)
         return True
 
+    @property
+    def is_ended_from_outside(self) -> bool:
+        """Whether the process was ended by another one than this, neither by its own fault nor for want of memory."""
+        status = None if self._process is None else self._process.poll()
+        return status is not None and not self._was_killed and is_from_outside(status, self._may_have_run_out_of_memory)
+
+    @property
+    def _may_have_run_out_of_memory(self) -> bool:
+        before, now = self._num_oom_kills, num_oom_kills()
+        return before is not None and now is not None and now > before
+
     def describe_exit(self) -> str:
         """How the process ended, in words."""
-        code = None if self._process is None else self._process.poll()
-        if code is None:
+        status = None if self._process is None else self._process.poll()
+        if status is None:
             return "still running"
-        return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        if status >= 0:
+            return f"exit status {status}"
+        if self._was_killed:
+            return "killed by this process"
+        is_out_of_memory = -status == signal.SIGKILL and self._may_have_run_out_of_memory
+        return f"killed by signal {-status}" + (", as memory ran out" if is_out_of_memory else "")
 
     # --- called by the event loop ---
 
@@ -131,7 +160,7 @@ class EngineLink(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed.set()
         for name in list(self._adapters):
-            self._answer_adapter(name, "the engine process ended meanwhile; try again")
+            self._answer_adapter(name, GONE)
         if not self.ready.done():
             self._fail(OctavoError("the engine process ended while it was starting; its output says why"))
 

@@ -176,6 +176,8 @@ async def on_request_error(request: Request, error: Exception) -> Response:
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """The application's handler of what the router itself refuses: paths and methods."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 405 and request.method == "OPTIONS":
+        return Response(status_code=204, headers={"Allow": _methods(request)})
     where = f"{printable(request.method)} {printable(request.scope['path'])}"
     if error.status_code == 405:
         refusal = HTTPRefusal(405, f"Invalid method for URL ({where}).", "method_not_allowed")
@@ -183,7 +185,11 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         refusal = HTTPRefusal(error.status_code, f"Invalid URL ({where}).", "unknown_url")
     response = error_response(refusal, request.scope["path"])
     if error.status_code == 405:
-        # The router itself names only the methods of the first route with this path.
-        routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-        response.headers["Allow"] = ", ".join(sorted({method for route in routes for method in route.methods}))
+        response.headers["Allow"] = _methods(request)
     return response
+
+
+def _methods(request: Request) -> str:
+    """All methods of a path: the router itself names only those of the first route with it."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({"OPTIONS", *(method for route in routes for method in route.methods)}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -13,7 +14,8 @@ from starlette.requests import Request
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, InvalidParameter, ModelNotFound
 from octavo.server.admission import Admission
-from octavo.server.body import BodyReader, read_body
+from octavo.server.bodies import Bodies
+from octavo.server.body import BodyReader
 from octavo.server.caller import caller_of
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import UnknownParameter, printable
@@ -26,6 +28,7 @@ from octavo.text.message_format import MessageFormat
 from octavo.text.tokenizer import Tokenizer
 
 MAX_SHOWN_FIELDS = 16
+MAX_SHOWN_MODELS = 16
 MAX_TENANT = 256
 
 logger = logging.getLogger("octavo.server")
@@ -43,10 +46,12 @@ class Front:
     chat_template: ChatTemplate
     message_format: MessageFormat
     admission: Admission
+    bodies: Bodies
     store: Store
     jobs: Jobs
     keys: Keys
-    model_name: str
+    model_names: tuple[str, ...]
+    """Names of the model in the API; the first one is told in answers."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def warm_up(self) -> None:
@@ -69,10 +74,26 @@ class Front:
         self.admission.grammars.close()
         self.store.close()
 
+    @property
+    def model_name(self) -> str:
+        return self.model_names[0]
+
+    @property
+    def served_names(self) -> list[str]:
+        """What a request may name as its model: the model's names, and the adapters."""
+        return [*self.model_names, *self.engine.adapters.paths]
+
     def check_model(self, name: str) -> None:
         """Raise ``ModelNotFound`` unless ``name`` is this server's model or an adapter, or was not given."""
-        if name and name != self.model_name and name not in self.engine.adapters.paths:
-            raise ModelNotFound(f"The model `{printable(name)}` does not exist.", param="model")
+        self.engine.adapters.check(name)
+        if name and name not in self.model_names and name not in self.engine.adapters.paths:
+            served = ", ".join(f"`{printable(each)}`" for each in self.served_names[:MAX_SHOWN_MODELS])
+            message = f"The model `{printable(name)}` does not exist. This server serves {served}."
+            raise ModelNotFound(message, param="model")
+
+    def answering_name(self, asked: str) -> str:
+        """The name in the answer to a request for the model ``asked``: that of the adapter, or the model's first."""
+        return asked if asked in self.engine.adapters.paths else self.model_name
 
     def tenant(self, request: Request, user: str | None, model: str) -> str:
         """Who is charged for a request, which says ``user`` and asks for ``model``: what the settings look at."""
@@ -98,19 +119,27 @@ class Front:
             raise InvalidParameter(field, f"This model has no tokenizer, so '{field}' cannot be used.")
         return self.tokenizer
 
-    async def read(self, request: Request, reader: BodyReader[Body]) -> tuple[Body, dict[str, str]]:
-        """The request's checked body, and response headers about it. Raises ``RequestError``."""
-        body, unknown = reader.read(await read_body(request, self.config.server.max_request_bytes))
-        return body, self._headers_for(unknown)
+    async def read(
+        self,
+        request: Request,
+        reader: BodyReader[Body],
+        without_effect: Callable[[Body, Front], list[str]] = lambda body, front: [],
+    ) -> tuple[Body, dict[str, str]]:
+        """The request's checked body, and response headers about it. Raises ``RequestError``.
 
-    def _headers_for(self, unknown: list[str]) -> dict[str, str]:
-        """Response headers about fields that no API defines; raise ``UnknownParameter`` if they are refused."""
+        ``without_effect`` names the fields of a body that this model or this request has no use for.
+        """
+        body, passed_over = await self.bodies.read_json(request, reader, self.engine.info.max_model_len)
+        return body, self._headers_for([*passed_over, *without_effect(body, self)])
+
+    def _headers_for(self, passed_over: list[str]) -> dict[str, str]:
+        """Response headers about fields that are passed over; raise ``UnknownParameter`` if they are refused."""
         policy = self.config.server.unknown_fields
-        if not unknown or policy == "ignore":
+        if not passed_over or policy == "ignore":
             return {}
         if policy == "reject":
-            raise UnknownParameter(unknown[:MAX_SHOWN_FIELDS])
-        return {"x-octavo-unknown-fields": ", ".join(printable(name) for name in unknown[:MAX_SHOWN_FIELDS])}
+            raise UnknownParameter(passed_over[:MAX_SHOWN_FIELDS])
+        return {"x-octavo-unknown-fields": ", ".join(printable(name) for name in passed_over[:MAX_SHOWN_FIELDS])}
 
 
 def front_of(request: Request) -> Front:

@@ -1,4 +1,4 @@
-"""The outermost layer, plain ASGI: request ids, API keys, header sizes, and the last net under everything.
+"""The outermost layer, plain ASGI: paths, request ids, API keys, and the last net under everything.
 
 Nothing but the paths in ``OPEN_PATHS`` is served without a key, when keys are asked for, or under a name that is not
 allowed: what is not known to be harmless is closed. The path is the one that the router will use, so there is no
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import RequestError
 from octavo.server.caller import CALLER
-from octavo.server.errors import HTTPRefusal, UnexpectedError, error_response, rejection_of
+from octavo.server.errors import UnexpectedError, error_response, rejection_of
 from octavo.server.generation import ClientGone
 from octavo.server.hosts import Hosts
 from octavo.server.http import WRITE_PIECE
@@ -25,9 +25,8 @@ from octavo.server.keys import Keys
 from octavo.server.turnstile import Turnstile
 from octavo.telemetry.metrics import Metrics
 
-OPEN_PATHS = frozenset({"/health"})
-MAX_HEADER_BYTES = 32 << 10
-MAX_HEADERS = 100
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""What probes ask, which have no key and often no more than the address as a name."""
 MAX_REQUEST_ID_BYTES = 128
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status, for the log and the metrics, of a request whose client left before its answer."""
@@ -55,6 +54,7 @@ class Gate:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
+        scope["path"] = _tidy(scope["path"])
         request_id = _request_id(headers)
         start = time.monotonic()
         status = 0
@@ -86,13 +86,16 @@ class Gate:
         self._metrics.observe_http(handler, scope["method"], status, time.monotonic() - start)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        size = sum(len(name) + len(value) for name, value in scope["headers"])
-        if size > MAX_HEADER_BYTES or len(scope["headers"]) > MAX_HEADERS:
-            message = f"The headers are too large: at most {MAX_HEADERS} with {MAX_HEADER_BYTES} bytes are accepted."
-            raise HTTPRefusal(431, message, "headers_too_large")
         if scope["path"] not in OPEN_PATHS:
             self._hosts.check(headers)
             scope[CALLER] = self._keys.check(scope["path"], _secret(headers))
+
+
+def _tidy(path: str) -> str:
+    """``path`` without doubled slashes and without one at its end: what base addresses with a slash too many make."""
+    if "//" in path or path.endswith("/"):
+        return "/" + "/".join(filter(None, path.split("/")))
+    return path
 
 
 def _secret(headers: Headers) -> bytes | None:

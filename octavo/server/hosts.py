@@ -13,6 +13,9 @@ from octavo.config import ServerSettings
 from octavo.server.errors import HTTPRefusal
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+CONTAINER_NAMES = frozenset({"host.docker.internal", "host.containers.internal"})
+"""The machine's names in its own containers; only their resolvers know them, so no page can have them."""
+LOCAL = LOOPBACK | CONTAINER_NAMES
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\s/@:\[\]]+))(?::\d{1,5})?")
 
 
@@ -20,10 +23,10 @@ class Hosts:
     """The names that are allowed; ``None`` is any."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self.allowed: frozenset[str] | None = LOOPBACK if settings.host in LOOPBACK else None
+        self.allowed: frozenset[str] | None = LOCAL if settings.host in LOOPBACK else None
         if settings.allowed_hosts is not None:
             names = frozenset(name.strip().lower() for name in settings.allowed_hosts.split(","))
-            self.allowed = None if "*" in names else names | LOOPBACK
+            self.allowed = None if "*" in names else names | LOCAL
 
     def check(self, headers: Mapping[str, str]) -> None:
         """Raises ``HTTPRefusal`` for a name that is not allowed."""

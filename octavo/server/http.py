@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import resource
+import socket
 import ssl
 from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.config import ServerSettings
 from octavo.errors import ConfigError
+from octavo.server.connection import BoundedProtocol
+from octavo.server.intake import Intake
 
 BACKLOG = 4096
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that it is they who close them and no request is lost."""
 FLUSH_SECONDS = 2
 """Time for the last bytes of answers to leave after the drain."""
-
+MAX_CONNECTIONS = 8192
+RESERVED_FILES = 64
+"""Open files that connections leave to everything else, the restart of the engine process above all."""
+MAX_UNFINISHED_HEADS = 8 << 20
+"""Bytes of all of them together."""
+TICKS_PER_SECOND = 10
 
 WRITE_PIECE = "octavo.write_piece"
 """Key of the ASGI scope: a ``WritePiece`` for the body of this response."""
@@ -62,11 +71,13 @@ class ResponseTransport:
         return True
 
 
-class PieceProtocol(HttpToolsProtocol):
+class PieceProtocol(BoundedProtocol):
     """Bodies in many small pieces: ``send`` costs a coroutine, a message and its checks for each."""
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        if self._is_in_head:  # the head will come once more
+            return
         # What follows a head is nothing after HEAD, and what comes before it may be "100 Continue".
         joins_head = self.scope["method"] == "POST" and not self.expect_100_continue
         transport = ResponseTransport(self.transport, self.flow, joins_head)
@@ -82,7 +93,9 @@ class HTTPServer(uvicorn.Server):
         """Raises ``ConfigError`` for certificates that cannot be read."""
         config = uvicorn.Config(
             app,
-            http=PieceProtocol,
+            http=functools.partial(  # type: ignore[arg-type]
+                PieceProtocol, heads=Intake(MAX_UNFINISHED_HEADS), max_connections=_max_connections()
+            ),
             ws="none",
             proxy_headers=False,
             lifespan="on",
@@ -103,6 +116,26 @@ class HTTPServer(uvicorn.Server):
             raise ConfigError(f"ssl_certfile, ssl_keyfile or ssl_ca_certs cannot be read: {error}") from None
         super().__init__(config)
 
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS_PER_SECOND == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                connection.close_if_late(now)  # type: ignore[union-attr]
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:
+            # uvicorn leaves it out then, and its task would end with a traceback when the event loop does.
+            await self.lifespan.shutdown()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _max_connections() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, max(soft - RESERVED_FILES, soft // 2))

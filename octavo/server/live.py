@@ -24,11 +24,18 @@ class LiveRequest:
     """Prompt tokens found in the prefix cache when it was first admitted."""
     prompt_logprobs_end: int = 0
     """Prompt positions below this have had their log-probabilities delivered."""
+    num_computed: int = 0
+    """Prompt tokens that were computed or found in the cache, at most, by any engine process."""
     is_submitted: bool = False
     """Whether the engine process of now has it."""
-    deaths: int = 0
-    """Engine processes that died with it since it last got a token."""
-    total_deaths: int = 0
+    num_deaths: int = 0
+    """Engine processes that ended while they had it."""
+    has_advanced: bool = False
+    """Whether the engine process of now has finished a step with it."""
+    evidence: int = 0
+    """What the deaths of engine processes since its last progress weigh; see ``octavo.server.trials``."""
+    total_evidence: int = 0
+    """The same of its whole life."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.output_tokens)
@@ -42,6 +49,19 @@ class LiveRequest:
         if len(self.tokens) == len(self.request.output_tokens):
             return self.request
         return msgspec.structs.replace(self.request, output_tokens=list(self.tokens))
+
+    def note_tokens(self, tokens: list[int]) -> None:
+        """It got output."""
+        self.tokens += tokens
+        self.has_advanced = True
+        self.evidence = 0
+
+    def note_computed(self, num_computed: int) -> None:
+        """So many of its prompt's tokens are computed; with more than ever before, it has made progress."""
+        self.has_advanced = True
+        if num_computed > self.num_computed:
+            self.num_computed = num_computed
+            self.evidence = 0
 
     def drop_delivered_prompt_logprobs(self, output: Output) -> None:
         """Take out of ``output`` the prompt positions that an earlier engine process already answered."""

@@ -28,7 +28,7 @@ def version() -> str:
 
 async def health(request: Request) -> Response:
     if front_of(request).engine.failure is not None:
-        raise Unavailable("The engine has failed for good.")
+        raise Unavailable("The engine does not start; it is tried again.")
     return json_response({"status": "ok"}, {})
 
 
@@ -80,7 +80,8 @@ def _short_stats(front: Front) -> dict[str, Any]:
             "free_pages": stats.num_blocks - used,
             "active_sequences": stats.num_running,
             "pressure_events": stats.num_preemptions,
-            "evictions": stats.num_preemptions,
+            "evictions": stats.num_evictions,
+            "preemptions": stats.num_preemptions,
             "utilization": round(used / max(1, stats.num_blocks), 4),
             "policy": front.config.cache.eviction_policy,
         },
@@ -98,7 +99,7 @@ async def get_version(request: Request) -> Response:
 
 
 ENDPOINTS = [
-    Endpoint("GET", "/health", health, "Whether this process is alive; if not, only starting it anew helps"),
+    Endpoint("GET", "/health", health, "Whether this process is alive and its engine process can be started"),
     Endpoint("GET", "/ready", ready, "Whether a request sent now would be computed soon"),
     Endpoint("GET", "/metrics", metrics, "Metrics for Prometheus"),
     Endpoint("GET", "/stats", stats, "Gauges and counters as JSON"),

@@ -10,9 +10,8 @@ from starlette.requests import Request
 
 from octavo.server.front import Front
 from octavo.server.generation import Choice, Generation
-from octavo.server.openai.chat import ChatBody, asked
+from octavo.server.openai.chat import ChatBody, asked, tools_of
 from octavo.server.openai.chat_message import chat_message
-from octavo.server.openai.tools import tool_use
 from octavo.text.reader import Piece, Text
 
 
@@ -22,7 +21,7 @@ class Reply:
     def __init__(self, front: Front, body: ChatBody, generation: Generation) -> None:
         self.generation = generation
         self.choice: Choice = generation.choices[0]
-        tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+        tools = tools_of(body, front)
         self._message = chat_message(front.message_format, tools, self.choice.prompt.text or "")
 
     def pieces(self) -> list[Piece]:
@@ -36,7 +35,7 @@ class Reply:
 async def begin_reply(front: Front, body: ChatBody, request: Request, id: str) -> Reply:
     """Have a conversation answered, under an ``id`` by which its timeline is found. Raises ``RequestError``; then
     nothing was started."""
-    tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    tools = tools_of(body, front)
     generation = await front.admission.admit(asked(body, front, request, tools))
     front.engine.timelines.name(id, [choice.request.id for choice in generation.choices])
     return Reply(front, body, generation)

@@ -22,6 +22,7 @@ from octavo.collector import leave_out_what_exists
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.server.async_engine import AsyncEngine
+from octavo.server.model_name import served_model_names
 from octavo.telemetry.phases import Phases, log_to_stderr
 from octavo.weights.hub import resolve_model
 
@@ -45,22 +46,11 @@ def run(config: ServeConfig, engine_argv: list[str] | None = None) -> int:
     # Each text is tokenised by the thread that asks for it: handing it to another one only costs time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with _listening_socket(config.server.host, config.server.port) as listener:
-        server = dataclasses.replace(config.server, served_model_name=served_model_name(config))
+        server = dataclasses.replace(config.server, served_model_name=",".join(served_model_names(config)))
         model = dataclasses.replace(config.model, model=str(resolve_model(config.model)))
         config = dataclasses.replace(config, model=model, server=server)
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             return runner.run(_Serving(config, listener, engine_argv).run())
-
-
-def served_model_name(config: ServeConfig) -> str:
-    """The model's name in the API: the setting, the id as given, or the name of the folder or file."""
-    if config.server.served_model_name:
-        return config.server.served_model_name
-    path = Path(config.model.model).expanduser()
-    if not path.exists():
-        return config.model.model
-    path = path.resolve()
-    return path.stem if path.is_file() else path.name
 
 
 class _Serving:

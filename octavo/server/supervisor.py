@@ -2,14 +2,19 @@
 
 An engine process that dies is replaced at once. One from which nothing was heard for ``hang_timeout`` seconds
 is killed, and then replaced: with work it reports every step, and without work it is asked to report.
-Lives that brought no token are followed by a growing pause. After ``MAX_FAILED_STARTS`` lives in a row that
-never became ready, or died young without having had a request, the supervisor gives up.
+Lives that brought no token are followed by a growing pause of at most ``LONGEST_PAUSE`` seconds.
+
+Once an engine process was ready, no failure is permanent: starting the next one is tried for ever. A first start is
+over with the first error that the engine process reports, be it of the configuration or of the checkpoint, and with
+the first crash; when the process was killed from outside, or could not be created, it is tried ``MAX_FIRST_STARTS``
+times.
 Requests are not its concern: the owner submits them again when told that a new engine is up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -17,13 +22,16 @@ from typing import Any, Protocol
 
 from octavo.errors import OctavoError
 from octavo.server import wire
+from octavo.server.descriptors import DescriptorReserve
 from octavo.server.engine_link import EngineLink
 from octavo.types import EngineInfo
 
-MAX_FAILED_STARTS = 5
+MAX_FIRST_STARTS = 5
 FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 5.0
 YOUNG_SECONDS = 60.0
+EXIT_SECONDS = 1.0
+"""How long a process that closed its socket may take to end by itself, so that its exit status says why."""
 KILL_SECONDS = 10.0
 """How long a killed process may take to disappear before the next one is started anyway."""
 WATCH_SECONDS = 1.0
@@ -35,10 +43,16 @@ logger = logging.getLogger("octavo.server")
 class Owner(Protocol):
     """Who is told what happens to the engine process."""
 
+    async def prepare(self, link: EngineLink) -> None:
+        """An engine process is built: give it what it needs before requests. Raise ``OctavoError`` if it fails."""
+        ...
+
     def on_up(self, info: EngineInfo) -> None: ...
     def on_step(self, step: wire.StepDone) -> None: ...
-    def on_down(self) -> None: ...
-    def on_given_up(self, reason: str) -> None: ...
+    def on_down(self, is_from_outside: bool) -> None: ...
+    def on_failed_restart(self, reason: str, count: int) -> None:
+        """``count`` attempts in a row to start the next engine process failed, the last for ``reason``."""
+        ...
 
 
 class Supervisor:
@@ -53,24 +67,28 @@ class Supervisor:
         self._config = config
         self._hang_timeout = hang_timeout
         self._owner = owner
+        self._reserve = DescriptorReserve()
         self._fruitless = 0
-        self._failed_starts = 0
         self._start_seconds = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start the first engine process; raise why it cannot be started."""
-        began = time.monotonic()
-        link = await self._launch()
-        try:
-            info = await link.ready
-        except BaseException:
-            link.kill()
-            await link.wait_exit(KILL_SECONDS)
-            raise
+        """Start the first engine process; raise ``OctavoError`` when it cannot be started."""
+        for count in itertools.count(1):
+            began = time.monotonic()
+            try:
+                await self._start_next(None)
+                break
+            except (OctavoError, OSError) as error:
+                may_pass = isinstance(error, OSError) or self.link is None or self.link.is_ended_from_outside
+                if not may_pass or count == MAX_FIRST_STARTS:
+                    raise OctavoError(str(error)) if isinstance(error, OSError) else error from None
+                logger.error("starting the engine failed and is tried again: %s", error)
+                self._fruitless += 1
+                await self._pause()
+        self._fruitless = 0
         self._start_seconds = time.monotonic() - began
         logger.info("the engine process is ready after %.2f s", self._start_seconds)
-        self._owner.on_up(info)
         self._tasks = [asyncio.create_task(self._keep_running()), asyncio.create_task(self._watch())]
 
     async def stop(self, grace: float) -> None:
@@ -78,6 +96,7 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._reserve.close()
         link = self.link
         if link is None:
             return
@@ -88,68 +107,78 @@ class Supervisor:
             await link.wait_exit(KILL_SECONDS)
         link.disconnect()
 
-    async def _launch(self) -> EngineLink:
+    async def _start_next(self, seconds: float | None) -> None:
+        """Start an engine process and hand it to the owner; it must be ready in so many seconds.
+
+        One that fails is gone before this raises ``OctavoError``, ``OSError`` or ``TimeoutError``.
+        """
         self.generation += 1
-        self.link = EngineLink(self.generation, self._owner.on_step)
-        await self.link.open(self._argv, self._config)
-        return self.link
+        link = self.link = EngineLink(self.generation, self._owner.on_step)
+        try:
+            with self._reserve.lent():
+                link.start_process(self._argv)
+            await link.connect(self._config)
+            info = await asyncio.wait_for(asyncio.shield(link.ready), seconds)
+            await self._owner.prepare(link)
+            self._owner.on_up(info)
+        except BaseException:
+            await self._bury(link)
+            raise
+
+    async def _bury(self, link: EngineLink) -> None:
+        """Wait for the end of an engine process that is of no more use."""
+        if link.closed.is_set() and await link.wait_exit(EXIT_SECONDS):
+            logger.error("engine process %s is gone (%s)", link.pid, link.describe_exit())
+            return
+        link.kill()
+        if not await link.wait_exit(KILL_SECONDS):
+            logger.error("engine process %s was killed but does not go away", link.pid)
 
     async def _keep_running(self) -> None:
-        try:
-            while True:
+        while True:
+            try:
                 await self._outlive()
-                reason = await self._restart()
-                if reason is not None:
-                    break
-        except Exception as error:
-            logger.exception("the supervisor of the engine process failed")
-            reason = f"{type(error).__name__}: {error}"
-        logger.critical("the engine cannot be kept running: %s", reason)
-        self._owner.on_given_up(reason)
+            except Exception:
+                logger.exception("the end of an engine process was not handled")
+            await self._restart()
 
     async def _outlive(self) -> None:
         """Wait for the end of the engine process of now, and bury it."""
         link = self.link
         assert link is not None
         await link.closed.wait()
-        link.kill()
-        if not await link.wait_exit(KILL_SECONDS):
-            logger.error("engine process %s was killed but does not go away", link.pid)
-        logger.error("engine process %s is gone (%s)", link.pid, link.describe_exit())
+        await self._bury(link)
         was_useful = link.has_delivered or time.monotonic() - link.started > YOUNG_SECONDS
         self._fruitless = 0 if was_useful else self._fruitless + 1
-        self._failed_starts = 0 if was_useful or link.had_requests else self._failed_starts + 1
-        self._owner.on_down()
+        self._owner.on_down(link.is_ended_from_outside)
 
-    async def _restart(self) -> str | None:
-        """Start the next engine process, trying a few times; return why it cannot be done, or ``None``."""
-        reason = "it died without having had a request"
-        while self._failed_starts < MAX_FAILED_STARTS:
-            if self._fruitless:
-                await asyncio.sleep(min(FIRST_PAUSE * 2 ** (self._fruitless - 1), LONGEST_PAUSE))
-            link: EngineLink | None = None
+    async def _restart(self) -> None:
+        """Start the next engine process, however often that has to be tried."""
+        for count in itertools.count(1):
+            await self._pause()
             try:
-                link = await self._launch()
                 # A start is not a step; but one that takes several times as long as the first did will not end.
-                info = await asyncio.wait_for(asyncio.shield(link.ready), self._hang_timeout + 3 * self._start_seconds)
-            except (OctavoError, OSError, TimeoutError) as error:
+                await self._start_next((self._hang_timeout + 3 * self._start_seconds) * count)
+            except Exception as error:
+                is_known = isinstance(error, OctavoError | OSError | TimeoutError)
                 reason = str(error) or "it did not become ready in time"
-                logger.error("restarting the engine failed: %s", reason)
-                if link is not None:
-                    link.kill()
-                    await link.wait_exit(KILL_SECONDS)
-                self._failed_starts += 1
+                logger.error("restarting the engine failed: %s", reason, exc_info=not is_known)
                 self._fruitless += 1
+                self._owner.on_failed_restart(reason, count)
             else:
-                logger.warning("engine process %s is up as generation %s", link.pid, link.generation)
-                self._owner.on_up(info)
-                return None
-        return reason
+                assert self.link is not None
+                logger.warning("engine process %s is up as generation %s", self.link.pid, self.link.generation)
+                return
+
+    async def _pause(self) -> None:
+        if self._fruitless:
+            await asyncio.sleep(min(FIRST_PAUSE * 2 ** min(self._fruitless - 1, 10), LONGEST_PAUSE))
 
     async def _watch(self) -> None:
         """Look after the engine process at regular times."""
         while True:
             await asyncio.sleep(min(WATCH_SECONDS, self._hang_timeout / 4))
+            self._reserve.fill()
             link = self.link
             if link is None or not link.is_ready:
                 continue

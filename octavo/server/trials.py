@@ -1,17 +1,22 @@
 """Which request kills the engine? Who may enter a restarted engine, and when, so that the guilty one is found.
 
-A request that is in the engine when the engine dies may be the reason, or just be there. A token is the proof
-of innocence: it shows that the engine survives the step that came next for this request. So a request counts
-the deaths since its last token, and from ``SUSPICION`` of them on it is a suspect.
+A request that is in the engine when the engine dies may be the reason, or just be there. Progress is the proof of
+innocence, a token or a stretch of the prompt that no engine process computed before: it shows that the engine survives
+the step that came next for this request. So a request gathers evidence from the deaths since its last progress:
 
-After a death everybody enters again at once as long as nobody is a suspect. Suspects enter one at a time: the
-next one when the one on trial got a token or ended. If the engine dies during a trial, that suspect is the
-first to enter the next engine, alone. Who was alone in the engine when it died is convicted. The others only
-ever wait for a trial, most of them not even that: once the first suspect is through, they run beside the trials.
+- ``FAULT`` from an engine process that ended by its own fault: a crash, a hang, or memory that ran out;
+- ``KILL``, far less, from one that another process ended by a signal, unless it had finished a step with the request.
+  Such a signal says nothing of the request by itself, but whoever ends processes that take too much memory, other
+  than the kernel, sends the same one.
 
-So a request that always kills the engine costs at most ``SUSPICION`` + 2 restarts, and kills at random convict
-nobody who gets a token in one of three lives. ``MAX_DEATHS`` bounds what is left: a request that lives on by a
-token or two each time.
+From ``SUSPICION`` on it is a suspect. After a death every request enters again at once as long as there is no suspect.
+Suspects enter one at a time: the next one when the one on trial made progress or ended. If the engine dies during a
+trial, that suspect is the first to enter the next engine, alone. A suspect that was alone in the engine when it died is
+convicted when the evidence against it reaches ``CONVICTION``. The others only ever wait for a trial, most of them not
+even that: once the first suspect is through, they run beside the trials.
+
+So a request that crashes the engine each time costs at most 4 restarts, and one at which it is killed each time at most
+50. ``MOST_EVIDENCE`` bounds what is left: a request that lives on by a token or two each time.
 """
 
 from __future__ import annotations
@@ -20,12 +25,15 @@ from collections.abc import Collection, Iterable
 
 from octavo.server.live import LiveRequest
 
-SUSPICION = 2
-MAX_DEATHS = 100
+FAULT = 16
+KILL = 1
+SUSPICION = 2 * FAULT
+CONVICTION = 3 * FAULT
+MOST_EVIDENCE = 100 * FAULT
 
 
 def _is_suspect(live: LiveRequest) -> bool:
-    return live.deaths >= SUSPICION
+    return live.evidence >= SUSPICION
 
 
 class Trials:
@@ -57,17 +65,23 @@ class Trials:
         self.holds_back = is_closed or len(entering) < len(waiting)
         return entering
 
-    def on_death(self, everyone: Iterable[LiveRequest]) -> list[LiveRequest]:
-        """The engine died; return who is convicted. Nobody counts as submitted any more."""
+    def on_death(self, everyone: Iterable[LiveRequest], is_from_outside: bool) -> list[LiveRequest]:
+        """The engine died; return the convicted requests. None counts as submitted any more.
+
+        ``is_from_outside``: another process ended it.
+        """
         accused = self._on_trial if self._on_trial is not None and _is_suspect(self._on_trial) else None
         convicted = []
         for live in everyone:
             if not live.is_submitted:
                 continue
-            live.is_submitted = False
-            live.deaths += 1
-            live.total_deaths += 1
-            if (live is accused and self._is_alone) or live.total_deaths >= MAX_DEATHS:
+            weight = FAULT if not is_from_outside else 0 if live.has_advanced else KILL
+            live.is_submitted = live.has_advanced = False
+            live.num_deaths += 1
+            live.evidence += weight
+            live.total_evidence += weight
+            is_proven = live is accused and self._is_alone and live.evidence >= CONVICTION
+            if is_proven or live.total_evidence >= MOST_EVIDENCE:
                 convicted.append(live)
         self._prime = accused
         self._on_trial = None
@@ -78,4 +92,4 @@ class Trials:
         """Who is tried next: who was on trial at the last death; else the newest, for the engine lived before it."""
         if self._prime in suspects:
             return self._prime
-        return max(suspects, key=lambda live: (live.deaths, live.id))
+        return max(suspects, key=lambda live: (live.evidence, live.id))

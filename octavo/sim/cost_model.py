@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from octavo.bench.roofline import Shape
 from octavo.engine.step_times import StepWork
 from octavo.errors import ConfigError
 from octavo.sim.devices import LAYER_SECONDS, LINK_LATENCY, Device
+from octavo.sim.roofline import Shape
 
 VALUE_BYTES = 2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from bisect import bisect_right
@@ -71,22 +70,6 @@ class Fitted(CostModel):
         """The same form with the ratios of these steps: how fast and how even the machine was then."""
         expected = np.array([self.expected(work) for work in works])
         return replace(self, **_grouped(expected, np.array(seconds) / expected), rng=random.Random(len(works)))
-
-
-class Replayed(CostModel):
-    """A fit with the ratios of one run, at the time of the run at which they were: its pauses come when they came."""
-
-    def __init__(self, fitted: Fitted, works: Sequence[StepWork], seconds: Sequence[float]) -> None:
-        self.fitted = fitted
-        self._ends = list(itertools.accumulate(seconds))
-        self._ratios = [taken / fitted.expected(work) for work, taken in zip(works, seconds, strict=True)]
-        self._spent = 0.0
-
-    def seconds(self, work: StepWork) -> float:
-        index = min(bisect_right(self._ends, self._spent + 1e-9), len(self._ends) - 1)  # sums are rounded
-        taken = self.fitted.expected(work) * self._ratios[index]
-        self._spent += taken
-        return taken
 
 
 def _grouped(expected_S: Array, ratios_S: Array) -> dict[str, Any]:

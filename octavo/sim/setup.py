@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.dummy_models import SHAPES
-from octavo.bench.roofline import Shape, shape_of
 from octavo.config import EngineConfig
 from octavo.engine.mixed_steps import settle_mixed_steps
 from octavo.errors import ConfigError
@@ -17,6 +15,8 @@ from octavo.sim.devices import Device, find_device
 from octavo.sim.fitted import fit, read_log
 from octavo.sim.jobs import Workload
 from octavo.sim.replica import Sizes
+from octavo.sim.roofline import Shape, shape_of
+from octavo.sim.shapes import SHAPES
 from octavo.sim.simulate import Fleet
 from octavo.sim.traces import Trace
 from octavo.sim.workloads import WithinContext, make_workload

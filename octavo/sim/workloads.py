@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from octavo.bench.workloads import WORKLOADS as CLOSED
 from octavo.errors import ConfigError
+from octavo.sim.closed_loops import WORKLOADS as CLOSED
 from octavo.sim.jobs import Awaits, Job, Lengths, Workload
 
 

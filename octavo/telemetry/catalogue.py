@@ -92,6 +92,11 @@ COUNTERS: list[tuple[str, str, Reader]] = [
         "Times that a running request gave back its KV cache blocks.",
         lambda c: c.stats.num_preemptions,
     ),
+    (
+        "octavo_prefix_cache_evictions",
+        "KV cache blocks that the prefix cache gave up to make room.",
+        lambda c: c.stats.num_evictions,
+    ),
     ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda c: c.stats.prefix_queries),
     ("vllm:prefix_cache_hits", "Of vllm:prefix_cache_queries, tokens found.", lambda c: c.stats.prefix_hits),
     (

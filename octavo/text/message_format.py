@@ -22,9 +22,12 @@ from octavo.text.tool_calls.llama3 import LLAMA3
 from octavo.text.tool_calls.mistral import MISTRAL
 from octavo.text.tool_calls.pythonic import PYTHONIC
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, talk_rule
+from octavo.text.tools_in_text import WriteCalls
 
 TOOL_FORMATS = (HERMES, LLAMA3, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, HARMONY, PYTHONIC)
 """Of two whose signs a template has, the first one is meant."""
+FALLBACK = HERMES
+"""The format that a model is told to write when its chat template tells none."""
 THINK_NAMES = ("deepseek_r1", "qwen3")
 HARMONY_NAME = "openai_gptoss"
 AUTO = "auto"
@@ -59,14 +62,26 @@ class MessageFormat:
     """The format of one model's messages."""
 
     tools: ToolFormat | None
-    """How it writes calls; ``None`` when that is not known."""
+    """How it writes calls; ``None`` when calls are not read."""
     thinks: bool
     """Whether it may begin with reasoning."""
     marks: Marks
+    write_calls: WriteCalls | None = None
+    """Form of tools in the text of a conversation; ``None`` when the chat template has a place for them."""
 
     @property
     def is_harmony(self) -> bool:
         return self.tools is HARMONY
+
+    @property
+    def can_reason(self) -> bool:
+        return self.thinks or self.is_harmony
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether messages may have several calls where the client does not say: without training for calls, models
+        repeat them."""
+        return self.write_calls is None
 
     @property
     def new_id(self) -> Callable[[], str]:
@@ -139,13 +154,12 @@ def _arguments(tool: Tool, is_free: bool) -> forms.Part:
 def find_format(
     tool_setting: str, reasoning_setting: str, template: str | None, special_ids: Mapping[str, int]
 ) -> MessageFormat:
-    """The format that settings name, or, for ``auto``, that ``template`` shows signs of.
+    """The format that settings name, or, for ``auto``, that ``template`` shows signs of, or else ``FALLBACK``.
 
     Raises ``ConfigError`` for a combination that no model writes.
     """
-    tools = next((format for format in TOOL_FORMATS if tool_setting == format.name), None)
-    if tool_setting == AUTO:
-        tools = _shown_in(template or "")
+    named = next((format for format in TOOL_FORMATS if tool_setting == format.name), None)
+    tools = named or (_shown_in(template or "") if tool_setting == AUTO else None)
     is_harmony = tools is HARMONY or reasoning_setting == HARMONY_NAME
     if is_harmony and (tools not in (None, HARMONY) or reasoning_setting in THINK_NAMES):
         raise ConfigError(
@@ -154,7 +168,12 @@ def find_format(
         )
     shows_thinking = reasoning_setting == AUTO and reasoning.CLOSES in (template or "")
     thinks = reasoning_setting in THINK_NAMES or shows_thinking
-    return MessageFormat(HARMONY if is_harmony else tools, thinks and not is_harmony, Marks(special_ids))
+    if is_harmony:
+        return MessageFormat(HARMONY, False, Marks(special_ids))
+    takes_tools = tools is not None and "tools" in (template or "")
+    tools = tools or (FALLBACK if tool_setting == AUTO else None)
+    in_text = None if takes_tools or tools is None else tools.write
+    return MessageFormat(tools, thinks, Marks(special_ids), in_text)
 
 
 def _shown_in(template: str) -> ToolFormat | None:

@@ -16,6 +16,8 @@ from octavo.weights.folder import read_json
 
 FILE = "generation_config.json"
 OWN, NEUTRAL = "auto", "vllm"
+PUBLISHED = {"SmolLM2-135M-Instruct": {"temperature": 0.2, "top_p": 0.9}}
+"""What the authors of a model recommend for it, where its files leave that out; by how these files are called."""
 FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -27,13 +29,17 @@ FIELDS = {
 """Keys that are honoured, and what they are called in ``SamplingParams``."""
 
 
-def chosen_config(setting: str, own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The generation config that the setting names: the checkpoint's ``own``, or that in a folder.
+def chosen_config(setting: str, own: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The generation config that the setting names: that in a folder, or the ``own`` one of the checkpoint at ``path``,
+    with what is published of the model if it says nothing of sampling.
 
     Raises ``ConfigError`` for a folder that has none, ``CheckpointError`` for one that is damaged.
     """
     if setting in (OWN, NEUTRAL):
-        return own
+        if FIELDS.keys() & own.keys():
+            return own
+        published = (values for name, values in PUBLISHED.items() if path.name.startswith(name))
+        return {**own, **next(published, {})}
     folder = Path(setting).expanduser()
     config = read_json(folder, FILE) if folder.is_dir() else None
     if config is None:

@@ -54,6 +54,8 @@ def test_the_default_model_keeps_to_what_it_is_asked_for(server: Server) -> None
     assert choice["finish_reason"] == "tool_calls"
     for call in choice["message"]["tool_calls"]:
         jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+    (choice,) = ask(server, tools=[TOOL], seed=2, max_tokens=20)["choices"]
+    assert choice["finish_reason"] in ("stop", "length", "tool_calls")
     words = server.post("/v1/completions", {"prompt": "The sky is", "guided_choice": ["blue", "green"]}).json()
     assert words["choices"][0]["text"] in ("blue", "green")
     refused = server.post("/v1/chat/completions", {"messages": MESSAGES, "guided_json": {"not": {}}})

@@ -8,6 +8,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 
 import pytest
 
@@ -42,6 +43,27 @@ def test_the_table_of_commands_is_complete() -> None:
     named = {module.NAME: module for module in modules if hasattr(module, "NAME")}
     assert set(named) == set(COMMANDS)
     assert all(module.HELP and module.run and module.add_arguments for module in named.values())
+
+
+@pytest.mark.parametrize("name", ["bench", "demo"])
+def test_without_octavo_bench_its_commands_say_what_is_missing(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "entry_points", lambda **selected: ())
+    with pytest.raises(SystemExit) as ended:
+        main([name, "overhead"])
+    assert ended.value.code == 2
+    message = f"octavo: error: {name!r} needs the package octavo_bench; `pip install -e .` in a checkout installs it\n"
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_command_that_cannot_be_imported_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = EntryPoint("broken", "no_such_package", cli.ENTRY_POINTS)
+    monkeypatch.setattr(cli, "entry_points", lambda **selected: [broken])
+    assert [command.NAME for command in cli.commands()] == list(COMMANDS)
+    assert capsys.readouterr().err == "octavo: warning: no command 'broken': No module named 'no_such_package'\n"
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["chat", "--help"], ["--version"]])

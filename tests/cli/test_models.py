@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -205,3 +206,25 @@ def test_diff_refuses_tokens_that_are_none(tmp_path: Path, capsys: pytest.Captur
     assert "'1,x' is not a list of ids" in capsys.readouterr().err
     assert main(["debug", "diff", str(tmp_path), "--tokens", "1,97"]) == 2
     assert "ids must be below 97" in capsys.readouterr().err
+
+
+def test_diff_says_which_package_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "llama/gqa")
+    capsys.readouterr()
+
+    def cannot(*args: object, **options: object) -> None:
+        raise ImportError("\nloading a GGUF file requires gguf\n`pip install gguf`\n")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.AutoModelForCausalLM.from_pretrained", cannot)
+        assert main(["debug", "diff", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("loading a GGUF file requires gguf `pip install gguf`\n")
+    assert error.count("\n") == 1
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["debug", "diff", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "`pip install transformers`" in error
+    assert error.count("\n") == 1

@@ -230,3 +230,14 @@ def test_a_key_that_every_user_of_the_machine_can_see_is_warned_of() -> None:
     assert "OCTAVO_API_KEY" in api
     assert "s3cret" not in admin + api
     assert not list(secret_warnings(parser().parse_args(["serve", "--api-key-file", "keys"])))
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "73767", "99999999", "x", "80.5"])
+def test_a_port_that_is_none(port: str) -> None:
+    with pytest.raises(ConfigError, match="port"):
+        ServeConfig.from_flat({"model": "x", "port": port})
+
+
+@pytest.mark.parametrize("port", ["0", "1", "65535"])
+def test_a_port_that_is_one(port: str) -> None:
+    assert ServeConfig.from_flat({"model": "x", "port": port}).server.port == int(port)

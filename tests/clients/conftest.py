@@ -6,7 +6,6 @@ skipped. A client runs in a process of its own, so none of its dependencies meet
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -32,21 +31,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="clients: run by `make test-clients`"))
 
 
-def greedy(folder: Path, **more: float) -> list[str]:
-    """Settings of a server whose answers are greedy and brief by default, and ``more``, written into ``folder``."""
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0, "max_new_tokens": 100, **more}))
-    return ["--tool-call-parser", "hermes", "--generation-config", str(folder)]
-
-
 @pytest.fixture(scope="session")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """How the servers are started: the default model, greedy and brief where a client does not say otherwise."""
-    return greedy(tmp_path_factory.mktemp("generation"))
-
-
-@pytest.fixture(scope="session")
-def server(settings: list[str]) -> Iterator[Server]:
-    server = start_server(*settings)
+def server() -> Iterator[Server]:
+    """The server of `make serve`, without a setting: clients must work with what a user meets first."""
+    server = start_server(MODEL)
     yield server
     server.stop()
 

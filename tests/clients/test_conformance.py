@@ -9,20 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import FOLDER, MODEL, greedy
+from tests.clients.conftest import FOLDER, MODEL
 from tests.conftest import Server, start_server
 
 KEY = "a-key"
 
 
 @pytest.fixture(scope="module")
-def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that asks for a key, as the APIs describe themselves.
-
-    Greedy models of this size go round in circles, and calls of functions that were asked for do not end then.
-    """
-    settings = greedy(tmp_path_factory.mktemp("generation"), repetition_penalty=1.1)
-    server = start_server(*settings, key=KEY)
+def locked() -> Iterator[Server]:
+    """A server that asks for a key, as the APIs describe themselves."""
+    server = start_server(MODEL, key=KEY)
     yield server
     server.stop()
 

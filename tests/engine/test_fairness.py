@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.bench.fairness import COST, FLOOD, FLOOD_OF_LONG_PROMPTS, HALF_SPEED, QUIET, Load, measure, serve, share_of
-from octavo.bench.virtual import VirtualEngine
 from octavo.config import POLICY_NAMES, SchedulerSettings
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
+from octavo_bench.fairness import COST, FLOOD, FLOOD_OF_LONG_PROMPTS, HALF_SPEED, QUIET, Load, measure, serve, share_of
+from octavo_bench.virtual import VirtualEngine
 from tests.engine.making import make_engine, make_request, planned, run_to_end
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from octavo.bench.virtual import StepCost, VirtualEngine
 from octavo.config import SchedulerSettings
 from octavo.engine.pace import LEAST_CHUNK, Pace
 from octavo.sampling_params import SamplingParams
 from octavo.types import Plan, Request
+from octavo_bench.virtual import StepCost, VirtualEngine
 from tests.engine.making import make_engine, make_request, planned
 
 

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from octavo.bench.overhead import InstantStep
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
@@ -14,6 +13,7 @@ from octavo.engine.spare_time import MARGIN, NUM_SEEN, SpareTime
 from octavo.errors import RunnerError
 from octavo.sampling_params import SamplingParams
 from octavo.types import Masks, Plan, Request, Sampled
+from octavo_bench.overhead import InstantStep
 
 DECIDING = 0.0002
 """Seconds that the host takes for a step."""

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from octavo.bench.overhead import InstantRunner, InstantStep
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_times import StepWork, TimedRunner, logged
 from octavo.errors import ConfigError, RunnerError
 from octavo.types import Masks, Plan, Sampled
+from octavo_bench.overhead import InstantRunner, InstantStep
 from tests.engine.making import make_request
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.bench.virtual import StepCost, Told, VirtualEngine
 from octavo.config import SchedulerSettings
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
+from octavo_bench.virtual import StepCost, Told, VirtualEngine
 from tests.engine.making import make_engine, make_request
 from tests.engine.test_pace import RoughCost
 

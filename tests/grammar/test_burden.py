@@ -30,6 +30,7 @@ def niceness(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[16])
 
 
+@pytest.mark.timing
 def test_starting_the_child_costs_little_whatever_the_vocabulary() -> None:
     tokens = [bytes([i % 256]) if i < 256 else b"%x" % i for i in range(NUM_TOKENS)]
     vocabulary = PackedVocabulary(pack_tokens(tokens), [NUM_TOKENS - 1], [NUM_TOKENS - 1])

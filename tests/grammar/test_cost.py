@@ -20,6 +20,7 @@ from tests.timing import undisturbed
 MAX_SECONDS = 100e-6
 
 
+@pytest.mark.timing
 @pytest.mark.model
 def test_a_mask_costs_less_than_a_tenth_of_a_millisecond(default_model_path: Path) -> None:
     tokenizer = load_tokenizer(default_model_path)

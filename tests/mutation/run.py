@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.report import machine, portable_command
+from octavo_bench.report import machine, portable_command
 from tests.mutation.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def try_all(numbers: Sequence[int]) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part in ("octavo", "tests"):
+        for part in ("octavo", "octavo_bench", "tests"):
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)
         for number in numbers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -111,6 +112,39 @@ def test_a_process_that_keeps_a_lock_is_not_waited_for_forever(
         for path in empty_folder.rglob("*.lock"):
             fcntl.flock(files.enter_context(path.open()), fcntl.LOCK_EX)
         assert _task_gives(1)
+
+
+@pytest.mark.parametrize("is_right", [_task_gives, _double_gives])
+@pytest.mark.parametrize("step", ["_save_index", "_save_data"])
+def test_on_a_full_disk_kernels_are_compiled_in_memory(
+    is_right: Callable[[int], bool],
+    step: str,
+    empty_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(IndexDataCacheFile, step, fail)
+        assert is_right(0)
+        assert is_right(1)
+    assert "No space left" in caplog.text
+    assert not list(empty_folder.rglob("*.nbc"))
+    assert is_right(0), "and what is half kept is no obstacle"
+
+
+def test_a_folder_that_cannot_be_made_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "file"))
+    cache_folder.cache_clear()
+    assert cache_folder() is None
+    assert _double_gives(1)
+    assert "compiled kernels cannot be kept" in caplog.text
+    cache_folder.cache_clear()
 
 
 @pytest.fixture

@@ -97,6 +97,7 @@ def test_several_callers_at_once() -> None:
     assert all(bool((counter.counts == 500).all()) for counter in counters)
 
 
+@pytest.mark.timing
 def test_idle_helpers_take_no_processor_time() -> None:
     threads.set_num_threads(4)
     Counter(40).run(threads.pool_address(), 1)

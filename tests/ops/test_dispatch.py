@@ -14,7 +14,7 @@ from octavo.ops.dispatch import Choice, Op
 
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op[[Tensor], Tensor]]:
-    monkeypatch.setattr(dispatch, "_ops", {})
+    monkeypatch.setattr(dispatch.OPS, "by_name", {})
 
     @dispatch.op
     def double(x: Tensor) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.bench.dummy_models import SHAPES
+from octavo.cache.offloading import fingerprint
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
@@ -17,8 +20,10 @@ from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import read_config
 from octavo.runtime.block_copies import HostBlockCopies
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.offloading import fingerprint
+from octavo.sim.shapes import SHAPES
 from tests.llm.tiny import write_checkpoint
+from tests.ops.cpu_cases import needs_float_kernels
+from tests.weights.gguf_bytes import llama_file
 
 
 def shape_config() -> ModelConfig:
@@ -90,3 +95,55 @@ def test_a_model_says_the_same_from_restored_blocks(tmp_path: Path) -> None:
             assert said(llm) == want
         assert offload.stats.num_prefetched > 20
         assert offload.stats.num_restored > 20
+
+
+IN_A_PROCESS = """
+import json, sys
+from octavo import LLM, SamplingParams
+path, folder = sys.argv[1:]
+settings = {"tokenizer": None, "block_size": 4, "num_kv_blocks": 16, "max_model_len": 32}
+with LLM(path, **settings, kv_offload_memory=0.001, kv_offload_dir=folder) as llm:
+    offload = llm._engine.scheduler.cache.offload
+    offload.host.capacity = 6 * offload.store.num_bytes
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)
+    said = []
+    for seed in range(8):
+        prompt = [(seed * 31 + i * 7) % 38 + 1 for i in range(24)]
+        output = llm.generate([prompt], params)[0].outputs[0]
+        said.append([output.token_ids, repr(output.logprobs)])
+    stats = llm._engine.stats()
+print(json.dumps([said, stats.num_offload_restored, stats.num_offload_bad_files, stats.num_offload_saved]))
+"""
+
+
+@needs_float_kernels
+def test_another_process_finds_what_one_with_block_weights_left(tmp_path: Path) -> None:
+    """And of damaged files, nothing but the time is lost."""
+    path, folder = tmp_path / "tiny.gguf", tmp_path / "kv"
+    path.write_bytes(llama_file())
+
+    def run() -> list[Any]:
+        command = [sys.executable, "-c", IN_A_PROCESS, str(path), str(folder)]
+        found = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+        result: list[Any] = json.loads(found.stdout.splitlines()[-1])
+        return result
+
+    said, num_restored, num_bad, num_saved = run()
+    assert num_bad == 0 < num_saved
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("index"))
+    assert files
+    said_again, num_restored_again, num_bad, _ = run()
+    assert said_again == said
+    assert num_restored_again > num_restored + 10
+    assert num_bad == 0
+    assert sorted(file for file in folder.rglob("*") if file in files) == files
+    for number, file in enumerate(files):
+        content = bytearray(file.read_bytes())
+        if number % 3 == 0:
+            file.write_bytes(content[: len(content) // 2])
+        elif number % 3 == 1:
+            content[len(content) - 1 - number % 100] ^= 4
+            file.write_bytes(content)
+    said_at_last, _, num_bad, _ = run()
+    assert said_at_last == said
+    assert num_bad > 1

@@ -19,7 +19,7 @@ from octavo.server.async_engine import AsyncEngine
 from octavo.types import Output, Request
 from tests.server.fake_engine import expected
 
-SCRIPT = Path(__file__).parent / "fake_engine.py"
+ROOT = Path(__file__).parents[2]
 SLOW = {"step_seconds": 0.003}
 
 
@@ -50,11 +50,15 @@ def make_config(timeout: float = 30.0, **knobs: Any) -> ServeConfig:
     return ServeConfig(model=ModelSettings(model=json.dumps(knobs)), server=server)
 
 
+def command(module: str = "fake_engine") -> list[str]:
+    """Runs an engine process over the engine that a module of this folder builds."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+    code += f"from octavo.server import engine_process; from tests.server import {module}; "
+    return [sys.executable, "-c", code + f"engine_process.main(build={module}.build)"]
+
+
 def make_engine(timeout: float = 30.0, **knobs: Any) -> AsyncEngine:
-    # The repository's root must be found by the child, which runs a file from within the tests.
-    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parents[2])!r}); "
-    code += "from tests.server import fake_engine as f; f.engine_process.main(build=f.build)"
-    return AsyncEngine(make_config(timeout, **knobs), [sys.executable, "-c", code])
+    return AsyncEngine(make_config(timeout, **knobs), command())
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
-"""An engine process without a model, for tests: ``python fake_engine.py FD``.
+"""An engine without a model: in the test's process (``in_process``), or as an engine process (``child_engine``).
 
-Each token is a digest of the prompt and the position, so what a stream must be is known beforehand. The model
-name in the config is a JSON object of what shall go wrong; see ``Knobs``.
+In a process of its own each token is a digest of the prompt and the position, so what a stream must be is known
+beforehand. The model name in its config is a JSON object of what shall go wrong; see ``Knobs``.
 """
 
 from __future__ import annotations
@@ -13,33 +13,47 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from octavo import errors
 from octavo.cache.kv_events import KVEvent
 from octavo.config import EngineConfig
-from octavo.server import engine_process
 from octavo.telemetry.events import Event
-from octavo.types import EngineInfo, EngineStats, Output, Request
+from octavo.types import EngineInfo, EngineStats, Output, Request, TokenLogprobs
 
 VOCAB = 50_000
 
-INFO = EngineInfo(
-    max_model_len=4096,
-    vocab_size=VOCAB,
-    eos_token_ids=(0,),
-    block_size=16,
-    num_kv_blocks=1024,
-    max_num_seqs=64,
-    max_num_batched_tokens=512,
-    architecture="digest",
-    num_parameters=0,
-    dtype="float32",
-    device="cpu",
-    memory={},
-    kernels={},
-)
+NUM_CACHED_TOKENS = 3
+"""Of every prompt."""
+NextToken = Callable[[Request, int], int]
+
+
+def make_info(**changes: Any) -> EngineInfo:
+    """What an engine without a model says of itself."""
+    figures = {
+        "max_model_len": 4096,
+        "vocab_size": VOCAB,
+        "eos_token_ids": (0,),
+        "block_size": 16,
+        "num_kv_blocks": 1024,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 512,
+        "architecture": "digest",
+        "num_parameters": 0,
+        "dtype": "float32",
+        "device": "cpu",
+        "memory": {},
+        "kernels": {},
+    }
+    return EngineInfo(**{**figures, **changes})
+
+
+INFO = make_info()
 
 
 class Knobs(msgspec.Struct, forbid_unknown_fields=True):
@@ -51,9 +65,18 @@ class Knobs(msgspec.Struct, forbid_unknown_fields=True):
     """Name of the error class that building raises."""
     start_crash_after: str = ""
     """A file; building exits when it exists, and creates it."""
+    start_kill: bool = False
+    """The process is killed whenever it starts."""
+    start_seconds: float = 0.0
     poison: int = -1
     """The process dies instead of sampling output token ``poison_at`` of a prompt that begins with this."""
     poison_at: int = 0
+    poison_how: str = "SIGSEGV"
+    """The signal by which it dies, or "exception"."""
+    poison_lives: str = ""
+    """A file with the number of processes that die of it, from which each takes one; without it, all do."""
+    vmstat: str = ""
+    """A file in which a process that dies of it says that the kernel killed one more for want of memory."""
     refuse: int = -1
     faulty: int = -1
     """The engine ends a prompt that begins with this with an error after 3 tokens."""
@@ -77,10 +100,35 @@ def expected(request: Request) -> list[int]:
     return [token_at(request.prompt_tokens, i) for i in range(request.max_tokens)]
 
 
+def logprobs_of(token: int, num_top: int) -> TokenLogprobs:
+    """The token's rank is 1 for even ids and 3 for odd ones; its number tells which token it is."""
+    own = -(token + 1) / 1024
+    if token % 2 == 0:
+        ids = [token, *range(num_top)][:num_top]
+        return TokenLogprobs(token, own, 1, ids, [own - i for i in range(num_top)])
+    ids = [i for i in range(num_top + 1) if i != token][:num_top]
+    return TokenLogprobs(token, -50.0, 3, ids, [-1.0 - i for i in range(num_top)])
+
+
+@dataclass
+class Running:
+    """A request, and how many of its output tokens there are."""
+
+    request: Request
+    num_tokens: int
+
+
 class FakeEngine:
-    def __init__(self, knobs: Knobs) -> None:
-        self.knobs = knobs
-        self.requests: dict[int, tuple[Request, list[int]]] = {}
+    """What an ``Engine`` offers, without a model or a scheduler: a step gives each request its next token.
+
+    ``next_token`` says which that is, given the request and the number of its output tokens so far.
+    """
+
+    def __init__(self, next_token: NextToken | None = None, knobs: Knobs | None = None, num_blocks: int = 1024) -> None:
+        self.next_token = next_token or (lambda request, position: token_at(request.prompt_tokens, position))
+        self.knobs = knobs or Knobs()
+        self.num_blocks = num_blocks
+        self.requests: dict[int, Running] = {}
         self.num_steps = 0
         self.slowed: set[int] = set()
 
@@ -91,11 +139,11 @@ class FakeEngine:
     def add(self, request: Request) -> None:
         if request.prompt_tokens[0] == self.knobs.refuse:
             raise errors.ContextLengthExceeded("too long for the pool", param="prompt")
-        if len(request.output_tokens) >= request.max_tokens:
+        if request.output_tokens and len(request.output_tokens) >= request.max_tokens:
             raise errors.InvalidParameter("output_tokens", "nothing is left to generate")
         if request.prompt_tokens[0] == self.knobs.garbage:
             os.write(int(sys.argv[-1]), b"\xff" * 64)
-        self.requests[request.id] = (request, list(request.output_tokens))
+        self.requests[request.id] = Running(request, len(request.output_tokens))
 
     def abort(self, request_id: int) -> None:
         self.requests.pop(request_id, None)
@@ -106,29 +154,65 @@ class FakeEngine:
     def step(self) -> list[Output]:
         knobs = self.knobs
         running = list(self.requests.values())[: knobs.max_num_seqs]
-        marks = {request.prompt_tokens[0] for request, _ in running}
+        marks = {item.request.prompt_tokens[0] for item in running}
         if knobs.stuck in marks:
             return []
         if knobs.slow_step in marks - self.slowed:
             self.slowed.add(knobs.slow_step)
             time.sleep(knobs.slow_seconds)
-        time.sleep(knobs.step_seconds)
+        if knobs.step_seconds:
+            time.sleep(knobs.step_seconds)
         self.num_steps += 1
-        return [self._advance(request, tokens) for request, tokens in running]
+        return [self._advance(item) for item in running]
 
-    def _advance(self, request: Request, tokens: list[int]) -> Output:
+    def _advance(self, item: Running) -> Output:
+        request, position = item.request, item.num_tokens
         mark = request.prompt_tokens[0]
-        if mark == self.knobs.poison and len(tokens) == self.knobs.poison_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if mark == self.knobs.faulty and len(tokens) == 3:
+        if mark == self.knobs.poison and position == self.knobs.poison_at:
+            self._die()
+        if mark == self.knobs.faulty and position == 3:
             del self.requests[request.id]
             return Output(request.id, [], "error", error="its logits are not numbers")
-        token = token_at(request.prompt_tokens, len(tokens))
-        tokens.append(token)
-        done = len(tokens) == request.max_tokens
-        if done:
+        output = self._output(item)
+        if output.finish_reason is not None:
             del self.requests[request.id]
-        return Output(request.id, [token], "length" if done else None, first_scheduled=time.monotonic())
+        return output
+
+    def _output(self, item: Running) -> Output:
+        request, params, position = item.request, item.request.params, item.num_tokens
+        output = Output(request.id, [], first_scheduled=time.monotonic())
+        if position == 0:
+            output.num_cached_tokens = NUM_CACHED_TOKENS
+            if params.prompt_logprobs is not None:
+                output.prompt_logprobs_start = 1
+                output.prompt_logprobs = [logprobs_of(t, params.prompt_logprobs) for t in request.prompt_tokens[1:]]
+        if position < request.max_tokens:
+            token = self.next_token(request, position)
+            output.tokens = [token]
+            item.num_tokens += 1
+            if params.logprobs is not None:
+                output.logprobs = [logprobs_of(token, params.logprobs)]
+            if token in (*request.eos_token_ids, *params.stop_token_ids):
+                output.finish_reason = "stop"
+                output.stop_token_id = token if token in params.stop_token_ids else None
+        if output.finish_reason is None and item.num_tokens == request.max_tokens:
+            output.finish_reason = "length"
+        return output
+
+    def _die(self) -> None:
+        knobs = self.knobs
+        if knobs.poison_lives:
+            lives = Path(knobs.poison_lives)
+            num_left = int(lives.read_text())
+            if not num_left:
+                return
+            lives.write_text(str(num_left - 1))
+        if knobs.vmstat:
+            vmstat = Path(knobs.vmstat)
+            vmstat.write_text(f"nr_free_pages 5\noom_kill {int(vmstat.read_text().split()[-1]) + 1}\n")
+        if knobs.poison_how == "exception":
+            raise ZeroDivisionError
+        os.kill(os.getpid(), signal.Signals[knobs.poison_how])
 
     def take_events(self) -> list[Event]:
         return []
@@ -144,7 +228,7 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self.requests),
-            num_blocks=1024,
+            num_blocks=self.num_blocks,
             num_used_blocks=len(self.requests),
             num_steps=self.num_steps,
             step_tokens=len(self.requests),
@@ -155,14 +239,13 @@ def build(config: EngineConfig) -> tuple[FakeEngine, EngineInfo]:
     knobs = msgspec.json.decode(config.model.model, type=Knobs)
     if knobs.start_error:
         raise getattr(errors, knobs.start_error, ZeroDivisionError)("layer 3 is missing")
+    time.sleep(knobs.start_seconds)
+    if knobs.start_kill:
+        os.kill(os.getpid(), signal.SIGKILL)
     if knobs.start_crash_after:
         if os.path.exists(knobs.start_crash_after):
             os._exit(7)
         open(knobs.start_crash_after, "w").close()
     if knobs.writes:
         threading.Thread(target=time.sleep, args=(3600,)).start()
-    return FakeEngine(knobs), INFO
-
-
-if __name__ == "__main__":
-    engine_process.main(build=build)
+    return FakeEngine(knobs=knobs), INFO

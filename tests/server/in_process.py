@@ -1,4 +1,4 @@
-"""An engine in the test's own event loop, and a small tokenizer: the HTTP side without a second process.
+"""``FakeEngine`` in the test's own event loop, and a small tokenizer: the HTTP side without a second process.
 
 The tokens of an answer are those of a text given beforehand, so a test knows what must come back. Every pass of the
 event loop is a step: all live requests get one token.
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -24,7 +25,8 @@ from octavo.telemetry.metrics import Metrics
 from octavo.text.token_bytes import byte_level_alphabet
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tokenizer_parts import TokenizerParts
-from octavo.types import EngineInfo, EngineStats, FinishReason, Output, Request, TokenLogprobs
+from octavo.types import EngineInfo, EngineStats, FinishReason, Request
+from tests.server.fake_engine import FakeEngine, make_info
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -35,6 +37,7 @@ EOS = 256
 IM_END = 258
 VOCAB = 300
 MAX_MODEL_LEN = 512
+NUM_BLOCKS = 64
 ANSWER = "The answer is 4, said the bird. "
 
 
@@ -83,34 +86,30 @@ class InProcessEngine:
     timelines: Timelines = field(default_factory=Timelines)
     kv_events: KVEventRing = field(default_factory=KVEventRing)
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    """Fields of ``EngineStats`` that the engine itself does not count."""
 
     def __post_init__(self) -> None:
+        self.engine = FakeEngine(self._next_token, num_blocks=NUM_BLOCKS)
         self.live: dict[int, Live] = {}
         self._ids = itertools.count(1)
         self._is_scheduled = False
 
     @property
     def info(self) -> EngineInfo:
-        return EngineInfo(
+        return make_info(
             max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCAB,
             eos_token_ids=(EOS,),
-            block_size=16,
-            num_kv_blocks=64,
+            num_kv_blocks=NUM_BLOCKS,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=512,
             architecture="test",
-            num_parameters=0,
-            dtype="float32",
-            device="cpu",
-            memory={},
-            kernels={},
             sampling_defaults=self.sampling_defaults,
         )
 
     @property
     def stats(self) -> EngineStats:
-        return EngineStats(num_running=len(self.live), num_blocks=64)
+        return msgspec.structs.replace(self.engine.stats(), **self.counters)
 
     @property
     def num_live(self) -> int:
@@ -124,6 +123,7 @@ class InProcessEngine:
             raise Unavailable("The server takes no requests now.", retry_after=5)
         if request.id in self.live:
             raise QueueFull("twice")
+        self.engine.add(request)
         self.live[request.id] = Live(request, listener)
         self.requests.append(request)
         self.max_live = max(self.max_live, len(self.live))
@@ -131,6 +131,7 @@ class InProcessEngine:
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
         if self.live.pop(request_id, None) is not None:
+            self.engine.abort(request_id)
             self.aborted.append(request_id)
 
     def _schedule(self) -> None:
@@ -146,42 +147,18 @@ class InProcessEngine:
     def step(self) -> None:
         """Give every live request its next token."""
         for live in list(self.live.values()):
-            error = self.errors.get(live.num_tokens)
-            if error is not None:
+            if (error := self.errors.get(live.num_tokens)) is not None:
                 del self.live[live.request.id]
+                self.engine.abort(live.request.id)
                 live.listener.on_error(error)
-            elif live.request.id in self.live:
-                live.listener.on_output(self._output(live))
+        for output in self.engine.step():
+            if (live := self.live.get(output.request_id)) is None:
+                continue  # aborted by what came before it in this step
+            live.num_tokens += len(output.tokens)
+            if output.finish_reason is not None:
+                del self.live[output.request_id]
+            live.listener.on_output(output)
 
-    def _output(self, live: Live) -> Output:
-        request, params = live.request, live.request.params
-        first = live.num_tokens == 0
-        output = Output(request.id, [], num_cached_tokens=3 if first else 0)
-        if first and params.prompt_logprobs is not None:
-            output.prompt_logprobs_start = 1
-            output.prompt_logprobs = [logprobs_of(t, params.prompt_logprobs) for t in request.prompt_tokens[1:]]
-        if live.num_tokens < request.max_tokens:
-            answer = self.answer(request)
-            token = answer[live.num_tokens % len(answer)]
-            output.tokens = [token]
-            live.num_tokens += 1
-            if params.logprobs is not None:
-                output.logprobs = [logprobs_of(token, params.logprobs)]
-            if token in (*request.eos_token_ids, *params.stop_token_ids):
-                output.finish_reason = "stop"
-                output.stop_token_id = token if token in params.stop_token_ids else None
-        if output.finish_reason is None and live.num_tokens == request.max_tokens:
-            output.finish_reason = "length"
-        if output.finish_reason is not None:
-            del self.live[request.id]
-        return output
-
-
-def logprobs_of(token: int, num_top: int) -> TokenLogprobs:
-    """The token's rank is 1 for even ids and 3 for odd ones; its number tells which token it is."""
-    own = -(token + 1) / 1024
-    if token % 2 == 0:
-        ids = [token, *range(num_top)][:num_top]
-        return TokenLogprobs(token, own, 1, ids, [own - i for i in range(num_top)])
-    ids = [i for i in range(VOCAB) if i != token][:num_top]
-    return TokenLogprobs(token, -50.0, 3, ids, [-1.0 - i for i in range(num_top)])
+    def _next_token(self, request: Request, position: int) -> int:
+        answer = self.answer(request)
+        return answer[position % len(answer)]

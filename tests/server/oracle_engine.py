@@ -8,9 +8,9 @@ from octavo.cache.kv_cache import KVCache
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
-from octavo.server import engine_process
 from octavo.types import EngineInfo, Plan
 from tests.oracle import VOCAB_SIZE, OracleRunner, PendingStep
+from tests.server.fake_engine import make_info
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 100
@@ -26,7 +26,7 @@ class SlowOracleRunner(OracleRunner):
 def build(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     cache = KVCache(NUM_BLOCKS, BLOCK_SIZE)
     scheduler = Scheduler(cache, max_num_seqs=8, max_num_batched_tokens=32)
-    info = EngineInfo(
+    info = make_info(
         max_model_len=NUM_BLOCKS * BLOCK_SIZE,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(),
@@ -35,14 +35,5 @@ def build(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         max_num_seqs=8,
         max_num_batched_tokens=32,
         architecture="oracle",
-        num_parameters=0,
-        dtype="",
-        device="cpu",
-        memory={},
-        kernels={},
     )
     return Engine(scheduler, SlowOracleRunner(BLOCK_SIZE), depth=config.model.seed), info
-
-
-if __name__ == "__main__":
-    engine_process.main(build=build)

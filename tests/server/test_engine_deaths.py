@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -12,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from octavo import errors
-from octavo.server import supervisor
-from tests.server.child_engine import SCRIPT, SLOW, assert_right, finish, kill, make_engine, running, send, until
+from octavo.server import endings, supervisor
+from octavo.server.adapters import FILES, digest
+from tests.server.child_engine import ROOT, SLOW, assert_right, finish, kill, make_engine, running, send, until
 from tests.server.fake_engine import expected
 
 POISON = 666
@@ -118,10 +121,10 @@ def test_an_engine_that_never_gets_anywhere_is_a_hang_and_the_reason_is_convicte
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("poison_at", [0, 7])
-def test_a_poison_request_is_convicted_and_its_neighbours_finish(poison_at: int) -> None:
+@pytest.mark.parametrize(("poison_at", "how"), [(0, "SIGSEGV"), (7, "SIGABRT"), (0, "exception")])
+def test_a_poison_request_is_convicted_and_its_neighbours_finish(poison_at: int, how: str) -> None:
     async def main() -> None:
-        async with running(poison=POISON, poison_at=poison_at, **SLOW) as engine:
+        async with running(poison=POISON, poison_at=poison_at, poison_how=how, **SLOW) as engine:
             streams = [send(engine) for _ in range(8)]
             bad = send(engine, mark=POISON)
             streams += [send(engine) for _ in range(7)]
@@ -135,6 +138,40 @@ def test_a_poison_request_is_convicted_and_its_neighbours_finish(poison_at: int)
             later = [send(engine)]
             await finish(later)
             assert_right(later)
+
+    asyncio.run(main())
+
+
+def test_a_request_for_which_memory_runs_out_is_convicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vmstat = tmp_path / "vmstat"
+    vmstat.write_text("nr_free_pages 5\noom_kill 3\n")
+    monkeypatch.setattr(endings, "VMSTAT", vmstat)
+
+    async def main() -> None:
+        async with running(poison=POISON, poison_how="SIGKILL", vmstat=str(vmstat), **SLOW) as engine:
+            good = [send(engine) for _ in range(3)]
+            bad = send(engine, mark=POISON)
+            await finish([*good, bad])
+            assert_right(good)
+            assert isinstance(bad[1].error, errors.RequestFailed)
+            assert engine.num_restarts <= 4
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
+def test_kills_before_the_first_token_convict_nobody(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is killed whenever it computes this request, seven times, and each time before there is a token."""
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.02)
+    lives = tmp_path / "lives"
+    lives.write_text("7")
+
+    async def main() -> None:
+        async with running(poison=POISON, poison_how=how, poison_lives=str(lives), **SLOW) as engine:
+            streams = [send(engine, mark=POISON), *(send(engine) for _ in range(3))]
+            await finish(streams)
+            assert_right(streams)
+            assert (engine.num_restarts, engine.metrics.convictions) == (7, 0)
 
     asyncio.run(main())
 
@@ -172,24 +209,129 @@ def test_a_start_that_cannot_work_says_why(raised: str, kind: type[Exception]) -
     asyncio.run(main())
 
 
-def test_an_engine_that_cannot_be_restarted_ends_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(supervisor, "MAX_FAILED_STARTS", 2)
+@pytest.mark.parametrize("ending", ["crash", "killed too often"])
+def test_a_first_start_that_ends_without_a_word_is_an_error(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.01)
+    (tmp_path / "once").touch()
 
     async def main() -> None:
-        async with running(start_crash_after=str(tmp_path / "once"), **SLOW) as engine:
-            streams = [send(engine, max_tokens=1000) for _ in range(3)]
+        if ending == "crash":
+            engine = make_engine(start_crash_after=str(tmp_path / "once"))
+        else:
+            engine = make_engine(start_kill=True)
+        with pytest.raises(errors.OctavoError, match="ended while it was starting"):
+            await engine.start()
+        assert engine._supervisor.generation == (1 if ending == "crash" else supervisor.MAX_FIRST_STARTS)
+        await engine.stop(1)
+
+    asyncio.run(main())
+
+
+def test_a_kill_in_the_first_start_is_survived() -> None:
+    async def main() -> None:
+        engine = make_engine(start_seconds=0.5, **SLOW)
+        starting = asyncio.create_task(engine.start())
+        await until(lambda: engine.pid is not None)
+        kill(engine)
+        await starting
+        streams = [send(engine)]
+        await finish(streams)
+        assert_right(streams)
+        await engine.stop(1)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_does_not_start_for_a_while_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.05)
+    once = tmp_path / "once"
+
+    async def main() -> None:
+        async with running(start_crash_after=str(once), **SLOW) as engine:
+            streams = [send(engine, max_tokens=200) for _ in range(3)]
             await until(lambda: all(recorder.tokens for _, recorder in streams))
             kill(engine)
             await until(lambda: not engine.is_ready)
             streams.append(send(engine))
-            await finish(streams)
-            for _, recorder in streams:
-                assert isinstance(recorder.error, errors.RequestFailed)
-            assert engine.failure
+            await until(lambda: engine.failure is not None)
             assert not engine.is_ready
             with pytest.raises(errors.Unavailable):
                 send(engine)
+            once.unlink()
+            await finish(streams)
+            assert engine.failure is None
+            streams.append(send(engine))
+            await finish(streams)
+            assert_right(streams)
+
+    asyncio.run(main())
+
+
+def test_an_idle_engine_that_is_killed_as_soon_as_it_is_ready_is_restarted_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.05)
+
+    async def main() -> None:
+        async with running(**SLOW) as engine:
+            for death in range(8):
+                kill(engine)
+                await until(lambda death=death: engine.num_restarts == death + 1)  # type: ignore[misc]
+            streams = [send(engine)]
+            await finish(streams)
+            assert_right(streams)
+
+    asyncio.run(main())
+
+
+def test_an_adapter_at_which_engine_processes_die_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine without a model takes no adapters: it ends with a traceback when it is told to load one."""
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.05)
+    for name in FILES:
+        (tmp_path / name).touch()
+
+    async def main() -> None:
+        async with running(**SLOW) as engine:
+            engine.adapters.add("deadly", str(tmp_path), digest(str(tmp_path)))
+            for death in range(2):
+                streams = [send(engine, max_tokens=100)]
+                kill(engine)
+                await until(lambda death=death: engine.num_restarts == death + 1)  # type: ignore[misc]
+                await finish(streams)
+                assert_right(streams)
+                assert "deadly" not in engine.adapters.paths
+                with pytest.raises(errors.ModelNotFound, match="deadly"):
+                    engine.adapters.check("deadly")
+
+    asyncio.run(main())
+
+
+def test_an_engine_is_restarted_while_all_other_descriptors_are_taken() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def main() -> None:
+        async with running(**SLOW) as engine:
+            taken: list[int] = []
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 4, before[1]))
+            try:
+                for death in range(2):
+                    with contextlib.suppress(OSError):
+                        while True:
+                            taken.append(os.open(os.devnull, os.O_RDONLY))
+                    assert taken
+                    streams = [send(engine, max_tokens=200)]
+                    kill(engine)
+                    await until(lambda death=death: engine.num_restarts == death + 1)  # type: ignore[misc]
+                    await finish(streams)
+                    assert_right(streams)
+            finally:
+                for descriptor in taken:
+                    os.close(descriptor)
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
     asyncio.run(main())
 
@@ -223,7 +365,7 @@ def test_a_front_process_that_dies_takes_the_engine_with_it() -> None:
     async def main() -> None:
         code = (
             "import asyncio, os, sys\n"
-            f"sys.path.insert(0, {str(SCRIPT.parents[2])!r})\n"
+            f"sys.path.insert(0, {str(ROOT)!r})\n"
             "from tests.server.child_engine import make_engine, send\n"
             "async def main():\n"
             "    engine = make_engine(step_seconds=30)\n"

@@ -24,6 +24,7 @@ from octavo.server import engine_process, wire
 from octavo.telemetry.events import Event
 from octavo.types import EngineStats, Output, Request
 from tests.server import fake_engine
+from tests.server.child_engine import command
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,8 +68,7 @@ def children() -> Iterator[list[Child]]:
 
 
 def start(children: list[Child], **knobs: Any) -> Child:
-    code = "import sys; from tests.server import fake_engine as f; f.engine_process.main(build=f.build)"
-    child = Child(code)
+    child = Child(command()[-1])
     children.append(child)
     child.send(wire.Start(3, to_flat(EngineConfig(model=ModelSettings(model=json.dumps(knobs))))))
     return child
@@ -156,19 +156,21 @@ def test_it_ends_when_its_engine_is_closed_whatever_other_threads_do(
 
 
 BESIDE_COMPILING = """
-import sys, threading
-from tests.server import fake_engine as f
+import threading
+from octavo.server import engine_process
+from tests.server import fake_engine
 def build(config):
     def compute():
         while True:
             sum(range(1000))
     for _ in range(2):
         threading.Thread(target=compute, daemon=True).start()
-    return f.build(config)
-f.engine_process.main(build=build)
+    return fake_engine.build(config)
+engine_process.main(build=build)
 """
 
 
+@pytest.mark.timing
 def test_steps_go_on_beside_threads_that_compute_in_python(children: list[Child]) -> None:
     """With Python's own interval, each of several locks of a step is waited for by 5 ms for each of the threads."""
     child = Child(BESIDE_COMPILING)

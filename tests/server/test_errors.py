@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from octavo.errors import RequestFailed
-from octavo.server import body as body_module
+from octavo.server import bodies
 from tests.server.conftest import Served, execute, fill
 from tests.server.in_process import InProcessEngine
 
@@ -53,6 +53,12 @@ ASKS: dict[str, tuple[dict[str, Any], Ask]] = {
     "context_length_exceeded": ({}, lambda s: s.complete(max_tokens=9999)),
     "invalid_json": ({}, lambda s: s.client.post("/v1/completions", content=b"{", headers=JSON)),
     "unsupported_media_type": ({}, lambda s: s.client.post("/v1/completions", content=b"{}")),
+    "invalid_encoding": ({}, lambda s: s.client.post("/v1/completions", content=b"x", headers=JSON | GZIP)),
+    "malformed_request": ({}, lambda s: s.client.request("BREW", "/health")),
+    "unsupported_content_encoding": (
+        {},
+        lambda s: s.client.post("/v1/completions", content=b"x", headers=JSON | {"content-encoding": "br"}),
+    ),
     "invalid_form": ({}, lambda s: s.client.post("/v1/files", content=b"--y\r\n", headers=FORM)),
     "previous_response_not_found": (
         {},
@@ -77,6 +83,7 @@ ASKS: dict[str, tuple[dict[str, Any], Ask]] = {
     "storage_unavailable": ({}, lambda s: s.client.get("/v1/files")),
 }
 JSON = {"content-type": "application/json"}
+GZIP = {"content-encoding": "gzip"}
 
 
 class FullEngine(InProcessEngine):
@@ -105,7 +112,7 @@ def test_the_answer_is_what_the_table_says(row: Row, serve_app: Any, monkeypatch
     settings, ask = ASKS[row.code]
     served = serve_app(ENGINES.get(row.code, InProcessEngine)(), **settings)
     if row.code == "request_timeout":
-        monkeypatch.setattr(body_module, "BODY_SECONDS", 0.1)
+        monkeypatch.setattr(bodies, "BODY_SECONDS", 0.1)
     if row.code == "internal_error":
         monkeypatch.setattr(served.engine, "next_id", boom)
     if row.code == "storage_full":

@@ -16,7 +16,7 @@ from tests.server.in_process import InProcessEngine
 PATHS = [
     "/v1/models",
     "/v1/models/test",
-    "/ready",
+    "//v1/models/",
     "/metrics",
     "/stats",
     "/version",
@@ -64,12 +64,12 @@ def test_without_the_key_only_the_probes_are_served(serve_app: Any) -> None:
             assert response.status_code == 401, (path, value)
             assert response.json()["error"]["code"] == "invalid_api_key"
             assert response.headers["www-authenticate"] == "Bearer"
-    for path in ("/health",):
+    for path in ("/health", "/ready", "/ready/"):
         assert served.client.get(path).status_code == 200
     assert served.client.get("/v1/models", headers=[(b"authorization", b"bearer " + key)]).status_code == 200
 
 
-def test_every_route_but_one_asks_for_the_key(serve_app: Any) -> None:
+def test_every_route_but_the_probes_asks_for_the_key(serve_app: Any) -> None:
     """Routes as the application has them, so that one that is added is closed too."""
     served = serve_app(api_key="key", admin_key="admin")
     routes = [(method, route.path) for route in served.app.routes for method in route.methods or ("GET",)]
@@ -79,7 +79,7 @@ def test_every_route_but_one_asks_for_the_key(serve_app: Any) -> None:
         for method, path in routes
         if served.client.request(method, re.sub("{[^}]*}", "x", path)).status_code != 401
     ]
-    assert set(is_open) == {("GET", "/health"), ("HEAD", "/health")}
+    assert set(is_open) == {(method, path) for method in ("GET", "HEAD") for path in ("/health", "/ready")}
     assert served.engine.requests == []
 
 
@@ -87,7 +87,7 @@ def test_every_route_but_one_asks_for_the_key(serve_app: Any) -> None:
     ("method", "path", "status", "code"),
     [
         ("GET", "/nope", 404, "unknown_url"),
-        ("GET", "//v1/models", 404, "unknown_url"),
+        ("GET", "//v2/models", 404, "unknown_url"),
         ("GET", "/v1/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models/test", 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),
@@ -104,7 +104,33 @@ def test_what_is_not_there(served: Served, method: str, path: str, status: int, 
 def test_allow_names_every_method_of_a_path(served: Served) -> None:
     """Those too of the path's other routes."""
     for path, methods in (("/v1/files", {"GET", "HEAD", "POST"}), ("/v1/files/x", {"GET", "HEAD", "DELETE"})):
-        assert set(served.client.put(path).headers["allow"].split(", ")) == methods
+        assert set(served.client.put(path).headers["allow"].split(", ")) == methods | {"OPTIONS"}
+
+
+def test_options_tells_what_a_path_takes(served: Served) -> None:
+    answer = served.client.options("/v1/files")
+    assert (answer.status_code, answer.content) == (204, b"")
+    assert answer.headers["allow"] == "GET, HEAD, OPTIONS, POST"
+    assert served.client.options("/nope").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/models/", "//v1/models", "/v1//models//"])
+def test_a_slash_too_many_makes_no_difference(served: Served, path: str) -> None:
+    assert served.client.get(served.url + path).json() == served.client.get("/v1/models").json()
+
+
+@pytest.mark.parametrize("path", ["//admin/keys", "/admin//keys/", "//admin//keys/reload//"])
+def test_a_slash_too_many_opens_nothing(serve_app: Any, path: str) -> None:
+    served = serve_app(api_key="key", admin_key="admin")
+    for method in ("GET", "POST"):
+        answer = served.client.request(method, served.url + path, headers={"authorization": "Bearer key"})
+        assert answer.status_code == 401
+
+
+@pytest.mark.parametrize("name", ["host.docker.internal:8000", "host.containers.internal"])
+def test_containers_may_use_the_name_of_the_machine(served: Served, name: str) -> None:
+    assert served.client.get("/v1/models", headers={"host": name}).status_code == 200
+    assert served.client.get("/v1/models", headers={"host": f"x.{name}"}).status_code == 421
 
 
 def test_headers_are_bounded(served: Served) -> None:

@@ -26,6 +26,8 @@ from tests.conftest import Server, start_server
 from tests.llm.tiny import write_checkpoint
 from tests.server.canary import Canary
 
+pytestmark = pytest.mark.slow  # a real engine process
+
 RUNS_ALL = os.environ.get("OCTAVO_HOSTILE") == "all"
 RECORD = os.environ.get("OCTAVO_HOSTILE_RECORD")
 SAMPLE = 10
@@ -252,7 +254,7 @@ def test_names_are_not_paths(target: Target, kind: str, name: str) -> None:
     assert target.send("GET", f"/v1/{kind}/{name}").status_code == 404
 
 
-def test_compressed_bodies_are_not_opened(target: Target) -> None:
+def test_packed_bodies_that_are_none(target: Target) -> None:
     headers = {**JSON, "content-encoding": "gzip"}
     answer = target.send("POST", "/v1/completions", content=b"\x1f\x8b" + b"\x00" * 100, headers=headers)
     assert answer.status_code == 400

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from octavo.config import ServerSettings
-from octavo.server.http import WRITE_PIECE, HTTPServer, PieceProtocol
+from octavo.server.http import WRITE_PIECE, HTTPServer
 
 POST = b"POST /%b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\nok"
 
@@ -74,7 +74,8 @@ def writes(*received: bytes) -> list[bytes]:
         app = Starlette(
             routes=[Route("/pieces", pieces, methods=["POST"]), Route("/plain", plain, methods=["GET", "POST"])]
         )
-        protocol = PieceProtocol(HTTPServer(app, ServerSettings()).config, ServerState(), {})
+        config = HTTPServer(app, ServerSettings()).config
+        protocol = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})
         connection = Connection()
         protocol.connection_made(connection)
         for data in received:

@@ -163,6 +163,8 @@ def test_a_second_signal_does_not_wait(start: Callable[..., Process]) -> None:
         writer.close()
 
     asyncio.run(run())
+    assert process.process.stderr is not None
+    assert "Traceback" not in process.process.stderr.read()
 
 
 def test_a_signal_while_starting(start: Callable[..., Process]) -> None:

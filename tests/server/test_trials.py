@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from octavo.sampling_params import SamplingParams
 from octavo.server.live import LiveRequest
-from octavo.server.trials import MAX_DEATHS, Trials
+from octavo.server.trials import CONVICTION, FAULT, KILL, MOST_EVIDENCE, SUSPICION, Trials
 from octavo.telemetry.counts import Timing
 from octavo.types import Request
 
@@ -21,9 +21,13 @@ def make_live(request_id: int) -> LiveRequest:
 
 
 class World:
-    """An engine that dies whenever it would sample the fatal token of one of ``poisons`` (id -> position)."""
+    """An engine that dies whenever it would sample the fatal token of one of ``poisons`` (id -> position).
 
-    def __init__(self, count: int, poisons: dict[int, int], batch: int, need: int = 6) -> None:
+    With ``is_killed``, it is another process that ends it then.
+    """
+
+    def __init__(self, count: int, poisons: dict[int, int], batch: int, need: int = 6, is_killed: bool = False) -> None:
+        self.is_killed = is_killed
         self.trials = Trials()
         self.live = {i: make_live(i) for i in range(count)}
         self.inside: list[LiveRequest] = []
@@ -39,10 +43,10 @@ class World:
         if self.trials.holds_back:
             self.inside += self.trials.admit(self.live.values())
 
-    def die(self) -> None:
+    def die(self, is_from_outside: bool = False) -> None:
         self.deaths += 1
         self.inside.clear()
-        for live in self.trials.on_death(self.live.values()):
+        for live in self.trials.on_death(self.live.values(), is_from_outside):
             self.convicted.append(live.id)
             del self.live[live.id]
 
@@ -51,11 +55,10 @@ class World:
         running = self.inside[: self.batch]
         assert running, "somebody lives and nobody may run"
         if any(self.poisons.get(live.id) == len(live.tokens) for live in running):
-            self.die()
+            self.die(self.is_killed)
             return
         for live in running:
-            live.tokens.append(0)
-            live.deaths = 0
+            live.note_tokens([0])
             if len(live.tokens) == self.need:
                 del self.live[live.id]
                 self.inside.remove(live)
@@ -95,7 +98,7 @@ def test_kills_from_outside_convict_nobody_who_makes_progress() -> None:
     for _ in range(60):
         for _ in range(rng.randint(1, 5)):
             world.step()
-        world.die()
+        world.die(is_from_outside=True)
     world.run()
     assert world.convicted == []
     assert len(world.finished) == 16
@@ -104,11 +107,11 @@ def test_kills_from_outside_convict_nobody_who_makes_progress() -> None:
 def test_nobody_joins_a_suspect_who_is_alone() -> None:
     trials = Trials()
     suspect, newcomer = make_live(1), make_live(2)
-    suspect.deaths = 2
+    suspect.evidence = SUSPICION
     assert trials.admit([suspect]) == [suspect]
     assert trials.holds_back
     assert trials.admit([suspect, newcomer]) == []
-    suspect.deaths = 0
+    suspect.evidence = 0
     assert trials.admit([suspect, newcomer]) == [newcomer]
     assert not trials.holds_back
 
@@ -116,21 +119,63 @@ def test_nobody_joins_a_suspect_who_is_alone() -> None:
 def test_innocents_run_beside_the_second_suspect() -> None:
     trials = Trials()
     first, second, innocent = make_live(1), make_live(2), make_live(3)
-    first.deaths = second.deaths = 2
+    first.evidence = second.evidence = SUSPICION
     everyone = [first, second, innocent]
     assert trials.admit(everyone) == [second]
-    second.deaths = 0
+    second.evidence = 0
     assert trials.admit(everyone) == [innocent, first]
-    assert trials.on_death(everyone) == []
+    assert trials.on_death(everyone, is_from_outside=False) == []
     assert trials.admit(everyone) == [first], "who was on trial is tried next, alone"
-    assert trials.on_death(everyone) == [first]
+    assert trials.on_death(everyone, is_from_outside=False) == [first]
 
 
 def test_a_request_that_lives_on_by_one_token_a_life_ends_at_last() -> None:
     trials = Trials()
     live = make_live(1)
-    for death in range(1, MAX_DEATHS + 1):
+    most = MOST_EVIDENCE // FAULT
+    for death in range(1, most + 1):
         trials.admit([live])
-        live.tokens.append(0)
-        live.deaths = 0
-        assert trials.on_death([live]) == ([live] if death == MAX_DEATHS else [])
+        live.note_tokens([0])
+        assert trials.on_death([live], is_from_outside=False) == ([live] if death == most else [])
+
+
+def test_a_request_at_which_the_engine_is_killed_each_time_is_convicted_alone() -> None:
+    world = World(8, {3: 2}, batch=8, is_killed=True)
+    world.run()
+    assert world.convicted == [3]
+    assert sorted(world.finished) == [0, 1, 2, 4, 5, 6, 7]
+    assert world.deaths <= CONVICTION // KILL + 2
+
+
+def test_kills_from_outside_before_any_progress_convict_nobody_for_long() -> None:
+    world = World(4, {}, batch=4)
+    for _ in range(SUSPICION // KILL - 1):
+        world.admit()
+        world.die(is_from_outside=True)
+    assert not any(live.evidence >= SUSPICION for live in world.live.values())
+    world.run()
+    assert world.convicted == []
+
+
+def test_a_finished_step_makes_a_kill_no_evidence_but_not_a_crash() -> None:
+    trials, live = Trials(), make_live(1)
+    for _ in range(200):
+        trials.admit([live])
+        live.note_computed(64)  # a stretch of the prompt, the same in each engine process
+        assert trials.on_death([live], is_from_outside=True) == []
+    assert live.evidence == 0
+    for death in range(3):
+        trials.admit([live])
+        live.note_computed(64)
+        assert trials.on_death([live], is_from_outside=False) == ([live] if death == 2 else [])
+
+
+def test_a_stretch_of_the_prompt_that_was_never_computed_before_is_progress() -> None:
+    trials, live = Trials(), make_live(1)
+    for _ in range(2):
+        trials.admit([live])
+        trials.on_death([live], is_from_outside=False)
+    assert live.evidence == SUSPICION
+    trials.admit([live])
+    live.note_computed(64)
+    assert live.evidence == 0

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.bench.dummy_models import SHAPES
-from octavo.bench.roofline import decode_work, prefill_work, shape_of
 from octavo.engine.step_times import StepWork, work_of
 from octavo.errors import ConfigError
 from octavo.sim.cost_model import Roofline, num_blocks_of
 from octavo.sim.devices import LAYER_SECONDS, find_device
-from octavo.sim.fitted import Replayed, fit, read_log
+from octavo.sim.fitted import fit, read_log
 from octavo.sim.jobs import Job
+from octavo.sim.roofline import decode_work, prefill_work, shape_of
+from octavo.sim.shapes import SHAPES
 from octavo.sim.sketch import Sketch
 from octavo.types import Scheduled, Sequence
 
@@ -148,14 +148,6 @@ def test_the_same_form_on_a_slower_machine() -> None:
     slower = fitted.as_of(works, [1.5 * taken for taken in seconds])
     drawn = [slower.seconds(works[0]) for _ in range(2000)]
     assert np.median(drawn) == pytest.approx(1.5 * fitted.expected(works[0]), rel=0.05)
-
-
-def test_a_replay_gives_a_run_its_own_times_back() -> None:
-    fitted = fit(*random_steps(2000, 1))
-    works, seconds = random_steps(500, 2)
-    replayed = Replayed(fitted, works, seconds)
-    assert [replayed.seconds(work) for work in works] == pytest.approx(seconds)
-    assert replayed.seconds(works[-1]) == pytest.approx(seconds[-1]), "past the end, the last of it goes on"
 
 
 def test_logs_are_read_and_bad_ones_are_named(tmp_path: Path) -> None:

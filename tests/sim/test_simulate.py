@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from octavo.bench.virtual import StepCost, VirtualEngine
 from octavo.cli import main
 from octavo.config import EngineConfig, SchedulerSettings
 from octavo.engine.mixed_steps import MIXED_TOKENS
@@ -22,6 +21,7 @@ from octavo.sim.report import Ledger, Targets
 from octavo.sim.setup import Asked
 from octavo.sim.simulate import Fleet, Simulation
 from octavo.sim.workloads import PROFILES, ClosedLoop, Sessions
+from octavo_bench.virtual import StepCost, VirtualEngine
 
 ANYTHING = Targets()
 SIZES = Sizes(num_blocks=512, block_size=16, max_num_seqs=8, max_num_batched_tokens=64, depth=1)

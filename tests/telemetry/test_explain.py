@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from octavo.bench.virtual import StepCost, VirtualEngine
 from octavo.config import SchedulerSettings
 from octavo.sampling_params import SamplingParams
 from octavo.telemetry.events import MAX_EVENTS, Event, EventLog
 from octavo.telemetry.explain import as_text, explain
 from octavo.types import EngineStats, Request
+from octavo_bench.virtual import StepCost, VirtualEngine
 from tests.engine.making import make_engine, make_request, run_to_end
 from tests.oracle import Trouble
 

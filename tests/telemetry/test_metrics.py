@@ -146,12 +146,16 @@ def test_what_the_cache_its_tiers_and_guesses_come_to() -> None:
         num_offload_bad_files=8,
         offload_memory_bytes=9,
         offload_disk_bytes=10,
+        num_evictions=11,
+        num_preemptions=12,
     )
     assert read(metrics)["octavo_kv_cache_fragmentation",] == 0
     metrics.observe_step(stats)
     values = read(metrics)
     assert values["octavo_kv_cache_fragmentation",] == 0.4
     assert values["octavo_prefix_tokens_copied_total",] == 2
+    assert values["octavo_prefix_cache_evictions_total",] == 11
+    assert values["vllm:num_preemptions_total",] == 12
     assert values["vllm:spec_decode_num_draft_tokens_total",] == 3
     assert values["vllm:spec_decode_num_accepted_tokens_total",] == 1
     found = [values[f"octavo_kv_offload_{name}_total",] for name in ("saved_blocks", "dropped_blocks")]

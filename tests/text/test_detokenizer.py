@@ -103,6 +103,7 @@ def test_emoji_and_chinese_never_show_a_replacement_character(smollm_tokenizer: 
     assert not any("\ufffd" in delta for delta in deltas)
 
 
+@pytest.mark.timing
 @pytest.mark.model
 def test_time_is_linear_in_the_number_of_tokens(smollm_tokenizer: Tokenizer) -> None:
     tokens = smollm_tokenizer.encode("Grüße, 世界! 😀 " * 400)

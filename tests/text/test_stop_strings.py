@@ -95,6 +95,7 @@ def test_nothing_comes_after_a_stop() -> None:
     assert watcher.found == "."
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("stop", ["a" * 255 + "b", "ab" * 127 + "c"])
 def test_time_is_linear_on_text_made_to_be_slow(stop: str) -> None:
     """Text of almost-matches, which makes a naive search look at each character 255 times."""

@@ -88,6 +88,7 @@ def test_what_the_real_vocabulary_is(smollm_tokenizer: Tokenizer) -> None:
     assert smollm_tokenizer.longest_token_bytes == max(len(smollm_tokenizer.token_bytes(t)) for t in range(49152))
 
 
+@pytest.mark.timing
 @pytest.mark.model
 def test_encoding_lets_other_threads_run(smollm_tokenizer: Tokenizer) -> None:
     text = "The quick brown fox. " * 50_000

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import CheckpointError, ConfigError
+from octavo.weights.default_model import SMOLLM2_135M
 from octavo.weights.generation_config import chosen_config, sampling_defaults
 
 WRITTEN: dict[str, Any] = {
@@ -35,7 +36,16 @@ def test_the_models_own_values_are_taken_and_vllm_means_none() -> None:
     }
     assert sampling_defaults("vllm", WRITTEN) == {}
     assert sampling_defaults("auto", {}) == {}
-    assert chosen_config("auto", WRITTEN) is chosen_config("vllm", WRITTEN) is WRITTEN
+    for setting in ("auto", "vllm"):
+        assert chosen_config(setting, WRITTEN, Path("SmolLM2-135M-Instruct.Q4_1.gguf")) == WRITTEN
+
+
+def test_what_the_authors_of_the_default_model_publish_fills_in() -> None:
+    path = Path("/models") / SMOLLM2_135M.file_name
+    config = chosen_config("auto", {"eos_token_id": 2}, path)
+    assert config == {"eos_token_id": 2, "temperature": 0.2, "top_p": 0.9}
+    assert sampling_defaults("vllm", config) == {}
+    assert chosen_config("auto", {"eos_token_id": 2}, Path("other.gguf")) == {"eos_token_id": 2}
 
 
 def test_all_tokens_are_asked_for_as_minus_one_too() -> None:
@@ -44,14 +54,14 @@ def test_all_tokens_are_asked_for_as_minus_one_too() -> None:
 
 def test_a_folder_with_another_one(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0}))
-    config = chosen_config(str(tmp_path), WRITTEN)
+    config = chosen_config(str(tmp_path), WRITTEN, Path(SMOLLM2_135M.file_name))
     assert sampling_defaults(str(tmp_path), config) == {"temperature": 0}
 
 
 def test_a_folder_without_one_is_refused(tmp_path: Path) -> None:
     for setting in (str(tmp_path), str(tmp_path / "missing"), "Auto"):
         with pytest.raises(ConfigError, match=r"generation_config: .* is neither auto, vllm nor a folder with gen"):
-            chosen_config(setting, WRITTEN)
+            chosen_config(setting, WRITTEN, Path("model"))
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def test_alignment_and_versions(tmp_path: Path, version: int) -> None:
     assert opened(tmp_path, data).data("t").tobytes() == b"abcdefgh"
 
 
+@pytest.mark.timing
 def test_a_large_vocabulary_loads_fast(tmp_path: Path) -> None:
     data = file([pair("tokens", [f"token{index}" for index in range(256_000)])])
     start = time.perf_counter()

@@ -48,8 +48,8 @@ def _call_all(calls_at: int, num_calls: int, pool: int) -> int:
 
 def call(driver: int, arguments: Arguments, error: str = "") -> None:
     """Call a driver; raise ``IndexError(error)`` when it gives anything but 0."""
-    if _recording is not None:
-        _recording.add(driver, arguments, error)
+    if (current := _CURRENT.recording) is not None:
+        current.add(driver, arguments, error)
     if _call(driver, pool_address(), arguments.ctypes.data):
         raise IndexError(error)
 
@@ -98,14 +98,13 @@ class Recording:
 @contextlib.contextmanager
 def recording(arena: Arena) -> Iterator[Recording]:
     """Within this block calls are made and recorded, and ``torch.empty`` takes memory of ``arena``."""
-    global _recording
-    assert _recording is None, "one recording at a time"
-    made = _recording = Recording()
+    assert _CURRENT.recording is None, "one recording at a time"
+    made = _CURRENT.recording = Recording()
     try:
         with _Watch(made, arena):
             yield made
     finally:
-        _recording = None
+        _CURRENT.recording = None
     made.close()
 
 
@@ -144,4 +143,10 @@ def _is_view(func: Callable[..., Any]) -> bool:
     return bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
 
 
-_recording: Recording | None = None
+class _Current:
+    """The recording that is being made; a process has one at most."""
+
+    recording: Recording | None = None
+
+
+_CURRENT = _Current()

@@ -2,7 +2,8 @@
 
 numba's own cache looks at the file that a function is written in, not at the files that it calls into. The
 folder's name therefore carries a digest of this whole package, so that changed kernels are never mixed with
-old ones. numba itself tells CPUs and its own versions apart.
+old ones. numba itself tells CPUs and its own versions apart. Where a disk is full or cannot be written, kernels are
+compiled in memory, at each start.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +20,17 @@ from typing import IO, Any, TypeAlias
 
 import numba
 from numba import extending, types
+from numba.core import sigutils
+from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 
 from octavo.collector import without_collections
 from octavo.config import cache_dir
 
 numba_config: Any = numba.config
+normalize_signature: Any = sigutils.normalize_signature
 Constant: TypeAlias = int
+logger = logging.getLogger(__name__)
 LONGEST_WAIT = 120.0
 """Seconds, far more than any kernel takes: who is stopped half-way through compiling must not stop all others."""
 
@@ -38,9 +44,18 @@ def cache_folder() -> Path | None:
     folder = cache_dir() / "kernels" / digest.hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("it cannot be written")
+    except OSError as error:
+        _warn_that_nothing_is_kept(folder, error.strerror or str(error))
         return None
-    return folder if os.access(folder, os.W_OK) else None
+    return folder
+
+
+@functools.cache
+def _warn_that_nothing_is_kept(folder: Path, reason: str) -> None:
+    """Say so once for each reason."""
+    logger.warning("compiled kernels cannot be kept in %s (%s); each start compiles them anew", folder, reason)
 
 
 def is_missing(name: str) -> bool:
@@ -62,6 +77,19 @@ def _numba_cache() -> Iterator[bool]:
         yield True
     finally:
         config.CACHE_DIR = before
+
+
+def _keep_if_possible(code: Any) -> None:
+    """Have a function's compiled code kept, and go on when that fails: it is in memory."""
+    save = code._cache.save_overload
+
+    def save_if_possible(signature: Any, compiled_code: Any) -> None:
+        try:
+            save(signature, compiled_code)
+        except OSError as error:
+            _warn_that_nothing_is_kept(cache_dir(), error.strerror or str(error))
+
+    code._cache.save_overload = save_if_possible
 
 
 @contextlib.contextmanager
@@ -98,6 +126,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile when first called, without the interpreter lock; division by zero gives inf or nan, as in numpy."""
     with _numba_cache() as cache:
         code: Any = numba.njit(nogil=True, error_model="numpy", cache=cache)(function)
+        if cache:
+            _keep_if_possible(code)
     compile_signature = code.compile
 
     def compile_alone(signature: Any) -> Any:
@@ -120,7 +150,11 @@ def compiled_driver(function: Callable[[int, int], int]) -> int:
 
 def _compiled_now(signature: Any, function: Callable[..., Any]) -> int:
     with _numba_cache() as cache, _alone(function):
-        code: Any = numba.cfunc(signature, error_model="numpy", cache=cache)(function)
+        code: Any = CFunc(function, normalize_signature(signature), locals={}, options={"error_model": "numpy"})
+        if cache:
+            code.enable_caching()
+            _keep_if_possible(code)
+        code.compile()
     _code.append(code)
     return int(code.address)
 

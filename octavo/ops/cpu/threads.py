@@ -145,58 +145,54 @@ def _stop(pool: int) -> None:
     futex(pool + WAKE, FUTEX_WAKE_PRIVATE, EVERYONE)
 
 
-_pool: Pool | None = None
-_num_threads: int | None = None
-_lock = threading.Lock()
+class Threads:
+    """How many threads kernels use, and the helpers among them. A process has one: ``THREADS``.
+
+    Helpers spin and sleep on memory of the process, and compiled code takes their address with every call.
+    """
+
+    def __init__(self) -> None:
+        self._count: int | None = None
+        self._pool: Pool | None = None
+        self._lock = threading.Lock()
+
+    def count(self) -> int:
+        """Threads that a kernel uses, the caller's among them: one for each CPU of this process until it is set."""
+        if self._count is None:
+            self._count = len(os.sched_getaffinity(0))
+        return self._count
+
+    def set_count(self, count: int) -> None:
+        """Use ``count`` threads from now on. Must not be called while a kernel runs."""
+        if count < 1:
+            raise ValueError(f"at least one thread is needed, got {count}")
+        if count != self.count():
+            self.retire()
+            self._count = count
+
+    def pool_address(self) -> int:
+        """The pool to pass to ``run``; helpers start with the first call that needs them. 0 on a single thread."""
+        if self._pool is not None:
+            return self._pool.address
+        if self.count() == 1:
+            return 0
+        with self._lock:
+            if self._pool is None:
+                self._pool = Pool(self.count() - 1)
+        return self._pool.address
+
+    def retire(self) -> None:
+        """End the helpers."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.stop()
+
+    def forget(self) -> None:
+        """A forked child has the memory but not the helpers."""
+        self._pool = None
 
 
-def num_threads() -> int:
-    """Threads that a kernel uses, the caller's among them: one for each CPU of this process until somebody says."""
-    global _num_threads
-    if _num_threads is None:
-        _num_threads = len(os.sched_getaffinity(0))
-    return _num_threads
-
-
-def set_num_threads(count: int) -> None:
-    """Use ``count`` threads from now on. Must not be called while a kernel runs."""
-    global _num_threads
-    if count < 1:
-        raise ValueError(f"at least one thread is needed, got {count}")
-    if count != num_threads():
-        _retire()
-        _num_threads = count
-
-
-def pool_address() -> int:
-    """The pool to pass to ``run``; helpers start with the first call that needs them. 0 on a single thread."""
-    if _pool is not None:
-        return _pool.address
-    return _start()
-
-
-def _start() -> int:
-    global _pool
-    if num_threads() == 1:
-        return 0
-    with _lock:
-        if _pool is None:
-            _pool = Pool(num_threads() - 1)
-    return _pool.address
-
-
-def _retire() -> None:
-    global _pool
-    pool, _pool = _pool, None
-    if pool is not None:
-        pool.stop()
-
-
-def _forget() -> None:
-    """A forked child has the memory but not the helpers."""
-    global _pool
-    _pool = None
-
-
-atexit.register(_retire)
-os.register_at_fork(after_in_child=_forget)
+THREADS = Threads()
+num_threads, set_num_threads, pool_address = THREADS.count, THREADS.set_count, THREADS.pool_address
+atexit.register(THREADS.retire)
+os.register_at_fork(after_in_child=THREADS.forget)

@@ -15,18 +15,17 @@ from octavo.server.anthropic.blocks import chat_messages, system_text
 from octavo.server.body import BodyReader
 from octavo.server.errors import UnsupportedParameter
 from octavo.server.front import Front
-from octavo.server.openai.chat import ChatBody, refused_elsewhere
+from octavo.server.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "container": (),
     "context_management": (),
     "inference_geo": (),
     "mcp_servers": (),
-    "output_config": (),
-    "output_format": (),
     "speed": ("standard",),
 }
 ACCEPTED = frozenset({"service_tier", "cache_control", "anthropic_version", "anthropic_beta"})
+CONFIG_KEYS = ("effort", "format")
 """Where a request is computed, and hints on caching, which is automatic here."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -39,6 +38,8 @@ class Counted(msgspec.Struct, kw_only=True):
     system: str | list[dict[str, Any]] = ""
     tools: list[dict[str, Any]] = []
     tool_choice: dict[str, Any] | None = None
+    output_config: dict[str, Any] = {}
+    output_format: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
 
 
@@ -56,7 +57,15 @@ class MessageBody(Counted, kw_only=True):
 
 
 counted_reader = BodyReader(Counted, REFUSED, ACCEPTED)
-message_reader = BodyReader(MessageBody, refused_elsewhere(MessageBody, ACCEPTED) | REFUSED, ACCEPTED)
+message_reader = BodyReader(MessageBody, refused_elsewhere(MessageBody, ACCEPTED) | REFUSED, ACCEPTED, IGNORED_IN_CHAT)
+
+
+def without_effect(body: Counted, front: Front) -> list[str]:
+    """Fields that are passed over in this request."""
+    named = [f"output_config.{name}" for name in body.output_config if name not in CONFIG_KEYS]
+    if effort(_effort(body), front) is None:
+        named.append("output_config.effort")
+    return [*named, "thinking"] if wants_thinking(body) and not front.message_format.can_reason else named
 
 
 def chat_body(body: Counted, front: Front) -> ChatBody:
@@ -76,6 +85,8 @@ def chat_body(body: Counted, front: Front) -> ChatBody:
         add_generation_prompt=not is_begun,
         continue_final_message=is_begun,
         chat_template_kwargs=_thinking(body.thinking, front),
+        response_format=_response_format(body),
+        reasoning_effort=_effort(body),
     )
 
 
@@ -105,16 +116,33 @@ def wants_thinking(body: Counted) -> bool:
 
 
 def _thinking(thinking: dict[str, Any] | None, front: Front) -> dict[str, Any]:
-    """The variables of the template for what a client says of reasoning. Raises ``RequestError``."""
+    """The variables of the template for what a client says of reasoning. Raises ``InvalidParameter``."""
     kind = "disabled" if thinking is None else thinking.get("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidParameter("thinking", "'thinking.type' must be 'enabled', 'adaptive' or 'disabled'.")
-    can_think = front.message_format.thinks or front.message_format.is_harmony
-    if kind != "disabled" and not can_think:
-        raise UnsupportedParameter("thinking", "'thinking' is not supported: this model writes no reasoning.")
     if "enable_thinking" in (front.chat_template.source or ""):
         return {"enable_thinking": kind != "disabled"}
     return {}
+
+
+def _effort(body: Counted) -> str | None:
+    asked = body.output_config.get("effort")
+    if not isinstance(asked, str | None):
+        raise InvalidParameter("output_config", "'output_config.effort' must be a string.")
+    return asked
+
+
+def _response_format(body: Counted) -> dict[str, Any] | None:
+    """The form of the content in the words of chat completions; ``output_format`` is its older name."""
+    given, where = body.output_config.get("format"), "output_config.format"
+    if given is None:
+        given, where = body.output_format, "output_format"
+    if given is None:
+        return None
+    if not isinstance(given, dict) or given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
+        message = f"'{where}' must have 'json_schema' as its 'type', and a JSON schema, an object, as its 'schema'."
+        raise InvalidParameter(where.partition(".")[0], message)
+    return {"type": "json_schema", "json_schema": {"name": "output", "strict": True, "schema": given["schema"]}}
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
@@ -127,18 +155,21 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
+    if tool.get("strict") is not None:
+        function["strict"] = tool["strict"]
     return {"type": "function", "function": function}
 
 
-def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool]:
-    """The choice in the words of chat completions, and whether there may be several calls."""
+def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
+    """The choice in the words of chat completions, and whether there may be several calls, if that is said."""
     if choice is None:
-        return None, True
-    kind, is_single = choice.get("type"), choice.get("disable_parallel_tool_use", False)
-    if not isinstance(is_single, bool):
+        return None, None
+    kind, is_single = choice.get("type"), choice.get("disable_parallel_tool_use")
+    if not isinstance(is_single, bool | None):
         raise InvalidParameter("tool_choice", "'tool_choice.disable_parallel_tool_use' must be true or false.")
+    is_parallel = None if is_single is None else not is_single
     if kind == "tool":
-        return {"type": "function", "function": {"name": choice.get("name")}}, not is_single
+        return {"type": "function", "function": {"name": choice.get("name")}}, is_parallel
     if not isinstance(kind, str) or kind not in CHOICES:
         raise InvalidParameter("tool_choice", "'tool_choice.type' must be 'auto', 'any', 'tool' or 'none'.")
-    return CHOICES[kind], not is_single
+    return CHOICES[kind], is_parallel

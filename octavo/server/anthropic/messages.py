@@ -16,12 +16,12 @@ from octavo.server.anthropic.body import (
     message_chat_body,
     message_reader,
     wants_thinking,
+    without_effect,
 )
 from octavo.server.front import front_of
-from octavo.server.openai.chat import conversation
+from octavo.server.openai.chat import conversation, tools_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
-from octavo.server.openai.tools import tool_use
 from octavo.server.reply import begin_reply
 from octavo.server.sse import whole
 
@@ -29,10 +29,10 @@ from octavo.server.sse import whole
 async def create_message(request: Request) -> Response:
     front = front_of(request)
     front.admission.check_room()
-    body, headers = await front.read(request, message_reader)
+    body, headers = await front.read(request, message_reader, without_effect)
     id = f"msg_{uuid.uuid4().hex}"
     reply = await begin_reply(front, message_chat_body(body, front), request, id)
-    answer = MessageAnswer(reply, id, front.model_name, wants_thinking(body))
+    answer = MessageAnswer(reply, id, front.answering_name(body.model), wants_thinking(body))
     if body.stream:
         return MessageStream(reply.generation, answer, headers)
     await whole(reply.generation, request)
@@ -41,11 +41,10 @@ async def create_message(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     front = front_of(request)
-    body, headers = await front.read(request, counted_reader)
+    body, headers = await front.read(request, counted_reader, without_effect)
     front.check_model(body.model)
     chat = chat_body(body, front)
-    tools = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    source = conversation(chat.messages, chat, front, tools).prompt
+    source = conversation(chat.messages, chat, front, tools_of(chat, front)).prompt
     prompt = await front.admission.encode(source, "messages", chat.add_special_tokens)
     return json_response({"input_tokens": len(prompt.tokens)}, headers)
 

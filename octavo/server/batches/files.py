@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
-from octavo.server.body import read_bytes
 from octavo.server.caller import caller_of
 from octavo.server.errors import HTTPRefusal, MissingParameter, NotFound, printable
 from octavo.server.front import front_of
@@ -27,6 +26,9 @@ from octavo.server.store import StoredItem, decoded
 KIND = "file"
 CONTENT = "file_content"
 MAX_NAME = 255
+MAX_PARTS = 32
+"""Of a form. Two are read, and each costs far more than its bytes."""
+PIECE_BYTES = 256 << 10
 
 
 class FileObject(msgspec.Struct, kw_only=True):
@@ -47,8 +49,8 @@ async def create_file(request: Request) -> Response:
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         message = "A file must be sent with 'Content-Type: multipart/form-data'."
         raise HTTPRefusal(400, message, "unsupported_media_type")
-    body = await read_bytes(request, front.config.server.max_request_bytes)
-    fields, files = _form(request.headers["content-type"], body)
+    content_type = request.headers["content-type"]
+    fields, files = await front.bodies.read(request, lambda body: _form(content_type, body))
     if "file" not in files:
         raise MissingParameter("file")
     if fields.get("purpose") != "batch":
@@ -110,7 +112,7 @@ ENDPOINTS = [
 def page(request: Request, items: list[dict[str, Any]]) -> dict[str, Any]:
     """A list of what has ids, by the query's ``limit`` and ``after``. Raises ``InvalidParameter``."""
     after, limit = request.query_params.get("after"), request.query_params.get("limit", "100")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:6]) <= 10_000):
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and 1 <= int(limit) <= 10_000):
         raise InvalidParameter("limit", "'limit' must be a whole number from 1 to 10000.")
     start = 0
     if after:
@@ -137,11 +139,20 @@ def _form(content_type: str, body: bytes) -> tuple[dict[str, str], dict[str, tup
     """Fields, and files with their names, of a form. Raises ``HTTPRefusal``."""
     fields: dict[str, str] = {}
     files: dict[str, tuple[str, bytes]] = {}
+    num_parts = 0
+
+    def count_part() -> None:
+        nonlocal num_parts
+        num_parts += 1
+        if num_parts > MAX_PARTS:
+            raise HTTPRefusal(400, f"The form in the body has more than {MAX_PARTS} parts.", "invalid_form")
 
     def on_field(field: Field) -> None:
+        count_part()
         fields[_text(field.field_name)] = _text(field.value)
 
     def on_file(file: File) -> None:
+        count_part()
         file.file_object.seek(0)
         files[_text(file.field_name)] = (_text(file.file_name), file.file_object.read())
 
@@ -149,8 +160,11 @@ def _form(content_type: str, body: bytes) -> tuple[dict[str, str], dict[str, tup
     limits = {"MAX_MEMORY_FILE_SIZE": len(body) + 1}
     try:
         parser = create_form_parser({"Content-Type": content_type.encode()}, on_field, on_file, config=limits)
-        parser.write(body)
+        for start in range(0, len(body), PIECE_BYTES):
+            parser.write(body[start : start + PIECE_BYTES])
         parser.finalize()
+    except HTTPRefusal:
+        raise
     except (FormParserError, ValueError):
         raise HTTPRefusal(400, "The form in the body is not valid.", "invalid_form") from None
     return fields, files

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound, QueueFull, RequestError
-from octavo.server.body import BodyReader, MalformedJSON, read_body
+from octavo.server.body import BodyReader, MalformedJSON
 from octavo.server.errors import UnknownParameter
 from octavo.server.front import front_of
 from octavo.server.generation import Choice
@@ -48,7 +48,7 @@ reader = BodyReader(InferBody, {}, frozenset())
 async def infer(request: Request) -> Response:
     front = front_of(request)
     front.admission.check_room()
-    body, unknown = reader.read(await read_body(request, front.config.server.max_request_bytes))
+    body, unknown = await front.bodies.read_json(request, reader, front.engine.info.max_model_len)
     if unknown:
         raise UnknownParameter(unknown)
     if not body.prompt:

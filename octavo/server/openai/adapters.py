@@ -44,13 +44,16 @@ async def load(request: Request) -> Response:
     body, headers = await front.read(request, load_reader)
     _check_allowed(front)
     name, path = body.lora_name, body.lora_path
-    if not name or len(name) > MAX_NAME or name != name.strip() or set(name) & set(",="):
-        message = f"'lora_name' must have 1 to {MAX_NAME} characters, no spaces around it, and no comma or '='."
+    if not 1 <= len(name) <= MAX_NAME or name != name.strip() or set(name) & set(",=") or not name.isprintable():
+        message = (
+            f"'lora_name' must have 1 to {MAX_NAME} printable characters, no spaces around it, and no comma or '='."
+        )
         raise InvalidParameter("lora_name", message)
-    if name == front.model_name or name in front.engine.adapters.paths:
+    if name in front.served_names:
         raise InvalidParameter("lora_name", f"There is a model called '{printable(name)}' already.")
-    if not path or "," in path or path != path.strip():
-        raise InvalidParameter("lora_path", "'lora_path' must be a folder, without a comma or spaces around it.")
+    if not path or "," in path or path != path.strip() or not path.isprintable():
+        message = "'lora_path' must be a folder, of printable characters without a comma or spaces around them."
+        raise InvalidParameter("lora_path", message)
     try:
         content = await asyncio.to_thread(digest, path)
     except ConfigError as error:
@@ -63,7 +66,7 @@ async def unload(request: Request) -> Response:
     front = front_of(request)
     body, headers = await front.read(request, unload_reader)
     _check_allowed(front)
-    if body.lora_name not in front.engine.adapters.paths:
+    if body.lora_name not in front.engine.adapters.known:
         raise ModelNotFound(f"There is no adapter '{printable(body.lora_name)}'.", param="lora_name")
     await front.engine.unload_adapter(body.lora_name)
     return json_response({"object": "model", "id": body.lora_name, "deleted": True}, headers)

@@ -14,20 +14,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
-from octavo.sampling_params import MAX_LOGPROBS, MAX_TOKEN_ID
+from octavo.sampling_params import MAX_LOGPROBS
 from octavo.server.admission import Asked
 from octavo.server.body import BodyReader
 from octavo.server.caller import caller_of
 from octavo.server.errors import UnsupportedParameter
 from octavo.server.front import Front, front_of
 from octavo.server.generation import Choice, News
+from octavo.server.openai import fields
 from octavo.server.openai.chat_message import ChatMessage, chat_message
 from octavo.server.openai.constraints import constraint
 from octavo.server.openai.fields import (
     ACCEPTED,
+    IGNORED,
     REFUSED,
     GenerationFields,
     check_generation_fields,
+    check_max_tokens,
     default_max_tokens,
     sampling_params,
 )
@@ -49,12 +52,11 @@ REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = REFUSED | {
     "media_io_kwargs": (),
     "mm_processor_kwargs": (),
     "modalities": (["text"],),
-    "prediction": (),
     "reasoning": (),
     "suffix": (),
-    "verbosity": ("medium",),
     "web_search_options": (),
 }
+IGNORED_IN_CHAT: dict[str, tuple[Any, ...]] = IGNORED | {"prediction": (), "verbosity": ("medium",)}
 _OPENS = b'"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
 _GOES_ON = b'},"logprobs":null,"finish_reason":null'
 _ENDS = b'},"logprobs":null,"finish_reason":%b,"stop_reason":%b'
@@ -74,26 +76,27 @@ class ChatBody(GenerationFields, kw_only=True):
     add_special_tokens: bool = False
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool | None = None
+    """``None`` is true, and false for a model whose chat template has no place for tools: such repeat their calls."""
     reasoning_effort: str | None = None
 
 
-reader = BodyReader(ChatBody, REFUSED_IN_CHAT, ACCEPTED)
+reader = BodyReader(ChatBody, REFUSED_IN_CHAT, ACCEPTED, IGNORED_IN_CHAT)
 
 
 def refused_elsewhere(own: type[msgspec.Struct], accepted: frozenset[str]) -> dict[str, tuple[Any, ...]]:
     """What a chat completion may be asked and a body of type ``own`` may not: refused by name, never passed over."""
     plain = [field for field in msgspec.structs.fields(ChatBody) if not field.required]
     defaults = {field.name: () if field.default is msgspec.NODEFAULT else (field.default,) for field in plain}
-    own_names = {*own.__struct_fields__, *accepted}
+    own_names = {*own.__struct_fields__, *accepted, *IGNORED_IN_CHAT}
     return {name: nothing for name, nothing in (defaults | REFUSED_IN_CHAT).items() if name not in own_names}
 
 
 async def create_chat_completion(request: Request) -> Response:
     front = front_of(request)
     front.admission.check_room()
-    body, headers = await front.read(request, reader)
-    tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    body, headers = await front.read(request, reader, without_effect)
+    tools = tools_of(body, front)
     generation = await front.admission.admit(asked(body, front, request, tools))
     answer = ChatAnswer(front, body, generation.choices, tools)
     front.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
@@ -109,6 +112,14 @@ async def create_chat_completion(request: Request) -> Response:
 ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", create_chat_completion, "Answer a conversation", ChatBody)]
 
 
+def tools_of(body: ChatBody, front: Front) -> ToolUse | None:
+    """What a body says of tools. Raises ``InvalidParameter``."""
+    is_parallel = body.parallel_tool_calls
+    return tool_use(
+        body.tools, body.tool_choice, front.message_format.is_parallel if is_parallel is None else is_parallel
+    )
+
+
 def conversation(
     messages: list[dict[str, Any]],
     options: TemplateOptions,
@@ -118,7 +129,8 @@ def conversation(
 ) -> Conversation:
     """The conversation in a body. Raises ``InvalidParameter``, also when the model cannot take any."""
     front.need_tokenizer("messages")
-    return Conversation(messages, options, front.chat_template, None if tools is None else tools.given, template_kwargs)
+    given, write_calls = None if tools is None else tools.given, front.message_format.write_calls
+    return Conversation(messages, options, front.chat_template, given, template_kwargs, write_calls)
 
 
 def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None) -> Asked:
@@ -127,13 +139,14 @@ def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None)
     if body.prompt_logprobs is not None and body.stream:
         raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
     field, grammar = _grammar(body, front, tools)
-    variables = {**_effort(body, front), **_documents(body, front)}
+    max_tokens = _max_tokens(body)
+    variables = {**(effort(body.reasoning_effort, front) or {}), **_documents(body, front)}
     return Asked(
         caller=caller_of(request),
         prompts=[conversation(body.messages, body, front, tools, **variables).prompt],
         prompt_field="messages",
-        params=sampling_params(body, front, _max_tokens(body), _logprobs(body), body.prompt_logprobs),
-        default_max_tokens=default_max_tokens(front),
+        params=sampling_params(body, front, max_tokens, _logprobs(body), body.prompt_logprobs),
+        default_max_tokens=default_max_tokens(front, max_tokens),
         add_special_tokens=body.add_special_tokens,
         model=body.model,
         priority=body.priority,
@@ -156,8 +169,8 @@ def _grammar(body: ChatBody, front: Front, tools: ToolUse | None) -> tuple[str, 
     reads_calls = format.tools is not None and front.config.server.enable_auto_tool_choice
     if tools is not None and not tools.must_call and not reads_calls:
         message = (
-            "'tools' with 'tool_choice' auto need a server that knows how its model writes calls, which is not clear "
-            "from the chat template: see --tool-call-parser and --enable-auto-tool-choice."
+            "'tools' with 'tool_choice' auto are not supported: this server was started with --tool-call-parser none "
+            "or with --no-enable-auto-tool-choice."
         )
         raise UnsupportedParameter("tools", message)
     wanted = wanted_message(None if asked_for is None else asked_for.form, tools)
@@ -167,15 +180,22 @@ def _grammar(body: ChatBody, front: Front, tools: ToolUse | None) -> tuple[str, 
     return field, lambda prompt: format.grammar(wanted, prompt)
 
 
-def _effort(body: ChatBody, front: Front) -> dict[str, str]:
-    """The variable of the template that says how much the model should reason. Raises ``UnsupportedParameter``."""
-    effort = body.reasoning_effort
-    if effort is None or (effort == "none" and not _takes_effort(front)):
+def effort(asked: str | None, front: Front) -> dict[str, Any] | None:
+    """The variables of the template that say how much the model should reason; ``None`` if it cannot be told."""
+    template, format = front.chat_template.source or "", front.message_format
+    if asked is None:
         return {}
-    if not _takes_effort(front):
-        message = "'reasoning_effort' is not supported: this model's chat template does not know it."
-        raise UnsupportedParameter("reasoning_effort", message)
-    return {"reasoning_effort": effort}
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": asked}
+    if asked == "none" and "enable_thinking" in template:
+        return {"enable_thinking": False}
+    return {} if asked == "none" and not format.can_reason else None
+
+
+def without_effect(body: ChatBody, front: Front) -> list[str]:
+    """Fields that are passed over in this request."""
+    named = fields.without_effect(body, front)
+    return named if effort(body.reasoning_effort, front) is not None else [*named, "reasoning_effort"]
 
 
 def _documents(body: ChatBody, front: Front) -> dict[str, Any]:
@@ -186,16 +206,10 @@ def _documents(body: ChatBody, front: Front) -> dict[str, Any]:
     return {"documents": body.documents} if body.documents else {}
 
 
-def _takes_effort(front: Front) -> bool:
-    return "reasoning_effort" in (front.chat_template.source or "")
-
-
 def _max_tokens(body: ChatBody) -> int | None:
     """The newer name of the limit wins."""
-    for name in ("max_tokens", "max_completion_tokens"):
-        value = getattr(body, name)
-        if value is not None and not 1 <= value <= MAX_TOKEN_ID:
-            raise InvalidParameter(name, f"'{name}' must be a whole number from 1 to {MAX_TOKEN_ID}.")
+    check_max_tokens("max_tokens", body.max_tokens)
+    check_max_tokens("max_completion_tokens", body.max_completion_tokens)
     return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
@@ -216,7 +230,7 @@ class ChatAnswer:
         self._front = front
         self._messages = [chat_message(front.message_format, tools, choice.prompt.text or "") for choice in choices]
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self.identity = Identity("chatcmpl", kind, body.model or front.model_name)
+        self.identity = Identity("chatcmpl", kind, front.answering_name(body.model))
         self._names = TokenNames(front.tokenizer, body.return_tokens_as_token_ids)
         self._has_details = body.logprobs or body.return_token_ids
         self._frame = ChunkFrame(self.identity, choices, body.includes_usage, body.has_continuous_usage)

@@ -25,10 +25,13 @@ from octavo.server.generation import Choice, News
 from octavo.server.openai.constraints import constraint
 from octavo.server.openai.fields import (
     ACCEPTED,
+    IGNORED,
+    NO_LIMIT,
     REFUSED,
     GenerationFields,
     check_generation_fields,
     sampling_params,
+    without_effect,
 )
 from octavo.server.openai.logprobs import CompletionLogprobs, TokenNames, finite, prompt_logprobs
 from octavo.server.openai.rendering import ChunkFrame, Identity, encode, encode_line, json_response, usage
@@ -51,13 +54,13 @@ class CompletionBody(GenerationFields, kw_only=True):
     add_special_tokens: bool = True
 
 
-reader = BodyReader(CompletionBody, REFUSED | {"suffix": ()}, ACCEPTED)
+reader = BodyReader(CompletionBody, REFUSED | {"suffix": ()}, ACCEPTED, IGNORED)
 
 
 async def create_completion(request: Request) -> Response:
     front = front_of(request)
     front.admission.check_room()
-    body, headers = await front.read(request, reader)
+    body, headers = await front.read(request, reader, without_effect)
     asked = asked_of(body, front, request)
     generation = await front.admission.admit(asked)
     answer = CompletionAnswer(front, body, generation.choices)
@@ -92,7 +95,7 @@ def asked_of(body: CompletionBody, front: Front, request: Request) -> Asked:
         prompts=prompts_of(body.prompt, "prompt"),
         prompt_field="prompt",
         params=_among_best_of(body, sampling_params(body, front, body.max_tokens, body.logprobs, scored)),
-        default_max_tokens=DEFAULT_MAX_TOKENS,
+        default_max_tokens=None if body.max_tokens == NO_LIMIT else DEFAULT_MAX_TOKENS,
         add_special_tokens=body.add_special_tokens,
         model=body.model,
         priority=body.priority,
@@ -154,7 +157,7 @@ class CompletionAnswer:
 
     def __init__(self, front: Front, body: CompletionBody, choices: list[Choice]) -> None:
         self.body = body
-        self.identity = Identity("cmpl", "text_completion", body.model or front.model_name)
+        self.identity = Identity("cmpl", "text_completion", front.answering_name(body.model))
         self._tokenizer = front.tokenizer
         self._names = TokenNames(front.tokenizer, body.return_tokens_as_token_ids)
         self._shows_ids = body.return_token_ids or front.tokenizer is None

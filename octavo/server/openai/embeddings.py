@@ -62,7 +62,7 @@ async def create_embeddings(request: Request) -> Response:
         answer = {
             "object": "list",
             "data": [_entry(index, choice, body) for index, choice in enumerate(choices)],
-            "model": body.model or front.model_name,
+            "model": front.answering_name(body.model),
             "usage": {"prompt_tokens": count, "total_tokens": count},
         }
         return json_response(answer, headers)

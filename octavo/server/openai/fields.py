@@ -45,10 +45,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "return_prompt_text": (),
     "return_token_offsets": (),
     "routed_experts_prompt_start": (0,),
-    "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "stop_regex": (),
-    "store": (),
     "stream_interval": (1,),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
@@ -59,11 +57,16 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Defined by an API and not served: the values beside each name are its defaults, which ask for nothing."""
 
+IGNORED: dict[str, tuple[Any, ...]] = {"service_tier": ("auto", "default"), "store": ()}
+"""Wishes that no answer tells apart: a header names them, with any other value than these."""
+
 ACCEPTED = frozenset(
     {"metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier", "session_id"}
 )
 """Labels and hints for the operator of a service; no answer depends on them."""
 
+NO_LIMIT = -1
+"""``max_tokens`` of a request for as many tokens as fit."""
 
 OPEN_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that a model's generation config fills in where a request leaves them open."""
@@ -151,14 +154,16 @@ def check_labels(front: Front, model: str, priority: int, user: str | None) -> N
         raise InvalidParameter("user", f"'user' must have at most {MAX_USER} characters.")
 
 
+def without_effect(body: GenerationFields, front: Front) -> list[str]:
+    """Fields that are passed over in this request."""
+    return [] if body.stream or body.stream_options is None else ["stream_options"]
+
+
 def check_generation_fields(body: GenerationFields, front: Front) -> None:
     """Checks that ``SamplingParams`` does not make. Raises ``RequestError``."""
     check_labels(front, body.model, body.priority, body.user)
-    if body.stream_options is not None:
-        if not body.stream:
-            raise InvalidParameter("stream_options", "'stream_options' is only allowed when 'stream' is true.")
-        if body.stream_options.include_obfuscation:
-            raise UnsupportedParameter("stream_options", "'stream_options.include_obfuscation' is not supported.")
+    if body.stream and body.stream_options is not None and body.stream_options.include_obfuscation:
+        raise UnsupportedParameter("stream_options", "'stream_options.include_obfuscation' is not supported.")
     if len(body.cache_salt) > MAX_CACHE_SALT:
         raise InvalidParameter("cache_salt", f"'cache_salt' must have at most {MAX_CACHE_SALT} characters.")
     if len(body.prompt_cache_key or "") > MAX_USER:
@@ -193,7 +198,7 @@ def sampling_params(
     chosen: dict[str, Any] = {name: recommended[name] for name in OPEN_FIELDS if name in recommended} | given
     return SamplingParams(
         n=body.n,
-        max_tokens=max_tokens,
+        max_tokens=None if max_tokens == NO_LIMIT else max_tokens,
         min_tokens=body.min_tokens,
         **chosen,
         presence_penalty=body.presence_penalty,
@@ -212,10 +217,17 @@ def sampling_params(
     )
 
 
-def default_max_tokens(front: Front) -> int | None:
+def check_max_tokens(name: str, value: int | None) -> None:
+    """Raise ``InvalidParameter`` about the field ``name`` of a request for a message."""
+    if value is not None and value != NO_LIMIT and not 1 <= value <= MAX_TOKEN_ID:
+        message = f"'{name}' must be a whole number from 1 to {MAX_TOKEN_ID}, or {NO_LIMIT} for as many as fit."
+        raise InvalidParameter(name, message)
+
+
+def default_max_tokens(front: Front, asked: int | None) -> int | None:
     """The most tokens of a message that the client does not limit, if the model recommends a limit."""
     recommended = front.engine.info.sampling_defaults.get("max_tokens")
-    return None if recommended is None else int(recommended)
+    return None if recommended is None or asked == NO_LIMIT else int(recommended)
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:

@@ -10,6 +10,7 @@ from octavo.errors import InvalidParameter
 from octavo.server.errors import UnsupportedParameter
 from octavo.text.chat_messages import normalise_messages
 from octavo.text.chat_template import ChatTemplate
+from octavo.text.tools_in_text import WriteCalls, with_tools_in_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REFUSED_KEYS = ("function_call", "audio")
@@ -34,6 +35,8 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the template that a field of the body sets."""
+    write_calls: WriteCalls | None = None
+    """Form of calls in the text, for a template without a place for tools."""
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -48,17 +51,32 @@ class Conversation:
 
     def prompt(self) -> str:
         """The text for the model. Runs the template, so call it in a thread. Raises ``InvalidParameter``."""
+        messages = normalise_messages(self.messages)
+        if self.write_calls is None:
+            return self._rendered(messages, self.tools)
+        tools = self.tools or []
+        told = with_tools_in_text(messages, tools, self.write_calls)
+        try:
+            return self._rendered(told, None)
+        except InvalidParameter:
+            if not tools or any(message["role"] == "system" for message in messages):
+                raise
+            # The template may refuse just the system message that was added.
+            return self._rendered(with_tools_in_text(messages, tools, self.write_calls, has_system=False), None)
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         text = self.template.render(
-            self.messages,
+            messages,
             add_generation_prompt=self.options.add_generation_prompt,
-            tools=self.tools,
+            tools=tools,
             template_kwargs={**self.template_kwargs, **self.options.chat_template_kwargs},
         )
-        return self._without_end(text) if self.options.continue_final_message else text
+        return self._without_end(text, messages[-1]) if self.options.continue_final_message else text
 
-    def _without_end(self, text: str) -> str:
+    @staticmethod
+    def _without_end(text: str, last: dict[str, Any]) -> str:
         """``text`` up to the end of the final message, without what the template closes it with."""
-        final = normalise_messages(self.messages)[-1]["content"].strip()
+        final = (last["content"] or "").strip()
         place = text.rfind(final)
         if place < 0:
             message = "The chat template changes the final message, so it cannot be continued."

@@ -1,7 +1,12 @@
-"""GET /v1/models: the one model that this server serves."""
+"""GET /v1/models: the one model that this server serves, by each of its names, and its adapters.
+
+https://platform.openai.com/docs/api-reference/models, and https://docs.anthropic.com/en/api/models-list for clients
+that send the header of that API.
+"""
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -14,7 +19,11 @@ from octavo.server.openai.schema import Endpoint
 
 async def list_models(request: Request) -> Response:
     front = front_of(request)
-    names = [front.model_name, *front.engine.adapters.paths]
+    names = front.served_names
+    if _is_anthropic(request):
+        models = [_anthropic_model(front, name) for name in names]
+        # All on one page, whatever 'limit' says: there are as many as an operator has named.
+        return json_response({"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}, {})
     return json_response({"object": "list", "data": [_model(front, name) for name in names]}, {})
 
 
@@ -22,7 +31,7 @@ async def retrieve_model(request: Request) -> Response:
     front = front_of(request)
     name = request.path_params["name"]
     front.check_model(name)
-    return json_response(_model(front, name), {})
+    return json_response(_anthropic_model(front, name) if _is_anthropic(request) else _model(front, name), {})
 
 
 ENDPOINTS = [
@@ -30,6 +39,10 @@ ENDPOINTS = [
     # A model's name may have slashes.
     Endpoint("GET", "/v1/models/{name:path}", retrieve_model, "Describe one model"),
 ]
+
+
+def _is_anthropic(request: Request) -> bool:
+    return "anthropic-version" in request.headers
 
 
 def _model(front: Front, name: str) -> dict[str, Any]:
@@ -44,4 +57,18 @@ def _model(front: Front, name: str) -> dict[str, Any]:
         # Load clients take their tokenizer from there.
         "root": path or front.config.model.model,
         **({} if path is None else {"parent": front.model_name}),
+    }
+
+
+def _anthropic_model(front: Front, name: str) -> dict[str, Any]:
+    created = datetime.datetime.fromtimestamp(front.created, datetime.UTC)
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "max_input_tokens": front.engine.info.max_model_len,
+        "max_tokens": front.engine.info.max_model_len,
+        "lifecycle": "active",
+        **dict.fromkeys(("capabilities", "deprecated_at", "line", "retires_at")),
     }

@@ -51,7 +51,7 @@ class ToolUse:
 def tool_use(tools: list[dict[str, Any]], choice: ToolChoice | None, is_parallel: bool) -> ToolUse | None:
     """What a body's fields mean; ``None`` when nothing is to be called. Raises ``InvalidParameter``."""
     if not tools:
-        if choice is not None and choice != "none":
+        if choice not in (None, "none", "auto"):
             raise InvalidParameter("tool_choice", "'tool_choice' is only allowed when 'tools' are given.")
         return None
     if len(tools) > MAX_TOOLS:

@@ -26,7 +26,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def begun(body: ResponseBody, model: str, sampling_defaults: Mapping[str, float]) -> dict[str, Any]:
+def begun(body: ResponseBody, model: str, sampling_defaults: Mapping[str, float], is_parallel: bool) -> dict[str, Any]:
     """The response object before anything is computed; clients expect to find in it what they asked for, and what
     was chosen where they did not say."""
     chosen = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, **sampling_defaults}
@@ -46,7 +46,7 @@ def begun(body: ResponseBody, model: str, sampling_defaults: Mapping[str, float]
         "metadata": body.metadata,
         "model": model,
         "output": [],
-        "parallel_tool_calls": body.parallel_tool_calls,
+        "parallel_tool_calls": is_parallel if body.parallel_tool_calls is None else body.parallel_tool_calls,
         "presence_penalty": chosen["presence_penalty"],
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,

@@ -7,22 +7,23 @@ from typing import Any
 import msgspec
 
 from octavo.errors import InvalidParameter
-from octavo.sampling_params import MAX_LOGPROBS, MAX_TOKEN_ID
+from octavo.sampling_params import MAX_LOGPROBS
 from octavo.server.body import BodyReader
 from octavo.server.errors import UnsupportedParameter, printable
-from octavo.server.openai.chat import ChatBody, refused_elsewhere
+from octavo.server.front import Front
+from octavo.server.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
+from octavo.server.openai.fields import check_max_tokens
 from octavo.server.responses.items import Item, chat_messages
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "context_management": (),
     "conversation": (),
     "enable_response_messages": (),
-    "max_tool_calls": (),
     "previous_input_messages": (),
     "prompt": (),
-    "service_tier": ("auto", "default"),
-    "truncation": ("disabled",),
 }
+IGNORED: dict[str, tuple[Any, ...]] = IGNORED_IN_CHAT | {"max_tool_calls": (), "truncation": ("disabled",)}
+"""No tools run on this server, and a conversation that does not fit is refused, never cut."""
 ACCEPTED = frozenset({"prompt_cache_retention", "client_metadata", "request_id", "session_id"})
 INCLUDED = ("reasoning.encrypted_content",)
 """What may be asked for beside the answer: reasoning is shown as it is here, so nothing of it is encrypted."""
@@ -60,7 +61,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool | None = None
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
     include: list[str] = []
@@ -79,14 +80,18 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     cache_salt: str = ""
 
 
-reader = BodyReader(ResponseBody, refused_elsewhere(ResponseBody, ACCEPTED) | REFUSED, ACCEPTED)
+reader = BodyReader(ResponseBody, refused_elsewhere(ResponseBody, ACCEPTED) | REFUSED, ACCEPTED, IGNORED)
+
+
+def without_effect(body: ResponseBody, front: Front) -> list[str]:
+    """Fields that are passed over in this request."""
+    named = [] if effort(body.reasoning.effort, front) is not None else ["reasoning.effort"]
+    return named if body.text.verbosity in (None, "medium") else [*named, "text.verbosity"]
 
 
 def check(body: ResponseBody) -> None:
     """Checks that are not those of a chat completion. Raises ``RequestError``."""
-    limit = body.max_output_tokens
-    if limit is not None and not 1 <= limit <= MAX_TOKEN_ID:
-        raise InvalidParameter("max_output_tokens", f"'max_output_tokens' must be from 1 to {MAX_TOKEN_ID}.")
+    check_max_tokens("max_output_tokens", body.max_output_tokens)
     for name in body.include:
         if name not in INCLUDED:
             raise UnsupportedParameter("include", f"'include' of '{printable(name)}' is not supported.")
@@ -96,8 +101,6 @@ def check(body: ResponseBody) -> None:
         raise UnsupportedParameter("top_logprobs", "'top_logprobs' is not supported here; chat completions have it.")
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         raise UnsupportedParameter("stream_options", "'stream_options.include_obfuscation' is not supported.")
-    if (body.text.verbosity or "medium") != "medium":
-        raise UnsupportedParameter("text", "'text.verbosity' is not supported.")
     if body.background and not body.store:
         raise InvalidParameter("background", "'background' needs 'store': the answer is fetched by its id.")
     if body.background and body.stream:

@@ -20,7 +20,7 @@ from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.reply import begin_reply
 from octavo.server.responses.answer import ResponseAnswer, ResponseStream, begun, failed
-from octavo.server.responses.body import ResponseBody, chat_body, check, reader
+from octavo.server.responses.body import ResponseBody, chat_body, check, reader, without_effect
 from octavo.server.responses.items import Item, input_items
 from octavo.server.sse import attended, whole
 from octavo.server.store import StoredItem, decoded
@@ -57,12 +57,13 @@ class Pending(msgspec.Struct):
 async def create_response(request: Request) -> Response:
     front, caller = front_of(request), caller_of(request)
     front.admission.check_room()
-    body, headers = await front.read(request, reader)
+    body, headers = await front.read(request, reader, without_effect)
     check(body)
     front.check_model(body.model)
     history = await _previous(front, caller, body.previous_response_id) + input_items(body.input)
     chat = chat_body(body, history)
-    record = Record(begun(body, front.model_name, front.engine.info.sampling_defaults), history)
+    model, is_parallel = front.answering_name(body.model), front.message_format.is_parallel
+    record = Record(begun(body, model, front.engine.info.sampling_defaults, is_parallel), history)
     if body.background:
         await _begin_in_background(request.app, caller, Pending(body, record))
         return json_response(record.response, headers)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from octavo.grammar.forms import literal
 from octavo.text.reader import Call, Format, Reader, Steps
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated
-from octavo.text.tool_calls.values import call_in, cut_call_in
+from octavo.text.tool_calls.values import calls_in, cut_call_in, cut_calls_in
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
 
@@ -27,13 +27,27 @@ def _read_message(reader: Reader) -> Steps[None]:
 
 def _read_call(reader: Reader) -> Steps[list[Call] | None]:
     yield from reader.blanks()
-    text = yield from reader.json()
-    call = call_in(text) if text is not None else cut_call_in(reader.take_cut())
-    if call is None:
+    # Some models write all of their calls as one list, which is empty when they make none.
+    is_list = yield from reader.comes("[")
+    text = yield from reader.json("[" if is_list else "{")
+    calls = calls_in(text) if text is not None else _cut_calls(reader.take_cut(), is_list)
+    if calls is None:
         return None
     # Models that end their turn with the call often leave the closing mark out.
     is_closed = (yield from reader.at_end()) or (yield from reader.literal(CLOSES)) or bool(reader.take_cut())
-    return [call] if is_closed else None
+    return calls if is_closed else None
+
+
+def _cut_calls(text: str, is_list: bool) -> list[Call] | None:
+    if is_list:
+        return cut_calls_in(text)
+    call = cut_call_in(text)
+    return None if call is None else [call]
+
+
+def _write(calls: Sequence[Call]) -> str:
+    objects = [f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}' for call in calls]
+    return "\n".join(f"{OPENS}\n{text}\n{CLOSES}" for text in objects)
 
 
 def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
@@ -52,4 +66,5 @@ HERMES = ToolFormat(
     marks=(OPENS, CLOSES),
     signs=(OPENS, "arguments"),
     others=("<function=", "<arg_key>"),
+    write=_write,
 )

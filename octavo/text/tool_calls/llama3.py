@@ -49,6 +49,10 @@ def _read_calls(reader: Reader) -> Steps[list[Call] | None]:
             return calls
 
 
+def _write(calls: Sequence[Call]) -> str:
+    return "; ".join(f'{{"name": {json.dumps(call.name)}, "parameters": {call.arguments}}}' for call in calls)
+
+
 def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
     heads = [literal(f'{{"name": {json.dumps(name)}, "parameters": ') for name in names]
     return f"calls: {repeated('call', literal('; '), parallel)}\ncall: {one_of(heads, literal('}'))}\n"
@@ -62,4 +66,5 @@ LLAMA3 = ToolFormat(
     has_mark=False,
     marks=(MARK,),
     signs=(MARK, "parameters"),
+    write=_write,
 )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from octavo.grammar.forms import literal
 from octavo.text.reader import Call, Format, Reader, Steps
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated, short_id
-from octavo.text.tool_calls.values import call_of, cut_call, cut_calls_in, make_call, value_of
+from octavo.text.tool_calls.values import calls_in, cut_call, cut_calls_in, make_call, value_of
 
 MARK, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -31,7 +31,7 @@ def _read_calls(reader: Reader) -> Steps[list[Call] | None]:
     yield from reader.blanks()
     if (yield from reader.comes("[")):
         text = yield from reader.json("[")
-        return _listed(text) if text is not None else cut_calls_in(reader.take_cut())
+        return (calls_in(text) or None) if text is not None else cut_calls_in(reader.take_cut())
     found = yield from reader.until((ARGUMENTS, ID, "{"))
     if found is None:
         return None
@@ -47,13 +47,6 @@ def _read_calls(reader: Reader) -> Steps[list[Call] | None]:
     else:
         call = make_call(name.strip(), value_of(text))
     return None if call is None else [call]
-
-
-def _listed(text: str) -> list[Call] | None:
-    values = value_of(text)
-    calls = [call_of(value) for value in values] if isinstance(values, list) else []
-    found = [call for call in calls if call is not None]
-    return found if found and len(found) == len(calls) else None
 
 
 def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:

@@ -179,6 +179,15 @@ class _Parser:
         return self._tokens[self._next - 1][1]
 
 
+def _write(calls: Sequence[Call]) -> str:
+    return f"[{', '.join(map(_written, calls))}]"
+
+
+def _written(call: Call) -> str:
+    arguments = json.loads(call.arguments).items()
+    return f"{call.name}({', '.join(f'{name}={json.dumps(value, ensure_ascii=False)}' for name, value in arguments)})"
+
+
 def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
     # The arguments as one object, so that they are valid as a whole, whatever the schema says.
     heads = [literal(f"{name}(**") for name in names]
@@ -186,4 +195,4 @@ def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
     return f"calls: {calls}\ncall: {one_of(heads, literal(')'))}\n"
 
 
-PYTHONIC = ToolFormat(name="pythonic", read=_read, rules=_rules, opens="[", has_mark=False, marks=(MARK,))
+PYTHONIC = ToolFormat(name="pythonic", read=_read, rules=_rules, opens="[", has_mark=False, marks=(MARK,), write=_write)

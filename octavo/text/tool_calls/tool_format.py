@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from octavo.grammar.forms import TEXT, literal
-from octavo.text.reader import Format
+from octavo.text.reader import Call, Format
 
 MAX_PARALLEL_CALLS = 16
 """In one message whose calls are asked for; a model that is free may make as many as it likes."""
@@ -68,6 +68,8 @@ class ToolFormat:
     others: tuple[str, ...] = ()
     """Signs of another format that has the same marks."""
     new_id: Callable[[], str] = long_id
+    write: Callable[[Sequence[Call]], str] | None = None
+    """Calls as text that any tokenizer takes; ``None`` for a format that only its own chat templates write."""
 
 
 def repeated(rule: str, separator: str, parallel: bool) -> str:

@@ -21,6 +21,14 @@ def call_in(text: str | None) -> Call | None:
     return None if text is None else call_of(value_of(text))
 
 
+def calls_in(text: str | None) -> list[Call] | None:
+    """The calls in a JSON object of name and arguments, or in a list of them; ``None`` when one of them is none."""
+    value = None if text is None else value_of(text)
+    calls = [call_of(each) for each in (value if isinstance(value, list) else [value])]
+    found = [call for call in calls if call is not None]
+    return found if len(found) == len(calls) else None
+
+
 def call_of(value: Any) -> Call | None:
     """The call that a JSON value spells out; ``None`` when it is none."""
     if not isinstance(value, dict):

@@ -39,6 +39,8 @@ class Weather(BaseModel):
 whole = CLIENT.chat.completions.create(**CHAT)
 text = whole.choices[0].message.content
 assert text
+passed_over: dict[str, Any] = {"store": True, "verbosity": "low", "reasoning_effort": "low"}
+assert CLIENT.chat.completions.create(**CHAT, **passed_over).choices[0].message.content == text
 with CLIENT.chat.completions.stream(**CHAT, stream_options={"include_usage": True}) as stream:
     stream.until_done()
     assert stream.get_final_completion().choices[0].message.content == text

@@ -61,7 +61,7 @@ from octavo.ops import dispatch
 from octavo.ops.triton import attention, launch
 choose = dispatch.Op._choose
 dispatch.Op._choose = lambda self, device, dtype: choose(self, "cuda", dtype)
-from octavo.bench.kernel_runs import calls
+from octavo_bench.kernel_runs import calls
 
 attention.has_gluon = lambda device: triton.__version__.startswith(attention.GLUON_VERSION)
 launch._compiling.set(set())

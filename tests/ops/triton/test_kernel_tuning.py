@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.bench import kernel_tuning, kernels
-from octavo.bench.dummy_models import SHAPES
-from octavo.bench.kernel_cases import LinearCase, Weights, head_case, layer_cases
-from octavo.bench.kernel_tuning import MAX_ERROR, Tuner, candidates
 from octavo.errors import ConfigError
 from octavo.ops.triton.gemv import GemvConfig
 from octavo.ops.triton.launch import counters
 from octavo.ops.triton.linear_configs import LinearConfig
 from octavo.ops.triton.skinny_gemm import MAX_TILES, SkinnyConfig
+from octavo.sim.shapes import SHAPES
+from octavo_bench import kernel_tuning
+from octavo_bench.kernel_cases import head_case, layer_cases
+from octavo_bench.kernel_tuning import MAX_ERROR, Tuner, candidates
+from octavo_bench.linear_case import LinearCase, Weights
 
 H200_MULTIPROCESSORS = 132
 SMALL = SHAPES["tiny"] | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 80, "head_dim": 16}
@@ -42,8 +43,9 @@ def tuner(device: str, monkeypatch: pytest.MonkeyPatch) -> Tuner:
 
 @pytest.mark.parametrize("rows", [1, 16])
 def test_every_map_of_a_model_gets_a_right_configuration(tuner: Tuner, rows: int) -> None:
-    chosen = tuner.tune("small", rows)
-    assert list(chosen) == [*layer_cases("small"), head_case("small")]
+    maps = [*layer_cases("small"), head_case("small")]
+    chosen = tuner.tune(maps, rows)
+    assert list(chosen) == maps
     errors = [note["error"] for note in tuner.notes if "error" in note]
     assert len(errors) >= 10
     assert max(errors) < MAX_ERROR
@@ -64,7 +66,7 @@ def test_the_chain_has_the_last_word(tuner: Tuner, monkeypatch: pytest.MonkeyPat
 
 def test_wrong_results_are_never_chosen(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LinearCase, "error", lambda self, rows, weight, config: 0.0 if config is None else float("nan"))
-    assert set(tuner.tune("small", 16).values()) == {None}
+    assert set(tuner.tune([*layer_cases("small"), head_case("small")], 16).values()) == {None}
 
 
 @pytest.mark.parametrize("rows", [1, 16, 32, 64, 128])
@@ -97,9 +99,9 @@ class Unhurried:
     def __init__(self, *args: object) -> None:
         self.notes: list[dict[str, object]] = []
 
-    def tune(self, model: str, rows: int) -> dict[LinearCase, LinearConfig]:
+    def tune(self, maps: Sequence[LinearCase], rows: int) -> dict[LinearCase, LinearConfig]:
         Unhurried.now += 10
-        return {LinearCase(model, "qkv", len(model), 64): GemvConfig(rows, 64, 4)}
+        return {maps[0]: GemvConfig(rows, 64, 4)}
 
     def compare_chains(self, chosen: Sequence[tuple[LinearCase, LinearConfig]], rows: int) -> None:
         self.notes.append({"rows": rows})
@@ -121,16 +123,11 @@ def test_what_comes_first_is_tuned_first_until_the_deadline(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(kernel_tuning.time, "perf_counter", lambda: Unhurried.now)
     kept: list[float] = []
-    notes = kernel_tuning.tune(["long", "tiny0"], [100, 3, 9, 1], lambda: kept.append(Unhurried.now), deadline=45)
+    models = [[LinearCase(name, "qkv", len(name), 64)] for name in ("long", "tiny0")]
+    notes = kernel_tuning.tune(models, [100, 3, 9, 1], lambda: kept.append(Unhurried.now), deadline=45)
     assert kept == [10, 20, 30, 40]
     assert set(kernel_tuning.read_table(tmp_path / "table.json")) == {"4x64, 128", "5x64, 128", "4x64, 16", "5x64, 16"}
     assert [note["rows"] for note in notes] == [128, 128, 16, 16]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tells that there is no CUDA device")
-def test_without_a_device_there_is_nothing_to_measure() -> None:
-    with pytest.raises(ConfigError, match="no CUDA device"):
-        kernels.measure(["qwen3-8b"], [1], tuned=True)
 
 
 @pytest.mark.parametrize("name", ["qwen", "gpt2"])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
+import pydantic
 import pytest
 
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, IM_END, InProcessEngine, byte_tokenizer
+from tests.server.writing_engine import writing_engine
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 PROMPT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -22,6 +24,10 @@ HERMES = (
     "{% if enable_thinking %}think{% endif %}"
 )
 CALLS = '<think>Two and two.</think>I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+
+
+class Pick(pydantic.BaseModel):
+    a: Literal[1, 2]
 
 
 def tokens_of(text: str) -> list[int]:
@@ -240,8 +246,11 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"max_tokens": 600}, "maximum context length"),
         ({"temperature": -1}, "'temperature'"),
         ({"stop_sequences": [""]}, "stop"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "'thinking'"),
         ({"thinking": {"type": "much"}}, "'thinking.type'"),
+        ({"output_config": {"format": {"type": "xml"}}}, "'output_config.format'"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "'output_config.format'"),
+        ({"output_config": {"effort": 3}}, "'output_config.effort'"),
+        ({"output_format": {"type": "json_schema", "schema": []}}, "'output_format'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
         ({"tools": [{"name": "add"}]}, "'input_schema'"),
         ({"tools": TOOLS, "tool_choice": {"type": "some"}}, "'tool_choice.type'"),
@@ -274,3 +283,33 @@ def test_an_error_after_the_start_is_an_event(serve_app: Any) -> None:
     served = serve_app(InProcessEngine(errors={2: RequestFailed("The engine fails on this.")}))
     with pytest.raises(anthropic.APIStatusError, match="fails on this"):
         list(client(served).messages.create(model="test", max_tokens=9, messages=MESSAGES, stream=True))
+
+
+def test_content_in_a_form(serve_app: Any) -> None:
+    tokenizer = byte_tokenizer()
+    served = serve_app(writing_engine(tokenizer), tokenizer=tokenizer)
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    form = {"type": "json_schema", "schema": schema}
+    for field in ({"output_config": {"format": form}}, {"output_format": form}):
+        answer = post(served, max_tokens=200, **field)
+        assert answer.status_code == 200, answer.text
+        assert json.loads(answer.json()["content"][0]["text"])["a"] in (1, 2)
+    parsed = client(served).messages.parse(model="test", max_tokens=200, messages=MESSAGES, output_format=Pick)
+    assert parsed.parsed_output is not None
+    assert parsed.parsed_output.a in (1, 2)
+
+
+def test_models_in_the_form_of_this_api(serve_app: Any) -> None:
+    served = serve_app(served_model_name="small,tiny")
+    page = client(served).models.list(limit=1)
+    assert [(model.id, model.display_name, model.type) for model in page] == [
+        ("small", "small", "model"),
+        ("tiny", "tiny", "model"),
+    ]
+    assert (page.has_more, page.first_id, page.last_id) == (False, "small", "tiny")
+    assert client(served).models.retrieve("tiny").id == "tiny"
+    with pytest.raises(anthropic.NotFoundError, match="This server serves `small`, `tiny`"):
+        client(served).models.retrieve("other")
+    # Whatever it was asked by, the model has one name in answers.
+    answer = client(served).messages.create(model="tiny", max_tokens=1, messages=MESSAGES)
+    assert answer.model == "small"

@@ -119,11 +119,13 @@ def test_a_full_server(serve_app: Any) -> None:
 
 
 def test_stats_have_what_small_clients_print(serve_app: Any) -> None:
-    stats = serve_app(api_key=None, admin_key="s3cret").client.get("/stats")
+    engine = InProcessEngine(counters={"num_evictions": 7, "num_preemptions": 3})
+    stats = serve_app(engine, api_key=None, admin_key="s3cret").client.get("/stats")
     assert "s3cret" not in stats.text
     found = stats.json()
     names = {"average_batch_size", "max_batch_observed", "completed_requests", "decode_steps", "last_error", "running"}
     assert names <= set(found)
-    cache = {"page_size", "max_pages", "used_pages", "free_pages", "pressure_events", "evictions", "utilization"}
+    cache = {"page_size", "max_pages", "used_pages", "free_pages", "pressure_events", "utilization"}
     assert cache <= set(found["cache"])
+    assert (found["cache"]["evictions"], found["cache"]["preemptions"]) == (7, 3)
     assert found["config"]["eviction_policy"] == "lru"

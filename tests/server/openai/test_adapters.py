@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from transformers import PreTrainedModel
 from tests.conftest import Server, start_server
 from tests.models.adapter_files import make_adapter
 from tests.models.families import VOCAB_SIZE, make_checkpoint
+
+pytestmark = pytest.mark.slow  # a real engine process
 
 PROMPT = random.Random(0).choices(range(VOCAB_SIZE), k=40)
 
@@ -72,10 +76,7 @@ def test_adapters_come_go_and_outlive_the_engine_process(served: Served) -> None
     for _ in range(2):  # the second time with cached blocks, each with its own
         for name in ("tiny", "first", "second"):
             served.check(name)
-    old = served.server.engine_pid()
-    os.kill(old, signal.SIGKILL)
-    while served.server.get("/ready").status_code != 200 or served.server.engine_pid() == old:
-        time.sleep(0.05)
+    kill_engine(served)
     for name in ("tiny", "first", "second"):
         served.check(name)
     assert served.post("/v1/unload_lora_adapter", lora_name="second")[0] == 200
@@ -102,6 +103,11 @@ def test_a_salt_opens_no_other_adapters_blocks(served: Served) -> None:
         ("load", {"lora_name": "a,b=c", "lora_path": "/x"}, 400, "lora_name"),
         ("load", {"lora_name": "other", "lora_path": "/does/not/exist"}, 400, "lora_path"),
         ("load", {"lora_name": "other"}, 400, "lora_path"),
+        ("load", {"lora_name": "other", "lora_path": "/tmp/\0"}, 400, "lora_path"),
+        ("load", {"lora_name": "other", "lora_path": "/tmp/a\nb"}, 400, "lora_path"),
+        ("load", {"lora_name": "other", "lora_path": "/" + "a/" * 4000}, 400, "lora_path"),
+        ("load", {"lora_name": "oth\0er", "lora_path": "/x"}, 400, "lora_name"),
+        ("load", {"lora_name": "", "lora_path": "/x"}, 400, "lora_name"),
         ("unload", {"lora_name": "other"}, 404, "lora_name"),
     ],
 )
@@ -110,6 +116,69 @@ def test_bad_fields_are_refused_by_name(
 ) -> None:
     found, answer = served.post(f"/v1/{path}_lora_adapter", **body)
     assert (found, answer["error"]["param"]) == (status, param)
+
+
+def test_a_path_that_is_no_regular_file_is_refused(served: Served, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "adapter_config.json")
+    status, answer = served.post("/v1/load_lora_adapter", lora_name="other", lora_path=str(tmp_path))
+    assert (status, answer["error"]["param"]) == (400, "lora_path")
+
+
+def test_loads_of_one_name_at_once_are_all_answered(served: Served) -> None:
+    path = str(served.home / "third")
+    with ThreadPoolExecutor(6) as pool:
+        loads = [
+            pool.submit(served.post, "/v1/load_lora_adapter", lora_name="at-once", lora_path=path) for _ in "123456"
+        ]
+        answers = [load.result(60) for load in loads]
+    assert sorted(status for status, _ in answers) == [200, 400, 400, 400, 400, 400]
+    assert {answer["error"]["param"] for status, answer in answers if status == 400} == {"lora_name"}
+    assert served.models_served() == ["tiny", "first", "at-once"]
+    served.models["at-once"] = served.models["third"]
+    served.check("at-once")
+    assert served.post("/v1/unload_lora_adapter", lora_name="at-once")[0] == 200
+
+
+def kill_engine(served: Served) -> None:
+    """And wait for the next one."""
+    old = served.server.engine_pid()
+    os.kill(old, signal.SIGKILL)
+    while served.server.get("/ready").status_code != 200 or served.server.engine_pid() == old:
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("change", ["gone", "changed", "damaged"])
+def test_an_adapter_that_cannot_be_loaded_again_is_left_out(served: Served, tmp_path: Path, change: str) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(served.home / "third", folder)
+    assert served.post("/v1/load_lora_adapter", lora_name="lost", lora_path=str(folder))[0] == 200
+    served.models["lost"] = served.models["third"]
+    served.check("lost")
+    with ThreadPoolExecutor(1) as pool:
+        # The engine is stopped, so that the request is there when it dies.
+        os.kill(served.server.engine_pid(), signal.SIGSTOP)
+        waiting = pool.submit(served.post, "/v1/completions", model="lost", prompt=PROMPT, max_tokens=4)
+        while served.server.get("/load").json()["server_load"] != 1:
+            time.sleep(0.01)
+        if change == "gone":
+            shutil.rmtree(folder)
+        elif change == "changed":
+            shutil.copy(served.home / "first" / "adapter_model.safetensors", folder)
+        else:
+            (folder / "adapter_model.safetensors").write_bytes(b"")
+        kill_engine(served)
+        answers = [waiting.result(60), served.post("/v1/completions", model="lost", prompt=PROMPT, max_tokens=4)]
+    for status, answer in answers:
+        assert status == 404
+        assert "adapter `lost` could not be loaded again" in answer["error"]["message"]
+    assert served.models_served() == ["tiny", "first"]
+    served.check("tiny")
+    served.check("first")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(served.home / "third", folder)
+    kill_engine(served)
+    served.check("lost")  # what is there again is taken back
+    assert served.post("/v1/unload_lora_adapter", lora_name="lost")[0] == 200
 
 
 def test_an_adapter_that_does_not_fit_is_refused(served: Served, tmp_path: Path) -> None:

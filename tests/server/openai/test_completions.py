@@ -180,10 +180,10 @@ def test_echo_without_logprobs(serve_app: Any) -> None:
 
 def test_minus_infinity_is_a_number(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.types import TokenLogprobs
-    from tests.server import in_process
+    from tests.server import fake_engine
 
     worst = TokenLogprobs(97, float("-inf"), 9, [98, 99], [-0.5, float("nan")])
-    monkeypatch.setattr(in_process, "logprobs_of", lambda token, num_top: worst)
+    monkeypatch.setattr(fake_engine, "logprobs_of", lambda token, num_top: worst)
     response = serve_app().complete(max_tokens=1, logprobs=2)
     assert json.loads(response.text, parse_constant=pytest.fail)["choices"][0]["logprobs"]["top_logprobs"] == [
         {"a": -9999.0, "b": -0.5, "c": -9999.0}
@@ -247,8 +247,6 @@ def test_a_model_without_tokenizer_serves_token_ids(serve_app: Any) -> None:
         ("truncate_prompt_tokens", 5),
         ("use_beam_search", True),
         ("length_penalty", 0.5),
-        ("store", True),
-        ("service_tier", "priority"),
         ("priority", 1),
     ],
 )
@@ -349,7 +347,7 @@ def test_the_model_is_checked(served: Served) -> None:
     response = served.complete(model="gpt\n4")
     assert response.status_code == 404
     assert response.json()["error"] == {
-        "message": "The model `gpt?4` does not exist.",
+        "message": "The model `gpt?4` does not exist. This server serves `test`.",
         "type": "invalid_request_error",
         "param": "model",
         "code": "model_not_found",

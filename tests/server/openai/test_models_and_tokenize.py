@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.config import ServeConfig
-from octavo.server.serving import served_model_name
+from octavo.server.model_name import served_model_names
 from tests.server.conftest import Served
 from tests.server.in_process import IM_END, MAX_MODEL_LEN, TEMPLATE
 
@@ -22,7 +22,7 @@ def test_models(served: Served) -> None:
     assert model["max_model_len"] == MAX_MODEL_LEN
     assert served.client.get("/v1/models/test").json() == model
     error = served.client.get("/v1/models/owner/other").json()["error"]
-    assert error["message"] == "The model `owner/other` does not exist."
+    assert error["message"] == "The model `owner/other` does not exist. This server serves `test`."
     assert error["code"] == "model_not_found"
 
 
@@ -33,16 +33,17 @@ def test_a_name_with_slashes(serve_app: Any) -> None:
 
 def test_names_of_models(tmp_path: Path) -> None:
     (tmp_path / "tiny.Q4.gguf").touch()
-    for model, setting, name in (
+    for model, setting, *names in (
         ("smollm2-135m", None, "smollm2-135m"),
         ("owner/name", None, "owner/name"),
         (str(tmp_path), None, tmp_path.name),
         (str(tmp_path) + "/", None, tmp_path.name),
         (str(tmp_path / "tiny.Q4.gguf"), None, "tiny.Q4"),
         (str(tmp_path), "mine", "mine"),
+        (str(tmp_path), " mine, gpt-4o,mine,", "mine", "gpt-4o"),
     ):
         config = ServeConfig.from_flat({"model": model, "served_model_name": setting})
-        assert served_model_name(config) == name
+        assert served_model_names(config) == tuple(names)
 
 
 def test_tokenize_a_prompt(served: Served) -> None:

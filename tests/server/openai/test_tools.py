@@ -281,16 +281,15 @@ SIGNS = {
     f"{ALL_BEGIN}{BEGIN}function{SEPARATOR}```json{END}{ALL_END}": "deepseek_v3",
     f"{ALL_BEGIN}{BEGIN}{SEPARATOR}{END}{ALL_END}": "deepseek_v31",
     "<|start|>assistant<|channel|>final<|message|>": "openai",
-    "<tool_call><function=f><parameter=a> arguments": None,
-    "nothing of the kind": None,
+    "<tool_call><function=f><parameter=a> arguments": "hermes",
+    "nothing of the kind": "hermes",
 }
 
 
 @pytest.mark.parametrize(("signs", "name"), SIGNS.items())
-def test_the_format_is_seen_in_the_template(serve_app: Any, signs: str, name: str | None) -> None:
+def test_the_format_is_seen_in_the_template(serve_app: Any, signs: str, name: str) -> None:
     served = serve_app(tokenizer=byte_tokenizer("{# " + signs.replace("{", "(").replace("}", ")") + " #}" + TEMPLATE))
-    found = served.app.state.front.message_format.tools
-    assert (found and found.name) == name
+    assert served.app.state.front.message_format.tools.name == name
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -306,7 +305,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"tools": TOOLS, "parallel_tool_calls": "yes"}, "parallel_tool_calls"),
     (
@@ -328,8 +327,8 @@ def test_what_cannot_be_done_is_refused_by_name(
     assert response.json()["error"]["param"] == param
 
 
-def test_tools_need_a_known_format(serve_app: Any) -> None:
-    for settings in ({}, {"tool_call_parser": "hermes", "enable_auto_tool_choice": False}):
+def test_a_server_may_refuse_tools_that_need_not_be_called(serve_app: Any) -> None:
+    for settings in ({"tool_call_parser": "none"}, {"enable_auto_tool_choice": False}):
         error = serve_app(**settings).chat(tools=TOOLS).json()["error"]
         assert error["param"] == "tools"
         assert "--tool-call-parser" in error["message"]

@@ -16,6 +16,8 @@ from octavo.server.pooled import MAX_TEXTS
 from tests.conftest import Server, start_server
 from tests.models.encoder_families import make_encoder, word_tokenizer
 
+pytestmark = pytest.mark.slow  # a real engine process
+
 TEXTS = ["A bird sings", "in the old tree", "nobody hears it and the birds sing", "a"]
 SETTINGS = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "3")
 

@@ -1,0 +1,153 @@
+"""Bodies as they arrive: bounded in bytes and time, each and all together, and decoded beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from octavo.errors import RequestTooLarge, Unavailable
+from octavo.server.body import SMALL_BYTES, BodyReader
+from octavo.server.errors import RETRY_AFTER_SECONDS, HTTPRefusal, printable
+from octavo.server.intake import Intake, Share
+
+BODY_SECONDS = 60
+"""A body must have arrived after this long; slower clients would hold memory for nothing."""
+SPARE_BYTES = 4 << 20
+"""For the bodies of others, beside one that is as large as it may be."""
+PIECE_BYTES = 64 << 10
+"""Of what a compressed body unpacks to, at a time."""
+PIECE_SECONDS = 0.002
+"""From one piece of a large body to the next, of all that are arriving: pieces have 64 to 320 KiB."""
+GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
+DECODED = ("gzip", "x-gzip", "deflate")
+
+T = TypeVar("T")
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class Bodies:
+    """Reads the bodies of an application's requests, each of at most ``max_bytes``."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._intake = Intake(max_bytes + SPARE_BYTES)
+        self._pace = asyncio.Lock()
+        # Two at once would hold the interpreter's lock twice as long, and take twice the memory.
+        self._decoding = asyncio.Semaphore()
+
+    async def read_json(self, request: Request, reader: BodyReader[Body], max_model_len: int) -> tuple[Body, list[str]]:
+        """What ``reader`` makes of the body, which must be said to be JSON. Raises ``RequestError``.
+
+        Other media types are refused: a web page can make a browser post a form or plain text to this server, but not
+        JSON.
+        """
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json" and not media_type.endswith("+json"):
+            message = "The body must be sent with 'Content-Type: application/json'."
+            raise HTTPRefusal(400, message, "unsupported_media_type")
+        return await self.read(request, lambda body: reader.read(body, max_model_len))
+
+    async def read(self, request: Request, decode: Callable[[bytes], T]) -> T:
+        """What ``decode`` makes of the body; it runs in a thread unless the body is small. Raises ``RequestError``."""
+        async with self._received(request) as body:
+            if len(body) <= SMALL_BYTES:
+                return decode(body)
+            async with self._decoding:
+                return await asyncio.to_thread(decode, body)
+
+    @contextlib.asynccontextmanager
+    async def _received(self, request: Request) -> AsyncIterator[bytes]:
+        """The whole body, which counts as long as this lasts."""
+        try:
+            async with asyncio.timeout(BODY_SECONDS) as deadline:
+                share = self._intake.share(lambda: deadline.reschedule(0))
+                try:
+                    body = await self._receive(request, share)
+                except BaseException:
+                    share.resize(0)
+                    raise
+                share.settle()
+        except TimeoutError:
+            if share.is_given_up:
+                raise _given_up() from None
+            message = f"The body did not arrive within {BODY_SECONDS} seconds."
+            raise HTTPRefusal(408, message, "request_timeout") from None
+        try:
+            yield body
+        finally:
+            share.resize(0)
+
+    async def _receive(self, request: Request, share: Share) -> bytes:
+        """Raises ``RequestTooLarge`` as soon as it passes the bound, before or after unpacking."""
+        too_large = RequestTooLarge(
+            f"The body is larger than {self._max_bytes} bytes, the most that this server accepts."
+        )
+        declared = request.headers.get("content-length", "")
+        if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > self._max_bytes:
+            raise too_large
+        unpacking = _Unpacking(request.headers.get("content-encoding", ""))
+        # One growing buffer for each of many bodies would leave the heap in holes as large as the bodies.
+        pieces: list[bytes] = []
+        size = 0
+        async for chunk in request.stream():
+            for piece in unpacking.pieces(chunk):
+                size += len(piece)
+                if size > self._max_bytes:
+                    raise too_large
+                pieces.append(piece)
+                share.resize(size)
+                if share.is_given_up:
+                    raise _given_up()
+                if size > PIECE_BYTES:
+                    # However many connections send large bodies, the processor is mostly free for everything else.
+                    async with self._pace:
+                        await asyncio.sleep(PIECE_SECONDS)
+        unpacking.end()
+        return b"".join(pieces)
+
+
+class _Unpacking:
+    """Undoes a content coding. Raises ``HTTPRefusal`` for one that is not known."""
+
+    def __init__(self, coding: str) -> None:
+        self._decompressor = None
+        name = coding.strip().lower()
+        if name in DECODED:
+            self._decompressor = zlib.decompressobj(GZIP_OR_ZLIB)
+        elif name not in ("", "identity"):
+            message = (
+                f"The body must be sent plainly, or with 'Content-Encoding' gzip or deflate, not {printable(name)}."
+            )
+            raise HTTPRefusal(415, message, "unsupported_content_encoding")
+
+    def pieces(self, chunk: bytes) -> Iterator[bytes]:
+        if self._decompressor is None:
+            yield chunk
+            return
+        while chunk and not self._decompressor.eof:
+            try:
+                yield self._decompressor.decompress(chunk, PIECE_BYTES)
+            except zlib.error:
+                raise _badly_packed() from None
+            chunk = self._decompressor.unconsumed_tail
+        if chunk or self._decompressor.unused_data:
+            raise _badly_packed()
+
+    def end(self) -> None:
+        if self._decompressor is not None and not self._decompressor.eof:
+            raise _badly_packed()
+
+
+def _badly_packed() -> HTTPRefusal:
+    return HTTPRefusal(400, "The body is not what its 'Content-Encoding' says, or not all of it.", "invalid_encoding")
+
+
+def _given_up() -> Unavailable:
+    message = "The server is busy: the bodies that are arriving are too large together. Try again shortly."
+    return Unavailable(message, retry_after=RETRY_AFTER_SECONDS)

@@ -1,0 +1,73 @@
+"""Shapes of public models by name, as their published ``config.json`` have them, without any weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": ffn,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        **more,
+    }
+
+
+def _llama3(layers: int, hidden: int, head_dim: int, ffn: int, factor: float, **more: Any) -> dict[str, Any]:
+    rope = {"rope_theta": 500_000.0, "rope_scaling": {**LLAMA3_ROPE, "factor": factor}}
+    sizes = {"vocab_size": 128_256, "max_position_embeddings": 131_072}
+    return _llama(layers, hidden, 32, 8, head_dim, ffn, **rope, **sizes, **more)
+
+
+def _qwen3(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
+    names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6}
+    rope = {"rope_theta": 1_000_000.0, "max_position_embeddings": 40_960, "vocab_size": 151_936}
+    return _llama(layers, hidden, heads, 8, 128, ffn, **{**names, **rope, **more})
+
+
+def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": layers,
+        "n_embd": hidden,
+        "n_head": heads,
+        "n_positions": 1024,
+        "vocab_size": 50_257,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-8b": _qwen3(36, 4096, 32, 12_288),
+    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tie_word_embeddings=True),
+    "llama-3.1-8b": _llama3(32, 4096, 128, 14_336, 8.0),
+    "llama-3.2-1b": _llama3(16, 2048, 64, 8192, 32.0, tie_word_embeddings=True),
+    "gpt2": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+    "tiny": _llama(2, 256, 4, 2, 64, 512, vocab_size=16_384, max_position_embeddings=8192, tie_word_embeddings=True),
+}
+"""``tiny`` is nobody's: for trying out a measurement."""

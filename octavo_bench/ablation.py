@@ -1,0 +1,270 @@
+"""One optimisation after another: the same requests, served by engines of which each has one more than the one before.
+
+The first engine is what serving was before paged caches: batches that stay as they are, a place for a whole context
+each, prompts computed in one go. All engines have the same memory for keys and values, and are built anew for every
+visit, in turns, so that nothing is left of an earlier one and a noisy moment hits them alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import octavo
+from octavo.build import build_engine, resolve_device
+from octavo.config import EngineConfig, to_flat
+from octavo.engine.engine import Engine
+from octavo.errors import ConfigError
+from octavo.sampling_params import SamplingParams
+from octavo.text.tokenizer import load_tokenizer
+from octavo.types import Request
+from octavo.weights.checkpoint import open_checkpoint
+from octavo.weights.hub import resolve_model
+from octavo_bench.report import spread
+
+TEXTS = ("engine/scheduler.py", "types.py")
+"""Files of this package whose text the prompts are made of: text that anybody has."""
+CHUNK = 256
+"""Tokens of a step from the stage on that computes prompts in chunks."""
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+
+COUNTS = (
+    *("num_steps", "num_preemptions", "prefix_hits"),
+    *("num_copied_tokens", "num_drafts", "num_accepted_drafts"),
+)
+"""Counters of an engine that a row holds."""
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The requests: one comes every ``gap`` seconds, and all begin with the same tokens."""
+
+    num_prompts: int = 12
+    shared_len: int = 100
+    input_len: int = 100
+    output_len: int = 32
+    gap: float = 0.1
+    contexts: int = 8
+    """Contexts that the KV cache has room for."""
+    max_num_seqs: int = 8
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            least = 0 if name in ("gap", "shared_len") else 1
+            if value < least:
+                raise ConfigError(f"{name}: must be at least {least}, got {value}")
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest context: a power of two."""
+        return 1 << (self.shared_len + self.input_len + self.output_len - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one row of the table adds to the row above it."""
+
+    name: str
+    settings: Settings
+
+
+@dataclass
+class Visit:
+    """What one engine made of the requests."""
+
+    seconds: float = 0.0
+    first: dict[int, float] = field(default_factory=dict)
+    last: dict[int, float] = field(default_factory=dict)
+    gaps: list[float] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+
+    def figures(self, arrivals: dict[int, float]) -> dict[str, float]:
+        """Output tokens per second, and milliseconds to the first token and between deliveries."""
+        waits = [1e3 * (self.first[number] - arrival) for number, arrival in arrivals.items()]
+        gaps = sorted(1e3 * gap for gap in self.gaps)
+        return {
+            "output_tok_s": sum(map(len, self.tokens.values())) / self.seconds,
+            "ttft_ms": statistics.median(waits),
+            "ttft_max_ms": max(waits),
+            "itl_ms": statistics.median(gaps),
+            "itl_p99_ms": gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))],
+        }
+
+
+def stages(work: Work, device: str, has_blocks: bool) -> tuple[list[Stage], dict[str, str]]:
+    """The rows in order, each with all settings of its engine, and what this engine and model have no row for."""
+    chunk = max(CHUNK, work.max_num_seqs)
+    steps = [
+        Stage("static batches", {"scheduling_policy": "static"}),
+        Stage("continuous batching", {"scheduling_policy": "fcfs"}),
+        Stage("paged cache", {"block_size": None}),
+        Stage("chunked prompts", {"max_num_batched_tokens": chunk}),
+        Stage("prefix cache", {"enable_prefix_caching": True}),
+        Stage("parts of blocks", {"enable_partial_reuse": True}),
+        Stage("recorded steps" if device == "cpu" else "CUDA graphs", {"enforce_eager": False}),
+        Stage("prompt lookup", {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}'}),
+    ]
+    missing = {}
+    if device == "cpu" and has_blocks:
+        steps.append(Stage("quantised weights", {"dtype": "auto"}))
+    else:
+        missing["quantised weights"] = "the checkpoint has no block weights" if not has_blocks else "these are for CPUs"
+    settings: Settings = {
+        "block_size": work.context,
+        "max_num_batched_tokens": work.num_prompts * work.context,
+        "enable_prefix_caching": False,
+        "enable_partial_reuse": False,
+        "enforce_eager": True,
+        "dtype": "float32" if device == "cpu" else "bfloat16",
+    }
+    rows = []
+    for step in steps:
+        settings = {**settings, **step.settings}
+        rows.append(Stage(step.name, settings))
+    return rows, missing
+
+
+def configured(config: EngineConfig, work: Work, stage: Stage, default_block: int) -> EngineConfig:
+    """The settings of a stage's engine, with as much memory for keys and values as every other's."""
+    block_size = stage.settings["block_size"] or default_block
+    sizes = {
+        "max_model_len": work.context,
+        "max_num_seqs": work.max_num_seqs,
+        "num_kv_blocks": work.contexts * work.context // block_size,
+        "kv_cache_memory": None,
+    }
+    return EngineConfig.from_flat({**to_flat(config), **sizes, **stage.settings, "block_size": block_size})
+
+
+def make_requests(work: Work, path: Path, vocab_size: int, first_id: int, seed: int = 0) -> list[Request]:
+    """The requests of a visit: text where the model has a tokenizer, else random ids."""
+    total = work.shared_len + work.num_prompts * work.input_len
+    tokenizer = load_tokenizer(path)
+    if tokenizer is None:
+        ids = [random.Random(seed).randrange(vocab_size) for _ in range(total)]
+    else:
+        folder = Path(octavo.__file__).parent
+        text = "".join((folder / name).read_text() for name in TEXTS)
+        ids = list(itertools.islice(itertools.cycle(tokenizer.encode(text)), total))
+    shared, rest = ids[: work.shared_len], ids[work.shared_len :]
+    parts = [rest[start : start + work.input_len] for start in range(0, len(rest), work.input_len)]
+    return [Request(first_id + i, [*shared, *part], GREEDY, work.output_len) for i, part in enumerate(parts)]
+
+
+def serve(engine: Engine, requests: list[Request], gap: float) -> tuple[Visit, dict[str, float]]:
+    """Serve requests that come one by one. Raises ``ConfigError`` when one fails."""
+    visit = Visit()
+    start = time.perf_counter()
+    arrivals = {request.id: start + gap * number for number, request in enumerate(requests)}
+    todo = list(reversed(requests))
+    while todo or engine.has_work:
+        now = time.perf_counter()
+        while todo and arrivals[todo[-1].id] <= now:
+            engine.add(todo.pop())
+        if not engine.has_work:
+            time.sleep(max(0.0, arrivals[todo[-1].id] - now))
+            continue
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            if output.error is not None:
+                raise ConfigError(f"a request failed: {output.error}")
+            if output.request_id in visit.last:
+                visit.gaps.append(now - visit.last[output.request_id])
+            visit.first.setdefault(output.request_id, now)
+            visit.last[output.request_id] = now
+            visit.tokens.setdefault(output.request_id - requests[0].id, []).extend(output.tokens)
+    visit.seconds = time.perf_counter() - start
+    return visit, visit.figures(arrivals)
+
+
+def measure(
+    config: EngineConfig,
+    work: Work,
+    rounds: int,
+    told: Callable[[str], None],
+    deadline: float,
+    keep: Callable[[dict[str, Any]], object],
+) -> dict[str, Any]:
+    """Visit every stage's engine in turn, ``rounds`` times; ``told`` hears of each visit.
+
+    No round but the first begins when one as long as the longest so far would end later than ``deadline`` seconds
+    after the start. ``keep`` is given the result after each round.
+    """
+    if rounds < 1:
+        raise ConfigError(f"rounds: must be at least 1, got {rounds}")
+    if not deadline > 0:
+        raise ConfigError(f"deadline: must be more than 0 seconds, got {deadline}")
+    table = Table(config, work, told)
+    start, longest = time.perf_counter(), 0.0
+    for number in range(rounds):
+        began = time.perf_counter()
+        if number and began - start + longest > deadline:
+            told(f"{number} of {rounds} rounds: another would not end within {deadline:.0f} s")
+            break
+        for stage in table.stages:
+            table.visit(stage)
+        longest = max(longest, time.perf_counter() - began)
+        told(f"round {number + 1} of {rounds} took {time.perf_counter() - began:.0f} s")
+        keep(table.result())
+    return table.result()
+
+
+class Table:
+    """The engines of one model, one for each row, and what each made of the requests in every round."""
+
+    def __init__(self, config: EngineConfig, work: Work, told: Callable[[str], None]) -> None:
+        self.config, self.work, self.told = config, work, told
+        self.device = resolve_device(config.model.device).type
+        self.path = resolve_model(config.model)
+        has_blocks = open_checkpoint(self.path, config.model.load_format, config.model.seed, self.device).has_blocks
+        self.stages, self.missing = stages(work, self.device, has_blocks)
+        self.figures: dict[str, list[dict[str, float]]] = {stage.name: [] for stage in self.stages}
+        self.counts: dict[str, dict[str, int]] = {}
+        self.tokens: dict[str, dict[int, list[int]]] = {}
+
+    def visit(self, stage: Stage) -> None:
+        """Build the engine of a stage, warm it up, and let it serve the requests."""
+        from octavo.runtime.memory import DEFAULTS
+
+        work = self.work
+        engine, info = build_engine(configured(self.config, work, stage, DEFAULTS[self.device].block_size))
+        requests = make_requests(work, self.path, info.vocab_size, 1)
+        serve(engine, [Request(1 << 20, requests[0].prompt_tokens[::-1], GREEDY, 4)], 0)
+        visit, found = serve(engine, requests, work.gap)
+        self.figures[stage.name].append(found)
+        self.tokens[stage.name] = visit.tokens
+        stats = engine.stats()
+        self.counts[stage.name] = {name: getattr(stats, name) for name in COUNTS}
+        self.told(f"{stage.name}: {found['output_tok_s']:.1f} tok/s")
+        del engine
+        gc.collect()
+
+    def result(self) -> dict[str, Any]:
+        """The table after whole rounds, with medians over them."""
+        first = {stage.settings["dtype"]: stage.name for stage in reversed(self.stages)}
+        return {
+            "model": Path(self.config.model.model).name,
+            "device": self.device,
+            "work": {**vars(self.work), "context": self.work.context},
+            "missing": self.missing,
+            "rows": [
+                {
+                    "stage": stage.name,
+                    "settings": stage.settings,
+                    "same_tokens": self.tokens[stage.name] == self.tokens[first[stage.settings["dtype"]]],
+                    **{name: spread([run[name] for run in runs]) for name in runs[0]},
+                    **self.counts[stage.name],
+                }
+                for stage, runs in zip(self.stages, self.figures.values(), strict=True)
+            ],
+        }

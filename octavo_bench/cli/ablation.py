@@ -1,0 +1,64 @@
+"""`octavo bench ablation`: what each optimisation brings, one after the other."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from octavo.cli.settings import add_flag, load_config
+from octavo.config import EngineConfig, settings
+from octavo_bench.cli.arguments import with_folder
+
+OFFERED = ("model", "load_format", "device", "seed", "revision", "download_dir", "kv_cache_dtype", "max_num_seqs")
+"""Settings that are the same for every engine of the table; all others are the table's own."""
+SIZES = {
+    "num_prompts": "requests of a visit",
+    "shared_len": "tokens with which every prompt begins",
+    "input_len": "tokens of each prompt after these",
+    "output_len": "output tokens of each",
+    "contexts": "whole contexts that the KV cache has room for",
+}
+
+
+def add_kinds(kinds: Any) -> None:
+    """Add the sub-command, which prints its table itself."""
+    ablation = kinds.add_parser("ablation", help="throughput and latency with one optimisation after another")
+    ablation.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+    for item in settings(EngineConfig):
+        if item.name in OFFERED:
+            add_flag(ablation, item)
+    for name, help in SIZES.items():
+        ablation.add_argument("--" + name.replace("_", "-"), type=int, help=help)
+    ablation.add_argument("--gap", type=float, help="seconds between two requests")
+    ablation.add_argument("--rounds", type=int, default=3, help="visits to each engine, in turns; medians are reported")
+    ablation.add_argument(
+        "--deadline",
+        type=float,
+        default=280,
+        help="seconds; after the first round, none begins that would not end by then",
+    )
+    ablation.add_argument("--output", type=Path, help="write the raw JSON to this file")
+    ablation.set_defaults(run=_run, config=None)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from octavo_bench.ablation import Work, measure
+    from octavo_bench.report import keep
+    from octavo_bench.report_tables import ablation
+
+    config = with_folder(load_config(EngineConfig, args))
+    given = {name: value for name in (*SIZES, "gap") if (value := getattr(args, name)) is not None}
+    if config.scheduler.max_num_seqs is not None:
+        given["max_num_seqs"] = config.scheduler.max_num_seqs
+    result = measure(
+        config,
+        Work(**given),
+        args.rounds,
+        lambda line: print(f"octavo: {line}", file=sys.stderr),
+        args.deadline,
+        lambda so_far: keep("ablation", so_far, args.output),
+    )
+    print(ablation(result))
+    return 0

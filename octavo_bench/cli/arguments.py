@@ -1,0 +1,47 @@
+"""What several measurements take on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from importlib.util import find_spec
+
+from octavo.cli.settings import load_config
+from octavo.config import EngineConfig, cache_dir
+from octavo.errors import ConfigError
+
+
+def numbers(text: str) -> list[int]:
+    """``"1,4,16"`` as numbers."""
+    return [int(part) for part in text.split(",")]
+
+
+def reals(text: str) -> list[float]:
+    """``"1,2.5"`` as numbers."""
+    return [float(part) for part in text.split(",")]
+
+
+def require_cuda(measurement: str) -> None:
+    """Raise ``ConfigError`` unless there is a CUDA device, and Triton to compile kernels for it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(f"bench {measurement}: there is no CUDA device here")
+    if find_spec("triton") is None:
+        raise ConfigError(f"bench {measurement}: the package triton is not installed; `pip install triton` installs it")
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The settings of a measurement. A shape's name stands for its made-up folder, with random weights."""
+    return with_folder(load_config(EngineConfig, args))
+
+
+def with_folder(config: EngineConfig) -> EngineConfig:
+    """The settings with the folder that a shape's name stands for, if the model is one."""
+    from octavo.sim.shapes import SHAPES
+    from octavo_bench.dummy_models import model_folder
+
+    if config.model.model not in SHAPES:
+        return config
+    folder = model_folder(config.model.model, cache_dir() / "shapes")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, model=str(folder), load_format="dummy"))

@@ -1,0 +1,270 @@
+"""`octavo bench WHAT`: measure the engine, alone or beside a peer, and keep the raw figures."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from octavo.cli.settings import add_settings, load_config
+from octavo.config import DEFAULT_MODEL, EngineConfig, cache_dir
+from octavo_bench.cli import ablation, deciding, peer, suites, tools
+from octavo_bench.cli.arguments import engine_config, numbers, reals, require_cuda
+from octavo_bench.report import publish, spread
+
+NAME = "bench"
+HELP = "measure throughput, start-up and overheads, alone or beside another engine"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One sub-command for each measurement."""
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
+    measurements = [*_add_engine_runs(kinds), *_add_kernels(kinds), *_add_surroundings(kinds)]
+    for kind in measurements:
+        kind.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+    deciding.add_kinds(kinds)
+    tools.add_kinds(kinds)
+    ablation.add_kinds(kinds)
+    suites.add_kinds(kinds)
+
+
+def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
+    """Measurements of an engine that is built in this process."""
+    offline = kinds.add_parser("offline", help="prefill and decode tokens per second, in this process")
+    add_settings(offline, EngineConfig)
+    peer.add_work(offline)
+    offline.set_defaults(measure=_offline)
+    yield offline
+
+    throughput = kinds.add_parser("throughput", help="many prompts at once to their end, in this process")
+    add_settings(throughput, EngineConfig)
+    throughput.add_argument("--num-prompts", type=int, default=1000)
+    throughput.add_argument("--input-len", type=int, default=512, help="prompt tokens of each")
+    throughput.add_argument("--output-len", type=int, default=256, help="output tokens of each")
+    throughput.add_argument("--rounds", type=int, default=3, help="runs; medians are reported")
+    throughput.set_defaults(measure=_throughput)
+    yield throughput
+
+    profile = kinds.add_parser("profile", help="where the time of a step goes, kernel by kernel")
+    add_settings(profile, EngineConfig)
+    profile.add_argument("--batches", type=numbers, default=[1, 16, 64, 256], help="sequences of a step")
+    profile.add_argument("--context", type=int, default=256, help="tokens of each sequence")
+    profile.add_argument("--steps", type=int, default=20)
+    profile.add_argument("--prefill", type=numbers, default=[2048], help="lengths of prompts computed alone")
+    profile.add_argument("--traces", type=Path, help="folder for traces that Perfetto opens; default: a temporary one")
+    profile.set_defaults(measure=_profile)
+    yield profile
+
+    quality = kinds.add_parser("quality", help="how far a text's probabilities are from those of float32, on a CPU")
+    add_settings(quality, EngineConfig)
+    quality.add_argument("--text", type=Path, required=True, help="a file of ordinary text")
+    quality.add_argument("--positions", type=int, default=2000, help="tokens of it that are compared")
+    quality.set_defaults(measure=_quality)
+    yield quality
+
+    fidelity = kinds.add_parser("fidelity", help="what `octavo simulate` predicts beside what the engine does")
+    add_settings(fidelity, EngineConfig)
+    fidelity.add_argument("--num-prompts", type=int, default=40, help="requests of a workload in each round")
+    fidelity.add_argument("--rounds", type=int, default=5, help="parts of each workload; all together are compared")
+    fidelity.set_defaults(measure=_fidelity)
+    yield fidelity
+
+
+def _add_kernels(kinds: Any) -> Iterator[argparse.ArgumentParser]:
+    """Measurements of a device and of single kernels."""
+    ceilings = kinds.add_parser("ceilings", help="how fast the GPU reads memory and multiplies matrices")
+    ceilings.set_defaults(measure=_ceilings)
+    yield ceilings
+
+    kernels = kinds.add_parser("kernels", help="time and error of each kernel for CUDA devices, beside the limits")
+    kernels.add_argument("models", nargs="*", default=["qwen3-8b", "llama-3.2-1b", "qwen3-0.6b"], help="shapes' names")
+    kernels.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 128], help="rows of x")
+    kernels.add_argument("--tune", action="store_true", help="first find the best configurations and keep them")
+    kernels.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
+    kernels.set_defaults(measure=_kernels)
+    yield kernels
+
+
+def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
+    """Measurements of what is around the device's work, and of other engines."""
+    beside = kinds.add_parser("peer", help="beside another engine on the same work, as ratios")
+    peer.add_arguments(beside)
+    yield beside
+
+    served = kinds.add_parser("served", help="decoding through the server beside the same in this process")
+    add_settings(served, EngineConfig)
+    peer.add_work(served)
+    served.set_defaults(measure=_served)
+    yield served
+
+    overhead = kinds.add_parser("overhead", help="the engine's own time per step, with an instant runner")
+    overhead.add_argument("--sequences", type=numbers, default=[1, 64, 256])
+    overhead.add_argument("--prompt", type=int, default=256)
+    overhead.add_argument("--steps", type=int, default=500)
+    overhead.set_defaults(measure=_overhead)
+    yield overhead
+
+    front = kinds.add_parser("front", help="processor time of the front process per streamed token")
+    front.add_argument("--streams", type=numbers, default=[16, 64])
+    front.add_argument("--seconds", type=float, default=2.0, help="length of each stream")
+    front.add_argument("--steps-ms", type=reals, default=[10.0], help="paces of the engine behind it")
+    front.add_argument("--newcomers", type=float, default=0.0, help="as a load: requests a second with long prompts")
+    front.add_argument("--burst", type=int, default=1, help="newcomers that come together")
+    front.add_argument("--schemas", type=float, default=0.0, help="as a load: requests a second with hostile schemas")
+    front.add_argument("--rounds", type=int, default=1)
+    front.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM, whose server is measured in turns")
+    front.set_defaults(measure=_front)
+    yield front
+
+    startup = kinds.add_parser("startup", help="seconds from `octavo serve` to ready and to the first answer")
+    startup.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    startup.add_argument("--rounds", type=int, default=5)
+    startup.set_defaults(measure=_startup)
+    yield startup
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, and write the file that ``--output`` names."""
+    publish(args.kind, args.measure(args), args.output)
+    return 0
+
+
+def _offline(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo_bench.offline import OfflineBench, bench_config
+
+    config = engine_config(args)
+    bench = OfflineBench(bench_config(config, args.sequences))
+    rows = []
+    for count in args.sequences:
+        bench.run(count, args.prompt, 4)
+        runs = [bench.run(count, args.prompt, args.decode) for _ in range(args.rounds)]
+        figures = {name: spread([run[name] for run in runs]) for name in runs[0]}
+        rows.append({"sequences": count, "prompt": args.prompt, "decode": args.decode, **figures})
+        print(f"octavo: {count} sequences measured", file=sys.stderr)
+    return {**_engine(config, bench.info), "rows": rows}
+
+
+def _engine(config: EngineConfig, info: Any) -> dict[str, Any]:
+    """What was measured: the model and how it was built."""
+    return {
+        "model": Path(config.model.model).name,
+        "dtype": info.dtype,
+        "device": info.device,
+        "max_num_seqs": info.max_num_seqs,
+        "max_num_batched_tokens": info.max_num_batched_tokens,
+        "memory": info.memory,
+        "kernels": info.kernels,
+    }
+
+
+def _throughput(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo_bench.offline import build_prepared
+    from octavo_bench.throughput import run_all
+
+    config = _without_prefix_cache(engine_config(args))
+    engine, info = build_prepared(config)
+    work = (args.input_len, args.output_len)
+    run_all(engine, info, min(args.num_prompts, info.max_num_seqs), args.input_len, min(args.output_len, 16), 1)
+    firsts = range(args.num_prompts, args.num_prompts * (args.rounds + 1), args.num_prompts)
+    runs = [run_all(engine, info, args.num_prompts, *work, first + 1) for first in firsts]
+    figures = {name: spread([run[name] for run in runs]) for name in runs[0]}
+    asked = {"num_prompts": args.num_prompts, "input_len": args.input_len, "output_len": args.output_len}
+    return {**_engine(config, info), **asked, "preemptions": engine.stats().num_preemptions, **figures}
+
+
+def _without_prefix_cache(config: EngineConfig) -> EngineConfig:
+    return dataclasses.replace(config, cache=dataclasses.replace(config.cache, enable_prefix_caching=False))
+
+
+def _profile(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo_bench.offline import build_prepared
+    from octavo_bench.step_profile import StepProfiler
+
+    config = _without_prefix_cache(engine_config(args))
+    engine, info = build_prepared(config)
+    traces = args.traces or Path(tempfile.mkdtemp(prefix="octavo_traces_"))
+    profiler = StepProfiler(engine, info, traces)
+    rows = [profiler.decode(batch, args.context, args.steps) for batch in args.batches]
+    rows += [profiler.prefill(tokens, rounds=5) for tokens in args.prefill]
+    print(f"octavo: traces are in {traces}", file=sys.stderr)
+    return {**_engine(config, info), "rows": [{**row, **_least_work(config, info, row)} for row in rows]}
+
+
+def _ceilings(args: argparse.Namespace) -> dict[str, Any]:
+    require_cuda("ceilings")
+    from octavo_bench.ceilings import measure
+
+    return measure()
+
+
+def _kernels(args: argparse.Namespace) -> dict[str, Any]:
+    require_cuda("kernels")
+    from octavo_bench.kernels import measure
+
+    return measure(args.models, args.rows, args.tune, args.deadline)
+
+
+def _least_work(config: EngineConfig, info: Any, row: dict[str, Any]) -> dict[str, int]:
+    """Bytes and arithmetic that the step cannot do without, with dense weights of the engine's own type."""
+    from octavo.build import DTYPES
+    from octavo.sim.roofline import decode_work, prefill_work, shape_of
+    from octavo.weights.checkpoint import open_checkpoint
+    from octavo.weights.hub import resolve_model
+
+    shape = shape_of(open_checkpoint(resolve_model(config.model), config.model.load_format).config)
+    kv_per_token = info.memory["kv_cache"] / (info.num_kv_blocks * info.block_size)
+    sizes = (DTYPES[info.dtype].itemsize, kv_per_token / shape.kv_values_per_token)
+    if row["kind"] == "decode":
+        return decode_work(shape, row["batch"], row["context"], *sizes)._asdict()
+    return prefill_work(shape, row["context"], *sizes)._asdict()
+
+
+def _served(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo_bench.offline import bench_config
+    from octavo_bench.served import served_beside_in_process
+
+    config = bench_config(engine_config(args), args.sequences)
+    rows = served_beside_in_process(config, args.sequences, args.prompt, args.decode, args.rounds)
+    return {"model": config.model.model, "rows": list(rows)}
+
+
+def _overhead(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo_bench.overhead import measure
+
+    return {"rows": measure(args.sequences, args.prompt, args.steps)}
+
+
+def _front(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo_bench.dummy_models import model_folder
+    from octavo_bench.front import Loads, Plan, measure
+
+    loads = Loads(args.newcomers, args.burst, args.schemas)
+    plan = Plan(args.streams, args.steps_ms, args.seconds, args.rounds, loads)
+    return measure(plan, model_folder("llama-3.2-1b", cache_dir() / "shapes"), args.vllm)
+
+
+def _startup(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo_bench.startup import start_once
+
+    runs = [start_once([args.model]) for _ in range(args.rounds)]
+    return {"model": args.model, **{name: spread([run[name] for run in runs]) for name in runs[0]}}
+
+
+def _quality(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo_bench.quality import measure
+
+    return measure(load_config(EngineConfig, args), args.text, args.positions)
+
+
+def _fidelity(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo_bench.fidelity import Driver, compare
+    from octavo_bench.offline import build_prepared
+
+    config = engine_config(args)
+    engine, info = build_prepared(config)
+    driver = Driver(engine, info.vocab_size)
+    return {**_engine(config, info), **compare(driver, info, config, args.num_prompts, args.rounds)}

@@ -1,0 +1,59 @@
+"""`octavo bench synthetic` and `fairness`: the deciding half alone, over models that cost nothing."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from octavo.config import POLICY_NAMES
+
+
+def add_kinds(kinds: Any) -> None:
+    """Add each sub-command."""
+    synthetic = kinds.add_parser("synthetic", help="many short requests over a model that costs nothing")
+    for flag, default in (("requests", 1000), ("seed", 7), ("max-batch-size", 32), ("prefill-budget", 512)):
+        synthetic.add_argument(f"--{flag}", type=int, default=default)
+    for flag, default in (("min-prompt", 4), ("max-prompt", 96), ("min-new", 4), ("max-new", 24)):
+        synthetic.add_argument(f"--{flag}", type=int, default=default, help="tokens")
+    for flag, default in (("block-size", 16), ("cache-blocks", 4096)):
+        synthetic.add_argument(f"--{flag}", type=int, default=default)
+    synthetic.add_argument("--policy", choices=POLICY_NAMES, default="fcfs")
+    synthetic.add_argument("--external", action="store_true", help="also external fragmentation, which takes time")
+    synthetic.set_defaults(measure=_synthetic)
+
+    waiting = kinds.add_parser("waiting", help="time of a step while thousands wait, and after a million requests")
+    waiting.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=POLICY_NAMES)
+    waiting.add_argument("--running", type=int, default=256)
+    waiting.add_argument("--waiting", type=int, default=10_000)
+    waiting.add_argument("--seen", nargs="+", type=int, default=[0], help="requests that came and went before")
+    waiting.set_defaults(measure=_waiting)
+
+    fairness = kinds.add_parser("fairness", help="what a tenant gets while another floods, under each policy")
+    fairness.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=["fcfs", "fair"])
+    fairness.set_defaults(measure=_fairness)
+    for kind in (synthetic, waiting, fairness):
+        kind.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+
+
+def _synthetic(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo_bench.synthetic import Work, run
+
+    names = Work.__dataclass_fields__
+    return run(Work(**{name: value for name, value in vars(args).items() if name in names}), args.external)
+
+
+def _waiting(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo_bench.overhead import measure_waiting
+
+    rows = [measure_waiting(policy, args.running, args.waiting, seen) for policy in args.policies for seen in args.seen]
+    return {"rows": rows}
+
+
+def _fairness(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo_bench.fairness import FLOOD_OF_LONG_PROMPTS, measure
+
+    return {
+        "short_prompts": measure(args.policies),
+        "long_prompts": measure(args.policies, FLOOD_OF_LONG_PROMPTS, max_itl=0.01),
+    }

@@ -1,0 +1,39 @@
+"""`octavo demo`: watch the engine decide, step by step, over a model without weights."""
+
+from __future__ import annotations
+
+import argparse
+
+from octavo.config import POLICY_NAMES
+
+NAME = "demo"
+HELP = "show step by step how requests share the engine, without a model"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sizes, by default so small that everything happens."""
+    parser.add_argument("--max-num-seqs", type=int, default=3, help="most sequences in a step")
+    parser.add_argument("--prefill-budget", type=int, default=6, help="prompt tokens in a step, beside one each")
+    parser.add_argument("--num-kv-blocks", type=int, default=10, help="blocks in the KV cache")
+    parser.add_argument("--block-size", type=int, default=4, help="tokens in a block")
+    parser.add_argument("--scheduling-policy", choices=POLICY_NAMES, default="fcfs", help="who is served first")
+    parser.add_argument("--words", action="store_true", help="a model that says words instead of numbers")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a line for each step, then what each request got."""
+    from octavo_bench.demo import Demo, Sizes
+
+    sizes = Sizes(
+        max_num_seqs=args.max_num_seqs,
+        prefill_budget=args.prefill_budget,
+        num_kv_blocks=args.num_kv_blocks,
+        block_size=args.block_size,
+        scheduling_policy=args.scheduling_policy,
+    )
+    demo = Demo(sizes, args.words)
+    print(demo.head())
+    while demo.has_work:
+        print(demo.step())
+    print("\n" + demo.results())
+    return 0

@@ -1,0 +1,129 @@
+"""`octavo bench peer`: Octavo beside llama.cpp in one process each, or its server beside vLLM's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from octavo.cli.settings import add_settings, load_config, positive
+from octavo.config import EngineConfig, cache_dir
+from octavo.errors import ConfigError
+from octavo_bench.cli.arguments import numbers
+from octavo_bench.report import keep
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+NO_REPORTS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+SERVED_CONTEXT = 8192
+
+
+def add_work(parser: Any) -> None:
+    """What every sequence of an in-process measurement does."""
+    parser.add_argument("--sequences", type=numbers, default=[1, 4, 16], help="how many at once, comma-separated")
+    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens of each sequence")
+    parser.add_argument("--decode", type=int, default=64, help="decode steps that are timed")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each size; medians are reported")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The engine's settings, the peer, and the work for either kind of peer."""
+    add_settings(parser, EngineConfig)
+    peer = parser.add_argument_group("peer")
+    peer.add_argument("--engine", choices=["llama.cpp", "vllm"], default="llama.cpp")
+    peer.add_argument("--python", type=Path, help="interpreter that has the peer; for vLLM by default this one")
+    add_work(parser.add_argument_group("llama.cpp", "In-process runs of equal work, in turns."))
+    parser.add_argument("--threads", type=int, default=2, help="threads of llama.cpp")
+    served = parser.add_argument_group("vLLM", "Servers one after the other, driven by `vllm bench serve`.")
+    served.add_argument("--python-path", help="PYTHONPATH of vLLM, where it is not installed in its interpreter")
+    served.add_argument("--workloads", default="W1,W2,W3,W4", help="of W1 to W5 and S1, comma-separated")
+    served.add_argument(
+        "--visits", default="octavo:2,vllm:3,octavo:1", help="engines in turn, with rounds of each visit"
+    )
+    served.add_argument("--clients", type=positive, default=1, help="how many share each workload")
+    served.add_argument("--octavo-args", default="", help="more arguments of `octavo serve`, as one text")
+    served.add_argument("--vllm-args", default="", help="more arguments of vLLM's server, as one text")
+    served.add_argument("--deadline", type=float, default=540, help="seconds after which nothing is started any more")
+    served.add_argument("--logs", type=Path, help="folder for the servers' logs; default: a temporary one")
+    parser.set_defaults(measure=measure)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare with the peer that ``--engine`` names."""
+    return _beside_vllm(args) if args.engine == "vllm" else _beside_llama_cpp(args)
+
+
+def _beside_llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo.weights.hub import resolve_model
+    from octavo_bench.offline import OfflineBench, bench_config
+    from octavo_bench.peer import compare
+    from octavo_bench.peer_process import SCRIPTS, PeerProcess
+
+    if args.python is None:
+        raise ConfigError("--python: give an interpreter that has llama-cpp-python")
+    config = load_config(EngineConfig, args)
+    model = resolve_model(config.model)
+    peer = PeerProcess([str(args.python), str(SCRIPTS / "run_llama_cpp.py"), str(model), str(args.threads)])
+    try:
+        ours = OfflineBench(bench_config(config, args.sequences))
+        ours.run(max(args.sequences), args.prompt, 4)
+        rows = compare(ours, peer, args.sequences, args.prompt, args.decode, args.rounds)
+    finally:
+        peer.close()
+    return {"model": config.model.model, "dtype": ours.info.dtype, "peer": peer.about, "rows": rows}
+
+
+def _beside_vllm(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo.sim.closed_loops import WORKLOADS, named_workloads
+    from octavo.sim.shapes import SHAPES
+    from octavo_bench.clients import Clients, share
+    from octavo_bench.dummy_models import model_folder
+    from octavo_bench.peer_process import SCRIPTS, PeerProcess
+    from octavo_bench.served_peer import ServedComparison, Server, parse_visits
+
+    deadline = time.monotonic() + args.deadline
+    visits, workloads = parse_visits(args.visits), named_workloads(args.workloads)
+    for name in workloads:
+        share(WORKLOADS[name], args.clients)
+    config = load_config(EngineConfig, args)
+    is_shape = config.model.model in SHAPES
+    model = model_folder(config.model.model, cache_dir() / "shapes")
+    flags = (
+        *("--load-format", "dummy" if is_shape else config.model.load_format, "--no-enable-prefix-caching"),
+        *("--max-model-len", str(config.model.max_model_len or SERVED_CONTEXT)),
+        *("--gpu-memory-utilization", str(config.cache.gpu_memory_utilization)),
+        *("--dtype", config.model.dtype),
+    )
+    python, env = str(args.python or sys.executable), _vllm_environment(args.python_path)
+    ours = (sys.executable, "-m", "octavo", "serve", str(model), *flags, *shlex.split(args.octavo_args))
+    theirs = (python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags)
+    servers = {
+        "octavo": Server(ours, "/ready"),
+        "vllm": Server((*theirs, *shlex.split(args.vllm_args)), "/health", env),
+    }
+    logs = args.logs or Path(tempfile.mkdtemp(prefix="octavo_logs_"))
+    logs.mkdir(parents=True, exist_ok=True)
+    command = [python, str(SCRIPTS / "run_vllm_client.py")]
+    client_logs = [logs / f"client_{number}.log" for number in range(args.clients)]
+    clients = Clients([partial(PeerProcess, command, env, log) for log in client_logs])
+    comparison = ServedComparison(
+        servers, clients, model, workloads, logs, deadline, lambda result: keep("peer", result, args.output)
+    )
+    try:
+        for engine, rounds in visits:
+            comparison.visit(engine, rounds)
+    finally:
+        clients.close()
+        comparison.watch.close()
+    return comparison.result()
+
+
+def _vllm_environment(python_path: str | None) -> dict[str, str]:
+    """Ours, with nothing fetched and nothing reported; ``VLLM_*`` variables reach vLLM as they are."""
+    path = {} if python_path is None else {"PYTHONPATH": python_path}
+    return {**OFFLINE, **NO_REPORTS, **os.environ, **path}

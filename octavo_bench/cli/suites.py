@@ -1,0 +1,71 @@
+"""`octavo bench suites`: GPT-2 at its real size, with random weights, by the suites of a published measurement."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octavo.cli.settings import add_settings, load_config
+from octavo.config import EngineConfig, cache_dir
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo_bench.suite_sizes import Sizes
+
+SUITES = ("alone", "uneven", "pressed", "http")
+
+
+def add_kinds(kinds: Any) -> None:
+    """Add the sub-command; it keeps what it has after each figure."""
+    suites = kinds.add_parser(
+        "suites", help="GPT-2 with random weights, beside published figures, in process and over HTTP"
+    )
+    add_settings(suites, EngineConfig)
+    suites.add_argument("--shape", default="gpt2", help="of `octavo bench shape`")
+    suites.add_argument("--suites", default=",".join(SUITES), help="of all, comma-separated")
+    suites.add_argument("--small", action="store_true", help="little of each, for trying out and for CPUs")
+    suites.add_argument("--rounds", type=int, default=3, help="runs of each case; medians are reported")
+    suites.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+    suites.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure one figure after the other; the file that ``--output`` names has all so far."""
+    from octavo_bench.dummy_models import model_folder
+    from octavo_bench.report import keep, publish
+    from octavo_bench.suite_sizes import FULL, SMALL
+
+    wanted = args.suites.split(",")
+    if unknown := [name for name in wanted if name not in SUITES]:
+        raise ConfigError(f"suites: {unknown[0]!r} is not one of {', '.join(SUITES)}")
+    folder = model_folder(args.shape, cache_dir() / "shapes")
+    given = load_config(EngineConfig, args)
+    result: dict[str, Any] = {"model": args.shape, "size": "small" if args.small else "full", "rows": []}
+    sizes = SMALL if args.small else FULL if args.shape == "gpt2" else FULL._replace(published={})
+    for row in _rows(wanted, folder, given, sizes, args.rounds):
+        result["rows"].append(row)
+        keep("suites", result, args.output)
+        print(f"octavo: {row['suite']} {row['case']}: {row['value']['median']}", file=sys.stderr)
+    publish("suites", result, args.output)
+    return 0
+
+
+def _rows(wanted: list[str], folder: Path, given: EngineConfig, sizes: Sizes, rounds: int) -> Iterator[dict[str, Any]]:
+    from octavo_bench import load, suites
+
+    config = dataclasses.replace(given, model=dataclasses.replace(given.model, model=str(folder), load_format="dummy"))
+    in_process = {"alone": suites.alone_and_together, "uneven": suites.uneven, "pressed": suites.pressed}
+    for name in wanted:
+        if name in in_process:
+            yield from in_process[name](config, sizes, rounds)
+            continue
+        model = config.model
+        arguments = ["--load-format", "dummy", "--device", model.device, "--dtype", model.dtype]
+        arguments += ["--max-num-seqs", str(max(*sizes.concurrencies, sizes.arrivals))]
+        with tempfile.TemporaryDirectory() as logs:
+            yield from load.served(folder, arguments, sizes, rounds, Path(logs) / "server.log")

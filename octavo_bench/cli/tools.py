@@ -1,0 +1,108 @@
+"""`octavo bench shape`, `roofline`, `lora`, `report` and `gpu`: what goes with measuring."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from octavo_bench.cli.arguments import numbers
+
+
+def add_kinds(kinds: Any) -> None:
+    """Add each sub-command; these print what they make themselves."""
+    shape = kinds.add_parser("shape", help="write a model folder of a public model's shape, without weights")
+    shape.add_argument("name")
+    shape.add_argument("folder", type=Path)
+    shape.set_defaults(run=_shape)
+
+    roofline = kinds.add_parser("roofline", help="the least time of a decode step, from bytes and arithmetic")
+    roofline.add_argument("model", help="a shape's name, or a folder with a config.json")
+    roofline.add_argument("--batches", type=numbers, default=[1, 16, 64, 256])
+    roofline.add_argument("--context", type=int, default=256)
+    roofline.add_argument("--weight-bytes", type=float, default=2, help="bytes of a weight")
+    roofline.add_argument("--kv-bytes", type=float, default=2, help="bytes of a cached value")
+    roofline.add_argument("--bandwidth", type=float, required=True, help="TB/s that the device reads")
+    roofline.add_argument("--peak", type=float, required=True, help="TFLOP/s of its matrix products")
+    roofline.set_defaults(run=_roofline)
+
+    lora = kinds.add_parser("lora", help="what LoRA adapters cost in a decode step on a CPU, with random weights")
+    lora.add_argument("model", type=Path, help="folder with a config.json")
+    lora.add_argument("--adapters", type=numbers, default=[0, 1, 4, 16], help="numbers of adapters in a batch")
+    lora.add_argument("--sequences", type=int, default=16)
+    lora.add_argument("--rank", type=int, default=16)
+    lora.add_argument("--steps", type=int, default=32)
+    lora.add_argument("--rounds", type=int, default=3, help="in which the numbers of adapters take turns")
+    lora.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+    lora.set_defaults(run=_lora)
+
+    report = kinds.add_parser("report", help="the tables of raw JSON files, as Markdown")
+    report.add_argument("files", nargs="*", type=Path, metavar="FILE")
+    report.add_argument("--fill", type=Path, metavar="PAGE", help="put them into a page's places for reports instead")
+    report.set_defaults(run=_report)
+
+    gpu = kinds.add_parser("gpu", help="test and measure everything on a GPU machine, in one go")
+    gpu.add_argument("folder", type=Path, help="where results and logs are kept")
+    gpu.add_argument("--model", default="qwen3-8b", help="shape or folder that is measured")
+    gpu.add_argument("--stages", help="comma-separated; default: all")
+    gpu.add_argument("--deadline", type=float, default=560, help="seconds in all")
+    gpu.add_argument("--python-path", help="PYTHONPATH of vLLM, where it is not installed beside Octavo")
+    gpu.set_defaults(run=_gpu)
+
+
+def _shape(args: argparse.Namespace) -> int:
+    from octavo_bench.dummy_models import write_model
+
+    print(write_model(args.name, args.folder))
+    return 0
+
+
+def _roofline(args: argparse.Namespace) -> int:
+    from octavo.sim.roofline import decode_work, shape_of
+    from octavo.sim.shapes import SHAPES
+    from octavo.weights.safetensors import read_configs
+    from octavo_bench.report_tables import markdown_table
+
+    config = SHAPES[args.model] if args.model in SHAPES else read_configs(Path(args.model))[0]
+    rows = []
+    for batch in args.batches:
+        work = decode_work(shape_of(config), batch, args.context, args.weight_bytes, args.kv_bytes)
+        floor = work.floor_ms(args.bandwidth, args.peak)
+        rows.append(
+            [batch, f"{work.bytes / 1e9:.2f}", f"{work.flops / 1e9:.1f}", f"{floor:.3f}", f"{batch / floor * 1e3:,.0f}"]
+        )
+    print(markdown_table(["sequences", "GB", "GFLOP", "least ms", "most tok/s"], rows))
+    return 0
+
+
+def _lora(args: argparse.Namespace) -> int:
+    import tempfile
+
+    from octavo_bench.lora import step_times
+    from octavo_bench.report import publish, spread
+
+    work = {"sequences": args.sequences, "rank": args.rank, "steps": args.steps, "rounds": args.rounds}
+    with tempfile.TemporaryDirectory() as folder:
+        times = step_times(args.model, Path(folder), args.adapters, args.sequences, args.rank, args.steps, args.rounds)
+    rows = [{"adapters": count, "step_ms": spread(ms), "least_ms": round(min(ms), 3)} for count, ms in times.items()]
+    publish("lora", {"model": args.model.name, **work, "rows": rows}, args.output)
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from octavo_bench.report_tables import fill, render
+
+    if args.fill is not None:
+        for file in fill(args.fill):
+            print(f"octavo: {file} is not there; its place stays as it is", file=sys.stderr)
+        return 0
+    print("\n\n".join(render(file) for file in args.files))
+    return 0
+
+
+def _gpu(args: argparse.Namespace) -> int:
+    from octavo_bench.gpu import run_stages
+
+    stages = args.stages.split(",") if args.stages else None
+    return run_stages(args.folder, args.model, stages, args.deadline, args.python_path)

@@ -1,0 +1,229 @@
+"""Every kernel for CUDA devices, once, on small shapes with ragged edges.
+
+For tools that watch memory and make everything a hundred times slower::
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m octavo_bench.kernel_runs
+
+Without torch's cache of memory, every tensor is an allocation of its own, so that a step beside it shows. All kernels
+are compiled first, many at a time. What they give is not looked at here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo import ops
+from octavo.ops.adjust_logits import Adjustments
+from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows
+from octavo.ops.moe import ClampedSwish, Experts
+from octavo.ops.sample import SampleParams
+from octavo.ops.stacked_lora import LowRankStack
+
+Call = Callable[[], object]
+DTYPES = (torch.bfloat16, torch.float32)
+BLOCK_SIZE = 16
+SINGLE, RAGGED = ([1, 1, 0, 1], [1, 40, 0, 17]), ([5, 1, 0, 19], [5, 40, 0, 33])
+"""Rows and contexts of some sequences, one of them padding."""
+
+
+class Maker:
+    """Small tensors on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def floats(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape).to(self.device, dtype)
+
+    def ints(self, values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def rows(self, query_lens: list[int], seq_lens: list[int]) -> PagedRows:
+        """Each sequence has three blocks of its own; there is one padded row where sequences have several."""
+        slots: list[int] = []
+        for s, (q_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            first = 3 * s * BLOCK_SIZE
+            slots += range(first + seq_len - q_len, first + seq_len)
+            slots += [-1] if max(query_lens) == 1 and not q_len else []
+        slots += [-1] if max(query_lens) > 1 else []
+        tables = torch.arange(3 * len(seq_lens), dtype=torch.int32, device=self.device).view(-1, 3)
+        starts = self.ints([0, *itertools.accumulate(query_lens)])
+        return PagedRows(
+            (GroupRows(self.ints(slots, torch.int64), tables),), starts, self.ints(seq_lens), max(query_lens)
+        )
+
+    def cache(self, num_blocks: int, heads: int, width: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(num_blocks, heads, BLOCK_SIZE, width, device=self.device).to(dtype)
+
+
+def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
+    """What is to be run, with names."""
+    make = Maker(device)
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        for what, call in itertools.chain(
+            _linears(make, dtype), _attentions(make, dtype), _layers(make, dtype), _logits(make, dtype)
+        ):
+            yield f"{what} {name}", call
+    yield from _long_prompt(make)
+    yield from _ends_of_a_step(make)
+
+
+def _linears(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """One row, some, and many; everything that stands before and after the product, and nothing."""
+    for T, K in itertools.product((1, 5, 33, 100), (96, 80)):
+        x, norm = make.floats(T, K, dtype=dtype), make.floats(K, dtype=dtype)
+        weight, bias = make.floats(200, K, dtype=dtype), make.floats(200, dtype=dtype)
+        residual = make.floats(T, 200, dtype=dtype)
+        yield f"linear {T}x{K}", functools.partial(ops.linear, x, weight, bias, residual_TN=residual)
+        yield f"linear {T}x{K} gated", functools.partial(ops.linear, x, weight, None, norm, 1e-6, None, "silu")
+    x, weight, norm = (make.floats(*shape, dtype=dtype) for shape in ((1, 4096), (2100, 4096), (4096,)))
+    yield "linear of a wide row", functools.partial(ops.linear, x, weight, None, norm, 1e-6)
+    x, weight = make.floats(70, 96, dtype=dtype), make.floats(200, 96, dtype=dtype)
+    yield "invariant linear", functools.partial(_invariantly, functools.partial(ops.linear, x, weight))
+    heads = make.floats(5, 3, 24, dtype=dtype), make.floats(3, 40, 24, dtype=dtype)
+    yield "head_linear", functools.partial(_invariantly, functools.partial(ops.head_linear, *heads))
+
+
+def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    cache_dtypes = (dtype, torch.float8_e4m3fn) if dtype == torch.bfloat16 else (dtype,)
+    for (lens, H), cache_dtype in itertools.product(((SINGLE, 64), (RAGGED, 64), (RAGGED, 80)), cache_dtypes):
+        rows = make.rows(*lens)
+        T, (N, K) = len(rows.groups[0].slot_mapping_T), (6, 2)
+        norm, sinks = make.floats(H, dtype=dtype), make.floats(N)
+        angles = make.floats(T, H // 2)
+        cache = LayerCache(make.cache(12, K, H, cache_dtype), make.cache(12, K, H, cache_dtype))
+        qkv = make.floats(T, (N + 2 * K) * H, dtype=dtype)
+        for heads in (
+            HeadLayout(N, K, H, 0.1, norm, norm, 1e-6),
+            HeadLayout(N, K, H, 0.1, window=20, softcap=5.0, sinks_N=sinks),
+        ):
+            plain = functools.partial(ops.attention, qkv, heads, angles, angles, cache, rows)
+            yield f"attention {max(lens[0])} {H} {cache_dtype}", plain
+            yield f"invariant attention {max(lens[0])} {H} {cache_dtype}", functools.partial(_invariantly, plain)
+        for N_latent in (4, 40):
+            latents = make.cache(12, 1, 2 * 8 + 64, cache_dtype)
+            latent = functools.partial(
+                ops.latent_attention, make.floats(T, (N_latent + 1) * 80, dtype=dtype), N_latent,
+                make.floats(T, 8), make.floats(T, 8), LayerCache(latents, latents), rows, 0.1,
+            )  # fmt: skip
+            yield f"latent_attention {max(lens[0])} {N_latent} {cache_dtype}", latent
+
+
+def _long_prompt(make: Maker) -> Iterator[tuple[str, Call]]:
+    """The kernel that some GPUs have for prompts of a thousand rows, beside a sequence of one row and padding."""
+    heads = HeadLayout(4, 2, 128, 0.1)
+    ends = make.ints([0, 1, 1100])
+    slots = make.ints([-1] * 1101, torch.int64)
+    rows = PagedRows(
+        (GroupRows(slots, make.ints([[i, *range(18)] for i in range(2)])),), ends, make.ints([70, 1210]), 1100
+    )
+    zeros = torch.zeros(2, 19, 2, 64, 128, device=make.device).bfloat16()
+    cache = LayerCache(zeros[0], zeros[1])
+    qkv, angles = make.floats(1101, 8 * 128, dtype=torch.bfloat16), make.floats(1101, 64)
+    yield "attention of a long prompt", functools.partial(ops.attention, qkv, heads, angles, angles, cache, rows)
+
+
+def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    x = make.floats(7, 100, dtype=dtype)
+    weight, bias = make.floats(100, dtype=dtype), make.floats(100, dtype=dtype)
+    yield "rms_norm", functools.partial(ops.rms_norm, x, weight, 1e-6)
+    yield "layer_norm", functools.partial(ops.layer_norm, x, weight, bias, 1e-6)
+    yield "gelu", functools.partial(ops.gelu, x, True)
+    yield "silu_and_mul", functools.partial(ops.silu_and_mul, x)
+    yield "gelu_and_mul", functools.partial(ops.gelu_and_mul, x, False)
+    for T, activation in ((3, "silu"), (90, ClampedSwish(1.7, 7.0))):
+        weights = make.floats(7, 48, 40, dtype=dtype), make.floats(7, 40, 24, dtype=dtype)
+        biases = (make.floats(7, 48, dtype=dtype), make.floats(7, 40, dtype=dtype)) if T > 3 else (None, None)
+        ids = torch.stack([torch.randperm(7)[:3] for _ in range(T)]).to(make.device)
+        experts = Experts(*weights, activation, *biases)  # type: ignore[arg-type]
+        yield f"moe {T}", functools.partial(ops.moe, make.floats(T, 40, dtype=dtype), ids, make.floats(T, 3), experts)
+    for T, R in ((5, 4), (150, 21)):
+        stack = LowRankStack(
+            make.floats(3, 2, R, 80, dtype=dtype),
+            make.floats(3, 60, R, dtype=dtype),
+            make.ints([[0, 40], [44, 16]]),
+            40,
+        )
+        places = make.ints([(i % 4) - 1 for i in range(T)])
+        lora = functools.partial(
+            ops.stacked_lora, make.floats(T, 60, dtype=dtype), make.floats(T, 80, dtype=dtype), places, stack
+        )
+        yield f"stacked_lora {T}", lora
+
+
+def _logits(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    R, V = 5, 3000
+    logits = make.floats(R, V, dtype=dtype)
+    params = SampleParams(
+        make.floats(R).abs(), make.floats(R).abs() / 100, make.ints([0, 5, 50, 0, 1]),
+        make.floats(R).abs().clamp(0.1, 1), make.ints(list(range(R)), torch.int64), make.ints([9] * R),
+    )  # fmt: skip
+    yield "sample", functools.partial(ops.sample, logits, params)
+    yield "token_logprobs", functools.partial(ops.token_logprobs, logits, make.ints([1, -1, 2, 3, V - 1]), 20)
+    penalties = make.floats(R).abs() + 1
+    adjustments = Adjustments(
+        make.ints([[7] * 300, [V + 1] * 300]), make.ints([0, -1, 1, 0, -1]), make.ints([300, 2, 50, 0, 1]),
+        make.ints([10] * R), penalties, penalties, penalties, make.ints([[3, -1]] * R),
+        make.floats(R, 2), make.ints([[V - 1, -1]] * R),
+        torch.full((R, V // 8), 255, dtype=torch.uint8, device=make.device), make.ints([1, 0, 0, 1, 0], torch.bool),
+    )  # fmt: skip
+    yield "adjust_logits", functools.partial(ops.adjust_logits, logits, adjustments)
+
+
+def _ends_of_a_step(make: Maker) -> Iterator[tuple[str, Call]]:
+    is_cuda = make.device.type == "cuda"
+    counter = make.ints([6])
+    uploads = torch.zeros(4, 808, dtype=torch.uint8, pin_memory=is_cuda)
+    uploads[:, 0] = 101
+    yield "pull_step", functools.partial(ops.pull_step, uploads[0].to(make.device), uploads, counter)
+    ids, tables = make.ints([3, -1, 4, -1], torch.int64), torch.zeros(3, 9, dtype=torch.int32, device=make.device)
+    cells, last = make.ints([2, 0, 3], torch.int64), make.ints([5, 6, 7, 8])
+    packed, width = make.ints(list(range(6))), make.ints([2])
+    starts = make.ints([0, 2, 4, 4])
+    yield "stage_step", functools.partial(ops.stage_step, ids, starts, cells, last, packed, width, tables)
+    frequencies = torch.rand(24, device=make.device)
+    yield (
+        "rotary_angles",
+        functools.partial(ops.rotary_angles, make.ints([0, 9, 70_000], torch.int64), frequencies, 1.0),
+    )
+    results = torch.zeros(4, 5, dtype=torch.int32, pin_memory=is_cuda)
+    yield "publish_tokens", functools.partial(ops.publish_tokens, make.ints([4, 5, 6]), cells, last, results, counter)
+
+
+def _invariantly(call: Call) -> object:
+    from octavo.ops.triton.launch import invariant
+
+    with invariant():
+        return call()
+
+
+def run_all(device: torch.device) -> int:
+    """Compile what every call launches, then run the calls one by one, as in a graph; how many there were."""
+    from octavo.ops.triton.launch import compiling, pdl
+
+    made = list(calls(device))
+    with pdl():
+        with compiling():
+            for _, call in made:
+                call()
+        for name, call in made:
+            print(name, flush=True)
+            call()
+            torch.cuda.synchronize()
+    return len(made)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    started = time.perf_counter()
+    count = run_all(torch.device("cuda"))
+    print(f"octavo: {count} calls, {time.perf_counter() - started:.0f} s", file=sys.stderr)

@@ -1,0 +1,107 @@
+"""A linear map as a model calls it, with operands to measure its kernels on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from octavo.errors import ConfigError
+from octavo.ops.linear import Activation
+from octavo.ops.triton.linear import run_linear
+from octavo.ops.triton.linear_configs import LinearConfig
+
+EPS = 1e-6
+DTYPE = torch.bfloat16
+ROWS_CHECKED = 16
+
+
+class Operands(NamedTuple):
+    """What a linear map is given beside its weight."""
+
+    x_TK: Tensor
+    norm_K: Tensor | None
+    residual_TN: Tensor | None
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """A linear map as a model calls it."""
+
+    model: str
+    name: str
+    N: int
+    K: int
+    has_norm: bool = False
+    has_residual: bool = False
+    activation: Activation | None = None
+
+    @property
+    def outputs(self) -> int:
+        return self.N if self.activation is None else self.N // 2
+
+    def num_bytes(self, T: int) -> int:
+        """Bytes that T rows cannot do without."""
+        return DTYPE.itemsize * (self.N * self.K + T * self.K + T * self.outputs * (2 if self.has_residual else 1))
+
+    def operands(self, T: int, device: torch.device) -> Operands:
+        """Fresh random ones."""
+        return Operands(
+            torch.randn(T, self.K, device=device, dtype=DTYPE),
+            torch.rand(self.K, device=device, dtype=DTYPE) + 0.5 if self.has_norm else None,
+            torch.randn(T, self.outputs, device=device, dtype=DTYPE) if self.has_residual else None,
+        )
+
+    def run(self, given: Operands, weight_NK: Tensor, config: LinearConfig) -> Tensor:
+        """The map in this configuration; it overwrites the residual."""
+        x_TK, norm_K, residual_TN = given
+        return run_linear(x_TK, weight_NK, None, norm_K, EPS, residual_TN, self.activation, config)
+
+    def error(self, T: int, weight_NK: Tensor, config: LinearConfig) -> float:
+        """Norm of the difference from float64 over the norm of the result, taken for a few of the rows."""
+        given = self.operands(T, weight_NK.device)
+        picked = torch.randperm(T, device=weight_NK.device)[:ROWS_CHECKED]
+        expected = self._expected(given, picked, weight_NK)
+        # What the allocator gives out next: a result that is not written shows.
+        torch.full((T, self.outputs), float("nan"), device=weight_NK.device, dtype=DTYPE)
+        difference = self.run(given, weight_NK, config)[picked].double() - expected
+        return float(difference.norm() / expected.norm())
+
+    def _expected(self, given: Operands, picked: Tensor, weight_NK: Tensor) -> Tensor:
+        x = given.x_TK[picked].double()
+        if given.norm_K is not None:
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * given.norm_K.double()
+        y = torch.cat([x @ part.double().T for part in torch.split(weight_NK, 8192)], dim=-1)
+        if self.activation is not None:
+            gate, up = y.chunk(2, dim=-1)
+            y = functional.silu(gate) * up
+        return y if given.residual_TN is None else y + given.residual_TN[picked].double()
+
+
+class Weights:
+    """A large buffer of random numbers, from which weights are cut."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.values = torch.empty(num_bytes // DTYPE.itemsize, dtype=DTYPE, device=device)
+        for part in torch.split(self.values, 1 << 28):
+            part.normal_(0, 0.02)
+
+    def layers(self, cases: Sequence[LinearCase], num_bytes: int) -> list[list[Tensor]]:
+        """Weights of so many layers of these maps as ``num_bytes`` hold, at least two, at most 64."""
+        size = sum(case.N * case.K for case in cases)
+        room = self.values.numel() // size
+        count = max(2, min(64, num_bytes // (size * DTYPE.itemsize)))
+        if room < 2:
+            raise ConfigError(f"{cases[0].model}: two layers do not fit into the buffer of weights")
+        return [self._layer(cases, size * i) for i in range(min(room, count))]
+
+    def _layer(self, cases: Sequence[LinearCase], at: int) -> list[Tensor]:
+        cut = []
+        for case in cases:
+            cut.append(self.values[at : at + case.N * case.K].view(case.N, case.K))
+            at += case.N * case.K
+        return cut

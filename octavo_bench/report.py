@@ -1,0 +1,92 @@
+"""What a measurement is worth: its figures, and everything needed to take it again."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo import __version__
+from octavo_bench.gpu_watch import gpus
+
+PACKAGES = ("torch", "triton", "numba", "numpy", "tokenizers", "uvicorn", "msgspec")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores this process may use, load, and the versions that matter."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load_average": [round(x, 2) for x in os.getloadavg()],
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "gpus": gpus(),
+        "versions": {"octavo": __version__, **{name: _version(name) for name in PACKAGES}},
+    }
+
+
+def _portable(argument: str) -> str:
+    return "/".join(Path(argument).parts[1:][-3:]) if Path(argument).is_absolute() else argument
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    found = next((line for line in lines if line.startswith("model name")), None)
+    return found.partition(":")[2].strip() if found else platform.processor()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median with minimum and maximum, so that a reader sees how noisy the figure is."""
+    return {
+        "median": round(statistics.median(values), 3),
+        "min": round(min(values), 3),
+        "max": round(max(values), 3),
+        "runs": len(values),
+    }
+
+
+def publish(name: str, result: Mapping[str, Any], output: Path | None) -> None:
+    """Print the result as JSON with where it comes from; also keep it in ``output`` when given."""
+    print(keep(name, result, output))
+
+
+def keep(name: str, result: Mapping[str, Any], output: Path | None) -> str:
+    """The same without printing, for results that grow: what is cut short leaves its last. Returns the JSON."""
+    text = json.dumps(_record(name, result), indent=2)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text + "\n")
+    return text
+
+
+def portable_command(arguments: Sequence[str]) -> str:
+    """A command line to show: of absolute paths only the end, for where this machine keeps things tells nobody else."""
+    return shlex.join(map(_portable, arguments))
+
+
+def _record(name: str, result: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "benchmark": name,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": portable_command(["octavo", *sys.argv[1:]]),
+        "machine": machine(),
+        "result": result,
+    }

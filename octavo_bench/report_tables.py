@@ -1,0 +1,139 @@
+"""Raw records as Markdown tables, so that a page's figures are printed by a command and never typed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo_bench.timeline import CLASSES
+
+SERVED_COLUMNS = {
+    "output_tok_s": "output tok/s",
+    "ttft_p50_ms": "TTFT p50 ms",
+    "ttft_p99_ms": "TTFT p99 ms",
+    "itl_p50_ms": "ITL p50 ms",
+    "itl_p99_ms": "ITL p99 ms",
+    "tpot_p50_ms": "TPOT p50 ms",
+    "mj_per_token": "mJ per token",
+}
+ABLATION_COLUMNS = {
+    "num_steps": "steps",
+    "output_tok_s": "tokens/s",
+    "ttft_ms": "TTFT p50 ms",
+    "ttft_max_ms": "longest TTFT ms",
+    "itl_ms": "ITL p50 ms",
+    "itl_p99_ms": "ITL p99 ms",
+}
+STEP_CLASSES = (*(label for label, _ in CLASSES), "other")
+PLACE = re.compile(r"<!-- report (\S+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def markdown_table(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def render(file: Path) -> str:
+    """The tables of one raw record; raise ``ConfigError`` for a file that is not one."""
+    try:
+        record = json.loads(file.read_text())
+        result = record["result"]
+        title = f"`{record['command']}`, {record['date']}, {_machine(record['machine'])}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file}: not a record of `octavo bench`: {error}") from None
+    if "visits" in result:
+        tables = _served(result)
+    elif record["benchmark"] == "profile":
+        tables = _profile(result)
+    elif record["benchmark"] == "ablation":
+        tables = ablation(result)
+    else:
+        tables = _plain(result.get("rows", [result]))
+    return f"{title}\n\n{tables}"
+
+
+def fill(page: Path) -> list[Path]:
+    """Put the tables of each record into a page, between ``<!-- report FILE -->`` and ``<!-- end -->``.
+
+    ``FILE`` is relative to the working directory. A place whose record is not there stays as it is; returns those.
+    """
+    missing: list[Path] = []
+
+    def replace(found: re.Match[str]) -> str:
+        file = Path(found[1])
+        if file.is_file():
+            return f"<!-- report {file} -->\n{render(file)}\n<!-- end -->"
+        missing.append(file)
+        return found[0]
+
+    page.write_text(PLACE.sub(replace, page.read_text()))
+    return missing
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    versions = machine["versions"]
+    named = ", ".join(f"{name} {versions[name]}" for name in ("octavo", "torch", "triton") if name in versions)
+    return f"{'; '.join(machine.get('gpus') or [machine['processor']])}; {named}"
+
+
+def number(value: object) -> str:
+    """A figure with three to four significant digits; the median of a spread; anything else as it is."""
+    if isinstance(value, Mapping) and "median" in value:
+        value = value["median"]
+    if not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _served(result: Mapping[str, Any]) -> str:
+    """One row for each workload; cells are Octavo's median, vLLM's, and how many times better Octavo is."""
+    cells = {(row["workload"], row["figure"]): row for row in result["rows"]}
+    columns = {figure: title for figure, title in SERVED_COLUMNS.items() if any(told == figure for _, told in cells)}
+    lines = []
+    for workload in result["workloads"]:
+        found = [cells.get((workload, figure), {}) for figure in columns]
+        runs = "/".join(str(len(found[0].get(engine, {}).get("all", []))) for engine in ("octavo", "vllm"))
+        lines.append([workload, *map(_pair, found), runs])
+    header = ["workload", *(f"{title}: Octavo, vLLM (times better)" for title in columns.values()), "runs"]
+    visits = [
+        [visit["engine"], number(visit.get("ready_s", "-")), visit.get("error", "")] for visit in result["visits"]
+    ]
+    notes = [[engine, ready, " ".join(error.split())[:200]] for engine, ready, error in visits]
+    return markdown_table(header, lines) + "\n\n" + markdown_table(["visit", "ready after s", "what went wrong"], notes)
+
+
+def _pair(row: Mapping[str, Any]) -> str:
+    times = f" ({row['times_better']:.2f})" if "times_better" in row else ""
+    return ", ".join(number(row.get(engine, "-")) for engine in ("octavo", "vllm")) + times
+
+
+def ablation(result: Mapping[str, Any]) -> str:
+    """One row for each engine, which has what the rows above it have and one thing more."""
+    lines = [[row["stage"], *(number(row[name]) for name in ABLATION_COLUMNS)] for row in result["rows"]]
+    missing = "".join(f"\n\nNot there: {name}, for {reason}." for name, reason in result["missing"].items())
+    return markdown_table(["and all above", *ABLATION_COLUMNS.values()], lines) + missing
+
+
+def _profile(result: Mapping[str, Any]) -> str:
+    """One row for each shape of step: milliseconds of wall time and of device work, and microseconds by class."""
+    header = ["step", "sequences", "tokens", "wall ms", "busy ms", "idle %", "inside %", "between %", "kernels"]
+    header += ["least GB", "TB/s", *(f"{label} µs" for label in STEP_CLASSES)]
+    lines = []
+    for row in result["rows"]:
+        milliseconds, by_class = row["step_ms"]["median"], row["us_by_class"]
+        line = [row["kind"], row["batch"], row["context"], milliseconds, row["busy_us"] / 1e3, row["idle_percent"]]
+        line += [row["idle_inside_percent"], row["idle_between_percent"], row["kernels_per_step"]]
+        line += [row["bytes"] / 1e9, row["bytes"] / milliseconds / 1e9]
+        lines.append([number(value) for value in [*line, *(by_class.get(label, 0.0) for label in STEP_CLASSES)]])
+    return markdown_table(header, lines)
+
+
+def _plain(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of figures and spreads with the same names: a column for each name that has a plain value."""
+    names = [name for name, value in rows[0].items() if not isinstance(value, list | Mapping) or "median" in value]
+    return markdown_table(names, [[number(row.get(name, "-")) for name in names] for row in rows])

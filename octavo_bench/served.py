@@ -1,0 +1,61 @@
+"""Decoding through the HTTP server beside the same work in this process: what serving costs the engine."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from octavo.config import EngineConfig, to_flat
+from octavo_bench.offline import OfflineBench, random_requests
+from octavo_bench.server_process import ServerProcess, free_port
+from octavo_bench.stream_reader import Ask, Streamed, completion, read_streams
+
+READY_SECONDS = 300.0
+
+
+def served_beside_in_process(
+    config: EngineConfig, sequences: Sequence[int], prompt: int, decode: int, rounds: int
+) -> Iterator[dict[str, Any]]:
+    """One row for each number of sequences: output tokens/s of both, in turns, and the median of served / in-process.
+
+    Both count only while all sequences decode. The client, and the server's front, share this machine's processors.
+    """
+    ours, port = OfflineBench(config), free_port()
+    command = [sys.executable, "-m", "octavo", "serve", config.model.model, "--port", str(port), *_flags(config)]
+    with ServerProcess(command, f"http://127.0.0.1:{port}") as server:
+        server.wait_ready(READY_SECONDS)
+        for count in sequences:
+            slack = -(-count * prompt // ours.info.max_num_batched_tokens) + 2
+            pairs = []
+            for turn in range(rounds + 1):  # the first is not counted
+                asked = random_requests(count, prompt, decode + slack, ours.info.vocab_size, 0, turn)
+                asks = [Ask(0.0, completion(request.prompt_tokens, request.max_tokens)) for request in asked]
+                inside = ours.run(count, prompt, decode)["decode_tok_s"]
+                pairs.append((inside, decode_rate(read_streams(port, asks), decode + slack)))
+            inside, outside = (statistics.median(column) for column in zip(*pairs[1:], strict=True))
+            yield {
+                "sequences": count,
+                "in_process_tok_s": round(inside, 1),
+                "served_tok_s": round(outside, 1),
+                "ratio": round(statistics.median(b / a for a, b in pairs[1:]), 3),
+                "pairs": [[round(a, 1), round(b, 1)] for a, b in pairs[1:]],
+            }
+
+
+def decode_rate(streams: Sequence[Streamed], tokens: int) -> float:
+    """Tokens per second from when the last stream began until the first ended; each has ``tokens`` in all.
+
+    A token that completes no character has no event of its own, so a stream's events count in proportion.
+    """
+    begin, end = max(stream.times[0] for stream in streams), min(stream.times[-1] for stream in streams)
+    count = sum(sum(begin < time <= end for time in stream.times) * tokens / len(stream.times) for stream in streams)
+    return count / (end - begin)
+
+
+def _flags(config: EngineConfig) -> list[str]:
+    values = to_flat(config)
+    names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "load_format", "dtype", "kv_cache_dtype")
+    given = [("--" + name.replace("_", "-"), str(values[name])) for name in names if values[name] is not None]
+    return [*(part for pair in given for part in pair), "--no-enable-prefix-caching"]

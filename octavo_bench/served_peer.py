@@ -1,0 +1,198 @@
+"""Octavo's server beside vLLM's, one after the other on one machine, both driven by vLLM's own client.
+
+A *visit* starts one server, warms each workload up, and runs rounds of all workloads. Several visits in turn, such as
+Octavo, vLLM, Octavo, show whether the machine drifted. Round number n of either engine has the same prompts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from octavo.errors import ConfigError
+from octavo.sim.closed_loops import WORKLOADS, Workload, warm_up
+from octavo_bench.clients import Clients, share
+from octavo_bench.gpu_watch import GpuWatch
+from octavo_bench.report import portable_command
+from octavo_bench.server_process import ServerProcess, free_port
+
+FIGURES = {
+    "output_tok_s": "output_throughput",
+    "total_tok_s": "total_token_throughput",
+    "ttft_p50_ms": "median_ttft_ms",
+    "ttft_p99_ms": "p99_ttft_ms",
+    "itl_p50_ms": "median_itl_ms",
+    "itl_p99_ms": "p99_itl_ms",
+    "tpot_p50_ms": "median_tpot_ms",
+    "tpot_p99_ms": "p99_tpot_ms",
+}
+"""Our names to those of the client's result. Tokens per second are better large, all else is better small."""
+ENERGY = "mj_per_token"
+STEADY_SECONDS = 7.0
+"""Shortest run whose energy is told: power is read once a second, and a run's edges are not what it takes."""
+
+START_SECONDS = 300.0
+RESERVE_SECONDS = 20.0
+"""Least time left in which a run whose length is not known yet is started."""
+WARM_UP_SEED = 1000
+
+
+class Server(NamedTuple):
+    """How one engine's server is started: ``--host``, ``--port`` and ``--served-model-name`` are added."""
+
+    command: tuple[str, ...]
+    ready_path: str
+    env: Mapping[str, str] | None = None
+
+
+def client_arguments(load: Workload, url: str, model: Path, seed: int) -> list[str]:
+    """The arguments of ``vllm bench serve`` for one run: greedy, every request to its full length."""
+    given: dict[str, object] = {
+        "backend": "openai",
+        "base-url": url,
+        "endpoint": "/v1/completions",
+        "model": model,
+        "tokenizer": model,
+        "served-model-name": model.name,
+        "dataset-name": "random",
+        "random-input-len": load.input_len,
+        "random-output-len": load.output_len,
+        "random-range-ratio": load.spread,
+        "num-prompts": load.prompts,
+        "max-concurrency": load.concurrency,
+        "request-rate": "inf",
+        "temperature": 0,
+        "seed": seed,
+        "percentile-metrics": "ttft,tpot,itl,e2el",
+        "metric-percentiles": "50,90,95,99",
+    }
+    flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    return [*flags, "--ignore-eos", "--disable-tqdm"]
+
+
+@dataclass
+class ServedComparison:
+    """Visits of servers until ``deadline`` (``time.monotonic()``); ``keep`` is given the result after each run."""
+
+    servers: Mapping[str, Server]
+    clients: Clients
+    model: Path
+    workloads: Sequence[str]
+    logs: Path
+    deadline: float
+    keep: Callable[[dict[str, Any]], object]
+    visits: list[dict[str, Any]] = field(default_factory=list)
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    watch: GpuWatch = field(default_factory=GpuWatch)
+
+    def visit(self, engine: str, rounds: int) -> None:
+        """Start a server, warm up, measure, stop. What goes wrong is noted in the result; the next visit may go on."""
+        server, port = self.servers[engine], free_port()
+        url = f"http://127.0.0.1:{port}"
+        names = ("--host", "127.0.0.1", "--port", str(port), "--served-model-name", self.model.name)
+        note: dict[str, Any] = {"engine": engine, "command": portable_command([*server.command, *names])}
+        self.visits.append(note)
+        log = self.logs / f"server_{len(self.visits)}_{engine}.log"
+        try:
+            if self._left() < RESERVE_SECONDS:
+                raise ConfigError("no time was left")
+            with ServerProcess([*server.command, *names], url, server.ready_path, log, server.env) as process:
+                note["ready_s"] = round(process.wait_ready(min(START_SECONDS, self._left())), 2)
+                print(f"{engine}: ready after {note['ready_s']} s", file=sys.stderr)
+                self._measure(engine, url, rounds)
+        except ConfigError as error:
+            note["error"] = str(error)
+            print(f"{engine}: {error}", file=sys.stderr)
+        self.keep(self.result())
+
+    def _measure(self, engine: str, url: str, rounds: int) -> None:
+        for name in self.workloads:
+            self._run(warm_up(WORKLOADS[name]), url, WARM_UP_SEED)
+        first = 1 + max((run["round"] for run in self.runs if run["engine"] == engine), default=-1)
+        for number in range(first, first + rounds):
+            for name in self.workloads:
+                self._check_time(name, engine)
+                start = time.monotonic()
+                found = self._run(WORKLOADS[name], url, number)
+                place = {"engine": engine, "visit": len(self.visits), "workload": name, "round": number}
+                self.runs.append({**place, "client": found, "gpu": self.watch.since(start)})
+                figures = " ".join(f"{ours}={found[theirs]:.2f}" for ours, theirs in FIGURES.items())
+                print(f"{engine} {name} round {number}: {figures}", file=sys.stderr)
+                self.keep(self.result())
+
+    def _run(self, load: Workload, url: str, seed: int) -> dict[str, Any]:
+        part, count = share(load, len(self.clients)), len(self.clients)
+        arguments = [client_arguments(part, url, self.model, seed * count + number) for number in range(count)]
+        found = self.clients.run(arguments, seconds=max(self._left(), 1.0))
+        if found["completed"] != load.prompts:
+            raise ConfigError(f"{found['completed']} of {load.prompts} requests were served: {found['first_errors']}")
+        return found
+
+    def _check_time(self, workload: str, engine: str) -> None:
+        mine = [run for run in self.runs if (run["workload"], run["engine"]) == (workload, engine)]
+        needed = max((run["client"]["duration"] for run in mine), default=RESERVE_SECONDS) * 1.2
+        if self._left() < needed:
+            raise ConfigError(f"no time was left for {workload}")
+
+    def _left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def result(self) -> dict[str, Any]:
+        """All that was measured so far, and the comparison of it."""
+        return {
+            "model": self.model.name,
+            "workloads": {name: WORKLOADS[name]._asdict() for name in self.workloads},
+            "client": self.clients.about,
+            "clients": len(self.clients),
+            "rows": compare(self.runs, self.workloads),
+            "visits": self.visits,
+            "runs": self.runs,
+        }
+
+
+def compare(runs: Sequence[Mapping[str, Any]], workloads: Sequence[str]) -> list[dict[str, Any]]:
+    """One row for each workload and figure that is told: each engine's median, and how many times better Octavo is.
+
+    ``times_better`` is above 1 where Octavo is ahead: the quotient of throughputs, and the inverse one of all else. It
+    is missing while one of the two has no run.
+    """
+    rows = []
+    for workload in workloads:
+        for figure in (*FIGURES, ENERGY):
+            row: dict[str, Any] = {"workload": workload, "figure": figure}
+            for engine in ("octavo", "vllm"):
+                mine = [_figure(r, figure) for r in runs if (r["workload"], r["engine"]) == (workload, engine)]
+                if values := [value for value in mine if value is not None]:
+                    row[engine] = {"median": round(statistics.median(values), 3), "all": [round(v, 3) for v in values]}
+            if "octavo" in row and "vllm" in row and row["octavo"]["median"] and row["vllm"]["median"]:
+                ratio = row["octavo"]["median"] / row["vllm"]["median"]
+                row["times_better"] = round(ratio if figure.endswith("_tok_s") else 1 / ratio, 3)
+            if "octavo" in row or "vllm" in row:
+                rows.append(row)
+    return rows
+
+
+def _figure(run: Mapping[str, Any], figure: str) -> float | None:
+    """A figure of one run; its energy is that of the first GPU, for each output token, where it can be told."""
+    client, gpu = run["client"], run.get("gpu") or {}
+    if figure != ENERGY:
+        return float(client[FIGURES[figure]])
+    if not gpu or client["duration"] < STEADY_SECONDS:
+        return None
+    return float(1e3 * gpu["power_w_median"] * client["duration"] / client["total_output_tokens"])
+
+
+def parse_visits(text: str) -> list[tuple[str, int]]:
+    """``"octavo:2,vllm:3"`` as engines with their rounds; raise ``ConfigError`` for anything else."""
+    visits = []
+    for part in text.split(","):
+        engine, _, rounds = part.partition(":")
+        if engine not in ("octavo", "vllm") or not rounds.isdecimal() or int(rounds) == 0:
+            raise ConfigError(f"visits: {part!r} is not octavo:ROUNDS or vllm:ROUNDS")
+        visits.append((engine, int(rounds)))
+    return visits

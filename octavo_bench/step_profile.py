@@ -1,0 +1,124 @@
+"""Where a step's time goes: wall time without a profiler, then the same steps with one, kernel by kernel."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from octavo.engine.engine import Engine
+from octavo.ops import dispatch
+from octavo.types import EngineInfo, Request
+from octavo_bench.offline import check_fit, random_requests
+from octavo_bench.report import spread
+from octavo_bench.timeline import OP, STEP, spans_of, summarise
+
+WARM_UP_STEPS = 8
+
+
+class StepProfiler:
+    """One engine; each method measures one shape of step and writes its trace, for Perfetto or chrome://tracing."""
+
+    def __init__(self, engine: Engine, info: EngineInfo, traces: Path) -> None:
+        self._engine = engine
+        self._info = info
+        self._traces = traces
+        self._next_id = 1
+        traces.mkdir(parents=True, exist_ok=True)
+
+    def decode(self, batch: int, context: int, steps: int) -> dict[str, Any]:
+        """``steps`` steps in which ``batch`` sequences of about ``context`` tokens get one token each."""
+        chunks = -(-batch * context // self._info.max_num_batched_tokens)
+        length = chunks + WARM_UP_STEPS + 2 * steps + 4
+        check_fit(self._info, batch, context + length)
+        with self._running(batch, context, length):
+            for _ in range(WARM_UP_STEPS):
+                self._engine.step()
+            times = [self._timed() for _ in range(steps)]
+            found = self._profiled(f"decode_{batch}x{context}", steps, self._engine.step)
+        return {"kind": "decode", "batch": batch, "context": context, **_with_wall(found, times)}
+
+    def prefill(self, tokens: int, rounds: int) -> dict[str, Any]:
+        """A prompt of ``tokens`` tokens, alone, to its first token; in several steps if one may not be that long."""
+        check_fit(self._info, 1, tokens + 1)
+        self._prompt(self._make(tokens))
+        times = []
+        for _ in range(rounds):
+            request = self._make(tokens)  # thousands of random numbers take milliseconds, which are not the engine's
+            start = time.perf_counter()
+            self._prompt(request)
+            times.append((time.perf_counter() - start) * 1e3)
+        request = self._make(tokens)
+        found = self._profiled(f"prefill_{tokens}", 1, lambda: self._prompt(request))
+        return {"kind": "prefill", "batch": 1, "context": tokens, **_with_wall(found, times)}
+
+    @contextmanager
+    def _running(self, batch: int, context: int, max_tokens: int) -> Iterator[None]:
+        """Sequences that have all begun to decode, and are gone afterwards."""
+        requests = random_requests(batch, context, max_tokens, self._info.vocab_size, self._next_id, self._next_id)
+        self._next_id += batch
+        for request in requests:
+            self._engine.add(request)
+        started: set[int] = set()
+        while len(started) < batch:
+            started.update(output.request_id for output in self._engine.step() if output.tokens)
+        try:
+            yield
+        finally:
+            for request in requests:
+                self._engine.abort(request.id)
+            while self._engine.has_work:
+                self._engine.step()
+
+    def _make(self, tokens: int) -> Request:
+        (request,) = random_requests(1, tokens, 1, self._info.vocab_size, self._next_id, self._next_id)
+        self._next_id += 1
+        return request
+
+    def _prompt(self, request: Request) -> None:
+        self._engine.add(request)
+        while self._engine.has_work:
+            self._engine.step()
+
+    def _timed(self) -> float:
+        start = time.perf_counter()
+        self._engine.step()
+        return (time.perf_counter() - start) * 1e3
+
+    def _profiled(self, name: str, steps: int, step: Callable[[], object]) -> dict[str, Any]:
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+        with dispatch.wrapped(_annotated), profile(activities=activities) as profiler:
+            start = time.perf_counter()
+            for number in range(steps):
+                with record_function(f"{STEP}{number}"):
+                    step()
+            milliseconds = (time.perf_counter() - start) * 1e3 / steps
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        path = self._traces / f"{name}.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+        return {"profiled_step_ms": round(milliseconds, 4), **summarise(spans_of(events), steps)}
+
+
+def _annotated(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that shows in the trace under its operation's name."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with record_function(OP + name):
+            return kernel(*args, **kwargs)
+
+    return run
+
+
+def _with_wall(found: dict[str, Any], milliseconds: list[float]) -> dict[str, Any]:
+    """Add wall times without a profiler, and the idle share that follows: the profiler slows the host, not kernels."""
+    wall = spread(milliseconds)
+    mean_us = sum(milliseconds) / len(milliseconds) * 1e3
+    return {"step_ms": wall, "idle_percent": round(100 * max(0.0, 1 - found["busy_us"] / mean_us), 2), **found}

@@ -1,0 +1,180 @@
+"""The measuring harness measures: small runs of each kind, checked for plausibility and for where they come from."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import re
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.cli import main, parse_arguments
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo_bench import gpu
+from octavo_bench.dummy_models import write_model
+from octavo_bench.offline import build_prepared
+from octavo_bench.overhead import build_instant_engine, decode_step_milliseconds
+
+Measure = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Measure:
+    """Run `octavo bench` with these arguments and return its record."""
+    return functools.partial(_measured, capsys, monkeypatch)
+
+
+def _measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", ["octavo", "bench", *arguments])
+    assert main(["bench", *arguments]) == 0
+    record: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert record["command"].startswith("octavo bench ")
+    assert not re.search(r" /", record["command"]), "a path of this machine"
+    assert record["machine"]["versions"]["octavo"] != "not installed"
+    return record
+
+
+def test_overhead(measured: Measure, tmp_path: Path) -> None:
+    output = tmp_path / "kept" / "overhead.json"
+    record = measured("overhead", "--sequences", "1,8", "--steps", "20", "--output", str(output))
+    assert json.loads(output.read_text()) == record
+    small, large = record["result"]["rows"]
+    assert 0 < small["step_ms"]["median"] <= large["step_ms"]["max"]
+
+
+def test_every_timed_step_decodes_every_sequence() -> None:
+    assert len(decode_step_milliseconds(4, prompt=40, steps=10)) == 10
+    engine = build_instant_engine(2, tokens=64)
+    assert not engine.has_work
+
+
+def test_front(measured: Measure) -> None:
+    record = measured("front", "--streams", "4", "--seconds", "0.5", "--steps-ms", "10", "--schemas", "20")
+    rows, runs = record["result"]["rows"], record["result"]["runs"]
+    assert [(row["step_ms"], row["load"]) for row in rows] == [(10.0, "none"), (10.0, "schemas")]
+    assert all(run["tokens"] == 200 and run["gap_ms"]["max"] >= run["gap_ms"]["p99"] > 0 for run in runs)
+    assert all(0.5 <= row["events_per_token"] <= 1.02 and row["front_cpu_us_per_token"] > 0 for row in rows)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Arguments that name a model of random weights, on the CPU."""
+    folder = write_model("tiny", tmp_path_factory.mktemp("shape"))
+    return (str(folder), "--load-format", "dummy", "--device", "cpu")
+
+
+def test_offline(measured: Measure, tiny: tuple[str, ...]) -> None:
+    record = measured("offline", *tiny, "--sequences", "1,2", "--prompt", "16", "--decode", "4", "--rounds", "1")
+    for row in record["result"]["rows"]:
+        assert row["prefill_tok_s"]["median"] > 0
+        assert row["decode_tok_s"]["median"] > 0
+
+
+def test_full_collections_leave_out_an_engine_until_the_next_one(tiny: tuple[str, ...]) -> None:
+    config = EngineConfig.from_flat({"model": tiny[0], "load_format": "dummy", "device": "cpu"})
+    try:
+        engine = build_prepared(config)[0]
+        assert all(known is not engine for known in gc.get_objects()), "a full collection looks at it"
+        first = weakref.ref(engine)
+        del engine
+        build_prepared(config)
+        assert first() is None, "frozen for good"
+    finally:
+        gc.unfreeze()
+
+
+def test_runs_that_would_wait_for_room_are_refused(tiny: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--max-model-len", "64", "--num-kv-blocks", "3", "--block-size", "32")
+    for work, said in (("--prompt=40", "need 4 blocks"), ("--prompt=70", "max_model_len")):
+        assert main(["bench", "offline", *tiny, *sizes, "--sequences", "2", work, "--decode", "4"]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_throughput(measured: Measure, tiny: tuple[str, ...]) -> None:
+    work = ("--num-prompts", "6", "--input-len", "12", "--output-len", "5", "--max-num-seqs", "4")
+    result = measured("throughput", *tiny, *work, "--rounds", "2")["result"]
+    assert result["steps"]["min"] >= 10, "six requests of five tokens, four at a time"
+    assert result["output_tok_s"]["median"] == pytest.approx(5 * result["requests_s"]["median"], rel=0.01)
+    assert result["total_tok_s"]["median"] == pytest.approx(17 * result["requests_s"]["median"], rel=0.01)
+    assert result["output_tok_s"]["runs"] == 2
+
+
+def test_profile(measured: Measure, tiny: tuple[str, ...], tmp_path: Path) -> None:
+    work = ("--batches", "1,3", "--context", "20", "--steps", "4", "--prefill", "30")
+    result = measured("profile", *tiny, *work, "--traces", str(tmp_path))["result"]
+    kinds = [(row["kind"], row["batch"], row["context"]) for row in result["rows"]]
+    assert kinds == [("decode", 1, 20), ("decode", 3, 20), ("prefill", 1, 30)]
+    for row in result["rows"]:
+        assert 0 < row["busy_us"] <= row["profiled_step_ms"] * 1e3
+        assert sum(row["us_by_class"].values()) == pytest.approx(row["busy_us"], abs=0.1)
+        assert row["us_by_class"]["matmul"] > 0
+        assert row["us_by_class"]["attention"] > 0
+        assert row["bytes"] > 4 * (256 * 16_384), "the head alone, in float32"
+    names = {kernel["name"] for kernel in result["rows"][0]["kernels"]}
+    assert {"linear", "attention"} <= names, "operations in numba show under their own names"
+    assert json.loads((tmp_path / "decode_3x20.json").read_text())["traceEvents"]
+
+
+def test_ceilings_need_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "ceilings"]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_tools_print(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["bench", "shape", "tiny", str(tmp_path / "made")]) == 0
+    assert (tmp_path / "made" / "config.json").is_file()
+    capsys.readouterr()
+    ceilings = ("--batches", "1,2", "--bandwidth", "4", "--peak", "700")
+    assert main(["bench", "roofline", str(tmp_path / "made"), *ceilings]) == 0
+    assert capsys.readouterr().out.count("\n") == 4
+    assert main(["bench", "report", str(tmp_path / "none.json")]) == 2
+    assert "not a record" in capsys.readouterr().err
+
+
+def test_gpu_runs_every_stage_whatever_the_others_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stages(*_: object) -> dict[str, gpu.Stage]:
+        codes = {"good": "print('said')", "bad": "raise SystemExit(3)", "slow": "import time; time.sleep(1000)"}
+        return {name: gpu.Stage((sys.executable, "-c", code), 1) for name, code in codes.items()}
+
+    monkeypatch.setattr(gpu, "stages", stages)
+    monkeypatch.setattr(gpu, "STOP_SECONDS", 1.0)
+    assert gpu.run_stages(tmp_path, "tiny", None, 60, None) == 1
+    done = json.loads((tmp_path / "summary.json").read_text())["stages"]
+    assert [stage["outcome"] for stage in done.values()] == ["done", "failed with 3", "took too long"]
+    assert "said" in (tmp_path / "logs.txt").read_text()
+    assert gpu.run_stages(tmp_path, "tiny", ["good"], 60, None) == 0
+    assert gpu.run_stages(tmp_path, "tiny", ["good"], 0.5, None) == 1
+    with pytest.raises(ConfigError, match="stages: 'other' is not one of good"):
+        gpu.run_stages(tmp_path, "tiny", ["other"], 60, None)
+
+
+def test_stages_are_commands_that_exist(tmp_path: Path) -> None:
+    for name, stage in gpu.stages(tmp_path, "tiny", "/site", 100).items():
+        if stage.command[:3] == gpu.OCTAVO and name != "kernels":
+            assert parse_arguments(stage.command[3:]).kind == name
+
+
+@pytest.mark.model
+def test_peer_in_turns(measured: Measure, tmp_path: Path) -> None:
+    """A stand-in peer that answers at once with known figures; the ratio must be the quotient of the medians."""
+    peer = tmp_path / "peer"
+    peer.write_text(
+        f"#!{sys.executable}\nimport json, sys\nprint(json.dumps({{'engine': 'stand-in'}}), flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    print(json.dumps({'prefill_tok_s': 10.0, 'decode_tok_s': 2.0}), flush=True)\n"
+    )
+    peer.chmod(0o755)
+    arguments = ("--sequences", "1", "--prompt", "16", "--decode", "4", "--rounds", "1")
+    record = measured("peer", "--python", str(peer), *arguments)
+    (row,) = record["result"]["rows"]
+    assert record["result"]["peer"] == {"engine": "stand-in"}
+    assert row["decode_tok_s"]["peer"] == 2.0
+    assert row["decode_tok_s"]["ratio"] == pytest.approx(row["decode_tok_s"]["octavo"] / 2.0, rel=0.01)

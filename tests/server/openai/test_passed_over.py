@@ -1,0 +1,87 @@
+"""Wishes without an effect on the answer: they are passed over and named in a header, not refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Served
+from tests.server.in_process import MAX_MODEL_LEN, byte_tokenizer
+
+HEADER = "x-octavo-unknown-fields"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+THINKS = "<think></think>{{ messages[0].content }}"
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 4},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 4},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 4},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+}
+PASSED_OVER: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"store": True, "service_tier": "flex"}, "store, service_tier"),
+    ("/v1/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
+    ("/v1/chat/completions", {"store": True}, "store"),
+    ("/v1/chat/completions", {"verbosity": "low"}, "verbosity"),
+    ("/v1/chat/completions", {"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ("/v1/chat/completions", {"reasoning_effort": "high"}, "reasoning_effort"),
+    ("/v1/chat/completions", {"stream_options": {"include_usage": True}, "zzz": 1}, "zzz, stream_options"),
+    ("/v1/responses", {"truncation": "auto", "max_tool_calls": 3}, "truncation, max_tool_calls"),
+    ("/v1/responses", {"text": {"verbosity": "high"}}, "text.verbosity"),
+    ("/v1/responses", {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+    (
+        "/v1/messages",
+        {"output_config": {"effort": "low", "task_budget": {}}},
+        "output_config.task_budget, output_config.effort",
+    ),
+    ("/v1/messages/count_tokens", {"thinking": {"type": "adaptive"}}, "thinking"),
+]
+NOTHING: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"tool_choice": "auto"}),
+    ("/v1/chat/completions", {"reasoning_effort": "none"}),
+    ("/v1/chat/completions", {"verbosity": "medium", "store": False, "service_tier": "auto"}),
+    ("/v1/responses", {"tool_choice": "auto", "truncation": "disabled", "text": {"verbosity": "medium"}}),
+    ("/v1/messages", {"thinking": {"type": "disabled"}, "tool_choice": {"type": "auto"}, "service_tier": "auto"}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "named"), PASSED_OVER)
+def test_fields_without_an_effect_are_named(served: Served, path: str, fields: dict[str, Any], named: str) -> None:
+    answer = served.client.post(path, json=BODIES[path] | fields)
+    assert (answer.status_code, answer.headers.get(HEADER)) == (200, named), answer.text
+
+
+@pytest.mark.parametrize(("path", "fields"), NOTHING)
+def test_fields_that_ask_for_nothing_are_not(served: Served, path: str, fields: dict[str, Any]) -> None:
+    answer = served.client.post(path, json=BODIES[path] | fields)
+    assert (answer.status_code, answer.headers.get(HEADER)) == (200, None), answer.text
+
+
+def test_a_server_may_refuse_them(serve_app: Any) -> None:
+    served = serve_app(unknown_fields="reject")
+    for fields, name in (({"store": True}, "store"), ({"reasoning_effort": "low"}, "reasoning_effort")):
+        error = served.chat(**fields).json()["error"]
+        assert (error["param"], error["code"]) == (name, "unknown_parameter")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_minus_one_is_as_many_tokens_as_fit(served: Served, path: str) -> None:
+    name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    served.engine.sampling_defaults = {"max_tokens": 7}
+    answer = served.client.post(path, json=BODIES[path] | {name: -1})
+    served.engine.sampling_defaults = {}
+    assert (answer.status_code, answer.headers.get(HEADER)) == (200, None), answer.text
+    request = served.engine.requests[-1]
+    assert request.max_tokens == MAX_MODEL_LEN - len(request.prompt_tokens)
+
+
+def test_no_effort_is_no_thinking_where_the_template_can_say_so(serve_app: Any) -> None:
+    can = serve_app(tokenizer=byte_tokenizer(THINKS + "{{ enable_thinking is defined and not enable_thinking }}"))
+    answer = can.chat(reasoning_effort="none")
+    assert HEADER not in answer.headers
+    assert bytes(can.engine.requests[-1].prompt_tokens).endswith(b"HiTrue")
+    assert can.chat(reasoning_effort="high").headers[HEADER] == "reasoning_effort"
+    cannot = serve_app(tokenizer=byte_tokenizer(THINKS))
+    assert cannot.chat(reasoning_effort="none").headers[HEADER] == "reasoning_effort"
