@@ -60,12 +60,10 @@ class GraphChoice:
         """The shape of the next step, and whether it runs through a graph; see ``ChooseShape``."""
         if kind.has_extras:
             self._has_extra_kernels.wait()
-        num_rows, num_seqs, max_query_len, num_drafts = sizes
-        shape, has_graph = padded_shape(num_rows, num_seqs, max_query_len, self._limits[0], kind)
-        if num_drafts or not has_graph or not self._uses_graphs:
-            return shape._replace(num_drafts=num_drafts), False
-        shape = self.fit(shape)
-        return shape, True
+        shape, has_graph = padded_shape(*sizes[:3], self._limits[0], kind)
+        if not (sizes.is_plain and has_graph and self._uses_graphs):
+            return shape._replace(num_drafts=sizes.num_drafts), False
+        return self.fit(shape), True
 
     def fit(self, shape: StepShape) -> StepShape:
         """The shape to bring a step to: its own, or a larger one that is captured, or compiled and thus soon captured.

@@ -88,13 +88,14 @@ class StepEncoder:
         needs = int(np.bitwise_or.reduce(batch.needs[of_seq]))
         has_extras, needs_rows = bool(needs & Needs.EXTRAS), bool(needs & Needs.ROWS)
         kind = Kind(has_extras, self._looks_for_adapters(plan, has_extras))
-        sizes = Sizes(sum(counts), len(plan), max(counts, default=1), sum(num_drafts))
+        is_plain = not (needs & (Needs.MASKS | Needs.ROWS) or num_drafts)
+        sizes = Sizes(sum(counts), len(plan), max(counts, default=1), sum(num_drafts), is_plain)
         shape, uses_graph = self.choose_shape(sizes, kind)
         masks = list(self._masks(plan, of_seq, grammar_masks)) if needs & Needs.MASKS else []
         histories, lists = self._tell(plan, of_seq.tolist()) if has_extras else ([], [])
         return Step(
             shape,
-            uses_graph and not (masks or needs_rows or sizes.num_drafts),
+            uses_graph,
             len(plan),
             self._pack(plan, counts, num_drafts, of_seq, shape),
             histories,

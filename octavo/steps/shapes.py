@@ -49,6 +49,8 @@ class Sizes(NamedTuple):
     num_seqs: int
     max_query_len: int
     num_drafts: int = 0
+    is_plain: bool = True
+    """Whether the step is nothing but its arrays, so that it may run through a graph."""
 
 
 ChooseShape = Callable[[Sizes, Kind], tuple[StepShape, bool]]

@@ -470,3 +470,21 @@ def test_steps_with_extras_go_on_when_there_are_shapes_to_bring_them_to() -> Non
     assert graphs.compile_the_rest(runner) == graph_shapes(8, 32)
     assert told == [(first_extra_shapes(8, 32), False), (next_shapes(8), True), (graph_shapes(8, 32), True)]
     assert graphs._compiled == [*first_extra_shapes(8, 32), *next_shapes(8)]
+
+
+def test_only_plain_steps_have_graphs_captured(loaded: Loaded) -> None:
+    """A graph that a step does not run through must not be taken for captured."""
+    engine = stream_engine(loaded)
+    graphs: Any = GraphChoice(8, 32)
+    graphs._next_capture = 0.0
+    runner: Any = engine.runner
+    runner.encoder.choose_shape = graphs.choose
+    sent: list[Any] = []
+    send = runner.executor.send
+    runner.executor.send = lambda message: sent.append(message) or send(message)
+    run(engine, [Request(0, [1, 2, 3], SamplingParams(temperature=0, allowed_token_ids=(5, 6)), 4)])
+    assert sent
+    assert not any(message.uses_graph for message in sent)
+    assert not graphs._captured
+    run(engine, [Request(1, [1, 2, 3], SamplingParams(temperature=0), 4)])
+    assert graphs._captured == {message.shape for message in sent if message.uses_graph} != set()
