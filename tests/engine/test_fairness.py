@@ -27,6 +27,7 @@ def test_a_flood_leaves_the_other_its_fair_share() -> None:
     assert fcfs["quiet_ttft_ms"] > 50 * fair["quiet_ttft_ms"], "the comparison would show nothing"
 
 
+@pytest.mark.slow
 def test_long_prompts_of_a_flood_are_sliced_for_the_other() -> None:
     fair_share, fair = measure(["fair"], FLOOD_OF_LONG_PROMPTS, max_itl=0.01)
     assert fair["quiet_ttft_ms"] <= 1.1 * fair_share["quiet_ttft_ms"]

@@ -166,6 +166,7 @@ def test_a_full_queue_is_a_429_and_a_place_that_frees_is_given_again(serve_app: 
     assert engine.metrics.rejected["queue_full"] == 1
 
 
+@pytest.mark.slow
 def test_two_thousand_at_once_never_overshoot(serve_app: Any) -> None:
     engine = InProcessEngine(max_num_seqs=16)
     served = serve_app(engine, max_num_queued_reqs=48)

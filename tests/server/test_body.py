@@ -205,6 +205,7 @@ ODD_VALUES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_no_value_of_any_field_is_a_server_error(served: Served, path: str) -> None:
     readers: dict[str, BodyReader[Any]] = {

@@ -19,6 +19,8 @@ from octavo.server.adapters import FILES, digest
 from tests.server.child_engine import ROOT, SLOW, assert_right, finish, kill, make_engine, running, send, until
 from tests.server.fake_engine import expected
 
+pytestmark = pytest.mark.slow
+
 POISON = 666
 
 

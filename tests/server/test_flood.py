@@ -19,7 +19,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.server.raw import read_head, request_bytes
+
+pytestmark = pytest.mark.slow
 
 NUM_CONNECTIONS = 100
 MAX_GROWTH = 64 << 20

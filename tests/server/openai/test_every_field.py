@@ -146,6 +146,7 @@ def test_every_refused_field_is_named(server: Served, path: str) -> None:
             assert ask(server, path, **{name: nothing}).status_code == 200, (name, nothing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", OTHER_READERS)
 def test_so_it_is_in_the_other_apis(server: Served, path: str) -> None:
     reader, body = OTHER_READERS[path]

@@ -195,6 +195,7 @@ def test_the_template_sees_tools_calls_and_results(serve_hermes: Callable[[str],
 SETTINGS = ["none", "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "openai", "pythonic"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parser", SETTINGS)
 @pytest.mark.parametrize("has_marks", [False, True])
 def test_a_call_that_is_asked_for_is_made_with_valid_arguments(serve_app: Any, parser: str, has_marks: bool) -> None:
