@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 from octavo.build import build_engine
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
+from octavo.engine.step_runner import StepRunner
 from octavo.models.adapters import HEAD, Adapters
+from octavo.runtime.host_executor import HostExecutor
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 
@@ -31,11 +33,13 @@ def step_times(
     engine, _ = build_engine(
         EngineConfig.from_flat({**values, "max_num_seqs": num_seqs, "max_loras": max(counts) or 1})
     )
-    adapters = engine.adapters
-    assert isinstance(adapters, Adapters)
+    assert isinstance(engine.runner, StepRunner)
+    executor = engine.runner.executor
+    assert isinstance(executor, HostExecutor)
+    assert executor.adapters is not None
     for i in range(max(counts)):
-        _write(adapters, folder / str(i), rank)
-        adapters.load(str(i), str(folder / str(i)))
+        _write(executor.adapters, folder / str(i), rank)
+        engine.adapters.load(str(i), str(folder / str(i)))
     times: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(rounds):
         for count in counts:

@@ -65,7 +65,7 @@ class HostExecutor:
         max_len = limits.max_blocks * storage.block_size
         self._state = SamplingState(limits.max_num_seqs, max_len, limits.max_num_seqs, vocab_size, device)
         self._last_tokens_C = self._state.last_tokens_C.numpy()
-        self._adapters = adapters
+        self.adapters = adapters
         self._forward = forward
         self._model, self._layers = model, storage.layers
         self._program = StepProgram(model, self._compute, self._state, None if adapters is None else adapters.rows)
@@ -85,7 +85,7 @@ class HostExecutor:
             case WriteBlock(block, content):
                 self._copies.write(block, content)
             case LoadAdapter() | UnloadAdapter():
-                return change_adapters(self._adapters, message)
+                return change_adapters(self.adapters, message)
             case Compile():  # kernels are compiled when they are first called
                 pass
         return Done(None)
@@ -125,7 +125,7 @@ class HostExecutor:
         return inputs
 
     def _compute(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
-        has_adapters = self._adapters is not None and bool(self._adapters.rows.by_number)
+        has_adapters = self.adapters is not None and bool(self.adapters.rows.by_number)
         if self._forward is not None and not has_adapters:
             return self._forward(token_ids_T, positions_T, rows)
         return self._model.forward(token_ids_T, positions_T, self._layers, rows)

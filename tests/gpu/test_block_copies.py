@@ -1,10 +1,8 @@
-"""Copies of blocks beside the steps of a CUDA device: in order with them, and out of the way of captures."""
+"""Copies of blocks beside the steps of a CUDA device: in order with them."""
 
 from __future__ import annotations
 
 import random
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from octavo import LLM, SamplingParams
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import read_config
-from octavo.runtime.block_copies import DeviceBlockCopies, StepQueue
+from octavo.runtime.block_copies import DeviceBlockCopies
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sim.shapes import SHAPES
 from tests.models.families import VOCAB_SIZE, make_checkpoint
@@ -35,13 +33,14 @@ class Copies:
         self.storage = KVStorage(config.cache, kv_groups(config.cache), [BLOCKS], 16, dtype, torch.device("cuda"))
         self.bits = self.storage.pools[0][0].view(torch.uint8)
         self.bits.copy_(torch.randint(0, 256, self.bits.shape, dtype=torch.uint8))
-        self.queue = StepQueue(torch.cuda.Stream(), threading.Lock())
-        self.copies = DeviceBlockCopies(self.storage, self.queue)
+        self.steps = torch.cuda.Stream()
+        self.copies = DeviceBlockCopies(self.storage, self.steps)
+        self.num_bytes = self.storage.bytes_per_block
         torch.cuda.synchronize()
 
     def step(self, block: int, value: int) -> None:
         """A slow step that then fills a block; the host does not wait."""
-        with torch.cuda.stream(self.queue.stream):
+        with torch.cuda.stream(self.steps):
             torch.cuda._sleep(LONG)
             self.bits[:, :, block] = value
 
@@ -50,8 +49,8 @@ class Copies:
 def test_blocks_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     made = Copies(dtype)
     before = made.bits.clone()
-    contents = [made.copies.read(block)() for block in range(BLOCKS)]
-    assert {len(content) for content in contents} == {made.copies.num_bytes}
+    contents = [made.copies.read(block).wait() for block in range(BLOCKS)]
+    assert {len(content) for content in contents} == {made.num_bytes}
     for block, content in enumerate(contents):
         made.copies.write((block + 2) % BLOCKS, content)
     torch.cuda.synchronize()
@@ -66,15 +65,15 @@ def test_a_copy_out_is_of_the_steps_before_it_and_of_none_behind() -> None:
         pending.append(made.copies.read(1))
     made.step(1, 99)
     for value, content in reversed(list(enumerate(pending))):
-        assert set(content()) == {value}
+        assert set(content.wait()) == {value}
 
 
 def test_a_copy_in_is_behind_the_steps_before_it_and_in_front_of_those_behind() -> None:
     made, seen = Copies(), []
     for value in range(5):
         made.step(2, 200)
-        made.copies.write(2, bytes([value]) * made.copies.num_bytes)
-        with torch.cuda.stream(made.queue.stream):
+        made.copies.write(2, bytes([value]) * made.num_bytes)
+        with torch.cuda.stream(made.steps):
             seen.append(made.bits[:, :, 2].clone())
     torch.cuda.synchronize()
     for value, content in enumerate(seen):
@@ -85,38 +84,11 @@ def test_memory_of_copies_that_nobody_waits_for_may_be_given_out_again() -> None
     made = Copies()
     for i in range(200):
         made.copies.read(i % BLOCKS)
-        made.copies.write(3, bytes([i]) * made.copies.num_bytes)
+        made.copies.write(3, bytes([i]) * made.num_bytes)
     content = made.copies.read(3)
-    noise = [torch.full((made.copies.num_bytes,), 255, dtype=torch.uint8, pin_memory=True) for _ in range(50)]
-    assert set(content()) == {199}
+    noise = [torch.full((made.num_bytes,), 255, dtype=torch.uint8, pin_memory=True) for _ in range(50)]
+    assert set(content.wait()) == {199}
     assert len(noise) == 50
-
-
-def test_copies_wait_for_a_capture_on_the_stream() -> None:
-    made = Copies()
-    x = torch.zeros(8, device="cuda")
-    is_capturing, graph = threading.Event(), torch.cuda.CUDAGraph()
-
-    def capture() -> None:
-        with made.queue.lock, torch.cuda.stream(made.queue.stream):
-            graph.capture_begin(capture_error_mode="thread_local")
-            is_capturing.set()
-            x.add_(1)
-            time.sleep(0.3)
-            x.add_(1)
-            graph.capture_end()
-
-    thread = threading.Thread(target=capture)
-    thread.start()
-    assert is_capturing.wait(5)
-    content = made.copies.read(0)()
-    made.copies.write(1, content)
-    thread.join()
-    with torch.cuda.stream(made.queue.stream):
-        graph.replay()
-    torch.cuda.synchronize()
-    assert (x == 2).all()
-    assert torch.equal(made.bits[:, :, 0], made.bits[:, :, 1])
 
 
 def test_prefixes_that_were_given_up_come_back(tmp_path: Path) -> None:

@@ -106,12 +106,13 @@ class SpiedModel:
 def logits_of(llm: LLM, prompt: list[int]) -> tuple[torch.Tensor, RequestOutput]:
     """The raw logits of every position of a prompt, computed in chunks, float32 [tokens, V]; and its result."""
     runner: Any = llm.engine.runner
-    model = runner._model
-    runner._model = spied = SpiedModel(model)
+    program, reader = runner.executor._program, runner.executor._reader
+    model = program.model
+    program.model = reader._model = spied = SpiedModel(model)
     try:
         [result] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5))
     finally:
-        runner._model = model
+        program.model = reader._model = model
     has_more = len(prompt) % SETTINGS["max_num_batched_tokens"] != 1
     last = spied.seen.pop(-2 if has_more else -1)  # what is sampled from comes before the rest of its chunk
     return torch.cat([*spied.seen, last]), result

@@ -14,7 +14,7 @@ from octavo.ops.cpu import logits as processors
 from octavo.ops.sample import BANNED, OVERFLOWN
 
 
-@adjust_logits.kernel(device="cpu", name="row by row", preference=10, supports=lambda dtype: None)
+@adjust_logits.kernel(device="cpu", name="rowwise", preference=10, supports=lambda dtype: None)
 def adjust_logits_by_row(logits_RV: Tensor, adjustments: Adjustments) -> Tensor:
     """See ``ops.adjust_logits``."""
     a = adjustments

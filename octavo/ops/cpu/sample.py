@@ -26,7 +26,7 @@ from octavo.ops.sample import (
 )
 
 
-@sample.kernel(device="cpu", name="row by row", preference=10, supports=lambda dtype: None)
+@sample.kernel(device="cpu", name="rowwise", preference=10, supports=lambda dtype: None)
 def sample_by_row(logits_RV: Tensor, params: SampleParams) -> Tensor:
     """See ``ops.sample``."""
     logits_RV = logits_RV.float()
