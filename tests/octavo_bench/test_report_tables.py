@@ -60,12 +60,16 @@ def test_a_page_is_filled_where_it_says(tmp_path: Path) -> None:
     assert page.read_text() == filled, "filling again changes nothing"
 
 
-def test_the_tables_of_the_page_are_those_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["benchmarks.md", "performance.md"])
+def test_the_tables_of_the_notes_are_those_of_the_records(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
-    copy = tmp_path / "page.md"
-    copy.write_text((ROOT / "docs" / "performance.md").read_text())
+    page = (ROOT / "benchmarks" / "notes" / name).read_text()
+    copy = tmp_path / name
+    copy.write_text(page)
     fill(copy)
-    assert copy.read_text() == (ROOT / "docs" / "performance.md").read_text(), "octavo bench report --fill PAGE"
+    assert copy.read_text() == page, f"octavo bench report --fill benchmarks/notes/{name}"
 
 
 def test_what_is_no_record(tmp_path: Path) -> None:

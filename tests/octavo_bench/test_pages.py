@@ -1,0 +1,90 @@
+"""The pages on performance name commands and settings that exist, and figures that are in the records."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from octavo.cli import build_parser
+from octavo_bench.report_tables import number
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("benchmarks.md", "performance.md")
+FIGURES = {
+    "TTFT p50 ms": "ttft_p50_ms",
+    "TTFT p99 ms": "ttft_p99_ms",
+    "ITL p99 ms": "itl_p99_ms",
+    "TPOT p50 ms": "tpot_p50_ms",
+    "mJ per token": "mj_per_token",
+}
+RECORD = re.compile(r"\((\.\./benchmarks/results/\S+\.json)\)")
+
+
+def examples(page: str) -> list[str]:
+    """Every `octavo bench` command of a page that has arguments or stands alone in its line."""
+    text = (DOCS / page).read_text()
+    indented = re.findall(r"^ {4}(?:\w+=\S+ )?(octavo bench .+)$", text, re.MULTILINE)
+    in_cells = re.findall(r"\| `(octavo bench [^`]+)` \|", text)
+    return [*indented, *in_cells]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip().replace("**", "") for cell in line.strip("|").split("|")]
+
+
+def as_shown(file: str, workload: str, figure: str) -> str:
+    """Both medians of a record and how many times better Octavo's is; "-" where a run was too short for it."""
+    rows = json.loads((DOCS / file).read_text())["result"]["rows"]
+    row = next((row for row in rows if (row["workload"], row["figure"]) == (workload, figure)), None)
+    if row is None:
+        return "-"
+    return f"{number(row['octavo']['median'])} / {number(row['vllm']['median'])} ({row['times_better']:.2f})"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_parse(page: str) -> None:
+    commands = examples(page)
+    assert len(commands) >= 5
+    parser = build_parser()
+    for command in commands:
+        parser.parse_args(shlex.split(command, comments=True)[1:])
+
+
+def test_every_measurement_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        build_parser().parse_args(["bench", "--help"])
+    kinds = set(re.findall(r"^ {4}(\w+)(?: |$)", capsys.readouterr().out, re.MULTILINE))
+    assert len(kinds) > 15
+    assert kinds == {command.split()[2] for command in examples("benchmarks.md")}
+
+
+def test_settings_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (DOCS / "performance.md").read_text()
+    tuning = text[text.index("## How to tune") : text.index("## Measure it yourself")]
+    named = set(re.findall(r"`(--[a-z-]+)", tuning))
+    with pytest.raises(SystemExit, match=r"^0$"):
+        build_parser().parse_args(["serve", "--help"])
+    assert len(named) >= 8
+    assert named <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+
+
+def test_throughput_is_that_of_the_records() -> None:
+    rows = [line for line in (DOCS / "performance.md").read_text().splitlines() if "/peer_" in line and line[0] == "|"]
+    assert len(rows) == 3
+    for line in rows:
+        file = RECORD.findall(line)[0]
+        assert cells(line)[2:] == [as_shown(file, f"W{n}", "output_tok_s") for n in (1, 2, 3, 4)]
+
+
+def test_latency_is_that_of_the_record() -> None:
+    lines = (DOCS / "performance.md").read_text().splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("| workload | TTFT"))
+    file = RECORD.findall(lines[start - 2])[0]
+    titles = cells(lines[start])[1:]
+    for line in lines[start + 2 : start + 6]:
+        workload, *shown = cells(line)
+        assert shown == [as_shown(file, workload, FIGURES[title]) for title in titles]
