@@ -97,7 +97,7 @@ def test_the_help_of_serve_is_grouped_and_tells_the_defaults(capsys: pytest.Capt
     assert "OCTAVO_MAX_NUM_SEQS" in text
     words = " ".join(text.split())
     assert "--port INT port to listen on; 0 picks a free one (default: 8000)" in words
-    assert "--enable-prefix-caching, --no-enable-prefix-caching share the blocks of equal prompt prefixes" in words
+    assert "--enable-prefix-caching, --no-enable-prefix-caching reuse the blocks of equal prompt prefixes" in words
     assert "--dtype {auto,float32,bfloat16,float16}" in words
     unbroken = words.replace("- ", "-")  # a line may end at a hyphen
     for item in settings(ServeConfig):
