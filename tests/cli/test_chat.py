@@ -66,7 +66,7 @@ def test_reset_forgets_all_but_the_system_prompt_and_exit_ends(fake: FakeServer,
 
 def test_an_unknown_command_is_not_sent(fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
     assert say(["/help me"], fake.url) == 0
-    assert "/help is no command; /reset" in capsys.readouterr().err
+    assert "/help is not a command; /reset" in capsys.readouterr().err
     assert fake.bodies == []
 
 

@@ -43,7 +43,7 @@ def test_without_a_model_it_fetches_nothing(empty_cache: Path, capsys: pytest.Ca
     assert f"octavo              {octavo.__version__}\n" in found["versions"]
     assert f"torch               {torch.__version__}\n" in found["versions"]
     assert str(empty_cache) in found["models"]
-    assert "not fetched yet" in found["models"]
+    assert "not downloaded yet" in found["models"]
     assert "not loaded" in found["model"]
     assert not empty_cache.exists()
 

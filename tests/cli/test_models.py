@@ -166,7 +166,7 @@ def test_of_a_model_on_the_hub_only_small_files_are_fetched(
     assert main(["models", "owner/name", *FITTING]) == 0
     assert wanted == ["*.json"]
     count = sum(weight.numel() for weight in model.parameters())
-    assert f"{count:,} parameters, not looked at" in capsys.readouterr().out
+    assert f"{count:,} parameters, storage types not read" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("row", ["llama/gqa", "gemma3/two_ropes", "gpt2/small", "deepseek_v2/groups"])
@@ -195,7 +195,7 @@ def test_diff_shows_where_they_part(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(debug, "_ours", lambda path, tokens: ours)
         assert main(["debug", "diff", str(tmp_path), "--tokens", "1,2,3"]) == 1
-    parting = [line for line in capsys.readouterr().out.splitlines() if "parts here" in line]
+    parting = [line for line in capsys.readouterr().out.splitlines() if "differs here" in line]
     assert len(parting) == 1
     assert parting[0].startswith("layer 2")
 
