@@ -1,4 +1,4 @@
-"""`octavo doctor`: every section, with a model and without one, and what is wrong is said and counted."""
+"""`octavo doctor`: every section, with and without a model, and problems in the output and the exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECTIONS = ["versions", "machine", "models", "model", "kernels"]
 
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No model was fetched yet. Compiled kernels stay where they are: the first to ask for their folder decides it."""
+    """A cache without models. The folder of compiled kernels does not change: it is resolved once per process."""
     cache_folder()
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"

@@ -1,4 +1,4 @@
-"""Where a request's time went, from the events of the real scheduler on a clock of steps."""
+"""Reports of requests, from events of the real scheduler on a virtual clock."""
 
 from __future__ import annotations
 
