@@ -216,7 +216,7 @@ class ServerSettings:
     )
     unknown_fields: str = setting(
         "warn",
-        "how to treat unsupported request fields: warn names them in a header, reject refuses, ignore drops them",
+        "request fields that have no effect: warn names them in a header, reject refuses the request, ignore is silent",
         ("warn", "reject", "ignore"),
     )
     isolate_keys: bool = setting(False, "share the prefix cache only among requests of the same API key")
