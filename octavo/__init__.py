@@ -1,6 +1,6 @@
 """Octavo: an LLM inference engine. ``LLM`` runs it in this process, ``octavo serve`` over HTTP.
 
-Importing this package is quick: torch is loaded when ``LLM`` is first used.
+Importing this package is fast: torch is loaded on the first use of ``LLM``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _FROM_LLM = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load the names that need the engine when they are first asked for (PEP 562)."""
+    """Import the names that need the engine on first access (PEP 562)."""
     if name not in _FROM_LLM:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     from octavo import llm

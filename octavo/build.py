@@ -1,4 +1,4 @@
-"""Puts an engine together: the one module that names every concrete part."""
+"""Build an engine: the only module that names every concrete class."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ from octavo.weights.generation_config import chosen_config, sampling_defaults
 from octavo.weights.hub import resolve_model
 
 DEPTH = {"cpu": 1, "cuda": 2}
-"""Steps in flight: beside a GPU, the next step is decided while one is computed. Not so with guesses: they follow the
-last token, which must be known."""
+"""Steps in flight: on a GPU, the next step is scheduled while one is computed. Not with speculation: drafts depend on
+the last token, which must be known."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -81,7 +81,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         return build_encoder(config, path, checkpoint, model_config, form)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
-    with _compiling_beside(form, kv_dtype):
+    with _kernel_compilation(form, kv_dtype):
         loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form)
         gc.collect()
         phases.done("weights")
@@ -136,7 +136,7 @@ def _load_adapters(settings: ModelSettings, runner: StepRunner, numbers: dict[st
 def _connect_blocks(
     cache: KVCache, settings: CacheSettings, runner: StepRunner, storage: KVStorage, model: Path, forms: str
 ) -> None:
-    """Let the cache copy blocks, and keep the contents of evicted ones, as the settings ask."""
+    """Connect partial block reuse and KV offloading to the cache, if the settings enable them."""
     blocks = BlockMessages(runner, storage.bytes_per_block)
     if settings.enable_partial_reuse:
         cache.copy_slots = blocks.copy_slots
@@ -145,7 +145,7 @@ def _connect_blocks(
 
 
 def _read_model(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> tuple[ModelConfig, WeightFormat]:
-    """The model's configuration, whose sizes can be true, and the format of its weights."""
+    """The model's configuration, checked against the checkpoint, and the format of its weights."""
     model = read_config(checkpoint.config, config.model.max_model_len)
     check_sizes(model, checkpoint)
     form = weight_format(config.model, device, checkpoint)
@@ -172,7 +172,7 @@ def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
 
 
 def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage) -> str:
-    """What cached keys and values depend on besides the checkpoint, the same in each process."""
+    """What cached keys and values depend on besides the checkpoint, as a string that is equal in every process."""
     return f"{form.dtype} {form.packs} {info.kernels}\n{storage.dtype}\n{storage.device.type}"
 
 
@@ -186,7 +186,7 @@ def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int) -
 
 
 def _vocabulary(settings: ModelSettings, path: Path, info: EngineInfo) -> Vocabulary:
-    """What grammars need of the tokenizer, which the engine needs for nothing else. Raises ``GrammarError``."""
+    """The tokenizer's vocabulary for grammars; the engine has no other use of a tokenizer. Raises ``GrammarError``."""
     tokenizer = load_tokenizer(Path(settings.tokenizer or path))
     if tokenizer is None:
         raise GrammarError("cannot be used: the model has no tokenizer")
@@ -202,7 +202,7 @@ def make_executor(
     pooling: Pooling = LAST_TOKEN,
     adapters: Adapters | None = None,
 ) -> Executor:
-    """The executor for the storage's device. What a CPU computes never depends on the batch."""
+    """The executor for the storage's device. Results on a CPU never depend on the batch."""
     most = step_limits(limits)
     if storage.device.type == "cpu":
         forward = None if settings.enforce_eager else _recorded(model, storage)
@@ -220,7 +220,7 @@ def make_runner(
     limits: memory.Limits,
     adapters: dict[str, int] | None = None,
 ) -> tuple[StepRunner, Callable[[], None]]:
-    """The runner in front of an executor, and what a start waits for. ``adapters`` are to be those that are loaded."""
+    """The runner of an executor, and its warm-up. ``adapters`` is shared with ``LoadedAdapters``, which fills it."""
     most = step_limits(limits)
     batch = PersistentBatch(most.max_num_seqs, most.max_blocks, num_groups)
     encoder = StepEncoder(batch, limits.block_size, vocab_size, exact_shape, adapters, settings.batch_invariant)
@@ -234,13 +234,13 @@ def make_runner(
 
 
 def step_limits(limits: memory.Limits) -> StepLimits:
-    """The most that a step of an engine can be."""
+    """Upper bounds of a step: sequences, tokens and blocks per sequence."""
     max_blocks = -(-limits.max_model_len // limits.block_size)
     return StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks)
 
 
 def _recorded(model: CausalLM, storage: KVStorage) -> Forward | None:
-    """A forward pass that repeats recorded calls, where there are kernels whose calls can be recorded."""
+    """A forward pass that replays recorded kernel calls; ``None`` without compiled CPU kernels."""
     if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
         return None
     from octavo.runtime.recorded_forward import RecordedForward
@@ -248,8 +248,8 @@ def _recorded(model: CausalLM, storage: KVStorage) -> Forward | None:
     return RecordedForward(model, storage.layers)
 
 
-def _compiling_beside(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractContextManager[None]:
-    """A block in which kernels are compiled on two cores, where there are any to compile."""
+def _kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractContextManager[None]:
+    """A context in which CPU kernels are compiled on two cores; no effect without kernels to compile."""
     if form.device.type != "cpu" or ops.attention.chosen("cpu", form.dtype) == dispatch.REFERENCE:
         return contextlib.nullcontext()
     from octavo.ops.cpu.attention import compiling_beside
@@ -258,7 +258,7 @@ def _compiling_beside(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractCont
 
 
 def _prepare(device: torch.device) -> None:
-    """What is to be done before, or beside, the loading of the model."""
+    """Prepare the device: set CPU thread counts, or load GPU kernels while the model is loaded."""
     if device.type == "cpu":
         _share_cores(num_threads_wanted())
     else:
@@ -266,7 +266,7 @@ def _prepare(device: torch.device) -> None:
 
 
 def _share_cores(count: int) -> None:
-    """Give the cores to the kernels' own threads where there are kernels: torch's, spinning, would take them away."""
+    """Assign the cores to the threads of compiled kernels, if any: torch's spinning threads would occupy them."""
     if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
         torch.set_num_threads(count)
         return
@@ -277,26 +277,26 @@ def _share_cores(count: int) -> None:
 
 
 def resolve_kv_dtype(name: str, form: WeightFormat, device: torch.device) -> torch.dtype:
-    """The type of cached keys and values of a setting; "auto" is what suits the weights. Raises ``ConfigError``."""
+    """The data type of cached keys and values; "auto" follows the weights. Raises ``ConfigError``."""
     if name == "fp8":
         if device.type == "cpu":
-            raise ConfigError("kv_cache_dtype: fp8 is for GPUs; on a CPU take bfloat16 or float16")
+            raise ConfigError("kv_cache_dtype: fp8 is for GPUs; on a CPU use bfloat16 or float16")
         return torch.float8_e4m3fn
     return DTYPES.get(name, form.kv_dtype)
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of a setting; "auto" takes a GPU when there is one."""
+    """The device of a setting; "auto" uses a GPU if there is one. Raises ``ConfigError``."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was asked for, but torch finds no CUDA device here")
+        raise ConfigError("device: cuda was requested, but torch finds no CUDA device")
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 
 def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Checkpoint) -> WeightFormat:
-    """The form of weights and activations.
+    """The format of weights and activations.
 
-    A dtype that is asked for is honoured, exactly: every weight is made dense. "auto" is float32 on a CPU, with weights
-    in blocks packed where there is a kernel for them, and on a GPU the checkpoint's own type when that is a 16-bit one,
+    An explicit dtype converts every weight to dense tensors of that type. "auto" is float32 on a CPU, with
+    block-quantized weights kept packed if there is a kernel for them; on a GPU it is float16 for a float16 checkpoint,
     else bfloat16.
     """
     if settings.dtype != "auto":

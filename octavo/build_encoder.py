@@ -1,6 +1,6 @@
-"""Puts an engine around an encoder: the scheduler's batches of whole texts, and no cache.
+"""Build an engine for an encoder: texts are batched by the scheduler and never chunked; there is no KV cache.
 
-A text is one sequence of one block, which exists in the scheduler's books only: nothing is kept of it between steps.
+A text is one sequence with one block. The block is only an accounting unit: no storage is behind it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def build_encoder(
     task: Task = "score" if model.is_judge else "embed"
     runner = EncoderRunner(EncoderExecutor(loaded.model, pooling, form.device), task)
     runner.warm_up()
-    num_blocks = 2 * max_num_seqs  # the scheduler admits nobody without a block to spare for each that runs
+    num_blocks = 2 * max_num_seqs  # to admit a sequence, the scheduler needs a free block for each running one
     scheduler = Scheduler(
         KVCache(num_blocks, max_model_len, enable_prefix_caching=False),
         max_num_seqs=max_num_seqs,
@@ -72,16 +72,16 @@ def build_encoder(
 
 
 def _check_settings(config: EngineConfig) -> None:
-    """Refuse what is about generated tokens."""
+    """Raise ``ConfigError`` for settings that concern generated tokens."""
     for name in ("max_itl", "tpot_target", "decode_interval"):
         if getattr(config.scheduler, name) is not None:
-            raise ConfigError(f"{name}: an encoder generates no tokens, between which there could be a pause")
+            raise ConfigError(f"{name}: does not apply to an encoder, which generates no tokens")
     if config.speculative.speculative_config is not None:
-        raise ConfigError("speculative_config: an encoder generates no tokens that could be guessed")
+        raise ConfigError("speculative_config: does not apply to an encoder, which generates no tokens")
 
 
 class EncoderLimits(NamedTuple):
-    """The settled limits of an encoder; names as in the settings."""
+    """The resolved limits of an encoder; names as in the settings."""
 
     max_model_len: int
     max_num_seqs: int
@@ -89,7 +89,7 @@ class EncoderLimits(NamedTuple):
 
 
 def encoder_limits(config: EngineConfig, path: Path, model: EncoderConfig) -> EncoderLimits:
-    """Settle what the settings leave open. Raises ``ConfigError``."""
+    """Resolve the limits that the settings leave open. Raises ``ConfigError``."""
     _check_settings(config)
     asked = config.scheduler
     max_model_len = _longest(config.model.max_model_len, model, path)
@@ -98,7 +98,7 @@ def encoder_limits(config: EngineConfig, path: Path, model: EncoderConfig) -> En
     )
     if max_num_batched_tokens < max_model_len:
         raise ConfigError(
-            f"max_num_batched_tokens: an encoder computes texts as a whole, so it must be at least max_model_len, "
+            f"max_num_batched_tokens: an encoder cannot chunk texts, so it must be at least max_model_len, "
             f"{max_model_len}; it is {max_num_batched_tokens}"
         )
     return EncoderLimits(
@@ -107,14 +107,14 @@ def encoder_limits(config: EngineConfig, path: Path, model: EncoderConfig) -> En
 
 
 def _longest(asked: int | None, model: EncoderConfig, path: Path) -> int:
-    """The setting, or what the makers allow; there is no position behind the last row of the table."""
+    """``max_model_len``: the setting, else the model's recommended length; at most the size of its position table."""
     most = model.max_position_embeddings
     if asked is not None and asked > most:
-        raise ConfigError(f"max_model_len: {asked} is more than the model was made for, {most}")
+        raise ConfigError(f"max_model_len: {asked} exceeds the model's maximum of {most} positions")
     return asked or min(most, longest_text(path) or most)
 
 
 def activation_bytes(model: EncoderConfig, num_tokens: int, dtype: torch.dtype) -> int:
-    """The residual stream beside the widest of queries, keys and values, and the feed-forward layer before its GELU
-    and after it."""
+    """Activation bytes of a step: the residual stream, plus the larger of attention and the feed-forward layer before
+    and after its GELU."""
     return num_tokens * (model.hidden_size + max(4 * model.hidden_size, 2 * model.ffn_size)) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""A child process that does what may hang or explode: its time and memory are bounded, and it may be killed."""
+"""A child process for work that may hang or exhaust memory: its time and memory are limited, and it can be killed."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from typing import Any
 from octavo.child_worker import LENGTH, MAX_ERROR_BYTES, OUT_OF_MEMORY, READY
 
 START_SECONDS = 60.0
-"""The imports of a child on a very busy machine."""
+"""Timeout of the child's start; its imports are slow on a loaded machine."""
 _PACKAGE_PARENT = str(Path(__file__).parent.parent)
 _ENVIRONMENT = ("PATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
-"""What the child is told of the environment: enough to start, no secrets."""
+"""Environment variables that the child inherits: enough to start, no secrets."""
 
 
 class ChildLost(Exception):
-    """The process gave no answer in time or ended; it is gone now. The message says what it did."""
+    """The process timed out or ended, and is no longer running. The message gives the cause."""
 
 
 class ChildProcess:
-    """One running ``module``, which speaks as ``ChildWorker`` does. Not safe for several threads at once."""
+    """A process that runs ``module``, which follows the protocol of ``ChildWorker``. Not thread-safe."""
 
     def __init__(self, module: str, settings: dict[str, Any], more: bytes | None = None) -> None:
-        """``more`` is what the module reads besides its settings. Raises ``ChildLost`` when it cannot be started."""
+        """``more`` is a second message, if the module reads one. Raises ``ChildLost`` if the process does not start."""
         self._settings = settings
         self._connection, theirs = socket.socketpair()
         with theirs:
             self._process = _start(module, theirs)
         self.id = self._process.pid
         self.close = weakref.finalize(self, _end, self._process, self._connection)
-        """Ends the process; also called when this object or the interpreter goes."""
+        """Ends the process; also called when this object is collected or the interpreter exits."""
         messages = [json.dumps(settings).encode()] if more is None else [json.dumps(settings).encode(), more]
         if self._exchange(messages, START_SECONDS)[:1] != READY:
             raise ChildLost("its process did not start")
@@ -47,7 +47,10 @@ class ChildProcess:
         return self.close.alive and self._process.poll() is None
 
     def ask(self, question: Any) -> tuple[bytes, str]:
-        """The kind of answer and its text; raise ``ChildLost`` if there is none, ``TypeError`` for what is not JSON."""
+        """Send ``question``; return the kind of the answer and its text.
+
+        Raises ``ChildLost`` without an answer, ``TypeError`` if ``question`` cannot be encoded as JSON.
+        """
         message = json.dumps(question).encode()
         answer = self._exchange([message], self._settings["max_seconds"])
         return answer[:1], answer[1:].decode("utf-8", "replace")
@@ -68,7 +71,7 @@ class ChildProcess:
             self._connection.sendall(LENGTH.pack(len(message)) + message)
         (size,) = LENGTH.unpack(self._receive(LENGTH.size, deadline))
         if size > 1 + max(self._settings["max_output"], MAX_ERROR_BYTES):
-            raise ConnectionError("longer than the other side may send")
+            raise ConnectionError("message exceeds the size limit")
         return self._receive(size, deadline)
 
     def _receive(self, size: int, deadline: float) -> bytes:
@@ -77,7 +80,7 @@ class ChildProcess:
             self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
             piece = self._connection.recv(min(size - len(data), 1 << 20))
             if not piece:
-                raise ConnectionError("closed by the other side")
+                raise ConnectionError("closed by the child")
             data += piece
         return bytes(data)
 

@@ -1,8 +1,8 @@
 """The child's side of a ``ChildProcess``: messages over one socket, under limits that the kernel enforces.
 
-It speaks over its standard input: each message is a length (4 bytes, big-endian) and its bytes.
+The socket is standard input. Each message is a length (4 bytes, big-endian) and its bytes.
 
-    parent -> child   JSON settings, once, and whatever else this kind of child needs; answered by READY
+    parent -> child   JSON settings, once, and a second message if the module reads one; answered by READY
     parent -> child   JSON of one question
     child -> parent   one byte, the kind of answer, then text
 """
@@ -22,19 +22,18 @@ from typing import Any
 
 LENGTH = struct.Struct(">I")
 READY, RENDERED, REFUSED, LATE, FAILED, INVALID = b"R", b"T", b"X", b"L", b"F", b"I"
-"""Kinds of answer: started, the result, refused on purpose, refused for the time that it took, an error in doing it, an
-error in what is to be done."""
+"""Kinds of answer: started, result, refused, time limit exceeded, execution failed, invalid input."""
 OUT_OF_MEMORY = 3
-"""Exit status; there is no memory left to say it in words."""
+"""Exit status; there is no memory left for an error message."""
 MAX_ERROR_BYTES = 500
 
 Answer = tuple[bytes, str]
 
 
 class ChildWorker:
-    """Answers one question after another until the parent hangs up.
+    """Answers questions one by one until the parent closes the socket.
 
-    ``settings`` has ``max_memory`` (bytes), ``max_seconds`` (of processor time, for each question) and
+    ``settings`` has ``max_memory`` (bytes), ``max_seconds`` (of CPU time, per question) and
     ``max_output`` (bytes of an answer).
     """
 
@@ -43,7 +42,7 @@ class ChildWorker:
         self._settings = settings
 
     def run(self, serve: Callable[[Any], Answer]) -> None:
-        """Answer with what ``serve`` says of each question."""
+        """Answer each question with the result of ``serve``."""
         self._answer(READY, "")
         while (message := receive(self._connection)) is not None:
             limit_processor_time(self._settings["max_seconds"])
@@ -65,7 +64,7 @@ class ChildWorker:
 
 
 def start() -> tuple[socket.socket, dict[str, Any]] | None:
-    """The connection, and the settings under whose limits this process is from here on; ``None`` without a parent."""
+    """The connection and the settings, whose limits now apply to this process; ``None`` if the parent is gone."""
     connection = socket.socket(fileno=0)
     first = receive(connection)
     if first is None:
@@ -79,7 +78,7 @@ def start() -> tuple[socket.socket, dict[str, Any]] | None:
 
 
 def described(error: Exception) -> str:
-    """An error in words."""
+    """The message of an error, or its type if it has none."""
     return str(error) or type(error).__name__
 
 
@@ -90,7 +89,7 @@ def receive(connection: socket.socket) -> bytes | None:
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytes | None:
-    """The next ``size`` bytes; ``None`` when the connection ends before."""
+    """The next ``size`` bytes; ``None`` when the connection ends first."""
     data = bytearray()
     while len(data) < size:
         piece = connection.recv(min(size - len(data), 1 << 20))
@@ -101,12 +100,12 @@ def receive_exactly(connection: socket.socket, size: int) -> bytes | None:
 
 
 def limit(kind: int, value: int) -> None:
-    """Lower one limit for good; some systems do not know every kind."""
+    """Lower a resource limit permanently; kinds that the system does not support are ignored."""
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(kind, (value, value))
 
 
 def limit_processor_time(seconds: float) -> None:
-    """End this process when the next answer takes more than ``seconds``, even if no parent is left to do so."""
+    """Let the kernel end this process when the next answer takes more than ``seconds`` of CPU time."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds), hard))

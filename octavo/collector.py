@@ -1,4 +1,4 @@
-"""Work that Python's collector of cyclic garbage would disturb."""
+"""Control of Python's cyclic garbage collector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """A block in which nothing is collected; afterwards it is as it was before."""
+    """Disable the collector within a block; restore its previous state afterwards."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -20,6 +20,6 @@ def without_collections() -> Iterator[None]:
 
 
 def leave_out_what_exists() -> None:
-    """Collections need not look again at what there is: it lives as long as the process."""
+    """Collect once, then exclude all existing objects from later collections: they live as long as the process."""
     gc.collect()
     gc.freeze()

@@ -1,9 +1,9 @@
-"""Everything Octavo raises on purpose.
+"""The exceptions of Octavo.
 
     OctavoError
       + ConfigError            a setting, or a combination of settings, that cannot work
       + CheckpointError        a model file or folder that cannot be loaded
-      + RequestError           the client's mistake, or a refusal; carries the whole API error
+      + RequestError           an invalid or refused request; carries the API's error object
       |   - InvalidParameter        400
       |   - ContextLengthExceeded   400
       |   - AuthenticationError     401
@@ -11,19 +11,19 @@
       |   - RequestTooLarge         413
       |   - QueueFull               429, with Retry-After
       |   - Unavailable             503, with Retry-After
-      |   - DeadlineExceeded        504, the time that the client gave is over
-      |   - RequestFailed           500, the engine could not finish this one request
-      + RunnerError            a forward pass failed; the engine isolates who caused it
+      |   - DeadlineExceeded        504, the client's timeout expired
+      |   - RequestFailed           500, the engine could not finish this request
+      + RunnerError            a forward pass failed; the engine isolates the request that caused it
 
-A ``RequestError`` knows its HTTP status, its OpenAI ``type`` and ``code`` and the parameter it is
-about, so the server, the offline API and the tests all speak of one failure with one object.
+A ``RequestError`` has its HTTP status, its OpenAI ``type`` and ``code`` and the name of the parameter,
+so the server, the offline API and the tests share one object per failure.
 """
 
 from __future__ import annotations
 
 
 class OctavoError(Exception):
-    """Base of every error raised on purpose."""
+    """Base class of all exceptions of Octavo."""
 
 
 class ConfigError(OctavoError, ValueError):
@@ -35,11 +35,11 @@ class CheckpointError(OctavoError, ValueError):
 
 
 class RunnerError(OctavoError, RuntimeError):
-    """A forward pass failed as a whole; no token of its plan was produced."""
+    """A forward pass failed; no token of its plan was produced."""
 
 
 class RequestError(OctavoError, ValueError):
-    """A request that is refused or ended with an error, in the terms of the OpenAI API.
+    """A request that was refused or ended with an error, as the OpenAI API reports it.
 
     ``retry_after`` is in seconds; servers send it as the ``Retry-After`` header.
     """
@@ -65,7 +65,7 @@ class InvalidParameter(RequestError):
 
 
 class ContextLengthExceeded(RequestError):
-    """The prompt, with what it asks for, does not fit the model's context."""
+    """The prompt and its ``max_tokens`` exceed the model's context length."""
 
     code = "context_length_exceeded"
 
@@ -92,7 +92,7 @@ class RequestTooLarge(RequestError):
 
 
 class QueueFull(RequestError):
-    """Too many requests are waiting already; try again after ``retry_after`` seconds."""
+    """Too many requests are waiting; retry after ``retry_after`` seconds."""
 
     status = 429
     type = "rate_limit_error"
@@ -100,7 +100,7 @@ class QueueFull(RequestError):
 
 
 class Unavailable(RequestError):
-    """The server is starting, draining or has no engine right now."""
+    """The server is starting or draining, or its engine is not running."""
 
     status = 503
     type = "service_unavailable_error"
@@ -108,7 +108,7 @@ class Unavailable(RequestError):
 
 
 class DeadlineExceeded(RequestError):
-    """The request was not finished in the time that the client gave it."""
+    """The request did not finish within the client's timeout."""
 
     status = 504
     type = "timeout_error"

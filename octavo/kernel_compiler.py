@@ -1,4 +1,4 @@
-"""What Triton does once before it compiles anything, done while a start has other things to do."""
+"""Triton's one-time preparation for compiling, run in a thread during startup."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 @functools.cache
 def preparation() -> threading.Thread:
-    """A thread that brings Triton to where it can compile; it starts with the first call. Wait for it before compiling.
+    """The thread that prepares Triton; the first call starts it. Join it before compiling.
 
-    Triton names what it compiles by a digest of all its own files, half a gigabyte, and takes it when that is first
-    asked for; whoever asks meanwhile takes another one.
+    The keys of Triton's compile cache contain a digest of its own files, half a gigabyte, computed on first use. A
+    second caller during that time would compute it again.
     """
 
     def prepare() -> None:
-        with contextlib.suppress(ImportError, AttributeError):  # there is no promise that it is called so
+        with contextlib.suppress(ImportError, AttributeError):  # a private name, which may change
             importlib.import_module("triton.runtime.cache").triton_key()
 
     thread = threading.Thread(target=prepare, name="prepare compiler", daemon=True)
@@ -29,6 +29,9 @@ def preparation() -> threading.Thread:
 
 
 def prepare_where_there_may_be_a_gpu(device: str) -> None:
-    """Begin with it before torch is imported, which takes seconds and could say for sure; ``device`` is the setting."""
+    """Start the preparation if there is an NVIDIA driver and the setting ``device`` allows a GPU.
+
+    Called before torch, which could tell for certain, is imported: that takes seconds.
+    """
     if device != "cpu" and NVIDIA_DRIVER.exists():
         preparation()

@@ -1,4 +1,4 @@
-"""Files and folders that only their owner may read: what clients sent and were answered is in them."""
+"""Files and folders that only their owner may read, for requests and responses of clients."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 def make_private_folder(path: Path, is_own: Callable[[str], bool]) -> None:
     """Make a folder for its owner alone. Raises ``OSError``.
 
-    A folder that exists becomes one only if ``is_own`` holds for the name of everything in it: it may be one that
-    others need, such as /tmp.
+    An existing folder is changed only if ``is_own`` holds for every name in it: otherwise it may be a shared folder,
+    such as /tmp.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -29,7 +29,7 @@ def make_private_folder(path: Path, is_own: Callable[[str], bool]) -> None:
 
 
 def make_private_database(path: Path) -> None:
-    """Make an empty file for an SQLite database, or take one that exists; SQLite gives the files beside it its mode.
+    """Create an empty SQLite database file, or restrict an existing one; SQLite copies its mode to -wal and -shm.
 
     Raises ``OSError``.
     """
@@ -41,7 +41,7 @@ def make_private_database(path: Path) -> None:
 
 
 def make_private(path: Path, mode: int) -> None:
-    """Give ``path`` a mode unless only its owner can reach it already. Where that is not possible, the log says so."""
+    """Set the mode of ``path`` if other users can access it; log a warning on failure."""
     if path.stat().st_mode & _OTHERS:
         try:
             path.chmod(mode)
@@ -50,6 +50,6 @@ def make_private(path: Path, mode: int) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a new file. Raises ``OSError``."""
+    """Write a file with mode ``FILE_MODE``, replacing an existing one. Raises ``OSError``."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE), "wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""How to choose tokens and when to stop, as the client asks for it, checked once and for all."""
+"""Sampling and stopping parameters of a request, validated on construction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 128
 MIN_REPETITION_PENALTY = 0.001
-"""Logits are divided by it, and must stay numbers."""
+"""Logits are divided by it and must stay finite."""
 MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_BYTES = 256
@@ -27,18 +27,18 @@ _MASK_64 = 2**64 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose tokens, and when to stop. Field names follow the OpenAI API, extras follow vLLM.
+    """Sampling and stopping parameters. Field names follow the OpenAI API, extensions follow vLLM.
 
-    Bad values raise ``InvalidParameter``, naming the field and what is allowed; this also holds for a
-    value decoded from a message, so no part downstream has to check again.
+    Invalid values raise ``InvalidParameter`` with the field and its allowed values. This includes values decoded
+    from a message, so later stages need not check again.
     """
 
     n: int = 1
-    """How many independent continuations of the prompt."""
+    """Number of independent continuations of the prompt."""
     max_tokens: int | None = 16
-    """Most tokens to generate; ``None`` means up to the end of the context."""
+    """Maximum tokens to generate; ``None`` means up to the context length."""
     min_tokens: int = 0
-    """Neither end-of-text nor a stop ends the text before this many tokens."""
+    """End-of-text tokens and stops have no effect before this many output tokens."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -46,27 +46,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """0 or -1 means all tokens."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    """Applies to tokens of the prompt and of the output; 1 is off (CTRL, arXiv 1909.05858)."""
+    """Applies to prompt and output tokens; 1 is off (CTRL, arXiv 1909.05858)."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     bad_words: tuple[str, ...] = ()
-    """Texts whose tokens the output may not complete, at the beginning of a text or behind a space."""
+    """Strings that the output may not contain, tokenized as at the start of a text and as after a space."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """Only these may be chosen; ``None``: any."""
+    """The only tokens that may be sampled; ``None``: all."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     seed: int | None = None
-    """Same seed and same prompt give the same tokens, whatever else runs; ``None`` draws one."""
+    """The same seed and prompt give the same tokens, whatever else is in the batch; ``None`` draws a seed."""
     logprobs: int | None = None
-    """``None``: no log-probabilities. k: those of each sampled token and of the k most likely ones."""
+    """``None``: no log-probabilities. k: of the sampled token and the k most likely tokens, per position."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt."""
+    """The same for prompt tokens."""
     grammar: str | None = None
-    """What the output must match, as ``octavo.grammar.forms`` writes it; ``None`` is anything."""
+    """Grammar of the output, as written by ``octavo.grammar.forms``; ``None``: unconstrained."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -80,10 +80,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             force_setattr(self, name, tuple(value))
         if self.top_k == -1:
             force_setattr(self, "top_k", 0)
-        _whole(self, "n", 1, MAX_N)
+        _integer(self, "n", 1, MAX_N)
         if self.max_tokens is not None:
-            _whole(self, "max_tokens", 0, MAX_TOKEN_ID)
-        _whole(self, "min_tokens", 0, MAX_TOKEN_ID)
+            _integer(self, "max_tokens", 0, MAX_TOKEN_ID)
+        _integer(self, "min_tokens", 0, MAX_TOKEN_ID)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
                 "min_tokens",
@@ -91,35 +91,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         _number(self, "temperature", 0.0, 100.0)
         _number(self, "top_p", 0.0, 1.0, open_low=True)
-        _whole(self, "top_k", 0, MAX_TOKEN_ID)
+        _integer(self, "top_k", 0, MAX_TOKEN_ID)
         _number(self, "min_p", 0.0, 1.0)
         _number(self, "repetition_penalty", MIN_REPETITION_PENALTY, 100.0)
         _number(self, "presence_penalty", -2.0, 2.0)
         _number(self, "frequency_penalty", -2.0, 2.0)
         if self.seed is not None:
-            _whole(self, "seed", -(2**63), 2**64 - 1)
+            _integer(self, "seed", -(2**63), 2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _whole(self, name, 0, MAX_LOGPROBS)
+                _integer(self, name, 0, MAX_LOGPROBS)
         _check_stops(self)
         _check_logit_bias(self)
         _check_bad_words(self)
         _check_allowed(self)
         if self.grammar is not None and not isinstance(self.grammar, str):
-            raise InvalidParameter("grammar", "'grammar' must be a text made by octavo.grammar.forms.")
+            raise InvalidParameter("grammar", "'grammar' must be a string made by octavo.grammar.forms.")
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken; a temperature this low would overflow otherwise."""
+        """Whether to take the most likely token; dividing by a temperature this low would overflow."""
         return self.temperature < 1e-5
 
 
 def choice_key(seed: int, index: int) -> int:
-    """The random key of choice ``index`` of a request with ``seed``, as an unsigned 64 bit number.
+    """The random key of choice ``index`` of a request with ``seed``, an unsigned 64-bit integer.
 
     It is output number ``index`` of the SplitMix64 generator started at ``seed`` (Steele, Lea and Flood, "Fast
-    splittable pseudorandom number generators", OOPSLA 2014), so the choices of one request have unrelated keys,
-    and so have choices of requests whose seeds are neighbours. ``seed`` counts modulo 2**64.
+    splittable pseudorandom number generators", OOPSLA 2014), so the choices of one request have independent
+    keys, and so have the choices of requests with adjacent seeds. ``seed`` is taken modulo 2**64.
     """
     state = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _MASK_64
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
@@ -135,10 +135,10 @@ def resolve_max_tokens(
     field: str = "prompt",
     default: int | None = None,
 ) -> int:
-    """The most tokens a request may generate: what it asks for, or what the context has left when it names nothing.
+    """The maximum output tokens of a request: its ``max_tokens``, else the rest of the context.
 
-    ``default`` bounds the latter. A prompt and a limit that do not fit are refused with ``ContextLengthExceeded``
-    about ``field``, never clamped; clients tell this error by its code, older ones by the beginning of its text.
+    ``default`` bounds the latter. If prompt and ``max_tokens`` exceed the context, ``ContextLengthExceeded`` is raised
+    for ``field``; nothing is clamped. Clients recognize this error by its code, older ones by the start of its text.
     """
     limit = f"This model's maximum context length is {max_model_len} tokens. However, "
     room = max_model_len - num_prompt_tokens
@@ -155,12 +155,12 @@ def resolve_max_tokens(
         raise ContextLengthExceeded(f"{limit}{found} Please reduce the length of the {field}.", param=field)
     resolved = room if default is None else min(room, default)
     if params.min_tokens > resolved:
-        message = f"'min_tokens' ({params.min_tokens}) is above the most tokens there are, {resolved}."
+        message = f"'min_tokens' ({params.min_tokens}) is above the maximum number of output tokens, {resolved}."
         raise InvalidParameter("min_tokens", message)
     return resolved
 
 
-def _whole(params: SamplingParams, name: str, low: int, high: int) -> None:
+def _integer(params: SamplingParams, name: str, low: int, high: int) -> None:
     value = getattr(params, name)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidParameter(name, f"'{name}' must be a whole number from {low} to {high}, not {_shown(value)}.")
@@ -209,7 +209,7 @@ def _check_bad_words(params: SamplingParams) -> None:
 
 
 def _is_short(text: str, limit: int) -> bool:
-    """Whether it is Unicode text of at most ``limit`` bytes."""
+    """Whether ``text`` is valid Unicode of at most ``limit`` bytes in UTF-8."""
     try:
         return len(text.encode()) <= limit
     except UnicodeEncodeError:
@@ -229,7 +229,7 @@ def _check_allowed(params: SamplingParams) -> None:
 
 
 def _shown(value: object) -> str:
-    """A value as an error message shows it, never longer than it is useful."""
+    """``value`` as shown in an error message, truncated to 60 characters."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return "a number of over 128 bits"
     text = repr(value)

@@ -1,4 +1,4 @@
-"""One setting: its default, what is allowed, and how a value from anywhere is read."""
+"""One setting: its default, its allowed values, and how a value of any source is parsed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from octavo.errors import ConfigError
 
 SECRETS = frozenset({"api_key", "admin_key"})
-"""Settings that are never shown."""
+"""Settings whose values are never printed or logged."""
 
 
 def setting(
@@ -21,9 +21,9 @@ def setting(
     high: float | None = None,
     is_json: bool = False,
 ) -> Any:
-    """A dataclass field with what a command line needs to know about it; values go from ``low`` to ``high``.
+    """A dataclass field with the metadata of a flag; values range from ``low`` to ``high``, both inclusive.
 
-    With ``is_json`` the value is JSON, and a mapping in Python or YAML stands for it.
+    With ``is_json`` the value is JSON text; Python and YAML may give a mapping instead.
     """
     return field(
         default=default, metadata={"help": help, "choices": choices, "low": low, "high": high, "is_json": is_json}
@@ -31,7 +31,7 @@ def setting(
 
 
 class Setting(typing.NamedTuple):
-    """One setting as a command line sees it."""
+    """One setting, as the command line needs it."""
 
     name: str
     group: str

@@ -1,4 +1,4 @@
-"""A whole engine out of settings."""
+"""Engines built from settings."""
 
 from __future__ import annotations
 
@@ -117,17 +117,17 @@ def test_an_8_bit_cache_is_for_gpus() -> None:
         ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}, 1),
     ],
 )
-def test_steps_ahead_can_be_switched_off(
+def test_async_scheduling_can_be_disabled(
     folder: Path, settings: dict[str, Any], depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As for a GPU; guesses follow the last token, so with them there are none."""
+    """Two steps in flight, as on a GPU; one with speculation, since drafts depend on the last token."""
     monkeypatch.setattr(build, "DEPTH", {"cpu": 2})
     config = EngineConfig.from_flat({"model": str(folder), "device": "cpu", "num_kv_blocks": 40, **settings})
     engine, _ = build_engine(config)
     assert engine.depth == depth
 
 
-def test_steps_beside_few_who_decode_are_as_long_as_others_on_a_cpu(folder: Path) -> None:
+def test_mixed_steps_have_the_full_token_budget_on_a_cpu(folder: Path) -> None:
     flat = {"model": str(folder), "device": "cpu", "num_kv_blocks": 40, "max_num_batched_tokens": 48}
     for more, most in (({}, 48), ({"max_num_mixed_tokens": 9}, 9)):
         engine, _ = build_engine(EngineConfig.from_flat({**flat, **more}))

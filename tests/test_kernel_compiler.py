@@ -1,4 +1,4 @@
-"""What a start does for the compiler of kernels, beside other things."""
+"""The preparation of the kernel compiler during startup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _preparation = kernel_compiler.preparation
 
 @pytest.fixture(autouse=True)
 def anew() -> Iterator[None]:
-    """Nothing has been prepared in this process."""
+    """Forget earlier preparations in this process."""
     _preparation.cache_clear()
     yield
     _preparation.cache_clear()

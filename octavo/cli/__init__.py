@@ -1,7 +1,7 @@
-"""The ``octavo`` command: one module for each sub-command, named in ``COMMANDS`` or by an entry point.
+"""The ``octavo`` command: one module per sub-command, listed in ``COMMANDS`` or registered as an entry point.
 
 A command module has ``NAME``, ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int`` (the exit code). It
-imports what is heavy, torch above all, inside ``run``, so that help and mistakes are answered at once.
+imports heavy packages such as torch inside ``run``, so that help and usage errors appear at once.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from octavo.errors import OctavoError
 
 COMMANDS = ("serve", "chat", "generate", "models", "debug", "doctor", "simulate", "explain")
 ENTRY_POINTS = "octavo.commands"
-"""Group of entry points whose modules are commands as well."""
+"""Entry point group of further command modules."""
 OF_OCTAVO_BENCH = ("bench", "demo")
-"""Commands of the package ``octavo_bench``, which an installation may lack."""
+"""Commands of the package ``octavo_bench``, which may not be installed."""
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
-"""What a shell reports for a process that SIGINT ended."""
+"""Exit status that a shell reports for a process ended by SIGINT."""
 EXIT_BROKEN_PIPE = 141
 
 
 class Command(Protocol):
-    """What a command module offers."""
+    """Interface of a command module."""
 
     NAME: str
     HELP: str
@@ -41,7 +41,7 @@ class Command(Protocol):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviated flags, and answers an unknown one with the closest that exists."""
+    """A parser that refuses abbreviated flags and suggests the closest known flag for an unknown one."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_formatter, **options)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_ERROR, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
 
     def refuse(self, argument: str) -> NoReturn:
-        """End with an error about an argument that means nothing here."""
+        """Exit with an error about an unknown argument."""
         flag = argument.partition("=")[0]
         close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
         self.error(f"unknown argument {argument!r}" + (f"; did you mean {close[0]}?" if close else ""))
@@ -72,7 +72,7 @@ def commands() -> Iterator[Command]:
 
 
 def build_parser() -> Parser:
-    """The parser of the whole command line."""
+    """The parser of all commands."""
     parser = Parser(prog="octavo", description="Serve and run large language models.")
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
     table = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
@@ -84,7 +84,7 @@ def build_parser() -> Parser:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse ``argv``; end the process with help, the version or an error where that is the answer."""
+    """Parse ``argv``; exit after printing help, the version or a usage error."""
     argv = sys.argv[1:] if argv is None else argv
     parser = build_parser()
     if argv and argv[0] in OF_OCTAVO_BENCH and not entry_points(group=ENTRY_POINTS, name=argv[0]):
@@ -96,7 +96,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that ``argv`` (default: the process's arguments) names; return its exit code."""
+    """Run the command named by ``argv`` (default: ``sys.argv``); return its exit code."""
     args = parse_arguments(argv)
     for warning in environment_warnings(os.environ):
         print(f"octavo: warning: {warning}", file=sys.stderr)
@@ -108,6 +108,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output left, as `| head` does. The interpreter must not flush into the pipe again.
+        # The reader closed the pipe, as `| head` does. The interpreter must not flush into it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE

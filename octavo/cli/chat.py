@@ -1,4 +1,4 @@
-"""``octavo chat [MODEL|URL]``: a conversation in the terminal, with a model in this process or behind a URL."""
+"""``octavo chat [MODEL|URL]``: chat in the terminal with a model in this process or with a server."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from octavo.sampling_params import SamplingParams
 NAME = "chat"
 HELP = "chat in the terminal with a model, or with any OpenAI-compatible server"
 
-COMMANDS = "/reset forgets the conversation, /exit ends; Ctrl-C stops an answer"
+COMMANDS = "/reset clears the conversation, /exit quits; Ctrl-C stops an answer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Whom to talk to, how it should answer, and every setting of the engine."""
-    parser.add_argument("--system", metavar="TEXT", help="system prompt that stays before the conversation")
+    """Model or server, system prompt, sampling flags and every setting of the engine."""
+    parser.add_argument("--system", metavar="TEXT", help="system prompt, kept by /reset")
     parser.add_argument(
         "--api-key", metavar="KEY", help="key for the server at URL (default: OCTAVO_API_KEY, then OPENAI_API_KEY)"
     )
@@ -36,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Partner(Protocol):
-    """Who answers."""
+    """The model or server that answers."""
 
     @property
     def name(self) -> str: ...
 
     def reply(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
-        """Stream the answer to a conversation; raise ``RequestError`` when there is none."""
+        """Stream the answer to a conversation; raise ``RequestError`` on failure."""
         ...
 
     def close(self) -> None: ...
@@ -54,7 +54,7 @@ class LocalChat:
     def __init__(self, config: EngineConfig, values: dict[str, Any]) -> None:
         from octavo.llm import LLM
 
-        SamplingParams(**values)  # before the model is loaded
+        SamplingParams(**values)  # validate before the model is loaded
         self._llm = LLM(**to_flat(config))
         self._params = msgspec.structs.replace(
             self._llm.get_default_sampling_params(), **{"max_tokens": None, **values}
@@ -71,7 +71,7 @@ class LocalChat:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until /exit or the end of the input."""
+    """Chat until /exit or the end of the input."""
     with contextlib.closing(_partner(args)) as partner:
         note(f"talking to {partner.name}; {COMMANDS}")
         converse(partner, args.system)
@@ -82,7 +82,7 @@ def _partner(args: argparse.Namespace) -> Partner:
     url, values = args.model_argument, sampling_values(args)
     if url is None or not url.startswith(("http://", "https://")):
         if args.api_key is not None:
-            raise ConfigError("--api-key: only a server at a URL asks for a key")
+            raise ConfigError("--api-key: applies only to a server at a URL")
         return LocalChat(load_config(EngineConfig, args), values)
     from octavo.cli.remote_chat import RemoteChat
 
@@ -90,7 +90,7 @@ def _partner(args: argparse.Namespace) -> Partner:
     others = from_flags({item.name: item for item in settings(EngineConfig) if item.name != "model"}, args)
     if others or args.config:
         flag = flag_name(next(iter(others), "config"))
-        raise ConfigError(f"{flag}: is about a model in this process, not about a server at a URL")
+        raise ConfigError(f"{flag}: applies to a model in this process, not to a server at a URL")
     key = args.api_key or os.environ.get("OCTAVO_API_KEY") or os.environ.get("OPENAI_API_KEY")
     return RemoteChat(url, args.model, key, values)
 
@@ -106,9 +106,9 @@ def converse(partner: Partner, system: str | None) -> None:
             return
         if line == "/reset":
             messages = list(opening)
-            note("the conversation is forgotten")
+            note("conversation cleared")
         elif line.startswith("/"):
-            note(f"{line.split()[0]} is no command; {COMMANDS}")
+            note(f"{line.split()[0]} is not a command; {COMMANDS}")
         elif line:
             messages.append({"role": "user", "content": line})
             answer = _answer(partner, messages)
@@ -126,7 +126,7 @@ def _ask() -> str | None:
 
 
 def _answer(partner: Partner, messages: list[dict[str, str]]) -> str | None:
-    """Write the answer as it comes. Ctrl-C keeps what was said so far; ``None`` when it failed."""
+    """Write the answer as it arrives and return it; partial after Ctrl-C, ``None`` after an error."""
     answer = ""
     try:
         with contextlib.closing(partner.reply(messages)) as pieces:

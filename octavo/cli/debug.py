@@ -1,4 +1,4 @@
-"""``octavo debug diff MODEL``: where this implementation of a model and that of transformers part, layer by layer."""
+"""``octavo debug diff MODEL``: compare this implementation of a model with that of transformers, layer by layer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAME = "debug"
-HELP = "look into a model: diff walks its layers beside those of transformers"
+HELP = "debug a model: diff compares its layers with those of transformers"
 
 TOLERANCE = 1e-3
-"""Of the difference, relative to the largest number of a layer; more is no rounding."""
+"""Largest difference, relative to the largest value of a layer, that counts as rounding."""
 
 
 class Difference(NamedTuple):
-    """How far apart two results are."""
+    """The largest difference between two results, absolute and relative."""
 
     what: str
     largest: float
@@ -31,7 +31,7 @@ class Difference(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to look at, what to compute, and the settings of the engine."""
+    """The comparison, its tokens, and the settings of the engine."""
     parser.add_argument("what", choices=["diff"], metavar="diff", help="compare the layers with those of transformers")
     add_settings(parser, EngineConfig)
     parser.usage = f"{parser.prog} diff MODEL [options]"
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line for each layer and for the logits; 1 when they part."""
+    """Print a line per layer and one for the logits; return 1 if any exceeds ``TOLERANCE``."""
     config = load_config(EngineConfig, args)
     try:
         tokens = [int(part) for part in args.tokens.split(",")]
@@ -50,12 +50,12 @@ def run(args: argparse.Namespace) -> int:
     for item in compare(config, tokens):
         is_first = parted is None and item.relative > TOLERANCE
         parted = item.what if is_first else parted
-        print(f"{item.what:<12}{item.largest:>20.3g}{item.relative:>12.2g}{'  <- parts here' if is_first else ''}")
+        print(f"{item.what:<12}{item.largest:>20.3g}{item.relative:>12.2g}{'  <- differs here' if is_first else ''}")
     return 0 if parted is None else 1
 
 
 def compare(config: EngineConfig, tokens: list[int]) -> Iterator[Difference]:
-    """Both implementations on the same tokens in float32 on the CPU; results layer by layer, then the logits."""
+    """Run both implementations on ``tokens`` in float32 on the CPU; yield each layer's difference, then the logits'."""
     import torch
 
     from octavo.weights.hub import resolve_model
@@ -72,7 +72,7 @@ def compare(config: EngineConfig, tokens: list[int]) -> Iterator[Difference]:
 
 
 def _ours(path: Path, tokens: list[int]) -> list[Tensor]:
-    """What each layer gives, [T, D], and the logits, [T, V]."""
+    """The output of each layer, [T, D], and the logits, [T, V]."""
     import torch
 
     from octavo.models.layer_cache import kv_groups
@@ -100,14 +100,14 @@ def _ours(path: Path, tokens: list[int]) -> list[Tensor]:
 def _recorded(layer: Any, results: list[Tensor]) -> Any:
     def call(*args: Any) -> Any:
         x_TD = layer(*args)
-        results.append(x_TD.clone())  # the next layer may write over it
+        results.append(x_TD.clone())  # the next layer may overwrite it
         return x_TD
 
     return call
 
 
 def _theirs(path: Path, tokens: list[int]) -> list[Tensor]:
-    """The same of transformers."""
+    """The same results from transformers."""
     import torch
 
     try:
@@ -120,7 +120,7 @@ def _theirs(path: Path, tokens: list[int]) -> list[Tensor]:
     form: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     try:
         model = AutoModelForCausalLM.from_pretrained(str(folder), **form, **file)
-    except ImportError as error:  # it reads GGUF by way of other packages
+    except ImportError as error:  # reading GGUF needs further packages
         raise ConfigError(f"debug diff: transformers cannot read {path.name}: {' '.join(str(error).split())}") from None
     stack = max((part for part in model.modules() if isinstance(part, torch.nn.ModuleList)), key=_num_parameters)
     results: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""``octavo doctor [MODEL]``: what this machine and this installation can do, and why not more."""
+"""``octavo doctor [MODEL]``: report versions, devices, kernels and problems of this installation."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ EXIT_PROBLEM = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A model to load and look at, with every setting of the engine."""
+    """A model to load, and every setting of the engine."""
     add_settings(parser, EngineConfig)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print all sections; the exit code is 1 when one of them found something that does not work."""
+    """Print all sections; return 1 if one of them reports a problem."""
     config = load_config(EngineConfig, args)
     sections: list[tuple[str, Callable[[EngineConfig], Iterator[str]]]] = [
         ("versions", _versions),
@@ -79,11 +79,11 @@ def _machine(config: EngineConfig) -> Iterator[str]:
 
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield _row("processor", f"{_processor()}, {num_physical_cores()} cores with {cpus} threads for this process")
-    wanted = (*FLOAT_FEATURES, *VNNI_FEATURES)
-    yield _row("features", " ".join(name for name in wanted if name in cpu_features()) or "none that kernels use")
-    absent = [name for name in wanted if name not in cpu_features()]
+    used = (*FLOAT_FEATURES, *VNNI_FEATURES)
+    yield _row("features", " ".join(name for name in used if name in cpu_features()) or "none that kernels use")
+    absent = [name for name in used if name not in cpu_features()]
     if absent:
-        yield _row("", f"not here: {' '.join(absent)}")
+        yield _row("", f"missing: {' '.join(absent)}")
     yield _row("free memory", _size(free_memory(torch.device("cpu"), 1.0)))
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -95,15 +95,15 @@ def _machine(config: EngineConfig) -> Iterator[str]:
 
 def _models(config: EngineConfig) -> Iterator[str]:
     yield _row("kept in", str(_default_model_file(config).parent))
-    state = "is there" if _default_model_file(config).is_file() else "not fetched yet; the first use fetches it"
+    state = "present" if _default_model_file(config).is_file() else "not downloaded yet; the first use downloads it"
     yield _row(DEFAULT_MODEL, state)
 
 
 def _model(config: EngineConfig) -> Iterator[str]:
-    """Load the model and tell what became of it; the default model only if it is there, for looking fetches nothing."""
+    """Load the model and report its sizes. The default model is skipped unless present: nothing is downloaded."""
     name = config.model.model
     if name == DEFAULT_MODEL and not _default_model_file(config).is_file():
-        yield "not loaded: the default model is not fetched yet, and no other is named"
+        yield "not loaded: the default model is not downloaded yet, and no other is given"
         return
     from octavo.build import build_engine
     from octavo.runtime.memory import MemoryBudget

@@ -1,4 +1,4 @@
-"""`octavo explain ID`: where the time of a request went, as a running server tells it."""
+"""`octavo explain ID`: show the timeline of a request, from a running server."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import urllib.parse
 from octavo.errors import OctavoError
 
 NAME = "explain"
-HELP = "say where the time of a request went: queue, prompt, preemptions, cache, neighbours"
+HELP = "show where a request spent its time: queue, prefill, decode, preemptions, cache, neighbours"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The request, and the server to ask."""
-    parser.add_argument("request_id", metavar="ID", help="the id of an answer, such as cmpl-..., or a request's number")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server is (default: %(default)s)")
-    parser.add_argument("--api-key", default=os.environ.get("OCTAVO_API_KEY"), help="the server's key")
+    """The request and the server."""
+    parser.add_argument("request_id", metavar="ID", help="response id, such as cmpl-..., or request number")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="base URL of the server (default: %(default)s)")
+    parser.add_argument(
+        "--api-key", default=os.environ.get("OCTAVO_API_KEY"), help="API key of the server (default: OCTAVO_API_KEY)"
+    )
     parser.add_argument("--json", action="store_true", help="print the server's JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask, and print."""
+    """Fetch the timeline and print it."""
     import httpx
 
     from octavo.telemetry.explain import as_text

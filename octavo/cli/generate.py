@@ -22,18 +22,18 @@ DEFAULT_MAX_TOKENS = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The prompt, how to sample, and every setting of the engine."""
-    parser.add_argument("--prompt", metavar="TEXT", help="text to continue; - or nothing reads standard input")
+    """The prompt, sampling flags, and every setting of the engine."""
+    parser.add_argument("--prompt", metavar="TEXT", help="text to continue; - or no --prompt reads standard input")
     add_sampling(parser)
     add_settings(parser, EngineConfig)
     parser.usage = f"{parser.prog} [MODEL] --prompt TEXT [options]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the continuation alone to standard output, and a line about it to standard error."""
+    """Print the continuation to standard output and a summary line to standard error."""
     config = load_config(EngineConfig, args)
     values = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling_values(args)}
-    SamplingParams(**values)  # before the model is loaded
+    SamplingParams(**values)  # validate before the model is loaded
     prompt = _prompt(args.prompt)
     from octavo.llm import LLM
 

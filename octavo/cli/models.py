@@ -1,4 +1,4 @@
-"""``octavo models [MODEL]``: which families there are, and whether a model would load and fit, without loading it."""
+"""``octavo models [MODEL]``: list model families, or check that a model is supported and fits, without loading it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table of families; with a model, what was found, and 1 when it does not fit."""
+    """Print the table of families, or the check of a model; return 1 if it does not fit."""
     if args.model_argument is None and args.model is None:
         print("\n".join(_families()))
         return 0
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _families() -> Iterator[str]:
-    """A line for each architecture: what it can do, its name in GGUF files, and what its module says of it."""
+    """A line per architecture: its GGUF name, LoRA and window support, and the first line of its module's docstring."""
     from octavo.models.encoders import ENCODERS
     from octavo.models.features import features
     from octavo.models.registry import ARCHITECTURES
@@ -57,7 +57,7 @@ def _families() -> Iterator[str]:
         yield layout.format(name, in_gguf.get(name, "-"), maps, found.windows, _about(family))
     for name, (text, _) in TEXT_PARTS.items():
         part = features(text)
-        yield layout.format(name, "-", "all maps", part.windows, f"The text part of it, which is {text}.")
+        yield layout.format(name, "-", "all maps", part.windows, f"Its text model only, which is {text}.")
     for name, encoder in ENCODERS.items():
         yield layout.format(name, *"---", _about(encoder))
 
@@ -107,7 +107,7 @@ def _check(config: EngineConfig) -> int:
 def _fit_encoder(
     config: EngineConfig, path: Path, model: EncoderConfig, num_bytes: int, dtype: torch.dtype, free: int
 ) -> int:
-    """An encoder needs its weights, and room for a step."""
+    """Check an encoder, which needs memory for its weights and the activations of a step."""
     from octavo.build_encoder import activation_bytes, encoder_limits
 
     limits = encoder_limits(config, path, model)
@@ -119,7 +119,7 @@ def _fit_encoder(
 
 
 def _as_adapter(config: EngineConfig) -> Path | None:
-    """The folder, if what is to be looked at is a LoRA adapter and no model."""
+    """The folder, if it holds a LoRA adapter instead of a model."""
     from octavo.weights.adapter import CONFIG_NAME
 
     path = Path(config.model.model).expanduser()
@@ -127,7 +127,7 @@ def _as_adapter(config: EngineConfig) -> Path | None:
 
 
 def _check_adapter(config: EngineConfig, path: Path) -> int:
-    """Describe an adapter, and check it against its model where that is at hand. Raises ``CheckpointError``."""
+    """Describe an adapter; check it against its base model if that is a local folder. Raises ``CheckpointError``."""
     from octavo.weights.adapter import read_adapter
     from octavo.weights.folder import read_json
 
@@ -146,7 +146,7 @@ def _check_adapter(config: EngineConfig, path: Path) -> int:
 
 
 def _check_modules(config: EngineConfig, loaded: LoadedModel | LoadedEncoder) -> Iterator[str]:
-    """A line for each adapter of the settings, which must fit the model. Raises ``CheckpointError``."""
+    """A line per adapter of the settings. Raises ``CheckpointError`` for one that does not fit the model."""
     import torch
 
     from octavo.config import parse_lora_modules
@@ -163,7 +163,9 @@ def _check_modules(config: EngineConfig, loaded: LoadedModel | LoadedEncoder) ->
 def _describe(model: ModelConfig, loaded: LoadedModel | LoadedEncoder, checkpoint: Checkpoint) -> Iterator[str]:
     kinds = sorted({checkpoint.describe(name)[0] for name in checkpoint.names()})
     yield f"{model.architecture}: supported"
-    yield f"{loaded.num_parameters:,} parameters, " + (f"stored as {', '.join(kinds)}" if kinds else "not looked at")
+    yield f"{loaded.num_parameters:,} parameters, " + (
+        f"stored as {', '.join(kinds)}" if kinds else "storage types not read"
+    )
     shown = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
     values = dataclasses.asdict(model)
     yield ", ".join(f"{name} {values[name]}" for name in (*shown, "max_position_embeddings"))

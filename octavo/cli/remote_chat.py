@@ -1,4 +1,4 @@
-"""Chatting with any server that speaks the OpenAI API: ``POST /v1/chat/completions`` as server-sent events."""
+"""Chat with any server of the OpenAI API: ``POST /v1/chat/completions`` as server-sent events."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import httpx
 from octavo.errors import RequestError, RequestFailed, Unavailable
 
 TIMEOUT = httpx.Timeout(10.0, read=600.0)
-"""Seconds; a busy server may take long until the first token."""
+"""Seconds; a busy server may take minutes to the first token."""
 
 
 class RemoteChat:
-    """A conversation partner behind a URL."""
+    """A chat with a server at a URL."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None, values: Mapping[str, Any]) -> None:
-        """Connect, and when ``model`` is ``None`` take the first that the server lists; raise ``RequestError``."""
+        """Connect; if ``model`` is ``None``, use the first that the server lists. Raises ``RequestError``."""
         base = url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._base = base if base.endswith("/v1") else base + "/v1"
@@ -32,7 +32,7 @@ class RemoteChat:
         return f"{self.model} at {self._base}"
 
     def reply(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
-        """Stream the answer's text; closing the iterator hangs up, which ends the answer at the server."""
+        """Stream the answer's text; closing the iterator disconnects, which aborts the request at the server."""
         body = {"model": self.model, "messages": messages, "stream": True, **self._values}
         with self._errors(), self._client.stream("POST", self._base + "/chat/completions", json=body) as response:
             if response.status_code != 200:
@@ -68,7 +68,7 @@ class RemoteChat:
 def _events(chunks: Iterator[bytes]) -> Iterator[dict[str, Any]]:
     """The JSON events of a stream, which must end with ``[DONE]``.
 
-    Lines are parted at line feeds alone: text inside an event may hold other characters that count as line ends.
+    Lines are split at line feeds only: text inside an event may hold other characters that Unicode treats as line ends.
     """
     rest = b""
     for chunk in chunks:
@@ -95,6 +95,6 @@ def _refusal(status: int, body: bytes) -> RequestError:
 
 
 def _message(body: Any) -> str:
-    """The text of an OpenAI error object, or of what some servers send instead of one."""
+    """The message of an OpenAI error object, or of a similar body that some servers send instead."""
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -1,7 +1,7 @@
 """Settings on the command line: flags, ``OCTAVO_*`` variables and YAML files, all from ``octavo.config``.
 
-A flag goes before a variable, a variable before the file, the file before the default. A bad value is
-reported under the name of where it came from, such as ``OCTAVO_PORT: expected int, got 'x'``.
+A flag overrides a variable, a variable the file, and the file the default. The error for an invalid value
+names its source, such as ``OCTAVO_PORT: expected int, got 'x'``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from octavo.setting import SECRETS, Setting
 
 PREFIX = "OCTAVO_"
 OTHER_VARIABLES = frozenset({"OCTAVO_CACHE_DIR"})
-"""Variables that other parts of Octavo read, and that are not settings."""
+"""Variables that Octavo reads and that are not settings."""
 
 Config = TypeVar("Config", bound=EngineConfig)
 
 
 class Given(NamedTuple):
-    """A value as somebody gave it, not yet checked, and where."""
+    """A value as given, not yet parsed, and its source."""
 
     value: Any
     source: str
@@ -50,11 +50,11 @@ def add_settings(parser: argparse.ArgumentParser, config_class: type[EngineConfi
     parser.usage = f"{parser.prog} [MODEL] [options]"
     parser.epilog = (
         f"Every setting can also be given as an environment variable, such as {variable_name('max_num_seqs')}=8, "
-        "or in the YAML file of --config. Flags go first, then the environment, then the file."
+        "or in the YAML file of --config. Flags override the environment, which overrides the file."
     )
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of settings by name; those of other commands are skipped"
+        "--config", metavar="FILE", help="YAML file of settings by name; settings of other commands are ignored"
     )
     owners = typing.get_type_hints(config_class)
     groups: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def add_flag(group: Any, item: Setting) -> None:
 def load_config(
     config_class: type[Config], args: argparse.Namespace, environ: Mapping[str, str] = os.environ
 ) -> Config:
-    """The settings that flags, environment and file make together; raise ``ConfigError`` naming the source."""
+    """The settings from flags, environment and file combined; raises ``ConfigError`` naming the source."""
     known = {item.name: item for item in settings(config_class)}
     file = from_file(Path(args.config)) if args.config else {}
     everything = {**file, **from_environment(known, environ), **from_flags(known, args)}
@@ -87,7 +87,7 @@ def load_config(
     try:
         return typing.cast(Config, config_class.from_flat(values))
     except ConfigError as error:
-        # A combination that cannot work. Its message names settings; say who set them.
+        # An invalid combination. The message names settings; add their sources.
         sources = [f"{name} is from {given[name].source}" for name in given if name in str(error)]
         raise ConfigError("; ".join([str(error), *sources])) from None
 
@@ -103,7 +103,7 @@ def from_flags(known: Mapping[str, Setting], args: argparse.Namespace) -> dict[s
 
 
 def from_environment(known: Mapping[str, Setting], environ: Mapping[str, str]) -> dict[str, Given]:
-    """The settings given as ``OCTAVO_*`` variables; an empty one is an error, for nobody could tell what it means."""
+    """The settings given as ``OCTAVO_*`` variables; an empty variable is an error, because its meaning is ambiguous."""
     given = {}
     for name in known:
         variable = variable_name(name)
@@ -115,7 +115,7 @@ def from_environment(known: Mapping[str, Setting], environ: Mapping[str, str]) -
 
 
 def from_file(path: Path) -> dict[str, Given]:
-    """The settings in a YAML file: flat names, with ``-`` or ``_``; unknown names are refused."""
+    """The settings in a YAML file: flat names, with ``-`` or ``_``; unknown names raise ``ConfigError``."""
     known = [item.name for item in settings(ServeConfig)]
     given: dict[str, Given] = {}
     for key, value in _read_yaml(path):
@@ -129,7 +129,7 @@ def from_file(path: Path) -> dict[str, Given]:
 
 
 def _read_yaml(path: Path) -> Iterator[tuple[str, Any]]:
-    """The entries of a YAML file of ``name: value`` lines, also those that come twice."""
+    """The entries of a YAML file of ``name: value`` lines, duplicates included."""
     import yaml
 
     try:
@@ -148,7 +148,7 @@ def _read_yaml(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def environment_warnings(environ: Mapping[str, str]) -> Iterator[str]:
-    """One line for each ``OCTAVO_*`` variable that nothing reads."""
+    """One line per ``OCTAVO_*`` variable that Octavo does not read."""
     known = [variable_name(item.name) for item in settings(ServeConfig)]
     for variable in sorted(environ):
         if variable.startswith(PREFIX) and variable not in known and variable not in OTHER_VARIABLES:
@@ -156,23 +156,23 @@ def environment_warnings(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def secret_warnings(args: argparse.Namespace) -> Iterator[str]:
-    """One line for each secret that was given as a flag."""
+    """One line per secret that was given as a flag."""
     for name in sorted(SECRETS):
         if getattr(args, name, None) is not None:
             yield (
-                f"{flag_name(name)} shows the key to every user of this machine, as ps does; "
+                f"{flag_name(name)} shows the key to every user of this machine, for example in ps; "
                 f"give it as {variable_name(name)} or in the file of --config"
             )
 
 
 def _suggestion(name: str, known: Sequence[str], prefix: str = "") -> str:
-    """Which of ``known`` may be meant; a ``prefix`` that all names share says nothing about that."""
+    """The closest match among ``known``, as the end of a message; a ``prefix`` of all names is not compared."""
     close = difflib.get_close_matches(name.removeprefix(prefix), [other.removeprefix(prefix) for other in known], n=1)
     return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
 def positive(text: str) -> int:
-    """A flag's number that is at least 1. Raises ``ArgumentTypeError``, and ``ValueError`` for what is no number."""
+    """Parse a flag's integer of at least 1. Raises ``ArgumentTypeError``, or ``ValueError`` if it is not an integer."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")

@@ -1,4 +1,4 @@
-"""`octavo simulate`: what a fleet would do, decided by the real scheduler on a virtual clock."""
+"""`octavo simulate`: simulate a fleet with the real scheduler on a virtual clock."""
 
 from __future__ import annotations
 
@@ -14,39 +14,41 @@ from octavo.config import EngineConfig, settings
 from octavo.errors import ConfigError
 
 NAME = "simulate"
-HELP = "predict latency, throughput and cost of a fleet; find the cheapest that keeps to targets"
+HELP = "predict latency, throughput and cost of a fleet; find the cheapest that meets latency targets"
 GROUPS = ("cache", "scheduler")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is asked for, what serves it, and the engine's own settings."""
-    parser.add_argument("--model", default="llama-3.1-8b", help="a shape's name, or a folder with a config.json")
-    parser.add_argument("--device", default="h200", help="what each replica runs on")
-    parser.add_argument("--replicas", type=positive, default=1)
-    parser.add_argument("--tensor-parallel-size", type=positive, default=1, help="devices of a replica")
+    """The fleet, the workload, the targets, and the engine's cache and scheduler settings."""
+    parser.add_argument("--model", default="llama-3.1-8b", help="name of a model shape, or folder with a config.json")
+    parser.add_argument("--device", default="h200", help="device type of each replica")
+    parser.add_argument("--replicas", type=positive, default=1, help="number of replicas")
+    parser.add_argument("--tensor-parallel-size", type=positive, default=1, help="devices per replica")
     parser.add_argument("--router", default="least-loaded", help="round-robin, session, least-loaded or prefix-aware")
-    parser.add_argument("--weight-bits", type=float, default=16, help="bits of a weight")
+    parser.add_argument("--weight-bits", type=float, default=16, help="bits per weight")
     parser.add_argument(
         "--cost-log",
         type=Path,
-        help="what a server with --step-log wrote, to learn the time of a step from; default: roofline",
+        help="file written by a server with --step-log, to fit step times from; default: a roofline model",
     )
-    parser.add_argument("--depth", type=positive, default=2, help="steps in flight; a CPU has 1")
+    parser.add_argument("--depth", type=positive, default=2, help="steps in flight; 1 on a CPU")
     work = parser.add_argument_group("workload")
     work.add_argument("--workload", default="chat", help="single, chat, agent, summary, W1 to W5, or a recorded trace")
-    work.add_argument("--num-prompts", type=positive, default=1000, help="requests in all, later turns among them")
-    work.add_argument("--rate", type=_above_zero, help="requests a second, over all turns")
-    work.add_argument("--burstiness", type=_above_zero, default=1.0, help="1 is Poisson, below that come bursts")
-    work.add_argument("--concurrency", type=positive, help="so many clients that ask one request after another")
-    work.add_argument("--input-len", type=positive, help="mean prompt tokens, in place of the workload's")
-    work.add_argument("--output-len", type=positive, help="mean output tokens, in place of the workload's")
-    work.add_argument("--seed", type=int, default=0)
+    work.add_argument("--num-prompts", type=positive, default=1000, help="total requests, later turns included")
+    work.add_argument("--rate", type=_above_zero, help="requests per second, later turns included")
+    work.add_argument("--burstiness", type=_above_zero, default=1.0, help="1 is Poisson arrivals, less is burstier")
+    work.add_argument("--concurrency", type=positive, help="closed-loop clients, each with one request at a time")
+    work.add_argument("--input-len", type=positive, help="mean prompt tokens; default: the workload's")
+    work.add_argument("--output-len", type=positive, help="mean output tokens; default: the workload's")
+    work.add_argument("--seed", type=int, default=0, help="seed of the workload")
     goal = parser.add_argument_group("targets and results")
-    goal.add_argument("--slo-ttft", type=_above_zero, default=float("inf"), help="seconds to the first token")
-    goal.add_argument("--slo-itl", type=_above_zero, default=float("inf"), help="seconds for each token after it")
-    goal.add_argument("--slo-share", type=float, default=0.99, help="share of the requests that must keep to them")
-    goal.add_argument("--search", action="store_true", help="find the fewest devices that do")
-    goal.add_argument("--price", type=_above_zero, help="what a device costs an hour")
+    goal.add_argument("--slo-ttft", type=_above_zero, default=float("inf"), help="target TTFT in seconds")
+    goal.add_argument(
+        "--slo-itl", type=_above_zero, default=float("inf"), help="target seconds per output token, on average"
+    )
+    goal.add_argument("--slo-share", type=float, default=0.99, help="fraction of requests that must meet the targets")
+    goal.add_argument("--search", action="store_true", help="find the fewest devices that meet the targets")
+    goal.add_argument("--price", type=_above_zero, help="price of a device per hour")
     goal.add_argument("--output", type=Path, help="also write the JSON to this file")
     goal.add_argument("--plot", type=Path, help="write a PNG to this file; needs matplotlib")
     for name in GROUPS:
@@ -58,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate or search, and print the figures."""
+    """Simulate or search, and print the results as JSON."""
     from octavo.sim.devices import find_device
     from octavo.sim.plots import plot
     from octavo.sim.report import Targets
@@ -136,7 +138,7 @@ def _plain(asked: Any) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with ``None`` where JSON has no number."""
+    """``value`` with ``None`` in place of infinite numbers and NaN, which JSON lacks."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list):

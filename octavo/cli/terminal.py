@@ -1,4 +1,4 @@
-"""Writing generated text to a terminal, where it must not be able to do harm."""
+"""Write generated text to a terminal, without control characters."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ _CONTROL = {code: None for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(cod
 
 
 def write(text: str) -> None:
-    """Print a piece of generated text at once.
+    """Print a piece of generated text and flush.
 
-    A model's output is not to be trusted: on a terminal, control characters are left out, for they could
-    move the cursor, change the title or answer for the user. A file or a pipe gets the text as it is.
+    Model output is untrusted: on a terminal, control characters are dropped, because they could move the cursor,
+    change the title or inject input. A file or a pipe gets the text unchanged.
     """
     sys.stdout.write(text.translate(_CONTROL) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
-    """Tell the user something about the work, apart from its result."""
+    """Print a message for the user to standard error, apart from the output."""
     print(f"octavo: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Prompts on their way through the engine: what each continuation has produced so far."""
+"""Prompts in progress: the output of each continuation so far."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.types import FinishReason, Output, Request, TokenLogprobs
 
 
 class Continuation:
-    """One of a prompt's ``n`` continuations: takes the engine's outputs, makes text, and looks for stop strings."""
+    """One of a prompt's ``n`` continuations: collects the engine's outputs, detokenizes, and checks stop strings."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
         self.index = index
@@ -19,7 +19,7 @@ class Continuation:
         self.tokenizer = tokenizer
         self.num_cached_tokens = 0
         self.values: bytes | None = None
-        """The answer to a request whose task is not to generate, in float32."""
+        """The result of an embedding or scoring request, as little-endian float32."""
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(request.prompt_tokens)
         self.finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
@@ -29,10 +29,10 @@ class Continuation:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._num_shown = (0, 0)
-        """Characters and tokens that ``next_piece`` has given."""
+        """Characters and tokens that ``next_piece`` has returned."""
 
     def take(self, output: Output) -> None:
-        """Note what a step brought. A stop string may end the text before the engine does."""
+        """Add the output of a step. A stop string may finish the text before the engine does."""
         self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
         if output.prompt_logprobs:
             start = output.prompt_logprobs_start
@@ -49,14 +49,14 @@ class Continuation:
             self._error = output.error
 
     def next_piece(self) -> CompletionOutput | None:
-        """What is new since the last call; ``None`` when nothing is."""
+        """The output since the last call; ``None`` if there is none."""
         num_characters, num_tokens = self._num_shown
         self._num_shown = len(self._text), len(self._tokens)
         piece = self._output(num_characters, num_tokens)
         return piece if piece.text or piece.token_ids or piece.finished() else None
 
     def output(self) -> CompletionOutput:
-        """All of it."""
+        """The complete output so far."""
         return self._output(0, 0)
 
     def _output(self, num_characters: int, num_tokens: int) -> CompletionOutput:

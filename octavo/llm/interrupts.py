@@ -1,4 +1,4 @@
-"""Ctrl-C that does not stop the engine half way through a step."""
+"""Defer Ctrl-C until the engine has finished its step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from types import FrameType
 
 @contextlib.contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """Within this block SIGINT is only noted; it takes effect at the end of the block.
+    """Within this block SIGINT is recorded; it is raised at the end of the block.
 
-    An exception between any two instructions of a step would leave the engine's bookkeeping half done. A
-    second Ctrl-C is not held back, for a step that hangs. Only the main thread gets signals; others run as usual.
+    An exception in the middle of a step would leave the engine's state inconsistent. A second Ctrl-C is not
+    deferred, so a step that hangs can be interrupted. Only the main thread receives signals; in others this has no
+    effect.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:

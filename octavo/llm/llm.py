@@ -1,4 +1,4 @@
-"""``LLM``: load a model once, then continue prompts with it."""
+"""``LLM``: load a model and generate, embed or score in this process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LLM:
 
     ``settings`` are those of ``EngineConfig`` by name, such as ``max_model_len=2048``. Raises ``ConfigError`` for
     settings that cannot work and ``CheckpointError`` for a model that cannot be loaded. One thread at a time
-    may use it. Close it, or use it in a ``with`` statement, to give the memory back.
+    may use it. Close it, or use it in a ``with`` statement, to free the memory.
     """
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, **settings: Any) -> None:
@@ -59,7 +59,7 @@ class LLM:
         engine, self.info = build_engine(self.config)
         self._engine: Engine | None = engine
         self._live: dict[int, Continuation] = {}
-        """What the engine works on, by request id."""
+        """Unfinished continuations, by request id."""
         self._job_ids = itertools.count()
         self._request_ids = itertools.count()
         self._seeds = random.Random(config.model.seed)
@@ -69,11 +69,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue every prompt; results are in the order of the prompts.
 
-        ``sampling_params`` is one for all prompts or one for each; ``None`` is as the model recommends, see
-        ``get_default_sampling_params``. Every prompt is checked before the first one
-        starts, and a bad one raises a ``RequestError`` naming it. What goes wrong later with one continuation
-        ends that one alone, with the ``finish_reason`` ``"error"``. Ctrl-C ends all of them, between two steps.
-        Requests without a seed get one that depends on the setting ``seed`` and on how many came before.
+        ``sampling_params`` is one for all prompts or one for each; ``None`` is ``get_default_sampling_params()``.
+        Every prompt is validated before the first one starts; an invalid one raises a ``RequestError`` that names it.
+        A later failure ends the affected continuation only, with the ``finish_reason`` ``"error"``. Ctrl-C ends all
+        of them, between two steps. Requests without a seed get one derived from the setting ``seed`` and the number
+        of earlier requests.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         jobs = self._jobs(check_all(prompts, params, self._tokenizer, self.info))
@@ -83,10 +83,10 @@ class LLM:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, use_progress: bool = False
     ) -> list[EmbeddingRequestOutput]:
-        """The vector of every text, of ``dimensions`` numbers, or as the model has them; in the order of the texts.
+        """The embedding of every text, in their order; ``dimensions`` truncates it, ``None`` keeps the model's size.
 
-        Every text is checked before the first one is read, and a bad one raises a ``RequestError`` naming it, as does
-        a model that makes no vectors. ``RequestFailed`` when the engine could not read one.
+        Every text is validated before the first one is computed; an invalid one raises a ``RequestError`` that names
+        it, as does a model without embeddings. Raises ``RequestFailed`` if the engine fails on one.
         """
         check_dimensions(dimensions, self.info.embedding_size)
         texts = check_texts(prompts, self._tokenizer, self.info)
@@ -101,10 +101,10 @@ class LLM:
     def score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, use_progress: bool = False
     ) -> list[ScoringRequestOutput]:
-        """How well texts go together: one text with each of several, or two lists of equal length, pair by pair.
+        """Similarity scores: one text with each of several, or two lists of equal length, pair by pair.
 
-        A judge reads both texts at once; with a model that makes vectors, the score is the cosine of the angle between
-        the two. Errors are those of ``embed``.
+        A cross-encoder reads both texts together; with an embedding model, the score is the cosine similarity of the
+        two embeddings. Raises as ``embed`` does.
         """
         pairs = pairs_of(text_1, text_2)
         if "embed" in self.info.tasks:
@@ -125,10 +125,10 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Generator[CompletionOutput, None, None]:
-        """Continue one prompt, step by step: each item is what a step added to one of the continuations.
+        """Continue one prompt and stream: each item is the output of a step for one of the continuations.
 
         Texts and token ids of the items concatenate to what ``generate`` gives; the last item of a continuation
-        has its ``finish_reason``. Closing the generator early aborts what still runs.
+        has its ``finish_reason``. Closing the generator early aborts the unfinished continuations.
         """
         params = sampling_params or self.get_default_sampling_params()
         (job,) = self._jobs(check_all([prompt], params, self._tokenizer, self.info))
@@ -143,8 +143,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, each a list of messages, with ``tools`` that the model is told of in
-        the form of the OpenAI API; otherwise like ``generate``."""
+        """Answer one conversation or several, each a list of messages; otherwise like ``generate``.
+
+        ``tools`` are function definitions in the form of the OpenAI API, for the chat template.
+        """
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
         prompts = [self.render_chat(conversation, chat_template_kwargs, tools) for conversation in conversations]
@@ -156,34 +158,34 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation as the model's chat template writes it, ready for the answer.
+        """Token ids of a conversation rendered by the model's chat template, ready for the answer.
 
-        ``chat_template_kwargs`` are further variables of the template. Raises ``InvalidParameter`` when the model
-        has no chat template, or its template refuses the messages.
+        ``chat_template_kwargs`` are further variables of the template. Raises ``InvalidParameter`` if the model
+        has no chat template or the template rejects the messages.
         """
         tokenizer = self.get_tokenizer()
         text = self._chat_template.render(messages, tools=tools, template_kwargs=chat_template_kwargs)
         return tokenizer.encode(text, add_special_tokens=False)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """How the model's generation config wants it to be sampled; neutral with ``generation_config="vllm"``."""
+        """Defaults from the model's generation config; neutral values with ``generation_config="vllm"``."""
         return SamplingParams(**self.info.sampling_defaults)  # type: ignore[arg-type]
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; raises ``Unavailable`` for a model that has none and takes token ids only."""
+        """The model's tokenizer; raises ``Unavailable`` if it has none and takes token ids only."""
         if self._tokenizer is None:
             raise Unavailable("The model has no tokenizer.")
         return self._tokenizer
 
     @property
     def engine(self) -> Engine:
-        """The engine, for its statistics; raises ``Unavailable`` once this is closed."""
+        """The engine, for its statistics; raises ``Unavailable`` after ``close``."""
         if self._engine is None:
             raise Unavailable("This LLM is closed.")
         return self._engine
 
     def close(self) -> None:
-        """Give the memory back; what still runs is dropped. May be called twice."""
+        """Free the memory and drop unfinished requests. May be called twice."""
         self._engine = None
         self._live.clear()
         self._chat_template.close()
@@ -197,7 +199,7 @@ class LLM:
         self.close()
 
     def _read(self, task: Task, texts: Sequence[Text], use_progress: bool) -> list[Floats]:
-        """What the model makes of each text."""
+        """The embedding or score of each text, float32. Raises ``InvalidParameter`` or ``RequestFailed``."""
         if task not in (tasks := self.info.tasks):
             raise InvalidParameter("model", f"This model can {' and '.join(tasks)}; it cannot {task}.")
         jobs = []
@@ -213,7 +215,7 @@ class LLM:
         return [np.frombuffer(answer.values or b"", dtype="<f4") for answer in answers]
 
     def _run(self, jobs: Sequence[Job], use_progress: bool) -> None:
-        """Bring all of them to their end."""
+        """Run the engine until all jobs are finished."""
         unfinished = {continuation.request.id for job in jobs for continuation in job.continuations}
         with self._submitted(jobs), _progress_bar(len(unfinished), use_progress) as advance:
             while unfinished:
@@ -244,7 +246,7 @@ class LLM:
 
     @contextlib.contextmanager
     def _submitted(self, jobs: Sequence[Job]) -> Iterator[None]:
-        """Within this block the engine works on ``jobs``; what is left of them at its end is aborted."""
+        """Submit ``jobs`` to the engine; abort those that are unfinished at the end of the block."""
         continuations = [continuation for job in jobs for continuation in job.continuations]
         try:
             for continuation in continuations:
@@ -257,9 +259,9 @@ class LLM:
                     self.engine.abort(continuation.request.id)
 
     def _step(self) -> list[int]:
-        """Run the engine for one step; return the ids of the requests that ended with it."""
+        """Run one engine step; return the ids of the requests that finished."""
         engine, ended = self.engine, []
-        assert engine.has_work, "the engine forgot requests"
+        assert engine.has_work, "the engine lost requests"
         with interrupts_held_back():
             for output in engine.step():
                 continuation = self._live.get(output.request_id)
@@ -270,14 +272,14 @@ class LLM:
                     del self._live[output.request_id]
                     ended.append(output.request_id)
                 if continuation.finish_reason != output.finish_reason:
-                    engine.abort(output.request_id)  # a stop string ended it; the engine knows nothing of text
+                    engine.abort(output.request_id)  # a stop string ended it; the engine sees tokens only
         return ended
 
     def _pieces(self, job: Job) -> Generator[CompletionOutput, None, None]:
         unfinished = list(job.continuations)
         with self._submitted([job]):
             while unfinished:
-                # While this generator rested, another call may have brought its requests to their end.
+                # Another call may have finished these requests while this generator was suspended.
                 if all(continuation.finish_reason is None for continuation in unfinished):
                     self._step()
                 for continuation in list(unfinished):
@@ -291,7 +293,7 @@ class LLM:
 
 @contextlib.contextmanager
 def _progress_bar(total: int, visible: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, as a function to tell how many more are done."""
+    """A progress bar on standard error; yields a function that advances it by a count."""
     with Progress(console=Console(stderr=True), disable=not visible) as progress:
         task = progress.add_task("generating", total=total)
         yield lambda count: progress.advance(task, count)

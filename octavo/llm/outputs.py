@@ -1,4 +1,4 @@
-"""What ``LLM`` gives back. Names and shapes are vLLM's, so that code written for it goes on working."""
+"""Results of ``LLM``. Names and structure are vLLM's, so code written for it keeps working."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.types import FinishReason, TokenLogprobs
 
 @dataclass
 class Logprob:
-    """Natural-log probability of one token at one position; ``rank`` counts from 1, the most likely."""
+    """Natural-log probability of a token at a position; ``rank`` 1 is the most likely token."""
 
     logprob: float
     rank: int
@@ -20,19 +20,19 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """One continuation of a prompt; from ``LLM.stream``, the next piece of it."""
+    """One continuation of a prompt; from ``LLM.stream``, its next piece."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    """Sum over all tokens so far; ``None`` unless log-probabilities were asked for."""
+    """Sum over all tokens so far; ``None`` unless log-probabilities were requested."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each token, itself and the most likely ones by token id; ``None`` unless asked for."""
+    """Per token, the sampled and the most likely tokens by token id; ``None`` unless requested."""
     finish_reason: FinishReason | None = None
-    """``"error"``: the engine could not finish it. ``error`` says why; what came before is kept."""
+    """``"error"``: the engine could not finish it; ``error`` has the reason, and earlier output is kept."""
     stop_reason: int | str | None = None
-    """The stop string or the stop token id that ended the text; ``None`` for end-of-text and for length."""
+    """The stop string or stop token id that ended the text; ``None`` for end-of-text and length."""
     error: str | None = None
 
     def finished(self) -> bool:
@@ -48,7 +48,7 @@ class RequestOutput:
     """The text; ``None`` when the prompt was given as token ids."""
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    """For each prompt token, ``None`` for the first; ``None`` altogether unless asked for."""
+    """One entry per prompt token, ``None`` for the first; ``None`` unless requested."""
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
@@ -57,14 +57,14 @@ class RequestOutput:
 
 @dataclass
 class EmbeddingOutput:
-    """A text's vector."""
+    """The embedding of a text."""
 
     embedding: list[float]
 
 
 @dataclass
 class EmbeddingRequestOutput:
-    """A text with its vector."""
+    """A text with its embedding."""
 
     request_id: str
     outputs: EmbeddingOutput
@@ -74,7 +74,7 @@ class EmbeddingRequestOutput:
 
 @dataclass
 class ScoringOutput:
-    """How well two texts go together: what a judge says, or the cosine of the angle between their vectors."""
+    """Score of two texts: from a cross-encoder, or the cosine similarity of their embeddings."""
 
     score: float
 
@@ -86,7 +86,7 @@ class ScoringRequestOutput:
     request_id: str
     outputs: ScoringOutput
     prompt_token_ids: list[int]
-    """What was read: the pair, or one text after the other."""
+    """The tokens that were computed: the encoded pair, or one text followed by the other."""
     finished: bool = True
 
 

@@ -1,4 +1,4 @@
-"""From what a caller passes as prompts and parameters to what is checked and may run."""
+"""Validate and encode prompts and their sampling parameters."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from octavo.types import EngineInfo
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
 Params = SamplingParams | Sequence[SamplingParams] | None
-"""The same for all prompts, or one for each; ``None`` is the model's own."""
+"""One for all prompts, or one for each; ``None`` is the model's default."""
 
 
 READ = SamplingParams(max_tokens=0)
-"""The parameters of what is not to be continued."""
+"""Parameters of embedding and scoring requests, which generate nothing."""
 
 
 class Checked(NamedTuple):
-    """A prompt that may run."""
+    """A validated and encoded prompt."""
 
     text: str | None
     tokens: list[int]
@@ -33,7 +33,7 @@ class Checked(NamedTuple):
 
 
 def check_all(prompts: Any, params: Any, tokenizer: Tokenizer | None, info: EngineInfo) -> list[Checked]:
-    """Check every prompt with its parameters; raise ``RequestError`` about the first bad one, by its place."""
+    """Validate every prompt with its parameters; raise ``RequestError`` with the index of the first invalid one."""
     items = _as_list(prompts)
     checked = []
     for place, (prompt, own) in enumerate(zip(items, _params_for_each(params, len(items)), strict=True)):
@@ -49,14 +49,14 @@ def check_all(prompts: Any, params: Any, tokenizer: Tokenizer | None, info: Engi
 
 
 class Text(NamedTuple):
-    """A text, or two, to be read and not to be continued."""
+    """Tokens of a text, or of a pair whose second text begins at ``second_start``, to embed or score."""
 
     tokens: list[int]
     second_start: int | None = None
 
 
 def check_texts(prompts: Any, tokenizer: Tokenizer | None, info: EngineInfo) -> list[Text]:
-    """Check every text; raise ``RequestError`` about the first bad one, by its place."""
+    """Validate every text; raise ``RequestError`` with the index of the first invalid one."""
     items = _as_list(prompts)
     names = ["prompt"] if len(items) == 1 else [f"prompts[{place}]" for place in range(len(items))]
     encoded = [_encode(item, name, tokenizer, info.vocab_size)[1] for item, name in zip(items, names, strict=True)]
@@ -64,7 +64,7 @@ def check_texts(prompts: Any, tokenizer: Tokenizer | None, info: EngineInfo) -> 
 
 
 def check_pairs(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer | None, info: EngineInfo) -> list[Text]:
-    """Check every pair of texts, to be read together; raise ``RequestError`` about the first bad one."""
+    """Encode every pair of texts as one sequence; raise ``RequestError`` for the first invalid one."""
     if tokenizer is None:
         raise InvalidParameter("text_1", "The model has no tokenizer, so texts cannot be scored.")
     return [_fitting(Text(*tokenizer.encode_pair(*pair)), f"text_2[{i}]", info) for i, pair in enumerate(pairs)]
@@ -96,7 +96,7 @@ def _params_for_each(params: Any, count: int) -> list[SamplingParams]:
 
 
 def _encode(prompt: Any, name: str, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:
-    """The text, if there is one, and the token ids of a prompt."""
+    """The text, or ``None`` for token ids, and the token ids of a prompt."""
     if isinstance(prompt, Mapping):
         prompt = _from_mapping(prompt, name)
     text = None

@@ -1,1 +1,1 @@
-"""What can be observed from outside."""
+"""Metrics, request events and start-up timing."""

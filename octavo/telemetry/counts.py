@@ -1,4 +1,4 @@
-"""What is counted while serving. Names and meanings for the outside are in ``octavo.telemetry.catalogue``."""
+"""Counters of the server. ``octavo.telemetry.catalogue`` has the names and definitions of the metrics."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 REJECTIONS = ("queue_full", "unavailable", "too_large", "invalid", "unauthorized", "other")
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 MAX_HANDLERS = 64
-"""More different routes than this are counted together: labels must not grow with what clients send."""
+"""Routes beyond this number share one label: label values must not grow with client input."""
 
 MAX_COUNTED_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Condition:
-    """How the engine process is right now."""
+    """Current state of the engine process."""
 
     num_live: int = 0
     is_ready: bool = False
@@ -30,7 +30,7 @@ class Condition:
 
 @dataclass(slots=True)
 class Timing:
-    """When things happened to one request, by ``time.monotonic()``; 0 means not yet."""
+    """Timestamps of one request, by ``time.monotonic()``; 0 means not yet."""
 
     arrival: float
     first_scheduled: float = 0.0
@@ -39,10 +39,10 @@ class Timing:
 
 
 class Counts:
-    """Counts what the server does.
+    """Counters and histograms of the server.
 
-    ``condition`` and ``info`` are set by the owner of the engine process; ``stats``, what the engine counts
-    itself, is replaced after every step.
+    ``condition`` and ``info`` are set by the owner of the engine process; ``stats``, the engine's own counters,
+    is replaced after every step.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Counts:
         self.step_tokens = Histogram(histogram.STEP_TOKENS_BUCKETS)
 
     def observe_step(self, stats: EngineStats) -> None:
-        """A step was reported; ``stats`` counts over all engine processes of this server."""
+        """Record a reported step; ``stats`` is cumulative over all engine processes of this server."""
         if stats.num_steps != self.stats.num_steps:
             self.step_tokens.observe(stats.step_tokens)
             self.step_seconds += stats.step_seconds
@@ -87,7 +87,7 @@ class Counts:
         self.stats = stats
 
     def observe_tokens(self, timing: Timing, count: int, now: float) -> None:
-        """A request got ``count`` > 0 output tokens, and not its first ones."""
+        """Record ``count`` > 0 output tokens of a request, after its first ones."""
         self.output_tokens += count
         self.inter_token_latency.observe(now - timing.last_token)
         timing.last_token = now
@@ -95,7 +95,7 @@ class Counts:
     def observe_first_tokens(
         self, timing: Timing, count: int, now: float, prompt_tokens: int, cached_tokens: int
     ) -> None:
-        """A request got its first ``count`` > 0 output tokens."""
+        """Record the first ``count`` > 0 output tokens of a request."""
         self.output_tokens += count
         self.prompt_tokens += prompt_tokens
         self.cached_tokens += cached_tokens
@@ -108,7 +108,7 @@ class Counts:
     def observe_end(
         self, timing: Timing, reason: FinishReason, prompt_tokens: int, output_tokens: int, max_tokens: int
     ) -> None:
-        """A request ended; its latencies count only when it ended by itself."""
+        """Record the end of a request; latencies count only for ``stop`` and ``length``."""
         self.finished[reason] += 1
         if reason not in ("stop", "length"):
             return
@@ -125,11 +125,11 @@ class Counts:
             self.time_per_output_token.observe((timing.last_token - timing.first_token) / (output_tokens - 1))
 
     def observe_rejection(self, reason: str) -> None:
-        """Admission refused a request, for one of ``REJECTIONS``."""
+        """Record a request that admission refused, for one of ``REJECTIONS``."""
         self.rejected[reason if reason in self.rejected else "other"] += 1
 
     def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """An HTTP request was answered. ``handler`` is the route's pattern, never the path that was sent."""
+        """Record an answered HTTP request. ``handler`` is the route's pattern, never the requested path."""
         if handler not in self.http_seconds:
             if len(self.http_seconds) >= MAX_HANDLERS:
                 handler = "other"

@@ -1,7 +1,7 @@
-"""What was decided about requests, as it happened: the raw material of ``octavo explain``.
+"""Events of requests, recorded as they happen: the data behind ``octavo explain``.
 
-Events are made where something changes for a request, not in every step. Between two events of a request, its steps
-are counted by the difference of ``step``, and who shared them by that of ``shares``.
+An event is recorded when the state of a request changes, not in every step. Between two events of a request, the
+difference of ``step`` is its number of steps, and the difference of ``shares`` the sequences in those steps.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from octavo.types import EngineStats
 Kind = Literal["arrived", "admitted", "chunk", "preempted", "fault", "ended"]
 
 MAX_EVENTS = 65_536
-"""Events that wait to be taken; beyond that the oldest are lost."""
+"""Buffered events; beyond this number the oldest are dropped."""
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Something that happened to a request.
+    """An event of a request.
 
     ``arrived``: with ``tokens`` of prompt and earlier output, while ``others`` wait. ``admitted``: ``tokens`` were
-    found in the cache, ``others`` run. ``chunk``: ``tokens`` of the prompt from ``start`` on were computed.
+    found in the prefix cache, ``others`` run. ``chunk``: ``tokens`` of the prompt were computed, from ``start``.
     ``preempted``: it lost its blocks, with ``tokens`` computed, to request ``by``. ``fault``: a forward pass with it
-    failed, and what it has from ``start`` on is computed again. ``ended``: for a ``reason``, with ``tokens`` of output.
+    failed, and tokens from ``start`` are recomputed. ``ended``: with its ``reason`` and ``tokens`` of output.
     """
 
     request_id: int
@@ -36,7 +36,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     step: int
     """Steps that the engine had finished."""
     shares: int
-    """Sequences in all those steps, one added for each step it was in."""
+    """Sum over those steps of the number of sequences in each."""
     tokens: int = 0
     start: int = 0
     others: int = 0
@@ -45,7 +45,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EventLog:
-    """Takes events down, for whoever takes them away."""
+    """Buffers events until they are taken."""
 
     def __init__(self, stats: EngineStats, clock: Callable[[], float]) -> None:
         self._stats = stats
@@ -80,7 +80,7 @@ class EventLog:
         )
 
     def take(self) -> list[Event]:
-        """Those that were not taken yet."""
+        """Remove and return the buffered events."""
         taken = list(self._events)
         self._events.clear()
         return taken

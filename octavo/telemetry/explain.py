@@ -1,4 +1,4 @@
-"""Where the time of a request went, from its events and those of its neighbours."""
+"""Report where a request spent its time, from its events and those of concurrent requests."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ MAX_NEIGHBOURS = 10
 
 
 class Run(NamedTuple):
-    """A stretch of steps in which a request ran: after ``first`` steps were finished, up to ``last``."""
+    """Consecutive steps in which a request ran: after ``first`` finished steps, up to ``last``."""
 
     first: int
     last: int
 
 
 def explain(events: Sequence[Event], others: Iterable[Sequence[Event]] = ()) -> dict[str, Any]:
-    """What happened to a request, as JSON: times by phase, counts, neighbours and the events themselves.
+    """The report of a request, as JSON: times by phase, counts, concurrent requests and the events.
 
     ``events`` are those of one request in order, the first an arrival; ``others`` are the events of requests that may
     have shared steps with it. Seconds are ``waiting`` (for its first admission, or again after a preemption),
-    ``prefill`` (up to the last part of the prompt) and ``decode``. A request that still runs has its time up to its
-    last event.
+    ``prefill`` (to the last chunk of the prompt) and ``decode``. The times of a running request extend to its last
+    event.
     """
     seconds = dict.fromkeys(("waiting", "prefill", "decode"), 0.0)
     for before, after in itertools.pairwise(events):
@@ -59,7 +59,7 @@ def explain(events: Sequence[Event], others: Iterable[Sequence[Event]] = ()) -> 
 
 
 def _phase(before: Event, after: Event) -> str:
-    """What a request did between two of its events."""
+    """The phase of a request between two consecutive events."""
     if before.kind in ("arrived", "preempted"):
         return "waiting"
     if after.kind == "chunk":
@@ -68,7 +68,7 @@ def _phase(before: Event, after: Event) -> str:
 
 
 def runs_of(events: Sequence[Event]) -> list[Run]:
-    """The stretches in which a request ran; one that goes on is taken up to its last event."""
+    """The runs of a request; an unfinished one extends to its last event."""
     runs = []
     begun: int | None = None
     for event in events:
@@ -83,7 +83,7 @@ def runs_of(events: Sequence[Event]) -> list[Run]:
 
 
 def _steps_and_shares(events: Sequence[Event]) -> tuple[int, int]:
-    """Steps while it ran, and the sequences in them."""
+    """Number of steps of a request, and the sum of sequences in them."""
     steps = shares = 0
     begun: Event | None = None
     for event in events:
@@ -96,7 +96,7 @@ def _steps_and_shares(events: Sequence[Event]) -> tuple[int, int]:
 
 
 def _neighbours(runs: Sequence[Run], others: Iterable[Sequence[Event]]) -> list[dict[str, int]]:
-    """Who shared most steps with a request that ran in ``runs``."""
+    """The ``MAX_NEIGHBOURS`` requests that shared most steps with ``runs``."""
     shared = []
     for events in others:
         count = sum(max(0, min(a.last, b.last) - max(a.first, b.first)) for a in runs for b in runs_of(events))
@@ -106,7 +106,7 @@ def _neighbours(runs: Sequence[Run], others: Iterable[Sequence[Event]]) -> list[
 
 
 def _shown(event: Event, start: float) -> dict[str, Any]:
-    """An event as JSON: when, since the arrival, and what of it says something."""
+    """An event as JSON: its time since arrival, its step, and the fields that are set."""
     fields = msgspec.structs.asdict(event)
     shown: dict[str, Any] = {"at": round(event.time - start, 6), "event": event.kind, "step": event.step}
     for name in ("tokens", "start", "others"):
@@ -120,14 +120,14 @@ def _shown(event: Event, start: float) -> dict[str, Any]:
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """A report for people."""
+    """A report as text."""
     seconds = report["seconds"]
     lines = [
         f"request {report['request']}: {report['status']}, {sum(seconds.values()):.3f} s",
         f"  waiting {seconds['waiting']:.3f} s behind {report['waited_behind']} others,"
         f" prefill {seconds['prefill']:.3f} s, decode {seconds['decode']:.3f} s",
-        f"  {report['prompt_tokens']} prompt tokens, {report['cached_tokens'] or 0} of them found in the cache,"
-        f" computed in parts of {', '.join(map(str, report['chunks'])) or 'none'}",
+        f"  {report['prompt_tokens']} prompt tokens, {report['cached_tokens'] or 0} found in the prefix cache,"
+        f" computed in chunks of {', '.join(map(str, report['chunks'])) or 'none'}",
         f"  {report['steps']} steps, shared by {report['mean_sequences_per_step'] or 0} sequences on average",
     ]
     for entry in report["shared_steps_with"]:

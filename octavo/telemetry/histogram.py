@@ -1,4 +1,4 @@
-"""Counting values into buckets, cheaply enough to do it for every token."""
+"""Histograms that are cheap enough to update for every token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decades(highest: int) -> tuple[float, ...]:
 
 
 class Histogram:
-    """How many values fell into each bucket; a bucket holds values up to and including its bound."""
+    """Counts of values per bucket; a bucket includes its upper bound."""
 
     __slots__ = ("_bounds", "_counts", "total")
 
@@ -51,7 +51,7 @@ class Histogram:
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(bound, how many values were at most that) as Prometheus wants them, the last bound being ``+Inf``."""
+        """Cumulative ``(upper bound, count)`` pairs in Prometheus' form; the last bound is ``+Inf``."""
         pairs: list[tuple[str, float]] = []
         running = 0
         for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):

@@ -16,7 +16,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics(Counts, Collector):
-    """Counts what the server does, and renders it for Prometheus."""
+    """The server's counters, rendered for Prometheus."""
 
     def __init__(self, model_name: str) -> None:
         super().__init__()
@@ -25,11 +25,11 @@ class Metrics(Counts, Collector):
         self._registry.register(self)
 
     def render(self) -> bytes:
-        """All metrics, as ``CONTENT_TYPE``."""
+        """All metrics, in the format ``CONTENT_TYPE``."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """What ``prometheus_client`` calls at each scrape."""
+        """Yield all metrics; ``prometheus_client`` calls it at each scrape."""
         names, values = ["model_name", "engine"], [self.model_name, "0"]
         for name, text, read in GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=names)
@@ -46,13 +46,13 @@ class Metrics(Counts, Collector):
 
     def _collect_labelled(self, names: list[str], values: list[str]) -> Iterator[Metric]:
         finished = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended, by why.", labels=[*names, "finished_reason"]
+            "vllm:request_success", "Requests that ended, by reason.", labels=[*names, "finished_reason"]
         )
         for reason, count in self.finished.items():
             finished.add_metric([*values, reason], count)
         yield finished
         rejected = CounterMetricFamily(
-            "vllm:admission_rejections", "HTTP requests refused before they were queued, by why.", labels=["reason"]
+            "vllm:admission_rejections", "HTTP requests refused before they were queued, by reason.", labels=["reason"]
         )
         for reason, count in self.rejected.items():
             rejected.add_metric([reason], count)
@@ -60,7 +60,7 @@ class Metrics(Counts, Collector):
         if self.info is not None:
             config = GaugeMetricFamily(
                 "vllm:cache_config_info",
-                "Always 1; the labels say how the KV cache is laid out.",
+                "Always 1; the labels describe the KV cache.",
                 labels=[*names, "block_size", "num_gpu_blocks"],
             )
             config.add_metric([*values, str(self.info.block_size), str(self.info.num_kv_blocks)], 1.0)
@@ -75,7 +75,7 @@ class Metrics(Counts, Collector):
         yield requests
         yield _family(
             "http_request_duration_seconds",
-            "HTTP request received to its response sent in full.",
+            "HTTP request received to response completely sent.",
             ["handler"],
             [([handler], seconds) for handler, seconds in self.http_seconds.items()],
         )

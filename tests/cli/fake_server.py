@@ -1,4 +1,4 @@
-"""A server of the OpenAI API that says what it is told to, on 127.0.0.1."""
+"""A server of the OpenAI API with scripted answers, on 127.0.0.1."""
 
 from __future__ import annotations
 

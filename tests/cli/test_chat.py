@@ -1,4 +1,4 @@
-"""`octavo chat`: conversations with a server behind a URL, and with a model in this process."""
+"""`octavo chat`: conversations with a server at a URL and with a model in this process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_answers_stream_and_the_history_grows(fake: FakeServer, say: Say, capsys
     assert second["messages"] == [*first["messages"], *rest]
 
 
-def test_reset_forgets_all_but_the_system_prompt_and_exit_ends(fake: FakeServer, say: Say) -> None:
+def test_reset_keeps_only_the_system_prompt_and_exit_ends(fake: FakeServer, say: Say) -> None:
     fake.answers = [[event(content="1"), DONE], [event(content="2"), DONE]]
     assert say(["Hi", "/reset", "Ho", "/exit", "never"], fake.url, "--system", "S") == 0
     system, user = {"role": "system", "content": "S"}, {"role": "user", "content": "Ho"}
@@ -66,7 +66,7 @@ def test_reset_forgets_all_but_the_system_prompt_and_exit_ends(fake: FakeServer,
 
 def test_an_unknown_command_is_not_sent(fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
     assert say(["/help me"], fake.url) == 0
-    assert "/help is no command; /reset" in capsys.readouterr().err
+    assert "/help is not a command; /reset" in capsys.readouterr().err
     assert fake.bodies == []
 
 
@@ -100,7 +100,7 @@ def test_the_key_comes_from_the_flag_or_the_environment(
         ([b"data: {half\n\n"], "not JSON"),
     ],
 )
-def test_a_failed_answer_is_told_and_forgotten(
+def test_a_failed_answer_is_reported_and_removed(
     fake: FakeServer,
     say: Say,
     capsys: pytest.CaptureFixture[str],
@@ -115,11 +115,11 @@ def test_a_failed_answer_is_told_and_forgotten(
     assert fake.bodies[1]["messages"] == [{"role": "user", "content": "Again"}]
 
 
-def test_lines_are_parted_at_line_feeds_alone(fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
-    """Characters that some libraries take for line ends, and events cut anywhere, also inside a character."""
+def test_lines_are_split_at_line_feeds_only(fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    """Characters that some libraries treat as line ends, and events split anywhere, even inside a character."""
     text = "a\u2028b\u0085c 🦋"
-    whole = event(content=text) + DONE
-    fake.answers = [[whole[i : i + 1] for i in range(len(whole))]]
+    stream = event(content=text) + DONE
+    fake.answers = [[stream[i : i + 1] for i in range(len(stream))]]
     assert say(["Hi"], fake.url) == 0
     assert capsys.readouterr().out == text + "\n"
 
@@ -129,7 +129,7 @@ def test_no_server_is_one_line_and_exit_code_2(say: Say, capsys: pytest.CaptureF
     assert capsys.readouterr().err.startswith("octavo: error: http://127.0.0.1:1/v1: ")
 
 
-def test_a_server_without_models_is_told(fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_models_is_reported(fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
     fake.models = b'{"data": []}'
     assert say(["Hi"], fake.url) == 2
     assert "lists no model" in capsys.readouterr().err
@@ -151,7 +151,7 @@ def test_flags_that_would_have_no_effect_are_refused(
 
 
 class Interrupted:
-    """A partner whose first answer is cut short by Ctrl-C."""
+    """A partner whose first answer is interrupted by Ctrl-C."""
 
     name = "someone"
 
@@ -172,7 +172,7 @@ class Interrupted:
         pass
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(
+def test_ctrl_c_stops_the_answer_and_keeps_its_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nGo on\n"))

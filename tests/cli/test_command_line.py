@@ -1,4 +1,4 @@
-"""The command as a whole: help, exit codes, and that help costs next to nothing."""
+"""The `octavo` command: help, exit codes, and that help imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"octavo {octavo.__version__}\n"
 
 
-def test_the_help_of_serve_is_grouped_and_tells_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_serve_is_grouped_and_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     text = capsys.readouterr().out
@@ -97,7 +97,7 @@ def test_the_help_of_serve_is_grouped_and_tells_the_defaults(capsys: pytest.Capt
     assert "OCTAVO_MAX_NUM_SEQS" in text
     words = " ".join(text.split())
     assert "--port INT port to listen on; 0 picks a free one (default: 8000)" in words
-    assert "--enable-prefix-caching, --no-enable-prefix-caching share the blocks of equal prompt prefixes" in words
+    assert "--enable-prefix-caching, --no-enable-prefix-caching reuse the blocks of equal prompt prefixes" in words
     assert "--dtype {auto,float32,bfloat16,float16}" in words
     unbroken = words.replace("- ", "-")  # a line may end at a hyphen
     for item in settings(ServeConfig):
@@ -114,9 +114,7 @@ def test_the_help_of_serve_is_grouped_and_tells_the_defaults(capsys: pytest.Capt
         (["srve"], "invalid choice: 'srve'"),
     ],
 )
-def test_a_mistake_in_the_arguments_ends_with_2(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_exit_with_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2
@@ -125,7 +123,7 @@ def test_a_mistake_in_the_arguments_ends_with_2(
     assert len(error.splitlines()) == 2
 
 
-def test_an_error_on_purpose_is_one_line(
+def test_an_octavo_error_is_one_line(
     serving: Callable[[Callable[[], int]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     serving(fail(CheckpointError("model.gguf: is cut short")))
@@ -149,7 +147,7 @@ def test_ctrl_c_ends_with_130_and_without_a_traceback(serving: Callable[[Callabl
     assert main(["serve"]) == 130
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     code = (
         "import sys, octavo.cli, octavo.cli.doctor as doctor\n"
         "doctor.run = lambda args: [print('x' * 9999, flush=True) for _ in range(99)]\n"

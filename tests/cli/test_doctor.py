@@ -1,4 +1,4 @@
-"""`octavo doctor`: every section, with a model and without one, and what is wrong is said and counted."""
+"""`octavo doctor`: every section, with and without a model, and problems in the output and the exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECTIONS = ["versions", "machine", "models", "model", "kernels"]
 
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No model was fetched yet. Compiled kernels stay where they are: the first to ask for their folder decides it."""
+    """A cache without models. The folder of compiled kernels does not change: it is resolved once per process."""
     cache_folder()
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -43,7 +43,7 @@ def test_without_a_model_it_fetches_nothing(empty_cache: Path, capsys: pytest.Ca
     assert f"octavo              {octavo.__version__}\n" in found["versions"]
     assert f"torch               {torch.__version__}\n" in found["versions"]
     assert str(empty_cache) in found["models"]
-    assert "not fetched yet" in found["models"]
+    assert "not downloaded yet" in found["models"]
     assert "not loaded" in found["model"]
     assert not empty_cache.exists()
 

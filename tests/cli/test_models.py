@@ -1,4 +1,4 @@
-"""Listing families, checking a model from its headers, and walking its layers beside transformers."""
+"""List families, check a model from its headers, and compare its layers with those of transformers."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_families_say_which_layers_have_windows() -> None:
 
 
 @pytest.mark.parametrize("row", FIRST_ROWS)
-def test_what_a_family_can_do_is_what_its_checkpoints_can(row: str, tmp_path: Path) -> None:
-    """What is said not to be a map is none, and everything else of a layer is one."""
+def test_listed_features_match_those_of_checkpoints(row: str, tmp_path: Path) -> None:
+    """Linear maps listed as not adaptable are not adaptable; every other map of a layer is."""
     model = make_checkpoint(tmp_path, row)
     config = read_config(json.loads((tmp_path / "config.json").read_text()))
     found = features(config.architecture)
@@ -56,8 +56,8 @@ def test_what_a_family_can_do_is_what_its_checkpoints_can(row: str, tmp_path: Pa
     assert isinstance(loaded, LoadedModel)
     layers = [n for n, w in model.named_parameters() if w.ndim > 1 and re.search(r"\.\d+\.", n)]
     for name in layers:
-        is_beside = any(f".{part}." in name for part in found.not_adaptable)
-        assert (name.removesuffix(".weight") in loaded.maps) != is_beside, name
+        is_excluded = any(f".{part}." in name for part in found.not_adaptable)
+        assert (name.removesuffix(".weight") in loaded.maps) != is_excluded, name
 
 
 @pytest.mark.parametrize("row", ["bert/plain", "xlm_roberta/judge"])
@@ -104,14 +104,14 @@ def test_an_adapter_is_checked_against_its_model(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("row", "layers"), [("mistral/window", "every layer has"), ("gpt_oss/sinks", "2 of 3 layers have")]
 )
-def test_a_window_is_said(row: str, layers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_windows_are_shown(row: str, layers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_checkpoint(tmp_path, row)
     assert main(["models", str(tmp_path), "--device", "cpu", "--num-kv-blocks", "40", "--block-size", "16"]) == 0
     assert f"{layers} a window: keys and values of {model.config.sliding_window} positions" in capsys.readouterr().out
 
 
 def test_memory_is_that_of_both_pools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A context for which blocks of all layers would not do: two of three layers have windows."""
+    """A context that fits only because two of three layers have sliding windows."""
     make_checkpoint(tmp_path, "gpt_oss/sinks")
     sizes = ["--device", "cpu", "--num-kv-blocks", "15", "--block-size", "16", "--max-num-batched-tokens", "32"]
     assert main(["models", str(tmp_path), *sizes, "--max-model-len", "400", "--max-num-seqs", "1"]) == 0
@@ -133,7 +133,7 @@ def test_a_sound_checkpoint_is_described_without_its_weights(
     assert "fits on cpu" in out
 
 
-def test_what_does_not_fit_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_fit_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path, "llama/gqa")
     assert main(["models", str(tmp_path), "--device", "cpu", "--num-kv-blocks", "100000000000"]) == 1
     assert "does not fit on cpu: the KV cache needs" in capsys.readouterr().out
@@ -159,14 +159,14 @@ def test_of_a_model_on_the_hub_only_small_files_are_fetched(
 ) -> None:
     model = make_checkpoint(tmp_path, "qwen3_moe/normalised")
     (tmp_path / "model.safetensors").unlink()
-    wanted: list[str] = []
+    patterns: list[str] = []
     monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda name, **o: wanted.extend(o["allow_patterns"]) or str(tmp_path)
+        huggingface_hub, "snapshot_download", lambda name, **o: patterns.extend(o["allow_patterns"]) or str(tmp_path)
     )
     assert main(["models", "owner/name", *FITTING]) == 0
-    assert wanted == ["*.json"]
+    assert patterns == ["*.json"]
     count = sum(weight.numel() for weight in model.parameters())
-    assert f"{count:,} parameters, not looked at" in capsys.readouterr().out
+    assert f"{count:,} parameters, storage types not read" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("row", ["llama/gqa", "gemma3/two_ropes", "gpt2/small", "deepseek_v2/groups"])
@@ -180,7 +180,7 @@ def test_diff_says_that_two_implementations_agree(row: str, tmp_path: Path, caps
     assert lines[-1].startswith("logits")
 
 
-def test_diff_shows_where_they_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_shows_where_they_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path, "llama/gqa", num_hidden_layers=4)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
@@ -195,12 +195,12 @@ def test_diff_shows_where_they_part(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(debug, "_ours", lambda path, tokens: ours)
         assert main(["debug", "diff", str(tmp_path), "--tokens", "1,2,3"]) == 1
-    parting = [line for line in capsys.readouterr().out.splitlines() if "parts here" in line]
+    parting = [line for line in capsys.readouterr().out.splitlines() if "differs here" in line]
     assert len(parting) == 1
     assert parting[0].startswith("layer 2")
 
 
-def test_diff_refuses_tokens_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_refuses_invalid_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path, "llama/gqa")
     assert main(["debug", "diff", str(tmp_path), "--tokens", "1,x"]) == 2
     assert "'1,x' is not a list of ids" in capsys.readouterr().err

@@ -20,8 +20,8 @@ SAMPLES: dict[type, Any] = {int: 3, float: 0.5, str: "text"}
 EXCLUSIVE = {
     *("num_kv_blocks", "enable_prefix_caching", "merge_lora", "decode_interval", "isolate_keys", "tenant_by", *OWNERS),
 }
-"""Refused beside ``kv_cache_memory``, ``kv_offload_dir``, ``max_itl``, ``enable_kv_events`` or ``tenant_header``, off
-beside the last but one, or under other policies than their own."""
+"""Refused together with ``kv_cache_memory``, ``kv_offload_dir``, ``max_itl``, ``enable_kv_events`` or ``tenant_header``
+(``enable_prefix_caching``: if off), or under policies to which they do not apply."""
 
 
 NEEDED = {
@@ -94,7 +94,7 @@ def test_without_any_source_defaults_hold() -> None:
     assert load(config_class=EngineConfig) == EngineConfig()
 
 
-def test_flag_goes_before_variable_before_file(tmp_path: Path) -> None:
+def test_flag_overrides_variable_overrides_file(tmp_path: Path) -> None:
     file = write(tmp_path, "port: 1\nmax-num-seqs: 10\nhost: file\n")
     environ = {"OCTAVO_PORT": "2", "OCTAVO_MAX_NUM_SEQS": "20"}
     config = load("--port", "3", *file, environ=environ)
@@ -133,7 +133,7 @@ def test_a_bad_value_is_reported_under_its_source(argv: list[str], environ: dict
     assert str(refused.value) == message
 
 
-def test_a_bad_value_that_is_overridden_does_no_harm() -> None:
+def test_an_overridden_bad_value_is_ignored() -> None:
     assert load("--port", "1", environ={"OCTAVO_PORT": "x"}).server.port == 1
 
 
@@ -215,14 +215,14 @@ def test_json_may_be_a_mapping(tmp_path: Path) -> None:
     )
 
 
-def test_waiting_for_prompts_and_a_limit_between_tokens_exclude_each_other() -> None:
+def test_decode_interval_and_max_itl_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="decode_interval and max_itl"):
         load("--decode-interval", "4", "--max-itl", "0.1")
     with pytest.raises(ConfigError, match="decode_interval and tpot_target"):
         load("--decode-interval", "4", "--scheduling-policy", "deadline", "--tpot-target", "0.1")
 
 
-def test_a_key_that_every_user_of_the_machine_can_see_is_warned_of() -> None:
+def test_a_key_given_as_a_flag_is_warned_about() -> None:
     args = parser().parse_args(["serve", "--api-key", "s3cret", "--admin-key", "s3cret"])
     admin, api = secret_warnings(args)
     assert admin.startswith("--admin-key ")
@@ -233,11 +233,11 @@ def test_a_key_that_every_user_of_the_machine_can_see_is_warned_of() -> None:
 
 
 @pytest.mark.parametrize("port", ["-1", "65536", "73767", "99999999", "x", "80.5"])
-def test_a_port_that_is_none(port: str) -> None:
+def test_invalid_ports_are_refused(port: str) -> None:
     with pytest.raises(ConfigError, match="port"):
         ServeConfig.from_flat({"model": "x", "port": port})
 
 
 @pytest.mark.parametrize("port", ["0", "1", "65535"])
-def test_a_port_that_is_one(port: str) -> None:
+def test_valid_ports_are_accepted(port: str) -> None:
     assert ServeConfig.from_flat({"model": "x", "port": port}).server.port == int(port)

@@ -1,4 +1,4 @@
-"""Any requests at once, with every field in some of them, say what they say to an engine that only computes."""
+"""Random batches of requests, covering every field, give the same output as a plain engine."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ GRAMMARS = [
     )
 ]
 OTHERS: dict[str, dict[str, Any]] = {
-    "guesses": {"num_kv_blocks": 33, "block_size": 8, "speculative_config": NGRAM},
-    "small blocks, guesses, turns": {
+    "drafts": {"num_kv_blocks": 33, "block_size": 8, "speculative_config": NGRAM},
+    "small blocks, drafts, turns": {
         "num_kv_blocks": 70,
         "block_size": 4,
         "speculative_config": NGRAM,
@@ -64,7 +64,7 @@ FIELDS: Fields = {
     "logit_bias": (0.15, lambda rng: {rng.randrange(256): rng.choice([-100, 5, 100])}),
     "n": (0.2, lambda rng: rng.randrange(1, 4)),
 }
-"""How often each is given, and a value."""
+"""Per field: its probability, and a generator of values."""
 
 
 def some_params(rng: random.Random) -> SamplingParams:
@@ -75,13 +75,13 @@ def some_params(rng: random.Random) -> SamplingParams:
 
 
 def some_prompt(rng: random.Random) -> list[int]:
-    """Runs that come again, so that guesses are made, and begin alike, so that blocks are found."""
+    """Prompts with repeated runs, for drafts, and common prefixes, for prefix cache hits."""
     run = [rng.randrange(97, 103) for _ in range(rng.randrange(1, 12))]
     return (run * 70)[: rng.randrange(1, 70)] + [rng.randrange(256) for _ in range(rng.randrange(3))]
 
 
-def told(results: list[RequestOutput]) -> list[Any]:
-    """Everything but rounding."""
+def without_rounding(results: list[RequestOutput]) -> list[Any]:
+    """The output without rounding differences."""
 
     def rounded(logprobs: Any) -> Any:
         if logprobs is None:
@@ -106,8 +106,8 @@ def test_any_requests(tiny_checkpoint: Path, name: str) -> None:
             prompts = [some_prompt(rng) for _ in params]
             want = plain.generate(prompts, params)
             assert all(output.error is None for result in want for output in result.outputs)
-            assert told(other.generate(prompts, params)) == told(want)
+            assert without_rounding(other.generate(prompts, params)) == without_rounding(want)
             other.engine.check()
         stats = other.engine.stats()
-        assert (stats.num_accepted_drafts > 100) is ("guesses" in name)
+        assert (stats.num_accepted_drafts > 100) is ("drafts" in name)
         assert stats.num_preemptions

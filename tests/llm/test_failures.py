@@ -1,4 +1,4 @@
-"""What goes wrong with one prompt stays with it, and Ctrl-C leaves the engine whole."""
+"""The failure of one prompt does not affect others, and Ctrl-C leaves the engine usable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Watched:
 
 
 class WatchedStep:
-    """A step of it."""
+    """A step of ``Watched``."""
 
     def __init__(self, pending: Pending, plan: Plan, check: Callable[[Plan], None]) -> None:
         self.pending, self.plan, self.check = pending, plan, check

@@ -19,7 +19,7 @@ def a_token(llm: LLM) -> int:
 
 
 def says_a(llm: LLM, **changes: Any) -> SamplingParams:
-    """Parameters under which the model says nothing but the letter a."""
+    """Parameters under which the model generates only the letter a."""
     return SamplingParams(temperature=0, logit_bias={a_token(llm): 100}, **changes)
 
 

@@ -1,4 +1,4 @@
-"""What ``import octavo`` offers, and that it is quick."""
+"""The public names of ``octavo``, and that importing it is fast."""
 
 from __future__ import annotations
 

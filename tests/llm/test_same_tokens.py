@@ -1,4 +1,4 @@
-"""What changes how tokens are computed, and never which: each on its own, beside the plain engine."""
+"""Settings that change how tokens are computed give the tokens of the plain engine, one setting at a time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Said = list[list[int]]
 
 
 def prompts_that_begin_alike() -> list[list[int]]:
-    """A long beginning that ends anywhere in a block, and what differs."""
+    """Prompts with a long common prefix that ends anywhere in a block."""
     rng = random.Random(1)
     shared = [rng.randrange(256) for _ in range(90)]
     return [[*shared[: rng.randrange(20, 90)], *(rng.randrange(256) for _ in range(9))] for _ in range(8)]
 
 
 def said(model: Path, params: SamplingParams, **settings: Any) -> tuple[Said, EngineStats]:
-    """What an engine with these settings says: to the first prompt alone, then to all."""
+    """The output of an engine with these settings: for the first prompt alone, then for all."""
     prompts = prompts_that_begin_alike()
     with LLM(model, **settings) as llm:
         first = llm.generate([prompts[0]], params)
@@ -64,19 +64,18 @@ def test_guesses(tiny_checkpoint: Path, plainly: dict[float, Said], params: Samp
     assert (stats.num_preemptions > 0) is (num_kv_blocks == 18)
 
 
-def test_guesses_and_stop_strings(tiny_checkpoint: Path) -> None:
-    """The text ends where it would have ended, also when the string is in the middle of what was guessed."""
+def test_drafts_and_stop_strings(tiny_checkpoint: Path) -> None:
+    """The text ends at the stop string, even if it is in the middle of the drafts."""
     prompts = prompts_that_begin_alike()
-    with LLM(tiny_checkpoint, **PLAIN) as plain, LLM(tiny_checkpoint, **PLAIN, speculative_config=NGRAM) as guessing:
-        whole = plain.generate(prompts, GREEDY)
-        for number, result in enumerate(whole):
+    with LLM(tiny_checkpoint, **PLAIN) as plain, LLM(tiny_checkpoint, **PLAIN, speculative_config=NGRAM) as drafting:
+        for number, result in enumerate(plain.generate(prompts, GREEDY)):
             text = result.outputs[0].text
             stop = text[len(text) // 2 :][:2]
             params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=(stop,))
-            want, found = (llm.generate([prompts[number]], params)[0].outputs[0] for llm in (plain, guessing))
+            want, found = (llm.generate([prompts[number]], params)[0].outputs[0] for llm in (plain, drafting))
             assert (found.text, found.finish_reason) == (want.text, want.finish_reason)
             assert found.finish_reason == "stop"
-        assert guessing.engine.stats().num_accepted_drafts > 0
+        assert drafting.engine.stats().num_accepted_drafts > 0
 
 
 def test_a_contiguous_cache_is_one_block_for_each_context(tiny_checkpoint: Path, plainly: dict[float, Said]) -> None:

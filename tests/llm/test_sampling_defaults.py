@@ -1,4 +1,4 @@
-"""``LLM`` samples as the model's generation config says where the caller says nothing at all."""
+"""``LLM`` samples by the model's generation config if the caller gives no parameters."""
 
 from __future__ import annotations
 

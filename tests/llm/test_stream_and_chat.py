@@ -1,4 +1,4 @@
-"""``LLM.stream`` gives in pieces what ``generate`` gives whole; ``LLM.chat`` writes prompts with the template."""
+"""The pieces of ``LLM.stream`` add up to the output of ``generate``; ``LLM.chat`` renders the chat template."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tests.llm.tiny import SETTINGS, write_checkpoint
 
 def test_pieces_concatenate_to_the_whole(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=1, max_tokens=12, logprobs=1, stop=("\x00",))
-    (whole,) = llm.generate("Hello", params)
+    (result,) = llm.generate("Hello", params)
     pieces = list(llm.stream("Hello", params))
-    for wanted in whole.outputs:
-        own = [piece for piece in pieces if piece.index == wanted.index]
-        assert "".join(piece.text for piece in own) == wanted.text
-        assert [token for piece in own for token in piece.token_ids] == wanted.token_ids
-        assert [entry for piece in own for entry in piece.logprobs or []] == wanted.logprobs
-        assert own[-1].finish_reason == wanted.finish_reason
-        assert own[-1].cumulative_logprob == wanted.cumulative_logprob
+    for expected in result.outputs:
+        own = [piece for piece in pieces if piece.index == expected.index]
+        assert "".join(piece.text for piece in own) == expected.text
+        assert [token for piece in own for token in piece.token_ids] == expected.token_ids
+        assert [entry for piece in own for entry in piece.logprobs or []] == expected.logprobs
+        assert own[-1].finish_reason == expected.finish_reason
+        assert own[-1].cumulative_logprob == expected.cumulative_logprob
         assert all(piece.finish_reason is None for piece in own[:-1])
         assert len(own) > 1
 

@@ -188,7 +188,7 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_loaded(
         ({"enable_lora": False, "merge_lora": True}, "one adapter"),
         ({"merge_lora": True}, "merge_lora"),
         ({"lora_modules": "a0"}, "NAME=PATH"),
-        ({"lora_modules": "a0=/x,a0=/y"}, "a name of its own"),
+        ({"lora_modules": "a0=/x,a0=/y"}, "a unique name"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(made: Made, settings: dict[str, Any], named: str) -> None:

@@ -114,7 +114,7 @@ def test_who_is_charged_by_key_and_by_adapter(serve_app: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tenant_by": "key", "tenant_header": "x-t", "api_key_file": "keys"}, "both say who is charged"),
+        ({"tenant_by": "key", "tenant_header": "x-t", "api_key_file": "keys"}, "both identify the tenant"),
         ({"tenant_by": "key", "api_key": "k"}, "tenant_by key needs api_key_file"),
         ({"tenant_by": "adapter"}, "tenant_by adapter needs enable_lora"),
         ({"tenant_by": "address"}, "tenant_by"),

@@ -1,4 +1,4 @@
-"""Where a request's time went, from the events of the real scheduler on a clock of steps."""
+"""Reports of requests, from events of the real scheduler on a virtual clock."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_was_found_in_the_cache() -> None:
     found = serve([request(0, 1.0, prompt=40), Request(1, [100, *range(39), 5], SamplingParams(), 2, arrival=2.0)])
     assert (found[0]["cached_tokens"], found[1]["cached_tokens"]) == (0, 32)
     assert found[1]["chunks"] == [9]
-    assert "32 of them found in the cache" in as_text(found[1])
+    assert "32 found in the prefix cache" in as_text(found[1])
 
 
 def test_faults_are_told() -> None:

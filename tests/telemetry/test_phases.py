@@ -1,4 +1,4 @@
-"""Each part of a start is logged with its own seconds."""
+"""Each phase of startup is logged with its duration."""
 
 from __future__ import annotations
 
