@@ -331,7 +331,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kernels: dict[str, str]
     """Kernel chosen for each op."""
     kv_groups: tuple[KVGroupInfo, ...] = ()
-    """The KV groups of the cache; ``num_kv_blocks`` counts those of the first, which has the largest window."""
+    """The KV groups of the cache; ``num_kv_blocks`` counts those of the first, which reaches furthest back."""
     tasks: tuple[Task, ...] = ("generate",)
     """Tasks that the model supports."""
     embedding_size: int = 0
