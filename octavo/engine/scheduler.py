@@ -406,7 +406,7 @@ class Scheduler:
             assert seq.id == request_id, "a running sequence is filed under another id"
             assert request_id not in self.waiting, "a sequence is running and waiting"
             assert seq.status in (RUNNING, Status.YIELDING), "a running sequence has another status"
-            assert seq.status is RUNNING or seq is self.yielding, "a running sequence yields to nobody"
+            assert seq.status is RUNNING or seq is self.yielding, "a yielding sequence is not recorded"
             assert seq.num_computed_tokens <= seq.capacity, "a computed position has no block"
             is_complete = seq.num_computed_tokens == seq.max_computed_tokens
             assert is_complete or len(seq.tokens) <= seq.max_computed_tokens, "more is planned than is ever needed"
