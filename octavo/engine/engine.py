@@ -188,4 +188,4 @@ class Engine:
         for plan, _ in self.in_flight:
             for item in plan:
                 end = item.start + len(item.tokens) + len(item.drafts)
-                assert item.seq.capacity >= end, "blocks were taken back while in flight"
+                assert item.seq.capacity >= end, "blocks were released while in flight"

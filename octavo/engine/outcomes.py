@@ -8,7 +8,9 @@ from octavo.telemetry.events import EventLog
 from octavo.types import EngineStats, FinishReason, Output, Sampled, Scheduled, Sequence
 
 
-def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats, events: EventLog) -> Output | None:
+def apply_result(
+    item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats, events: EventLog
+) -> Output | None:
     """Replace the pending token by the sampled ones, and publish the blocks that are now full.
 
     Returns the output, if there is any, with a ``finish_reason`` if the sequence must be ended.

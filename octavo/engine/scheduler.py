@@ -13,7 +13,7 @@ from octavo.cache.kv_cache import KVCache
 from octavo.cache.node import Node
 from octavo.config import SchedulerSettings
 from octavo.engine.gauges import snapshot
-from octavo.engine.outcomes import error_output, take_in
+from octavo.engine.outcomes import apply_result, error_output
 from octavo.engine.policies import make_policy
 from octavo.engine.policies.policy import Surroundings
 from octavo.engine.shares import take, take_drafts
@@ -325,7 +325,7 @@ class Scheduler:
                 self._let_go(seq)
             elif result.error is not None:
                 outputs.append(self._end_with_error(seq, result.error))
-            elif news := take_in(item, result, cache, stats, events):
+            elif news := apply_result(item, result, cache, stats, events):
                 outputs.append(news)
                 if news.finish_reason is not None:
                     self._finish(seq, news.finish_reason)

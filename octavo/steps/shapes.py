@@ -108,7 +108,7 @@ def _mixed_seqs(num_rows: int) -> tuple[int, ...]:
 
 
 def graph_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = False) -> list[StepShape]:
-    """All shapes that have a graph, the largest first, so that smaller ones reuse its memory; those with extras last."""
+    """All shapes with a graph, the largest first, so that smaller ones reuse its memory; those with extras last."""
     shapes = set()
     for kind in kinds(with_adapters):
         for size in range(1, max_num_seqs + 1):
