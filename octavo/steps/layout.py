@@ -15,7 +15,7 @@ from octavo.steps.shapes import StepShape
 
 ALIGNMENT = 16
 WORD = 8
-"""Unit, in bytes, of a step's size ``num_words``: the executor copies steps in words."""
+"""Bytes of a word, the unit in which executors fetch a step; ``num_words`` is the step's size in words."""
 NO_INDEX = -1
 """Batch index of padding: the last entry of the executor's tables."""
 

@@ -101,7 +101,7 @@ def test_bad_weights_are_refused(weights: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_no_request_starves(policy: str) -> None:
-    """Whoever is worst placed under a policy is served while better placed ones never stop coming."""
+    """A request of the lowest rank under a policy is served while requests of higher rank never stop arriving."""
     disliked = Request(0, list(range(400)), SamplingParams(), 32, arrival=1.0, tenant="x", priority=2, ttft_target=5.0)
     shared = [7] * 320
     flood = [

@@ -66,7 +66,7 @@ def test_prompts_are_not_chunked_while_targets_allow() -> None:
     assert longest_gap(at_once[0], until=1.1) < 0.040, "there is less time yet"
     settings = SchedulerSettings(scheduling_policy="deadline", max_itl=0.012)
     limited = VirtualEngine(settings, max_num_batched_tokens=2048).serve([talker, prompt])
-    assert longest_gap(limited[0]) < 0.025, "the first slice is a guess"
+    assert longest_gap(limited[0]) < 0.025, "the first chunk is sized without measurements"
 
 
 def test_other_policies_know_no_targets() -> None:
