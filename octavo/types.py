@@ -1,10 +1,10 @@
 """The values that the parts of the engine exchange.
 
 A client's ``Request`` becomes one ``Sequence``. The scheduler turns sequences into a ``Plan``, a list of
-``Scheduled``; a ``Runner`` computes it and gives back one ``Sampled`` for each; the scheduler turns those
-into ``Output`` values for whoever is listening.
+``Scheduled``; a ``Runner`` computes it and returns one ``Sampled`` for each; the scheduler turns those into
+``Output`` values for the clients.
 
-Life of a sequence::
+States of a sequence::
 
     WAITING --(admitted)--> RUNNING --(stop, length, abort, error)--> FINISHED
        ^                       |
@@ -26,30 +26,30 @@ from octavo.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 Task = Literal["generate", "embed", "score"]
-"""What is wanted of a prompt: what follows it, its vector, or how well its two texts go together."""
+"""What a request computes from its prompt: a continuation, an embedding, or a relevance score of two texts."""
 
 Order = tuple[float, ...]
-"""A place among others: smaller goes first."""
+"""Sort key of a sequence: smaller goes first."""
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One continuation to compute, fully resolved: what the engine needs and nothing else.
+    """One continuation to compute, with all defaults resolved.
 
     A client's request with ``n=4`` becomes four of these, with ``index`` 0 to 3. A request that an
-    engine process left unfinished is sent again with its ``output_tokens`` so far, and goes on from there.
+    engine process left unfinished is sent again with its ``output_tokens`` so far, and continues from there.
     """
 
     id: int
     prompt_tokens: list[int]
     params: SamplingParams
     max_tokens: int
-    """The resolved limit: never ``None``, and prompt + max_tokens fits the context."""
+    """The resolved limit: prompt + max_tokens fits the context."""
     seed: int = 0
-    """The random key of this continuation, already mixed with ``index`` (unsigned 64 bit)."""
+    """Random seed of this continuation, already mixed with ``index`` (unsigned 64 bit)."""
     eos_token_ids: tuple[int, ...] = ()
-    """Ids that end the text; empty when the client asked to ignore them."""
+    """Ids that end the text; empty with ``ignore_eos``."""
     banned_sequences: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens, none of which the output may complete; the prompt is no part of them."""
+    """Token sequences that the output must not contain; prompt tokens do not count towards a match."""
     output_tokens: list[int] = []
     priority: int = 0
     """Smaller is served first, under the priority policy."""
@@ -58,31 +58,30 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_salt: str = ""
     """Only requests with the same salt share cached blocks."""
     cache_ttl: float = 0.0
-    """Seconds for which its cached blocks are given up only after all others; ``inf`` pins them."""
+    """Seconds during which its cached blocks are evicted only after all others; ``inf`` pins them."""
     session: str = ""
-    """Conversation that this is a turn of, for the session-aware eviction; within its salt."""
+    """Conversation that this request is a turn of, for session-aware eviction; scoped by ``cache_salt``."""
     tenant: str = ""
-    """Who is charged for this request, under the fair policy."""
+    """Tenant that is charged for this request, under the fair policy."""
     ttft_target: float = 0.0
-    """Seconds from arrival in which the first token should come, under the deadline policy; 0: the server's own."""
+    """TTFT target in seconds from arrival, under the deadline policy; 0: the server's default."""
     tpot_target: float = 0.0
-    """Seconds that each token after it should take on average, under the deadline policy; 0: the server's, if any."""
+    """Target for the mean seconds per later token, under the deadline policy; 0: the server's default, if any."""
     task: Task = "generate"
-    """Anything else comes with the last token of the prompt, as ``values``, and ``max_tokens`` is 0."""
+    """Results of other tasks are ``values``, computed with the last prompt token; ``max_tokens`` is then 0."""
     second_start: int | None = None
-    """Where the second of two texts begins in the prompt of an encoder."""
+    """Index of the second text's first token in the prompt of an encoder."""
     adapter: str = ""
-    """Name of the adapter that changes the model for this request; ``cache_salt`` is then such that no request of
-    another adapter has it."""
+    """Name of the LoRA adapter to apply; ``cache_salt`` then differs from that of requests for any other adapter."""
 
 
 class Status(enum.Enum):
-    """Where a sequence is; see the picture at the top of this module."""
+    """State of a sequence; see the diagram at the top of this module."""
 
     WAITING = "waiting"
     RUNNING = "running"
     YIELDING = "yielding"
-    """Running, but to be preempted as soon as it is not in flight."""
+    """Running, and to be preempted as soon as it is not in flight."""
     FINISHED = "finished"
 
 
@@ -92,23 +91,23 @@ class GroupBlocks:
 
     block_table: list[int] = field(default_factory=list)
     first_block: int = 0
-    """Entries of ``block_table`` before this are of blocks that were given back, behind the group's sliding window."""
+    """Index of the first block still held; entries before it were freed behind the group's sliding window."""
     table_version: int = 0
-    """Grows when an existing entry of ``block_table`` changes; appending does not count."""
+    """Incremented when an existing entry of ``block_table`` changes, not when one is appended."""
     published: Any = None
-    """The prefix cache's own note of how far this sequence is published."""
+    """Private to the prefix cache: how far this sequence is published."""
     matched: Any = None
-    """The prefix cache's own note of what it last found of this sequence while it waits."""
+    """Private to the prefix cache: the last match found for this sequence while it waits."""
 
     @property
     def num_held(self) -> int:
-        """Blocks that the sequence holds."""
+        """Number of blocks that the sequence holds."""
         return len(self.block_table) - self.first_block
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
-    """One growing list of tokens with its blocks: all that is mutable about a request.
+    """The mutable state of a request: its tokens and blocks.
 
     ``tokens`` holds the prompt and the output; ``None`` stands for a token that a submitted step is still
     sampling. ``num_computed_tokens`` counts positions whose keys and values are cached or in flight.
@@ -116,7 +115,7 @@ class Sequence:
 
     request: Request
     order: Order = ()
-    """Place among those who run, given by the policy; it changes only while the sequence waits."""
+    """Sort key among running sequences, set by the policy; it changes only while the sequence waits."""
     tokens: list[int | None] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     status: Status = Status.WAITING
@@ -125,29 +124,29 @@ class Sequence:
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when first admitted."""
     groups: list[GroupBlocks] = field(default_factory=lambda: [GroupBlocks()])
-    """Its blocks in each KV group of the cache: as many entries as the cache has groups."""
+    """Its blocks, one entry for each KV group of the cache."""
     capacity: int = 0
-    """Positions that have a block in every KV group; nothing beyond them can be computed."""
+    """Positions that have a block in every KV group; later positions cannot be computed yet."""
     draft_tokens: list[int] = field(default_factory=list)
     num_in_flight: int = 0
     """Submitted steps with this sequence that are not yet committed."""
     epoch: int = 0
-    """Grows when computed positions are taken back, or at the end; older steps in flight are stale."""
+    """Incremented when computed positions are discarded or the sequence ends; older steps in flight are stale."""
     num_preemptions: int = 0
-    """How often its blocks were taken back before it ended."""
+    """How often it was preempted."""
     num_faults: int = 0
     """Failed forward passes that this sequence was part of."""
     first_scheduled: float = 0.0
-    """``time.monotonic()`` of the first step with this sequence; 0 before."""
+    """``time.monotonic()`` when it was first admitted; 0 before."""
     grammar: Any = None
-    """What ``Grammars.prepare`` made of the request's grammar, if any; its ``error`` says why masks are empty."""
+    """Result of ``Grammars.prepare`` if the request has a grammar; its ``error`` says why masks are empty."""
     account: Any = None
-    """The policy's own note of this sequence, such as who is charged for it."""
+    """Private to the policy, such as the tenant that is charged for this sequence."""
     batch_index: int = -1
-    """Where the persistent batch keeps what steps tell of this sequence."""
+    """Index in the persistent batch; -1 before the first step."""
     stop_token_ids: frozenset[int] = field(init=False)
     max_computed_tokens: int = field(init=False)
-    """Positions that are ever computed: prompt and output, but for the last token, which nothing follows."""
+    """Most positions ever computed: prompt and output without the last token, whose keys and values are not needed."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -170,21 +169,21 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
 
     Prefill, a chunk of it, decode, recompute after preemption and verification of drafts are all this
     value with different lengths. The block tables of ``seq`` cover every position computed; while a step is in
-    flight they only grow, or has an entry replaced by a block of equal content (see ``table_version``).
+    flight they only grow, or have an entry replaced by a block of equal content (see ``table_version``).
     """
 
     seq: Sequence
     start: int
     tokens: tuple[int | None, ...]
-    """``None``: the token that the step before this one samples."""
+    """``None``: the token that the previous step samples."""
     drafts: tuple[int, ...]
     samples: bool
-    """Whether this reaches the end of the sequence, so that a token is sampled after it."""
+    """Whether this reaches the end of the sequence, so that the next token is sampled."""
     epoch: int
 
     @property
     def is_stale(self) -> bool:
-        """Whether the sequence was rewound or ended after this was planned; its result is dropped."""
+        """Whether the sequence was rewound or ended after this was planned; the result is then dropped."""
         return self.epoch != self.seq.epoch
 
 
@@ -194,8 +193,8 @@ Plan = list[Scheduled]
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probabilities at one position, of the model's own distribution.
 
-    They are taken before penalties, bias, temperature and truncation. ``top_ids`` are the most likely
-    tokens, best first, as many as asked for; ``rank`` is the sampled token's own place, from 1.
+    They are computed before penalties, bias, temperature and truncation. ``top_ids`` are the requested number
+    of most likely tokens, best first; ``rank`` is the rank of ``token_id``, from 1.
     """
 
     token_id: int
@@ -206,33 +205,33 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Sampled(msgspec.Struct, gc=False):
-    """What a runner gives back for one ``Scheduled``."""
+    """Result of a runner for one ``Scheduled``."""
 
     tokens: list[int]
-    """Accepted drafts and one token more; empty when nothing was sampled."""
+    """Accepted drafts and the bonus token; empty when nothing was sampled."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """For prompt positions ``start + 1 ..`` that this chunk predicts; the first is ``start + 1``'s."""
+    """For the prompt positions that this chunk predicts, from ``start + 1`` on."""
     error: str | None = None
-    """Set when this row alone went wrong, say by logits that are not numbers; its sequence ends."""
+    """Error of this sequence alone, such as non-finite logits; the sequence ends."""
     values: bytes | None = None
-    """The answer to a request whose task is not to generate: a vector or one score, in float32."""
+    """Result of the embed and score tasks: a vector or one score, in float32."""
 
 
 class Output(msgspec.Struct, array_like=True, gc=False):
-    """News of one sequence after a step."""
+    """Output of one sequence after a step."""
 
     request_id: int
     tokens: list[int]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    """The id out of ``params.stop_token_ids`` that ended the text; ``None`` for end-of-text."""
+    """The id of ``params.stop_token_ids`` that ended the text; ``None`` for end-of-text."""
     num_cached_tokens: int = 0
     first_scheduled: float = 0.0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs_start: int = 0
-    """Prompt position that ``prompt_logprobs[0]`` is about."""
+    """Prompt position of ``prompt_logprobs[0]``."""
     error: str | None = None
     values: bytes | None = None
     """See ``Sampled.values``."""
@@ -242,31 +241,31 @@ class KVGroupStats(msgspec.Struct, frozen=True, gc=False):
     """Blocks of one KV group of the cache."""
 
     window: int
-    """Positions that its layers attend to; 0: all."""
+    """Sliding window of its layers in tokens; 0: full attention."""
     num_blocks: int
     num_used_blocks: int
-    """Blocks that a sequence holds."""
+    """Blocks held by sequences."""
     num_cached_blocks: int
     """Idle blocks that the prefix cache keeps for reuse."""
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):
-    """Gauges and ever-growing counters of the deciding half, cheap enough to take every step."""
+    """Gauges and monotonic counters of the engine, cheap enough to read every step."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
     num_used_blocks: int = 0
-    """Blocks that a sequence holds."""
+    """Blocks held by sequences."""
     num_empty_slots: int = 0
-    """Token positions of held blocks in which nothing is: the internal fragmentation."""
+    """Empty slots of held blocks: the internal fragmentation."""
     num_cached_blocks: int = 0
-    """Idle blocks that the prefix cache keeps for reuse; given up as soon as they are needed."""
+    """Idle blocks that the prefix cache keeps for reuse; evicted when they are needed."""
     kv_groups: list[KVGroupStats] = []
-    """Blocks of each KV group, where the cache has several; those above are of the first."""
+    """Blocks of each KV group, where the cache has several; the counts above are of the first."""
     num_steps: int = 0
     num_shares: int = 0
-    """Sequences in all those steps, one added for each step that it was in."""
+    """Sum of the batch sizes, in sequences, of all steps."""
     num_prompt_tokens: int = 0
     """Prompt tokens computed."""
     num_output_tokens: int = 0
@@ -274,7 +273,7 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     prefix_queries: int = 0
     """Tokens looked up in the prefix cache."""
     prefix_hits: int = 0
-    """Of those, found."""
+    """Of those, tokens found."""
     num_faults: int = 0
     """Forward passes that failed."""
     step_tokens: int = 0
@@ -282,43 +281,43 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     step_seconds: float = 0.0
     """Wall time of the last step."""
     num_drafts: int = 0
-    """Guessed tokens that were verified."""
+    """Draft tokens verified."""
     num_accepted_drafts: int = 0
-    """Of those, right ones."""
+    """Of those, tokens accepted."""
     num_copied_tokens: int = 0
-    """Of ``prefix_hits``, and of what was preempted, tokens copied out of a block that only begins alike."""
+    """Cached tokens, also of preempted sequences, that were copied from a block of which only the start matches."""
     num_offload_saved: int = 0
-    """Blocks that went to slower tiers."""
+    """Blocks saved to slower tiers."""
     num_offload_dropped: int = 0
-    """Blocks lost because too many were on their way."""
+    """Blocks lost because too many saves were pending."""
     num_offload_prefetched: int = 0
-    """Blocks read from the disk ahead of their request."""
+    """Blocks read from the disk before their request was admitted."""
     num_offload_restored: int = 0
-    """Blocks that came back in place of being computed."""
+    """Blocks restored from slower tiers instead of being recomputed."""
     num_offload_bad_files: int = 0
-    """Files of the disk that were missing, damaged, or could not be written or read."""
+    """Files of the disk tier that were missing, damaged, or could not be written or read."""
     offload_memory_bytes: int = 0
     offload_disk_bytes: int = 0
     num_evictions: int = 0
-    """Blocks of the prefix cache that were given up to make room."""
+    """Blocks evicted from the prefix cache."""
 
 
 class KVGroupInfo(msgspec.Struct, frozen=True):
-    """Layers that share one block table of each sequence."""
+    """Layers that share one block table per sequence."""
 
     window: int
-    """Positions that they attend to; 0: all."""
+    """Sliding window in tokens; 0: full attention."""
     num_layers: int
     num_blocks: int
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What a built engine is: settled once at start, the same for its whole life."""
+    """Properties of a built engine, fixed at start."""
 
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    """Ids that end a text, as the checkpoint's configuration says."""
+    """Ids that end a text, from the checkpoint's configuration."""
     block_size: int
     num_kv_blocks: int
     max_num_seqs: int
@@ -330,19 +329,19 @@ class EngineInfo(msgspec.Struct, frozen=True):
     memory: dict[str, int]
     """The memory budget, in bytes, by purpose."""
     kernels: dict[str, str]
-    """Operation to the kernel chosen for it."""
+    """Kernel chosen for each op."""
     kv_groups: tuple[KVGroupInfo, ...] = ()
-    """The KV groups of the cache; ``num_kv_blocks`` are those of the first, which reaches furthest back."""
+    """The KV groups of the cache; ``num_kv_blocks`` counts those of the first, which reaches furthest back."""
     tasks: tuple[Task, ...] = ("generate",)
-    """What requests may ask for."""
+    """Tasks that the model supports."""
     embedding_size: int = 0
-    """Numbers in a vector, if there are any."""
+    """Dimension of an embedding; 0 without the embed task."""
     sampling_defaults: dict[str, int | float] = {}
-    """Values of ``SamplingParams`` for requests that leave them open, as the checkpoint's configuration says."""
+    """Defaults of ``SamplingParams`` fields that a request leaves unset, from the checkpoint's configuration."""
 
 
 Masks = Mapping[int, Any]
-"""Sequence id to its allowed tokens, one bit mask (uint8 array) for each position sampled."""
+"""Allowed tokens by sequence id, one bit mask (uint8 array) for each position sampled."""
 
 
 class Pending(Protocol):
@@ -350,11 +349,11 @@ class Pending(Protocol):
 
     @property
     def is_started(self) -> bool:
-        """Whether the device computes it now, or next, although nobody has asked for its result yet."""
+        """Whether the device computes it now or next, before ``sample`` is called."""
         ...
 
     def sample(self, masks: Masks) -> list[Sampled]:
-        """Wait for the step and return one ``Sampled`` per ``Scheduled``; raise ``RunnerError`` if it failed."""
+        """Wait for the step and return one ``Sampled`` per ``Scheduled``; raises ``RunnerError`` if it failed."""
         ...
 
 
@@ -367,34 +366,34 @@ class Runner(Protocol):
 
 
 class Grammars(Protocol):
-    """Structured output: which tokens each sequence may take next."""
+    """Structured output: masks of the tokens that each sequence may sample next."""
 
     def prepare(self, request: Request) -> Future[Any]:
-        """Start to make what masks for ``request``, which has a grammar, are made from; do not wait for it."""
+        """Start to compile the grammar of ``request``, which has one; never wait."""
         ...
 
     def masks(self, plan: Plan) -> Masks:
-        """Masks for the sequences of ``plan`` that need one, as their tokens so far say; do not wait for them."""
+        """Masks for the sequences of ``plan`` that need one, given their tokens so far; never wait."""
         ...
 
 
 class Adapters(Protocol):
-    """Changes of the model that requests may ask for."""
+    """LoRA adapters that requests may name."""
 
     def __contains__(self, name: str) -> bool: ...
 
     def load(self, name: str, path: str) -> None:
-        """Read an adapter from a folder; raise ``CheckpointError``."""
+        """Load the adapter in the folder ``path``; raises ``CheckpointError``."""
         ...
 
     def unload(self, name: str) -> None:
-        """Forget an adapter that no request needs any more."""
+        """Unload an adapter that no request uses any more."""
         ...
 
 
 class Proposer(Protocol):
-    """Speculation: guesses at the next tokens of a sequence."""
+    """Speculative decoding: proposes drafts for the next tokens of sequences."""
 
     def propose(self, plan: Plan) -> None:
-        """Set ``draft_tokens`` of the sequences in a committed ``plan`` that go on."""
+        """Set ``draft_tokens`` of the sequences in a committed ``plan`` that continue."""
         ...

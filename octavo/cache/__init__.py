@@ -1,1 +1,1 @@
-"""Where keys and values live: which block belongs to whom, and which blocks can be shared."""
+"""The KV cache: block allocation, prefix caching, eviction and offloading."""

@@ -1,4 +1,4 @@
-"""Blocks of the KV cache as numbers: a free list, and how many sequences hold each block."""
+"""Free list and reference counts of the KV cache's blocks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from __future__ import annotations
 class BlockPool:
     """``num_blocks`` interchangeable blocks with a reference count each; every operation is O(1).
 
-    A block with references is held by that many block tables. One without is either on the free list or
-    kept by the prefix cache for reuse: the pool does not know which, its owner says so with ``free``.
+    The reference count is the number of block tables that hold the block. A block without references is either on the
+    free list or kept by the prefix cache for reuse; the caller decides which, by calling ``free`` or not.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -20,7 +20,7 @@ class BlockPool:
         return len(self.free_blocks)
 
     def take(self) -> int:
-        """Take a free block, with one reference; there must be one."""
+        """Allocate a free block, with one reference; the free list must not be empty."""
         block = self.free_blocks.pop()
         self.refs[block] = 1
         return block
@@ -30,10 +30,10 @@ class BlockPool:
         self.refs[block] += 1
 
     def drop(self, block: int) -> bool:
-        """Take a reference back; says whether that was the last one."""
+        """Drop a reference to ``block``; returns whether it was the last one."""
         self.refs[block] -= 1
         return self.refs[block] == 0
 
     def free(self, block: int) -> None:
-        """Put ``block``, which has no reference, on the free list: its content is forgotten."""
+        """Put ``block``, which has no references, on the free list; its content is lost."""
         self.free_blocks.append(block)

@@ -1,11 +1,12 @@
-"""Which idle block is given up first.
+"""Eviction policies: which idle block is evicted first.
 
-Only leaves of the tree can go, for a child without its parent could never be found. A policy is a key: the leaf with
-the smallest goes first, and its parent, if that is idle too, is a leaf then. All policies share one heap, in which
-an idle path of any length has one entry; so every operation costs O(log n) in the long run, whatever the policy.
-Where a window lets a child be found without its parent, every idle block can go. Those that the only sequence which
-ever wanted them has left behind go first: it is found again by its last window, and they are of use only to one that
-would go on from the middle of its text.
+Only leaves of the tree can be evicted, since a child without its parent could never be matched. A policy is a key: the
+leaf with the smallest is evicted first, and its parent, if idle, may then be a leaf. All policies share one heap, in
+which an idle path of any length has one entry; every operation costs amortized O(log n).
+
+In sliding-window groups a child can be matched without its parent, so every idle block can be evicted. Blocks that
+were used by one sequence only and are behind its window go first: that sequence is matched by its last window, and
+they would serve only a request that continues from the middle of its text.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Key = tuple[float, ...]
 
 
 def lru(node: Node) -> Key:
-    """Least recently used: held longest ago."""
+    """Least recently used: released longest ago."""
     return (node.rested,)
 
 
@@ -31,32 +32,32 @@ def fifo(node: Node) -> Key:
 
 
 def lfu(node: Node) -> Key:
-    """Least frequently used; among equals, least recently."""
+    """Least frequently used; among equals, least recently used."""
     return (node.uses, node.rested)
 
 
 def slru(node: Node) -> Key:
-    """Segmented LRU (Karedla et al. 1994): what was used once goes before what was used again."""
+    """Segmented LRU (Karedla et al. 1994): blocks used once go before blocks used repeatedly."""
     return (node.is_protected, node.rested)
 
 
 def session(node: Node) -> Key:
-    """What a conversation left behind when it went on another way goes first, then by LRU."""
+    """Blocks of abandoned branches of a conversation first, then LRU."""
     return (not node.is_superseded, node.rested)
 
 
 POLICIES: dict[str, Callable[[Node], Key]] = {policy.__name__: policy for policy in (lru, fifo, lfu, slru, session)}
 
 PROTECTED_SHARE = 0.8
-"""Of the pool, at most so much is protected under slru; beyond that the least recently used of it loses its rank."""
+"""Largest share of the pool that slru protects; beyond it the least recently used protected block is demoted."""
 
 
 Entry = tuple[Key, int, Node]
-"""A leaf's place in the heap; it counts as long as it is the node's ``entry``."""
+"""A heap entry of an evictable node; valid while it is the node's ``entry``."""
 
 
 class IdleBlocks:
-    """The nodes whose blocks nobody holds."""
+    """The nodes whose blocks no sequence holds."""
 
     def __init__(self, policy: str, num_blocks: int, clock: Callable[[], float], *, leaves_only: bool = True) -> None:
         self.key = POLICIES[policy]
@@ -66,7 +67,7 @@ class IdleBlocks:
         self._num_rests = 0
         self._heap: list[Entry] = []
         self._num_entries = 0
-        """Of the heap's entries, those that count."""
+        """Valid entries of the heap."""
         self._num_placed = 0
         self._expiring: list[tuple[float, int, Node]] = []
         self._protected: OrderedDict[Node, None] | None = OrderedDict() if policy == "slru" else None
@@ -76,7 +77,7 @@ class IdleBlocks:
         return self._num_idle
 
     def add(self, node: Node) -> None:
-        """``node`` is idle from now on; so are all below it."""
+        """Add ``node``, whose block became idle."""
         self._num_idle += 1
         self._num_rests += 1
         node.is_idle = True
@@ -87,7 +88,7 @@ class IdleBlocks:
             self.place(node)
 
     def remove(self, node: Node) -> None:
-        """``node`` is held again."""
+        """Remove ``node``, whose block is held again or evicted."""
         self._num_idle -= 1
         node.is_idle = False
         self._displace(node)
@@ -95,7 +96,8 @@ class IdleBlocks:
             self._protected.pop(node, None)
 
     def pop(self) -> Node:
-        """Take out the one to be given up; there must be one. Its parent is to be placed if it is a leaf then."""
+        """Remove and return the node to evict; there must be one. If its parent is then an idle leaf, the caller must
+        ``place`` it."""
         self._expire()
         while True:
             entry = heapq.heappop(self._heap)
@@ -105,7 +107,7 @@ class IdleBlocks:
                 return node
 
     def place(self, node: Node) -> None:
-        """Give ``node``, which is idle and can go, its place by its key as of now."""
+        """Insert ``node``, which is idle and evictable, into the heap by its current key, replacing any older entry."""
         self._displace(node)
         self._num_placed += 1
         is_kept = node.kept_until > self.clock() if node.kept_until else False
@@ -136,7 +138,7 @@ class IdleBlocks:
                 heapq.heapify(self._heap)
 
     def _expire(self) -> None:
-        """Give those whose time is over the place that they have without it."""
+        """Place nodes whose ``kept_until`` has passed again, without that protection."""
         while self._expiring and self._expiring[0][0] <= self.clock():
             note = heapq.heappop(self._expiring)
             if self._still_holds(note):
@@ -152,9 +154,9 @@ class IdleBlocks:
                 self.place(oldest)
 
     def check(self, leaves: set[Node]) -> None:
-        """Assert that ``leaves``, or all that are idle where these can go, are what can be given up."""
+        """Assert that the evictable nodes are ``leaves`` (all idle nodes in sliding-window groups)."""
         placed = {entry[2] for entry in self._heap if entry[2].entry is entry}
         assert placed == leaves, "an idle leaf has no place in the heap, or something else has one"
         assert len(placed) == self._num_entries, "places are miscounted"
-        assert len(self._heap) <= 2 * self._num_entries + 16, "leftovers pile up"
+        assert len(self._heap) <= 2 * self._num_entries + 16, "too many stale entries in the heap"
         assert sum(map(self._still_holds, self._expiring)) <= self._num_entries, "a hint is noted twice"

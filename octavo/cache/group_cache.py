@@ -1,18 +1,18 @@
-"""One KV group of the cache: a pool of blocks, the index of those that can be found again, and a sliding window.
+"""One KV group of the cache: a block pool, the prefix cache's tree, and the sliding window.
 
 A block is in exactly one of three states::
 
-               reserve                        publish: full and committed blocks are put in the tree
+               reserve                        publish: full and committed blocks are added to the tree
        FREE ───────────> HELD by sequences ──────────────────────────────────────────────┐
         ^                  │         ^                                                   │
         │   release        │         │ adopt                                             v
-        ├──────────────────┘         └──────────────── IDLE: in the tree, held by nobody
+        ├──────────────────┘         └──────────────── IDLE: in the tree, held by no sequence
         └────────────────────────────────────────────── evict, when a reservation needs it
 
     num_free + num_used + num_cached == num_blocks
 
-Where the group has a window, a sequence gives back what is behind it (``slide``), and a prefix is found by its last
-blocks alone. What a sequence holds here is its ``groups[index]``.
+With a sliding window, a sequence frees its blocks behind the window (``slide``), and a prefix matches by the blocks of
+its last window alone. The blocks that a sequence holds here are in its ``groups[index]``.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from octavo.types import GroupBlocks, Sequence
 
 
 class GroupSize(NamedTuple):
-    """What a KV group of the cache is made of."""
+    """Size of a KV group of the cache."""
 
     num_blocks: int
     window: int = 0
-    """Positions up to its own that a row attends to; 0: all."""
+    """Sliding window in tokens, the row's own included; 0: full attention."""
 
 
 class GroupCache:
-    """Hands blocks of one KV group to sequences; see ``KVCache``, which asks all groups at once."""
+    """Allocates blocks of one KV group to sequences; see ``KVCache``, which combines all groups."""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class GroupCache:
         self.pool = BlockPool(size.num_blocks)
         self.tree = RadixTree(block_size, eviction, size.num_blocks, clock, events, has_window=size.window > 0)
         self.num_evicted = 0
-        """Idle blocks that were given up to make room."""
+        """Blocks evicted from the prefix cache."""
         self.num_slots = 0
-        """Token positions in all block tables, those given back included; a shared block counts in each."""
+        """Slots in all block tables, including entries behind the window; a shared block counts in each table."""
         root = self.tree.root
         self._last_border = (root, root, root)
-        """The node whose path was looked at last, the deepest held block on it, and the first idle one: who is first
-        in line, and has no room, asks again in every step."""
+        """Cache of ``_num_idle``: the last node asked for, the deepest held node on its path, and the first idle one.
+        A waiting sequence for which there are no blocks asks again in every step."""
         self._asks_for_turns = eviction == "session"
         self._last_turns: OrderedDict[tuple[str, str], Node] = OrderedDict()
-        """The end of the latest turn of each session, by salt and session; as many as there are blocks."""
+        """Last node of the latest turn of each session, by salt and session; at most ``num_blocks`` entries."""
 
     @property
     def num_blocks(self) -> int:
@@ -84,34 +84,34 @@ class GroupCache:
 
     @property
     def num_cached(self) -> int:
-        """Idle blocks, kept only for reuse."""
+        """Idle blocks, kept for reuse."""
         return len(self.tree.idle)
 
     @property
     def num_used(self) -> int:
-        """Blocks that some sequence holds."""
+        """Blocks held by sequences."""
         return self.num_blocks - self.num_free - self.num_cached
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold ``num_tokens`` positions."""
+        """Number of blocks that hold ``num_tokens`` positions."""
         return -(-num_tokens // self.block_size)
 
     def blocks_behind(self, num_tokens: int) -> int:
-        """How many blocks neither position ``num_tokens`` nor a later one looks back to."""
+        """Number of blocks to which neither position ``num_tokens`` nor a later one attends."""
         return max(0, num_tokens + 1 - self.window) // self.block_size if self.window else 0
 
     def most_held(self, num_tokens: int, max_step_tokens: int) -> int:
-        """The most blocks that a sequence of ``num_tokens`` positions must hold at once."""
-        span = self.window + max_step_tokens if self.window else num_tokens  # not at a block's edge: one more
+        """The most blocks that a sequence of ``num_tokens`` positions needs at once."""
+        span = self.window + max_step_tokens if self.window else num_tokens  # unaligned, hence one more below
         return min(self.blocks_for(num_tokens), self.blocks_for(span) + 1)
 
     # ---- prefixes
 
     def match(self, seq: Sequence, num_blocks: int) -> Node:
-        """The end of the longest cached prefix of ``seq``, at most ``num_blocks`` deep.
+        """The last node of the longest cached prefix of ``seq``, at most ``num_blocks`` deep.
 
-        With a window, only the last window of it has to be cached. The search goes on from where the last one for
-        ``seq`` ended, so that asking again while it waits costs only what changed.
+        With a sliding window, only the last window of the prefix has to be cached. The search resumes from the last
+        result for ``seq``, so that repeated calls while it waits cost only what changed.
         """
         held, salt = seq.groups[self.index], seq.request.cache_salt
         if self.window:
@@ -123,7 +123,7 @@ class GroupCache:
         return node
 
     def _usable_ends(self, seq: Sequence, held: GroupBlocks) -> list[Node]:
-        """The ends of all prefixes of ``seq`` whose last window is cached, the root first."""
+        """The last nodes of all prefixes of ``seq`` whose last window is cached, the root first."""
         version = (self.tree.num_born, len(self.tree.node_of), len(seq.tokens))
         if held.matched is None or held.matched[0] != version:
             ends = self.tree.find_recent(
@@ -137,19 +137,19 @@ class GroupCache:
         return usable
 
     def fits(self, end: Node, num_tokens: int, num_spare: int = 0) -> bool:
-        """Whether there are blocks for ``num_tokens`` positions of which those up to ``end`` are cached, and
-        ``num_spare`` for others, if there are any: not less than the watermark then."""
-        num_idle = self._num_idle(end)  # counted as to be had, but needed here
+        """Whether there are blocks for ``num_tokens`` positions, of which those up to ``end`` are cached, with
+        ``num_spare`` left, or the watermark if that is more; with ``num_spare`` 0 the watermark does not apply."""
+        num_idle = self._num_idle(end)  # counted in num_cached, but not evictable for this sequence
         num_missing = self.blocks_for(num_tokens) - end.depth + num_idle
         num_spare = max(num_spare, self.num_spared) if num_spare else 0
         return num_missing + num_spare <= self.num_free + self.num_cached
 
     def _num_idle(self, node: Node) -> int:
-        """How many blocks on the path to ``node``, of those that it looks back to, nobody holds."""
+        """Number of idle blocks on the path to ``node``, without those behind its window."""
         if self.window:
             num_behind = self.blocks_behind(node.depth * self.block_size)
             return sum(self.pool.refs[block] == 0 for block in node.path()[num_behind:])
-        # All above a held block are held, and all below an idle one idle, so the place between them says it all.
+        # All nodes above a held one are held, and all below an idle one are idle: the border between them suffices.
         asked, held, idle = self._last_border
         if asked is not node or not self._is_held(held) or (held is not node and self._is_held(idle)):
             held = idle = node
@@ -162,18 +162,18 @@ class GroupCache:
         return node.parent is None or self.pool.refs[node.block] > 0
 
     def find_part(self, seq: Sequence, end: Node) -> tuple[int, int]:
-        """The block below ``end`` that begins with most of what follows in ``seq``, and with how many positions; a
-        token is left to compute.
+        """The child block of ``end`` that shares the most first tokens with what follows in ``seq``, and their number;
+        at least one token is left to compute.
 
-        To be asked before blocks are reserved: what is evicted for them may be that block.
+        To be called before blocks are reserved, since that may evict the block.
         """
         limit = min(len(seq.tokens) - 1 - end.depth * self.block_size, self.block_size - 1)
         return self.tree.nearest(end, seq.tokens, limit, seq.request.cache_salt) if limit > 0 else (-1, 0)
 
-    # ---- what a sequence holds
+    # ---- blocks of a sequence
 
     def adopt(self, seq: Sequence, end: Node) -> None:
-        """Give ``seq``, which holds nothing, the blocks up to ``end`` that are not behind the window."""
+        """Give ``seq``, which holds no blocks, the blocks up to ``end`` that are not behind the window."""
         held = seq.groups[self.index]
         first = held.first_block = self.blocks_behind(end.depth * self.block_size)
         blocks = end.path()[first:]
@@ -192,7 +192,7 @@ class GroupCache:
         return num_missing <= len(self.pool.free_blocks) + len(self.tree.idle)
 
     def grow(self, seq: Sequence, num_tokens: int) -> None:
-        """Add blocks to the table of ``seq`` until it covers ``num_tokens`` positions; ``can_grow`` says it can."""
+        """Append blocks to the table of ``seq`` until it covers ``num_tokens`` positions; ``can_grow`` must hold."""
         table = seq.groups[self.index].block_table
         num_missing = -(-num_tokens // self.block_size) - len(table)
         if num_missing > 0:
@@ -201,13 +201,13 @@ class GroupCache:
             self.num_slots += num_missing * self.block_size
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
-        """Let others find the full blocks among the first ``num_tokens`` positions of ``seq``.
+        """Add the full blocks among the first ``num_tokens`` positions of ``seq`` to the tree.
 
-        ``published`` is the last node of ``seq`` in the tree, so only blocks completed since then are looked at.
+        ``published`` is the last node of ``seq`` in the tree, so only blocks completed since then are visited.
 
-        When another sequence published the same prefix first, ``seq`` changes over to that block and gives its
-        own back. Both then hold one path. With a copy each, a child would hang below a parent that its
-        holder does not hold: the parent could go idle, and could not be evicted.
+        If another sequence published the same prefix first, ``seq`` switches to that block and releases its own, so
+        that both hold one path. Otherwise a node could have a parent that its holder does not hold: the parent could
+        become idle, but could not be evicted.
         """
         if not self.enable_prefix_caching:
             return
@@ -229,14 +229,14 @@ class GroupCache:
         held.published = node
 
     def slide(self, seq: Sequence, num_tokens: int) -> None:
-        """Take back the blocks of ``seq`` that are behind the window, where ``num_tokens`` positions are committed."""
+        """Free the blocks of ``seq`` that are behind the window, given ``num_tokens`` committed positions."""
         held = seq.groups[self.index]
         first, held.first_block = held.first_block, max(held.first_block, self.blocks_behind(num_tokens))
         for block in held.block_table[first : held.first_block]:
             self._drop(block, is_passed=True)
 
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
-        """Take back the blocks of positions from ``num_tokens`` on only, none of which may be published."""
+        """Free the blocks that hold only positions from ``num_tokens`` on, none of which may be published."""
         held = seq.groups[self.index]
         assert held.published is None or num_tokens >= held.published.depth * self.block_size
         surplus = held.block_table[self.blocks_for(num_tokens) :]
@@ -248,7 +248,7 @@ class GroupCache:
                 self._drop(block)
 
     def release(self, seq: Sequence) -> None:
-        """Take back all blocks of ``seq``; what it published stays findable until evicted."""
+        """Release all blocks of ``seq``; its published blocks stay in the prefix cache until evicted."""
         request, held = seq.request, seq.groups[self.index]
         if held.published is not None:
             if request.cache_ttl:
@@ -265,8 +265,8 @@ class GroupCache:
         held.published = None
 
     def _note_turn(self, session: tuple[str, str], held: GroupBlocks) -> None:
-        """A sequence ends the latest turn of its session; nobody comes again where it left the path of the turn
-        before."""
+        """Record the end of a session's latest turn; blocks of the turn before that are not on its path are
+        superseded."""
         before = self._last_turns.pop(session, None)
         if before is not None:
             self.tree.supersede(before, held.block_table)
@@ -275,7 +275,7 @@ class GroupCache:
             self._last_turns.popitem(last=False)
 
     def evict(self, num_blocks: int) -> None:
-        """Forget ``num_blocks`` idle blocks, in the order of the eviction policy; none when negative."""
+        """Evict ``num_blocks`` idle blocks, in the order of the eviction policy; none if negative."""
         for _ in range(num_blocks):
             self.pool.free(self.tree.evict())
             self.num_evicted += 1

@@ -1,16 +1,16 @@
-"""The KV cache as accounting: which block belongs to which sequence, and which can be found again.
+"""The KV cache's bookkeeping: which block belongs to which sequence, and which blocks the prefix cache can reuse.
 
-Layers that cache the same positions are a KV group, and share one block table of each sequence. A ``GroupCache`` has
-the blocks of one group; ``KVCache`` asks all groups at once, so that a sequence gets blocks in every group or in none,
-and a prefix counts as far as every group has what it needs of it: full attention all of it, a sliding window the last
-window::
+Layers that cache the same positions are a KV group, and share one block table per sequence. A ``GroupCache`` manages
+the blocks of one group; ``KVCache`` combines all groups, so that a sequence gets blocks in every group or in none,
+and a prefix matches as far as every group has the blocks it needs: full attention all of them, a sliding window those
+of the last window::
 
-    full attention    a a a a b b b c c c .     block tables of one sequence, a letter for what was computed together:
-    sliding window    . . . . . . . c c c .     it holds all of the first, and a window and a step of the second
+    full attention    a a a a b b b c c c .     block tables of one sequence, one letter per step:
+    sliding window    . . . . . . . c c c .     full attention holds all blocks, the window those of a window and a step
 
-The tensors live elsewhere (``KVStorage``); here a block is a number. Verbs: ``match``, ``admits``, ``start``,
-``adopt``, ``reserve``, ``publish``, ``slide``, ``truncate``, ``release``, ``check``. None of them costs more than the
-tokens it is about.
+The tensors are in ``KVStorage``; here a block is a number. Verbs: ``match``, ``admits``, ``start``, ``adopt``,
+``reserve``, ``publish``, ``slide``, ``truncate``, ``release``, ``check``. Each but ``check`` costs at most
+O(tokens involved).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from octavo.errors import ConfigError
 from octavo.types import GroupBlocks, Request, Sequence
 
 CopySlots = Callable[[int, int, int, int], None]
-"""Copies the first positions of one block into another, given the KV group, both blocks and their number, before any
-step that is submitted from now on."""
+"""Copies the first slots of one block into another, before any step that is submitted later. Arguments: KV group,
+source block, target block, number of slots."""
 
 
 class KVCache:
-    """Hands blocks of ``block_size`` token positions to sequences, and shares those with equal prefixes.
+    """Allocates blocks of ``block_size`` slots to sequences, and shares blocks of equal prefixes.
 
-    ``groups`` are the KV groups, the one that reaches furthest back first; a number stands for one group of full
-    attention with so many blocks. ``eviction`` is a policy of ``octavo.cache.eviction``. ``watermark`` is the share of
-    the blocks that admission leaves alone, for those who run to grow into. ``events`` tell of the first group.
+    ``groups`` are the KV groups, the one that reaches furthest back first; a number means one full-attention group
+    with that many blocks. ``eviction`` is a policy of ``octavo.cache.eviction``. ``watermark`` is the share of the
+    blocks that admission keeps free for running sequences to grow into. ``events`` record the first group's blocks.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class KVCache:
             for index, size in enumerate([GroupSize(groups)] if isinstance(groups, int) else groups)
         ]
         self.sliding = [group for group in self.groups if group.window]
-        """The groups that take back blocks behind a window."""
+        """The sliding-window groups, which free blocks behind their window."""
         self.offload: Offload | None = None
-        """Where the contents of evicted blocks go, and come back from."""
+        """Slower tiers that keep the contents of evicted blocks."""
         self.copy_slots: CopySlots | None = None
-        """With it, a block is reused in part where the next tokens begin like it."""
+        """If set, the matching first slots of a cached block are copied where the block matches only in part."""
         self.num_copied = 0
-        """Positions that were copied in place of being computed."""
+        """Positions that were copied instead of computed."""
         self.num_filled = 0
         """Positions computed or in flight, of all sequences that hold blocks."""
 
@@ -84,13 +84,12 @@ class KVCache:
 
     @property
     def num_empty_slots(self) -> int:
-        """Token positions of the first group's held blocks in which nothing is. Shared blocks are full, so each is
-        counted once."""
+        """Empty slots of the first group's held blocks. Shared blocks have none, so none is counted twice."""
         return self.groups[0].num_slots - self.num_filled
 
     @property
     def roots(self) -> list[Node]:
-        """In each group, the end of a prefix of no tokens."""
+        """In each group, the node of the empty prefix."""
         return [group.tree.root for group in self.groups]
 
     def no_blocks(self) -> list[GroupBlocks]:
@@ -98,15 +97,15 @@ class KVCache:
         return [GroupBlocks() for _ in self.groups]
 
     def could_hold(self, num_tokens: int, max_step_tokens: int) -> bool:
-        """Whether all blocks together are enough for a sequence of ``num_tokens`` positions."""
+        """Whether an empty cache has enough blocks for a sequence of ``num_tokens`` positions."""
         return all(group.most_held(num_tokens, max_step_tokens) <= group.num_blocks for group in self.groups)
 
-    # ---- a sequence starts
+    # ---- admission
 
     def match(self, seq: Sequence) -> list[Node]:
-        """The end, in each group, of the longest prefix of ``seq`` that all groups have cached; never all of ``seq``.
+        """In each group, the last node of the longest prefix of ``seq`` that all groups have cached.
 
-        At least one token is left to compute, since sampling needs the logits after the last one.
+        At least one token is left to compute, since sampling needs the logits of the last token.
         """
         least = (len(seq.tokens) - 1) // self.block_size
         while True:
@@ -117,30 +116,32 @@ class KVCache:
                 return ends
 
     def admits(self, seq: Sequence, ends: list[Node], max_step_tokens: int, num_spare: int = 0) -> bool:
-        """Whether ``seq``, cached up to ``ends``, can be started, with ``num_spare`` blocks left in each group for
-        others, if there are any: not less than the watermark then.
+        """Whether ``seq``, cached up to ``ends``, can be started with ``num_spare`` blocks left in each group, or the
+        watermark if that is more; with ``num_spare`` 0, no other sequence runs and the watermark does not apply.
 
-        That takes blocks for all its tokens; in a group with a window, for a step, as blocks come back on the way.
+        Blocks are needed for all its tokens; in sliding-window groups for one step, since blocks behind the window are
+        freed.
         """
         needs = self._first_needs(seq, ends, max_step_tokens)
         return all(group.fits(end, need, num_spare) for group, end, need in zip(self.groups, ends, needs, strict=True))
 
     def _first_needs(self, seq: Sequence, ends: list[Node], max_step_tokens: int) -> list[int]:
-        """Positions that must have blocks in each group when ``seq`` is started."""
+        """In each group, the positions that need blocks when ``seq`` is started."""
         num_tokens = len(seq.tokens)
         of_step = min(num_tokens, ends[0].depth * self.block_size + max_step_tokens)
         return [of_step if group.window else num_tokens for group in self.groups]
 
     def adopt(self, seq: Sequence, ends: list[Node]) -> None:
-        """Start ``seq``, which holds nothing, with the blocks up to ``ends``, as ``match`` gave them."""
+        """Give ``seq``, which holds no blocks, the cached blocks up to ``ends``, from ``match``."""
         for group, end in zip(self.groups, ends, strict=True):
             group.adopt(seq, end)
         seq.num_computed_tokens = seq.capacity = ends[0].depth * self.block_size
         self.num_filled += seq.num_computed_tokens
 
     def start(self, seq: Sequence, ends: list[Node], shares: bool, max_step_tokens: int) -> None:
-        """Give ``seq``, which holds nothing, the blocks up to ``ends``, as ``match`` gave them, and the others that
-        ``admits`` says are there. With ``shares``, more of them may have been computed elsewhere."""
+        """Give ``seq``, which holds no blocks, the cached blocks up to ``ends``, from ``match``, and new ones for the
+        rest, which ``admits`` must have confirmed. With ``shares``, offloaded or partially matching blocks are reused,
+        too."""
         needs = self._first_needs(seq, ends, max_step_tokens)
         self.adopt(seq, ends)
         contents = self.recall(seq) if shares else []
@@ -150,7 +151,7 @@ class KVCache:
         seq.capacity = self._capacity(seq)
         self.restore(seq, contents)
         if num_copied and self.copy_slots is not None:
-            # Should a source have been evicted just now, it still has its content.
+            # A source that was evicted by ``grow`` above still has its content.
             for group, source in zip(self.groups, sources, strict=True):
                 target = seq.groups[group.index].block_table[ends[0].depth]
                 self.copy_slots(group.index, source, target, num_copied)
@@ -159,7 +160,7 @@ class KVCache:
             self.num_copied += num_copied
 
     def _find_parts(self, seq: Sequence, ends: list[Node]) -> tuple[list[int], int]:
-        """In each group, the block that ``seq`` can copy most positions of, and how many can be copied in all."""
+        """In each group, the block with the most slots that ``seq`` can copy, and the number to copy in all groups."""
         if self.copy_slots is None:
             return [], 0
         parts = [group.find_part(seq, end) for group, end in zip(self.groups, ends, strict=True)]
@@ -171,14 +172,14 @@ class KVCache:
     # ---- slower tiers
 
     def use_offload(self, offload: Offload) -> None:
-        """Keep the contents of evicted blocks in ``offload``. Raises ``ConfigError`` where there are several groups."""
+        """Keep the contents of evicted blocks in ``offload``; raises ``ConfigError`` if there are several groups."""
         if len(self.groups) > 1:
             raise ConfigError("kv_offload_memory: the model caches different positions in different layers")
         self.offload = offload
         self.groups[0].tree.on_evict = offload.save
 
     def prefetch(self, request: Request) -> Future[None] | None:
-        """Start to bring what slower tiers have of ``request`` near; ``None`` when there is nothing to wait for."""
+        """Start to read the blocks of ``request`` that are only on disk; ``None`` if there are none."""
         if self.offload is None:
             return None
         tokens: list[int | None] = [*request.prompt_tokens, *request.output_tokens]
@@ -186,17 +187,14 @@ class KVCache:
         return self.offload.prefetch(request, end.depth)
 
     def recall(self, seq: Sequence) -> list[bytes]:
-        """What host memory has of the blocks that follow those that ``seq`` has just adopted.
+        """Contents in host memory of the blocks that follow those that ``seq`` has just adopted.
 
-        To be asked before blocks are reserved: what is evicted for them may push it out.
+        To be called before blocks are reserved: blocks evicted for them may displace these contents.
         """
         return [] if self.offload is None else self.offload.recall(seq, len(seq.groups[0].block_table))
 
     def restore(self, seq: Sequence, contents: list[bytes]) -> None:
-        """Fill the first blocks that ``seq`` has reserved with ``contents``, as ``recall`` gave them.
-
-        The last one is left to compute into.
-        """
+        """Fill the first blocks that ``seq`` has reserved with ``contents``, from ``recall``, except the last block."""
         first, table = seq.num_computed_tokens // self.block_size, seq.groups[0].block_table
         contents = contents[: len(table) - first - 1]
         if self.offload is None or not contents:
@@ -208,14 +206,14 @@ class KVCache:
         self.publish(seq, seq.num_computed_tokens)
         self.slide(seq, seq.num_computed_tokens)
 
-    # ---- a sequence goes on, and ends
+    # ---- running and finished sequences
 
     def note_filled(self, num_tokens: int) -> None:
-        """So many more positions are computed or in flight; fewer, when negative."""
+        """Add ``num_tokens``, which may be negative, to the count of positions computed or in flight."""
         self.num_filled += num_tokens
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
-        """Grow the block tables of ``seq`` to cover ``num_tokens`` positions, or change nothing and say no."""
+        """Grow the block tables of ``seq`` to ``num_tokens`` positions, or change nothing and return ``False``."""
         if num_tokens <= seq.capacity:
             return True
         for group in self.groups:
@@ -227,7 +225,7 @@ class KVCache:
         return True
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
-        """Let others find the full blocks among the first ``num_tokens`` positions of ``seq``.
+        """Add the full blocks among the first ``num_tokens`` positions of ``seq`` to the prefix cache.
 
         Only committed positions may be published: a step in flight can still fail, and its keys and values
         would never have been written.
@@ -236,17 +234,17 @@ class KVCache:
             group.publish(seq, num_tokens)
 
     def slide(self, seq: Sequence, num_tokens: int) -> None:
-        """Take back the blocks of ``seq`` that are behind windows, where ``num_tokens`` positions are committed.
+        """Free the blocks of ``seq`` that are behind sliding windows, given ``num_tokens`` committed positions.
 
-        Steps in flight look back from later positions, and never write to earlier ones.
+        Steps in flight compute later positions, so they neither read nor write these blocks.
         """
         for group in self.sliding:
             group.slide(seq, num_tokens)
 
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
-        """Take back that positions from ``num_tokens`` on were computed, and the blocks of such positions only.
+        """Discard the computed positions from ``num_tokens`` on, and free the blocks that hold only such positions.
 
-        None of them may be published, and no step in flight may write there.
+        None of them may be published, and no step in flight may write to them.
         """
         for group in self.groups:
             group.truncate(seq, num_tokens)
@@ -255,7 +253,7 @@ class KVCache:
         seq.capacity = self._capacity(seq)
 
     def release(self, seq: Sequence) -> None:
-        """Take back all blocks of ``seq``; what it published stays findable until evicted."""
+        """Release all blocks of ``seq``; its published blocks stay in the prefix cache until evicted."""
         for group in self.groups:
             group.release(seq)
         self.num_filled -= seq.num_computed_tokens
@@ -268,7 +266,7 @@ class KVCache:
             group.check(holders)
         assert self.num_filled == sum(seq.num_computed_tokens for seq in holders), "computed positions are miscounted"
         for seq in holders:
-            assert len(seq.groups) == len(self.groups), "a sequence has not one entry for each group"
+            assert len(seq.groups) == len(self.groups), "a sequence does not have one entry for each group"
             assert seq.capacity == self._capacity(seq), "a sequence's capacity is not that of its tables"
             depths = {held.published.depth if held.published else 0 for held in seq.groups}
             assert len(depths) == 1, "a sequence is published in one group, and not in another"

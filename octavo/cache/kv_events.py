@@ -1,4 +1,4 @@
-"""What is cached, told to the world outside: a router sends a prompt to where most of it is."""
+"""KV events: changes of the prefix cache, for routers that send a prompt to the server that caches most of it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import msgspec
 from octavo.cache.node import Node
 
 MAX_EVENTS = 100_000
-"""Events that are kept for whoever takes them; beyond that the oldest are lost, as their numbers show."""
+"""Most events kept until ``take``; beyond that the oldest are lost, which leaves a gap in the numbers."""
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored", gc=False):
-    """A block can be found from now on, after the block ``parent`` (0: at the beginning of a prompt)."""
+    """A block was cached, after the block ``parent`` (0: at the start of a prompt)."""
 
     number: int
     hash: int
@@ -24,7 +24,7 @@ class Stored(msgspec.Struct, frozen=True, tag="stored", gc=False):
 
 
 class Removed(msgspec.Struct, frozen=True, tag="removed", gc=False):
-    """A block can no longer be found."""
+    """A block was evicted."""
 
     number: int
     hash: int
@@ -34,7 +34,7 @@ KVEvent = Stored | Removed
 
 
 class KVEvents:
-    """Events in the order of their numbers, which count up by one."""
+    """Queue of events with consecutive numbers."""
 
     def __init__(self) -> None:
         self._events: deque[KVEvent] = deque(maxlen=MAX_EVENTS)
@@ -54,16 +54,16 @@ class KVEvents:
         self._events.append(Removed(self._number, node.hash))
 
     def take(self) -> list[KVEvent]:
-        """Those that were not taken yet."""
+        """Remove and return all queued events."""
         taken = list(self._events)
         self._events.clear()
         return taken
 
 
 def chain_hash(parent: int, tokens: list[int], salt: str = "") -> int:
-    """The name of a block: 63 bits of SHA-256 over the parent's name, the salt at the beginning, and the tokens.
+    """The hash of a block: 63 bits of SHA-256 over the parent's hash, the salt (of a first block), and the tokens.
 
-    All numbers are 8 bytes, little-endian; the salt is UTF-8 after its length. So routers can name prefixes too.
+    All numbers are 8 bytes, little-endian; the salt is UTF-8, preceded by its length. Routers can compute it, too.
     """
     digest = hashlib.sha256(parent.to_bytes(8, "little"))
     encoded = salt.encode()

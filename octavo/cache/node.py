@@ -1,4 +1,4 @@
-"""A cached block as a node of the tree."""
+"""Nodes of the prefix cache's tree."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ Edge = tuple[int | str | None, ...]
 
 
 class Node:
-    """A cached block, as the end of the path that leads to it. The root holds no block.
+    """A cached block, identified by the path from the root, which has no block.
 
-    Neither does a node whose block was given up before what is below it, see ``RadixTree``: ``block`` is negative then.
+    ``block`` is negative in the root, and in a node whose block was evicted before its children (see ``RadixTree``).
     """
 
     __slots__ = (
@@ -27,29 +27,29 @@ class Node:
         """Blocks on the path from the root, this one included."""
         self.children: dict[Edge, Node] = {}
         self.edges: list[Any] = []
-        """Those of the children in their order, so that edges which begin alike are neighbours."""
+        """The children's edges, sorted, so that edges with a common prefix are neighbours."""
         self.hash = 0
-        """What the world outside knows the prefix by; only where somebody listens to events."""
+        """Hash of the prefix in KV events; 0 if events are disabled."""
 
         self.key = b""
-        """What slower tiers know the prefix by; only where there are some."""
+        """Key of the prefix in slower tiers; empty if there are none."""
 
-        # What the choice of what to give up is made from.
+        # Inputs of the eviction policies.
         self.born = born
         self.rested = 0
-        """When it was last given back, counted in blocks given back."""
+        """Logical time, counted in blocks, at which it last became idle."""
         self.num_ends = 0
         """Sequences whose published path ends here."""
         self.uses = 1
-        """Sequences that computed it or found it."""
+        """Number of sequences that computed or matched it."""
         self.is_idle = False
         self.is_passed = False
-        """Whether the last sequence that held it went on beyond its window, and no other ever wanted it."""
+        """Whether only one sequence ever used it, and it is now behind that sequence's window."""
         self.is_protected = False
         self.is_superseded = False
         self.kept_until = 0.0
         self.entry: Any = None
-        """Its place among those that can be given up."""
+        """Its valid entry in the eviction heap, if any."""
 
     def path(self) -> list[int]:
         """The blocks from the root to here."""

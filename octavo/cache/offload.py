@@ -1,13 +1,13 @@
-"""Second lives of blocks: what the prefix cache gives up is kept in slower memory, and comes back when it is asked for.
+"""KV offloading: contents of evicted blocks are kept in slower tiers, and restored for later requests.
 
 ::
 
-    given up     block ──read──> writer thread ──> host memory ──(full)──> disk
-    asked for    prefetch: disk ──> loader thread ──> host memory
-    admitted     host memory ──write──> a block of the sequence, published like one that was computed
+    block evicted        block ──read──> writer thread ──> host memory ──(full)──> disk
+    request arrives      prefetch: disk ──> loader thread ──> host memory
+    sequence admitted    host memory ──write──> a block of the sequence, published like a computed one
 
-The engine's thread never waits for a disk. A content that is not at hand when its sequence is admitted, for whatever
-reason, is computed again.
+The engine's thread never waits for the disk. Blocks that are not in host memory when their sequence is admitted are
+recomputed.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from octavo.cache.tiers import DiskTier, HostTier
 from octavo.types import Request, Sequence
 
 MAX_PENDING = 1024
-"""Blocks on their way to memory; while there are so many, what is given up is lost."""
+"""Most blocks pending to be saved; further evicted blocks are dropped."""
 
 
 class BlockStore(Protocol):
-    """Copies blocks out of and into the device's storage. The executing half implements it."""
+    """Copies blocks from and to the device's KV storage."""
 
     num_bytes: int
-    """Of one block's content."""
+    """Size of one block's content."""
 
     def read(self, block: int) -> Callable[[], bytes]:
-        """Start to copy ``block`` out, before any step that is submitted from now on.
+        """Start to copy ``block`` out, before any step that is submitted later.
 
-        What it returns waits for the copy and gives the content, in any thread.
+        The returned function waits for the copy and returns the content; it may be called in any thread.
         """
         ...
 
     def write(self, block: int, content: bytes) -> None:
-        """Put ``content`` into ``block``, before any step that is submitted from now on reads it."""
+        """Write ``content`` to ``block``, before any step that is submitted later."""
         ...
 
 
@@ -51,15 +51,15 @@ class OffloadStats:
 
     num_saved: int = 0
     num_dropped: int = 0
-    """Given up while too many were on their way."""
+    """Blocks evicted while ``MAX_PENDING`` were pending."""
     num_prefetched: int = 0
     num_restored: int = 0
 
 
 class Offload:
-    """Keeps the contents of given-up blocks in ``host`` and, when that is full, in ``disk``.
+    """Keeps the contents of evicted blocks in ``host`` and, when that is full, in ``disk``.
 
-    ``identity`` names all that keys and values depend on besides tokens: the model, its precision, the block's shape.
+    ``identity`` names everything besides tokens that keys and values depend on: the model, its precision, kernels.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Offload:
         self._loader = ThreadPoolExecutor(1, "kv-offload-loader")
 
     def save(self, node: Node) -> None:
-        """Keep the content of ``node``'s block, which is given up right now."""
+        """Save the content of ``node``'s block, which is being evicted."""
         key = self._key_of(node)
         if key in self._pending or key in self.host:
             return
@@ -99,28 +99,28 @@ class Offload:
                 self.disk.put(*older)
 
     def prefetch(self, request: Request, num_cached: int) -> Future[None] | None:
-        """Start to fetch what follows the first ``num_cached`` blocks of ``request`` from the disk, if it is there.
+        """Start to read the blocks after the first ``num_cached`` of ``request`` from disk; ``None`` if there are none.
 
-        Done when it is in host memory, so far as it could be read.
+        The future is done when all that could be read is in host memory.
         """
         if self.disk is None:
             return None
         tokens: list[int | None] = [*request.prompt_tokens, *request.output_tokens]
-        wanted = []
+        on_disk = []
         for index, key in enumerate(self._keys(tokens, request.cache_salt)):
             if index < num_cached or key in self._pending or key in self.host:
                 continue
             if key not in self.disk:
                 break
-            wanted.append(key)
-        return self._loader.submit(self._load, wanted) if wanted else None
+            on_disk.append(key)
+        return self._loader.submit(self._load, on_disk) if on_disk else None
 
     def _load(self, keys: list[bytes]) -> None:
         assert self.disk is not None
         for key in keys:
             content = self.disk.get(key)
             if content is None:
-                break  # what comes after it cannot be used
+                break  # later blocks are useless without this one
             self.stats.num_prefetched += 1
             self._keep(key, content)
 
@@ -138,27 +138,27 @@ class Offload:
         return contents
 
     def restore(self, blocks: list[int], contents: list[bytes]) -> None:
-        """Put ``contents`` into ``blocks``, one each."""
+        """Write ``contents`` to ``blocks``, one each."""
         for block, content in zip(blocks, contents, strict=True):
             self.store.write(block, content)
         self.stats.num_restored += len(blocks)
 
     def close(self) -> None:
-        """Wait for what is on its way, and end the threads."""
+        """Wait for pending reads and writes, and end the threads."""
         self._writer.shutdown()
         self._loader.shutdown()
         if self.disk is not None:
             self.disk.close()
 
     def _keys(self, tokens: list[int | None], salt: str) -> Iterator[bytes]:
-        """Names of the full blocks of ``tokens`` that may be taken from a cache: never all, see ``KVCache.match``."""
+        """Keys of the full blocks of ``tokens``, without the block of the last token: see ``KVCache.match``."""
         key = self._root
         for start in range(0, len(tokens) - self.block_size, self.block_size):
             key = self._chain(key, tuple(tokens[start : start + self.block_size]), "" if start else salt)
             yield key
 
     def _key_of(self, node: Node) -> bytes:
-        """The name of a node's prefix; each node's is found once."""
+        """The key of a node's prefix, computed once per node."""
         path = []
         above: Node | None = node
         while above is not None and above.parent is not None and not above.key:
@@ -172,7 +172,7 @@ class Offload:
         return key
 
     def _chain(self, parent: bytes, tokens: tuple[int | str | None, ...], salt: str) -> bytes:
-        """SHA-256 over the parent's name, the salt and the tokens: nobody can make two prefixes share a name."""
+        """SHA-256 over the parent's key, the tokens and the salt: collision-resistant, even against crafted prompts."""
         encoded = salt.encode()
         packed = struct.pack(f"<q{len(tokens)}q", len(encoded), *tokens)
         return hashlib.sha256(parent + packed + encoded).digest()

@@ -1,4 +1,4 @@
-"""Puts the tiers behind the prefix cache together, as the settings ask."""
+"""Builds the offload tiers of the prefix cache from the settings."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ DEFAULT_DISK_GIB = 32.0
 def make_offload(
     settings: CacheSettings, store: BlockStore, block_size: int, model: Path, forms: str
 ) -> Offload | None:
-    """The tiers behind ``store``. ``None`` when the settings ask for none.
+    """The offload tiers for blocks of ``store``; ``None`` if offloading is disabled.
 
-    ``forms`` says in what precision, by which kernels and on what device ``model`` computes, and in what type its keys
-    and values are kept: blocks that another model, or the same in another form, left on the disk are never found.
-    Raises ``ConfigError`` when the folder cannot be used.
+    ``forms`` names the precision, kernels and device of ``model`` and the dtype of its KV cache: blocks left on disk by
+    another model, or by the same one with other ``forms``, are never found. Raises ``ConfigError`` if the folder cannot
+    be used.
     """
     if settings.kv_offload_memory is None:
         return None
@@ -32,7 +32,7 @@ def make_offload(
 
 
 def fingerprint(model: Path) -> str:
-    """Names a checkpoint: a file or a folder as it is now."""
+    """Identifies a checkpoint, a file or folder, by path, file sizes and modification times."""
     files = sorted(path for path in model.iterdir() if path.is_file()) if model.is_dir() else [model]
     stats = [(path.name, path.stat()) for path in files]
     return f"{model.resolve()}\n{[(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]}"

@@ -1,4 +1,4 @@
-"""The prefix cache's index: from runs of tokens to the blocks that hold their keys and values.
+"""The prefix cache's index: from token prefixes to the blocks that hold their keys and values.
 
 Each edge is the tokens of one full block, so a path from the root spells a prefix, one block at a time::
 
@@ -7,9 +7,9 @@ Each edge is the tokens of one full block, so a path from the root spells a pref
         ├── ("", 5, 9, 2, 8) ── block 5
         └── ("tenant", 5, 9, 2, 7) ── block 1
 
-Keys and values depend on every token before them, which is why a block is found by its whole path and never
-by its own tokens alone. The first edge starts with the salt, which gives each salt a subtree of its own: what
-one tenant caches, no other can find.
+Keys and values depend on every token before them, so a block is identified by its complete path, not by its own
+tokens alone. The first edge starts with the salt, which gives each salt a subtree of its own: blocks cached under
+one salt cannot be found under another.
 
 All walks are loops: a prefix of 32,768 tokens may be that many nodes deep.
 """
@@ -28,15 +28,15 @@ from octavo.cache.node import Edge, Node
 
 
 class RadixTree:
-    """Cached blocks by prefix, with the idle ones in the order in which they may be given up.
+    """Cached blocks by prefix, with the idle ones in eviction order.
 
-    A block is *idle* when no sequence holds it; ``rest`` and ``wake`` tell the tree when that changes.
+    A block is *idle* when no sequence holds it; ``rest`` and ``wake`` report changes to the tree.
 
-    Whoever holds a block holds every block above it, and gives them back deepest first. So a child of an idle block
-    is idle, there is always a leaf among idle blocks, and ``evict`` never searches.
+    A sequence that holds a block holds every block above it, and releases them deepest first. So a child of an idle
+    block is idle, there is always a leaf among idle blocks, and ``evict`` never searches.
 
-    With a window that is not so: sequences give their first blocks back while they hold later ones, and later ones are
-    found without the first. Then any idle block may be given up, and its node stays as long as paths lead through it.
+    With a sliding window that does not hold: sequences free their first blocks while they hold later ones, and later
+    blocks match without the first. Then any idle block may be evicted; its node stays while paths lead through it.
     """
 
     def __init__(
@@ -56,18 +56,19 @@ class RadixTree:
         self.num_born = 0
         self.events = events
         self.on_evict: Callable[[Node], None] | None = None
-        """Hears of each node whose block is given up, while the block still has its content."""
+        """Called with each evicted node, while its block still has its content."""
 
     def edge(self, tokens: list[int | None], index: int, salt: str) -> Edge:
-        """The edge that stands for the tokens of block number ``index``."""
+        """The edge of the tokens in block number ``index``."""
         start = index * self.block_size
         edge = tuple(tokens[start : start + self.block_size])
         return edge if index else (salt, *edge)
 
     def find(self, tokens: list[int | None], num_blocks: int, salt: str, start: Node | None = None) -> Node:
-        """The end of the longest cached prefix of ``tokens``, at most ``num_blocks`` deep; the root if there is none.
+        """The last node of the longest cached prefix of ``tokens``, at most ``num_blocks`` deep; the root if there is
+        none.
 
-        ``start`` is what an earlier search for the same prefix found: only what changed since then is looked at.
+        ``start`` is the result of an earlier search for the same prefix, from which this one resumes.
         """
         node = start or self.root
         while node.parent is not None and self.node_of.get(node.block) is not node:  # evicted since then
@@ -80,10 +81,11 @@ class RadixTree:
         return node
 
     def nearest(self, node: Node, tokens: list[int | None], limit: int, salt: str) -> tuple[int, int]:
-        """Of the blocks below ``node``, the one that begins with most of what follows in ``tokens``, and with how many.
+        """The child block of ``node`` that shares the most first tokens with what follows in ``tokens``, and their
+        number; (-1, 0) if none shares any.
 
-        At most ``limit`` tokens, less than a block, are looked at. In the order of the edges, what shares most with a
-        run of tokens stands right before or after its place.
+        At most ``limit`` tokens, less than a block, are compared. Edges are sorted, so the edge with the longest common
+        prefix is next to the insertion point.
         """
         num_salts = int(not node.depth)
         wanted = self.edge(tokens, node.depth, salt)[: limit + num_salts]
@@ -98,8 +100,8 @@ class RadixTree:
     def find_recent(
         self, tokens: list[int | None], num_blocks: int, salt: str, num_behind: Callable[[int], int]
     ) -> list[Node]:
-        """The ends of all prefixes of ``tokens``, at most ``num_blocks`` deep and the root first, of which all but the
-        first ``num_behind(n)`` of ``n`` blocks are cached."""
+        """The last nodes of all prefixes of ``tokens``, at most ``num_blocks`` deep and the root first, of which all
+        but the first ``num_behind(n)`` of ``n`` blocks are cached."""
         node = self.root
         ends = [node]
         num_there = 0
@@ -109,12 +111,12 @@ class RadixTree:
                 break
             node = child
             num_there = num_there + 1 if node.block >= 0 else 0
-            if num_there and num_there >= node.depth - num_behind(node.depth):  # it may go if it has no block
+            if num_there and num_there >= node.depth - num_behind(node.depth):  # a node without a block may be pruned
                 ends.append(node)
         return ends
 
     def insert(self, parent: Node, edge: Edge, block: int) -> Node:
-        """Put ``block``, which some sequence holds, below ``parent``, where no node has one."""
+        """Insert ``block``, which a sequence holds, at ``edge`` of ``parent``, where no block is cached."""
         self.num_born += 1
         node = parent.children.get(edge)
         if node is None:
@@ -129,7 +131,7 @@ class RadixTree:
         return node
 
     def move_end(self, before: Node | None, now: Node | None) -> None:
-        """The published path of a sequence ends at ``now``, no longer at ``before``; ``None`` is nowhere."""
+        """Move the end of a sequence's published path from ``before`` to ``now``; ``None`` means no path."""
         if now is not None:
             now.num_ends += 1
         if before is not None:
@@ -137,7 +139,7 @@ class RadixTree:
             self._prune(before)
 
     def _prune(self, node: Node) -> None:
-        """Take ``node`` out if it has no block and no path leads through it or ends there, and then those above it."""
+        """Remove ``node`` if it has no block and no path leads through it or ends there, then likewise its parents."""
         while node.parent is not None and node.block < 0 and not node.children and not node.num_ends:
             parent = node.parent
             del parent.children[node.edge]
@@ -145,8 +147,8 @@ class RadixTree:
             node = parent
 
     def rest(self, block: int, is_passed: bool = False) -> bool:
-        """Nobody holds ``block`` any more, as its holder's window has passed it or otherwise; says whether the tree
-        keeps it."""
+        """Record that no sequence holds ``block`` any more, with ``is_passed`` because it is behind a window; returns
+        whether the tree keeps it."""
         node = self.node_of.get(block)
         if node is None:
             return False
@@ -155,15 +157,15 @@ class RadixTree:
         return True
 
     def wake(self, block: int) -> None:
-        """The idle ``block`` is held again."""
+        """Record that the idle ``block`` is held again."""
         self.idle.remove(self.node_of[block])
 
     def evict(self) -> int:
-        """Forget the idle block that the policy gives up first, and return it; there must be one."""
+        """Evict the first idle block in the policy's order, and return it; there must be one."""
         node = self.idle.pop()
         block, parent = node.block, node.parent
         assert parent is not None
-        assert self.has_window or not node.children, "only leaves can be given up"
+        assert self.has_window or not node.children, "only leaves can be evicted"
         if self.on_evict is not None:
             self.on_evict(node)
         if self.events is not None:
@@ -176,14 +178,14 @@ class RadixTree:
         return block
 
     def keep(self, node: Node, until: float) -> None:
-        """Give the path to ``node`` up after all others, until that time."""
+        """Evict the path to ``node`` only after all other blocks, until the time ``until``."""
         while node.parent is not None:
             node.kept_until = max(node.kept_until, until)
             self._place_again(node)
             node = node.parent
 
     def supersede(self, node: Node, path: list[int]) -> None:
-        """Nobody will ask again for what leads to ``node`` and is not on ``path``, which leads elsewhere."""
+        """Mark the path to ``node`` as superseded by the blocks of ``path``, as far as it is not part of it."""
         while node.parent is not None and self.node_of.get(node.block) is node:
             on_path = node.depth <= len(path) and path[node.depth - 1] == node.block
             if on_path or not all(child.is_superseded for child in node.children.values()):
@@ -193,7 +195,7 @@ class RadixTree:
             node = node.parent
 
     def use(self, node: Node) -> None:
-        """A sequence found the path to ``node``."""
+        """Record that a sequence matched the path to ``node``."""
         while node.parent is not None:
             node.uses += 1
             node.is_superseded = False
@@ -204,7 +206,7 @@ class RadixTree:
             self.idle.place(node)
 
     def walk(self) -> Iterator[Node]:
-        """Every node but the root, parents first."""
+        """All nodes except the root, parents first."""
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()
@@ -212,8 +214,8 @@ class RadixTree:
             stack.extend(node.children.values())
 
     def check(self, refs: Several[int], ends: Counter[Node]) -> None:
-        """Assert that nodes, blocks and idle blocks agree, given how many sequences hold each block, and how many
-        published paths end at each node. Costs O(pool)."""
+        """Assert that nodes, blocks and idle blocks are consistent, given the number of sequences that hold each block,
+        and of published paths that end at each node. Costs O(pool)."""
         idle: set[Node] = set()
         in_tree: set[int] = set()
         for node in self.walk():
@@ -223,9 +225,9 @@ class RadixTree:
             assert node.depth == above.depth + 1, "depths do not count up"
             assert node.num_ends == ends.get(node, 0), "published paths are miscounted"
             if node.block < 0:
-                assert self.has_window, "a block was given up before what is below it"
-                assert node.children or node.num_ends, "a node without a block is in nobody's way"
-                assert not node.is_idle, "a block that is not there is idle"
+                assert self.has_window, "a block was evicted before its children"
+                assert node.children or node.num_ends, "a node without a block was not pruned"
+                assert not node.is_idle, "a node without a block is idle"
                 continue
             assert self.node_of.get(node.block) is node, "tree and block index disagree"
             assert node.is_idle == (refs[node.block] == 0), "a held block is idle, or an idle one is not"
@@ -241,5 +243,5 @@ class RadixTree:
 
 
 def _num_equal(one: Edge, other: Edge) -> int:
-    """How many places are equal before the first that is not."""
+    """Length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

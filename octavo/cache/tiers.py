@@ -1,7 +1,7 @@
-"""Where the contents of given-up blocks go: host memory first, then a disk.
+"""Storage tiers for the contents of evicted blocks: host memory, then disk.
 
-A tier is a store by key that forgets what was used longest ago when it is full. What it forgets, it hands back, so that
-the tier below can take it. A key names a prefix and all that its keys and values depend on, so a content never changes.
+A tier is an LRU key-value store. It returns what it displaces, so that the next tier can store it. A key identifies a
+prefix and everything that its keys and values depend on, so the content of a key never changes.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ Stored = tuple[bytes, bytes]
 CHECKSUM_BYTES = 16
 INDEX = "index.sqlite"
 _PART = re.compile("[0-9a-f]{2}")
-"""Name of a folder of files: the first letters of their names."""
+"""Name of a subfolder: the first two hex digits of the names of its files."""
 
 
 class Tier(Protocol):
-    """One level of storage. Safe to use from several threads."""
+    """One level of storage; thread-safe."""
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether ``get`` will most likely find it; never waits for a device."""
+        """Whether ``get`` will most likely find it; never does I/O."""
         ...
 
     def get(self, key: bytes) -> bytes | None:
-        """The content as it was put, or ``None``: gone, unreadable and damaged are all the same."""
+        """The content as it was put; ``None`` if it is missing, unreadable or damaged."""
         ...
 
     def put(self, key: bytes, content: bytes) -> list[Stored]:
-        """Keep ``content`` if that can be done; returns what had to make place for it."""
+        """Store ``content`` if possible; returns the entries displaced by it that the next tier may store."""
         ...
 
 
 class HostTier:
-    """In memory, at most ``capacity`` bytes."""
+    """Host memory, at most ``capacity`` bytes."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -85,19 +85,19 @@ class HostTier:
 
 
 class DiskTier:
-    """In files, at most ``capacity`` bytes, found again after a restart.
+    """Files on disk, at most ``capacity`` bytes, kept across restarts.
 
-    Each content is a file of its own, with a checksum over key and content before it. The index of keys is an SQLite
-    table. Index and files need not agree: a file without an entry is never read, and an entry without a good file is a
-    miss. So nothing has to be synced, and whatever goes wrong costs time only. Only the owner can read them, also those
-    of an earlier version. Raises ``ConfigError`` when ``folder`` cannot be used at all.
+    Each content is one file, preceded by a checksum over key and content. The index of keys is an SQLite table. Index
+    and files need not agree: a file without an entry is never read, and an entry without a valid file is a miss. So
+    nothing has to be synced, and any failure only costs recomputation. All files, including those of earlier versions,
+    are readable by the owner only. Raises ``ConfigError`` if ``folder`` cannot be used.
     """
 
     def __init__(self, folder: Path, capacity: int) -> None:
         self.folder = folder
         self.capacity = capacity
         self.num_bad = 0
-        """Files that were missing, damaged or could not be written or read."""
+        """Files that were missing, damaged, or could not be written or read."""
         self._lock = threading.Lock()
         try:
             make_private_folder(folder, _is_own)
@@ -153,7 +153,7 @@ class DiskTier:
             return []
 
     def close(self) -> None:
-        """Let go of the index; the tier must not be used any more."""
+        """Close the index; the tier must not be used afterwards."""
         with self._lock:
             self._index.close()
 
@@ -171,7 +171,7 @@ class DiskTier:
 
 
 def checksum(key: bytes, content: bytes) -> bytes:
-    """What stands before a content in its file; bound to the key, so that files cannot be taken for one another."""
+    """The checksum before a content in its file; keyed, so that one key's file is not valid for another."""
     return hashlib.blake2b(content, digest_size=CHECKSUM_BYTES, key=key).digest()
 
 
@@ -180,7 +180,7 @@ def _is_own(name: str) -> bool:
 
 
 def _make_parts_private(folder: Path) -> None:
-    """A folder that is private already holds private files, so a start looks at folders only."""
+    """Restrict the files and subfolders to their owner. The files of a private subfolder are private already."""
     for part in folder.iterdir():
         if _PART.fullmatch(part.name) and part.is_dir() and part.stat().st_mode & ~FOLDER_MODE & 0o777:
             for file in part.iterdir():
@@ -189,7 +189,7 @@ def _make_parts_private(folder: Path) -> None:
 
 
 def _open_index(path: Path) -> sqlite3.Connection:
-    """The index of a folder; one that is damaged is begun anew, and its files are never read again."""
+    """The index of a folder; a damaged one is replaced by an empty one, so that its files are never read again."""
     for _ in range(2):
         make_private_database(path)
         connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)

@@ -1,1 +1,1 @@
-"""What runs next: the step loop, the scheduler, and the rules by which a text ends."""
+"""The step loop, the scheduler and its policies, stop conditions, and the encoding of steps for executors."""

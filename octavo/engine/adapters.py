@@ -1,4 +1,4 @@
-"""The adapters that requests may ask for by name, and the numbers by which an executor knows them."""
+"""LoRA adapters: requests name them, messages to the executor number them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from octavo.steps.messages import LoadAdapter, UnloadAdapter
 
 
 class LoadedAdapters:
-    """Adapters of an executor; ``numbers`` has those that are loaded."""
+    """The adapters loaded by an executor; ``numbers`` maps their names to numbers below ``max_adapters``."""
 
     def __init__(self, runner: StepRunner, numbers: dict[str, int], max_adapters: int) -> None:
-        """``numbers`` is empty, and shared with the encoder of steps."""
+        """``numbers`` is empty, and shared with the step encoder."""
         self._runner = runner
         self.numbers = numbers
         self._max_adapters = max_adapters
@@ -20,7 +20,7 @@ class LoadedAdapters:
         return name in self.numbers
 
     def load(self, name: str, path: str) -> None:
-        """Load the adapter in the folder ``path``, or nothing of it. Raises ``CheckpointError``."""
+        """Load the adapter in the folder ``path``; raises ``CheckpointError``, and then nothing is loaded."""
         if name in self:
             raise CheckpointError(f"an adapter called {name} is loaded already")
         if len(self.numbers) >= self._max_adapters:
@@ -30,6 +30,6 @@ class LoadedAdapters:
         self.numbers[name] = number
 
     def unload(self, name: str) -> None:
-        """Forget an adapter that no request needs any more."""
+        """Unload an adapter that no request uses any more."""
         if name in self:
             self._runner.send(UnloadAdapter(self.numbers.pop(name))).wait()

@@ -1,4 +1,4 @@
-"""The runner of an engine around an encoder: the texts of a plan go to the executor as one message."""
+"""The runner for encoder models: sends the texts of a plan to the executor as one message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.types import Masks, Plan, Sampled, Scheduled, Task
 
 @dataclass(frozen=True, slots=True)
 class PendingTexts:
-    """A plan that is computed when its result is asked for."""
+    """A plan that is computed when ``sample`` is called."""
 
     runner: EncoderRunner
     plan: Plan
@@ -21,23 +21,23 @@ class PendingTexts:
         return False
 
     def sample(self, masks: Masks) -> list[Sampled]:
-        """Compute the plan; items that are stale by now give an empty ``Sampled``. Raise ``RunnerError``."""
+        """Compute the plan; items that are stale by now give an empty ``Sampled``. Raises ``RunnerError``."""
         return self.runner.compute(self.plan)
 
 
 class EncoderRunner:
-    """Sends texts to an executor that does one ``task`` with them."""
+    """Sends texts to an executor whose model supports one ``task``."""
 
     def __init__(self, executor: Executor, task: Task) -> None:
         self._executor = executor
         self._task: Task = task
 
     def submit(self, plan: Plan) -> PendingTexts:
-        """Take a plan, in which every text is whole; the steps before it may still be without a result."""
+        """Accept a plan, in which every text is complete; earlier plans may still be pending."""
         return PendingTexts(self, plan)
 
     def warm_up(self) -> None:
-        """Compute a text of no request, so that no request waits for a compiler."""
+        """Compute a dummy text, so that no request waits for kernel compilation."""
         self._executor.send(Encode([Text([0, 0])])).wait()
 
     def compute(self, plan: Plan) -> list[Sampled]:

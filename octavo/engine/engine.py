@@ -1,4 +1,4 @@
-"""The step loop: decide, compute, take note."""
+"""The step loop: schedule, execute, commit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from octavo.types import (
 
 
 class NoGrammars:
-    """Every token is allowed everywhere."""
+    """Structured output is disabled: no token is masked."""
 
     def prepare(self, request: Request) -> Future[Any]:
         raise InvalidParameter("grammar", "This engine does not do structured output.")
@@ -37,7 +37,7 @@ class NoGrammars:
 
 
 class NoAdapters:
-    """The model is what it is."""
+    """LoRA is disabled."""
 
     def __contains__(self, name: str) -> bool:
         return False
@@ -50,17 +50,17 @@ class NoAdapters:
 
 
 class NoProposer:
-    """Nobody guesses."""
+    """Speculative decoding is disabled."""
 
     def propose(self, plan: Plan) -> None:
         pass
 
 
 class Engine:
-    """Runs requests to their end, a step at a time.
+    """Runs requests to completion, one step at a time.
 
-    ``depth`` is how many steps may be submitted before the first of them is waited for. With 2, the next
-    step is decided while the device computes this one; nothing else differs.
+    ``depth`` is the most steps that may be in flight. With 2, the next step is scheduled while the device computes
+    the current one; nothing else differs.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Engine:
         self.in_flight: deque[tuple[Plan, Pending]] = deque()
         self.spare_time = SpareTime()
         self._ended_at = 0.0
-        """When the last step was over."""
+        """Time when the last step ended."""
         self.preparing: dict[int, tuple[Request, Future[Any]]] = {}
-        """Requests whose grammar is not ready yet, or whose cached prefix is on its way from a disk; the scheduler does
-        not know of them."""
+        """Requests whose grammar is still compiling, or whose cached prefix is still being read from disk; they are not
+        in the scheduler yet."""
 
     def add(self, request: Request) -> None:
         """Accept ``request``; raises ``RequestError`` if it could never be served."""
@@ -101,19 +101,19 @@ class Engine:
         self.preparing[request.id] = request, ready
 
     def abort(self, request_id: int) -> None:
-        """Forget a request; it gives no more output. Nothing happens when there is none with this id."""
+        """End a request without further output; does nothing if no request has this id."""
         if self.preparing.pop(request_id, None) is None:
             self.scheduler.abort(request_id)
 
     def _add_prepared(self) -> list[Output]:
-        """Hand over the requests whose grammars are ready; what went wrong with others is their output."""
+        """Add the prepared requests to the scheduler; returns an error output for each whose preparation failed."""
         outputs = []
         for request, grammar in [entry for entry in self.preparing.values() if entry[1].done()]:
             del self.preparing[request.id]
             try:
                 found = grammar.result()
                 self.scheduler.add(request).grammar = found
-            except Exception as error:  # whatever a library of grammars raises; nobody else is affected
+            except Exception as error:  # any error of the grammar library ends this request only
                 outputs.append(Output(request.id, [], "error", error=f"the grammar {error}"))
         return outputs
 
@@ -123,13 +123,16 @@ class Engine:
         return self.scheduler.has_work or bool(self.preparing)
 
     def spare_seconds(self) -> float:
-        """Seconds for which ``step`` had better not be called: the device is busy, and somebody may come meanwhile."""
+        """Seconds to delay ``step`` while the device is busy, so that requests arriving meanwhile join its plan.
+
+        Not positive when ``step`` should be called now.
+        """
         if not self.in_flight or not self.in_flight[0][1].is_started:
             return 0.0
-        return self._ended_at + self.spare_time.beside(self.in_flight[0][0]) - self.scheduler.clock()
+        return self._ended_at + self.spare_time.during(self.in_flight[0][0]) - self.scheduler.clock()
 
     def step(self) -> list[Output]:
-        """Run one iteration: schedule, execute, commit. Returns what it has to tell."""
+        """Run one iteration: schedule, execute, commit. Returns the new outputs."""
         clock = self.scheduler.clock
         started = clock()
         runs_ahead = bool(self.in_flight)
@@ -140,13 +143,13 @@ class Engine:
         if not self.in_flight:
             return refused
         plan, pending = self.in_flight.popleft()
-        masks = self.grammars.masks(plan)  # CPU work beside the forward pass
+        masks = self.grammars.masks(plan)  # CPU work during the forward pass
         asked = clock()
         try:
             sampled = pending.sample(masks)  # the one place that waits for the device
         except RunnerError as error:
             self._ended_at = clock()
-            return refused + self.scheduler.fail(plan, error)  # tried again in parts; only who is guilty ends
+            return refused + self.scheduler.fail(plan, error)  # retried in parts; only the cause ends
         waited = clock() - asked
         outputs = self.scheduler.commit(plan, sampled)  # append tokens, free blocks, finish
         self.proposer.propose(plan)  # drafts for the next step
@@ -157,11 +160,11 @@ class Engine:
         return refused + outputs
 
     def take_events(self) -> list[Event]:
-        """What was decided about requests since this was last asked."""
+        """Scheduling events of requests since the last call."""
         return self.scheduler.events.take()
 
     def take_kv_events(self) -> list[KVEvent]:
-        """What was cached and given up since this was last asked; nothing where that is not enabled."""
+        """Blocks stored in and removed from the prefix cache since the last call; empty if KV events are disabled."""
         events = self.scheduler.cache.events
         return [] if events is None else events.take()
 
@@ -172,12 +175,12 @@ class Engine:
         return stats
 
     def close(self) -> None:
-        """Wait until blocks on their way to slower memory are there; the engine must not be used any more."""
+        """Wait until pending blocks are saved to slower tiers; the engine must not be used afterwards."""
         if self.scheduler.cache.offload is not None:
             self.scheduler.cache.offload.close()
 
     def check(self) -> None:
-        """Assert that all bookkeeping agrees; for tests and for finding out what went wrong."""
+        """Assert all invariants between steps; for tests and debugging."""
         self.scheduler.check()
         num_in_flight = Counter(item.seq for plan, _ in self.in_flight for item in plan)
         for seq in [*self.scheduler.running.values(), *self.scheduler.leaving, *num_in_flight]:
@@ -185,4 +188,4 @@ class Engine:
         for plan, _ in self.in_flight:
             for item in plan:
                 end = item.start + len(item.tokens) + len(item.drafts)
-                assert item.seq.capacity >= end, "blocks were taken back while in flight"
+                assert item.seq.capacity >= end, "blocks were released while in flight"

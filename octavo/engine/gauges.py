@@ -1,4 +1,4 @@
-"""What the deciding half tells of itself after a step."""
+"""Statistics of the scheduler and the KV cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.types import EngineStats, KVGroupStats
 
 
 def snapshot(counters: EngineStats, cache: KVCache, num_running: int, num_waiting: int) -> EngineStats:
-    """``counters`` with the gauges as of now; O(1), for all of them are kept as they change."""
+    """``counters`` with the current gauges; O(1), since every gauge is updated incrementally."""
     first = cache.groups[0]
     stats = msgspec.structs.replace(
         counters,

@@ -1,4 +1,4 @@
-"""Which CUDA graph a step runs through, and when graphs are captured: decided here, so that every executor of a model
+"""Which CUDA graph a step runs through, and when graphs are captured; decided here, so that every executor of a model
 captures and replays the same graphs in the same order.
 """
 
@@ -27,14 +27,14 @@ from octavo.steps.shapes import (
 logger = logging.getLogger(__name__)
 
 PREPARING = "prepare"
-"""Name of the thread that has kernels compiled and graphs captured for which a start did not wait."""
-COMPILING_BESIDE_STEPS = 2
-"""Threads. Half of compiling is Python, and for its lock the thread that runs steps has to queue with all of them."""
+"""Name of the thread that compiles kernels and captures graphs after startup."""
+BACKGROUND_COMPILE_THREADS = 2
+"""Few: half of compiling is Python, so each of these threads competes for the GIL with the thread that runs steps."""
 SECONDS_BETWEEN_CAPTURES = 1.0
 IDLE_SECONDS = 0.05
-"""So long after the last step, the device is taken to be idle."""
+"""The device counts as idle this long after the last step."""
 HANDOVER_SECONDS = 0.001
-"""Between two captures of an idle device, for a step that has come meanwhile."""
+"""Pause between two captures on an idle device, in which a waiting step can take the lock."""
 
 
 class GraphChoice:
@@ -43,21 +43,21 @@ class GraphChoice:
     def __init__(
         self, max_num_seqs: int, max_num_batched_tokens: int, has_adapters: bool = False, uses_graphs: bool = True
     ) -> None:
-        """Without ``uses_graphs``, steps are padded and run kernel by kernel."""
+        """Without ``uses_graphs``, steps are padded and run eagerly."""
         self._limits = max_num_seqs, max_num_batched_tokens, has_adapters
         self._uses_graphs = uses_graphs
         self._captured: set[StepShape] = set()
         self._compiled: list[StepShape] = []
         self._next_capture = float("inf")
         self._has_extra_kernels = threading.Event()
-        """Steps with extras wait for it, for a second or two after a start."""
+        """Steps with extras wait for this event, for a second or two after startup."""
         self._has_extra_kernels.set()
 
     def __contains__(self, shape: StepShape) -> bool:
         return shape in self._captured
 
     def choose(self, sizes: Sizes, kind: Kind) -> tuple[StepShape, bool]:
-        """The shape of the next step, and whether it runs through a graph; see ``ChooseShape``."""
+        """The padded shape of the next step, and whether it runs through a graph; see ``ChooseShape``."""
         if kind.has_extras:
             self._has_extra_kernels.wait()
         shape, has_graph = padded_shape(*sizes[:3], self._limits[0], kind)
@@ -66,9 +66,9 @@ class GraphChoice:
         return self.fit(shape), True
 
     def fit(self, shape: StepShape) -> StepShape:
-        """The shape to bring a step to: its own, or a larger one that is captured, or compiled and thus soon captured.
+        """The shape to pad a step to: its own, or a larger one that is captured, or compiled and so quick to capture.
 
-        Between two captures that steps have to wait for lies a second, so that they are not felt.
+        Captures that delay a step are at least ``SECONDS_BETWEEN_CAPTURES`` apart, to keep them unnoticeable.
         """
         if shape in self._captured:
             return shape
@@ -79,12 +79,12 @@ class GraphChoice:
         self._captured.add(shape)
         return shape
 
-    # ---- what a start waits for, and what follows
+    # ---- compiling and capturing, at startup and in the background
 
     def warm_up(self, runner: StepRunner) -> None:
-        """Compile kernels and capture graphs for a few shapes, which serve every step; the others follow by and by.
+        """Compile kernels and capture graphs for a few shapes that fit every step; the others follow in the background.
 
-        While they are compiled in the background, steps are padded to the shapes that are there.
+        Until then, steps are padded to the shapes that exist.
         """
         first = first_shapes(*self._limits)
         self._has_extra_kernels.clear()
@@ -102,7 +102,7 @@ class GraphChoice:
         return runner.capture(shape)
 
     def compile_the_rest(self, runner: StepRunner) -> list[StepShape]:
-        """Compile what all other shapes launch, while steps run; the shapes whose graphs are to follow."""
+        """Compile the kernels of all other shapes while steps run; returns the shapes whose graphs to capture next."""
         extra, few, shapes = (
             first_extra_shapes(*self._limits),
             next_shapes(self._limits[0]),
@@ -114,9 +114,9 @@ class GraphChoice:
             self._compiled += extra
         finally:
             self._has_extra_kernels.set()
-        runner.send(Compile(few, COMPILING_BESIDE_STEPS)).wait()
+        runner.send(Compile(few, BACKGROUND_COMPILE_THREADS)).wait()
         self._compiled += few
-        runner.send(Compile(shapes, COMPILING_BESIDE_STEPS)).wait()
+        runner.send(Compile(shapes, BACKGROUND_COMPILE_THREADS)).wait()
         logger.info("other kernels, in the background: %.1f s", time.perf_counter() - started)
         if not self._uses_graphs:
             return []
@@ -124,7 +124,7 @@ class GraphChoice:
         return shapes
 
     def capture_when_idle(self, runner: StepRunner, shape: StepShape) -> None:
-        """Capture a graph as soon as no step is under way."""
+        """Capture the graph of ``shape`` as soon as the device is idle."""
 
         def make() -> Any:
             self._captured.add(shape)
@@ -132,12 +132,12 @@ class GraphChoice:
 
         while shape not in self._captured:
             is_idle = runner.send_when_idle(make, IDLE_SECONDS)
-            # Whoever waits for the lock gets it only when it is not taken again at once.
+            # A thread that waits for the lock gets it only if it is not acquired again at once.
             time.sleep(HANDOVER_SECONDS if is_idle else IDLE_SECONDS)
 
 
 def _prepare_the_rest(graphs: GraphChoice, weak: weakref.ref[StepRunner]) -> None:
-    """Compile and capture for a runner until that is done, or the runner is gone."""
+    """Compile and capture in the background until all shapes are done or the runner has been garbage-collected."""
     runner = weak()
     shapes: Iterable[StepShape] = [] if runner is None else graphs.compile_the_rest(runner)
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Prompts first: while prompts can be computed, those who decode have a token in one of several steps only."""
+"""Prefill priority: decode only every n-th step while prompts are pending."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Callable
 
 
 class DecodeInterval:
-    """Says which steps leave out those who decode: with an interval of n, at most n - 1 in a row.
+    """Decides which steps leave decodes out: with an interval of n, at most n - 1 in a row.
 
-    Steps of prompts alone are few and large, so first tokens come sooner and gaps between tokens grow.
+    Prefill-only steps are few and large, which lowers TTFT and raises ITL.
     """
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
         self._num_without = 0
-        """Steps since those who decode had their last one."""
+        """Steps since the last step with decodes."""
 
     def leaves_out(self, prompts_can_go: Callable[[], bool]) -> bool:
-        """Whether the next step leaves out those who decode; to be asked once for each step."""
+        """Whether the next step leaves decodes out; to be called exactly once per step."""
         leaves_out = self._num_without < self.interval - 1 and prompts_can_go()
         self._num_without = self._num_without + 1 if leaves_out else 0
         return leaves_out
 
     def end(self) -> None:
-        """Prompts wait for blocks: let those who decode have the next step, since they may give some back."""
+        """Decode in the next step: prompts wait for blocks, which decoding sequences may release."""
         self._num_without = self.interval

@@ -1,4 +1,4 @@
-"""What a result means for its sequence, and what there is to tell of it."""
+"""Applies the result of a step to its sequence, and makes the output."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from octavo.telemetry.events import EventLog
 from octavo.types import EngineStats, FinishReason, Output, Sampled, Scheduled, Sequence
 
 
-def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats, events: EventLog) -> Output | None:
-    """Put the sampled tokens in place of the pending one, and publish the blocks that are now full.
+def apply_result(
+    item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats, events: EventLog
+) -> Output | None:
+    """Replace the pending token by the sampled ones, and publish the blocks that are now full.
 
-    Returns what there is to tell, if anything; with a ``finish_reason`` if the sequence is to end.
+    Returns the output, if there is any, with a ``finish_reason`` if the sequence must be ended.
     """
     seq, start = item.seq, item.start
     num_committed = start + len(item.tokens)
@@ -34,7 +36,7 @@ def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats
         stats.num_accepted_drafts += len(result.tokens) - 1
         cache.truncate(seq, seq.num_computed_tokens - num_rejected)
         num_committed += len(tokens) - 1
-    if num_committed % cache.block_size < num_committed - start:  # a block ends between the two
+    if num_committed % cache.block_size < num_committed - start:  # at least one block is newly full
         cache.publish(seq, num_committed)
     if cache.sliding:
         cache.slide(seq, num_committed)
@@ -51,12 +53,12 @@ def take_in(item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats
         result.prompt_logprobs,
         start + 1 if result.prompt_logprobs else 0,
         None,
-        result.values,  # by place: this is made for every token, and names take longer
+        result.values,  # positional arguments: faster, and this is made for every token
     )
 
 
 def error_output(seq: Sequence, error: str) -> Output:
-    """The last news of a sequence that ends with ``error``, or for what is wrong with its grammar."""
+    """The last output of a sequence that ends with ``error``, or with the error of its grammar if that failed."""
     reason = None if seq.grammar is None else seq.grammar.error
     return Output(
         seq.id,

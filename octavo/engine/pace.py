@@ -1,4 +1,4 @@
-"""How much a step may compute so that nobody who decodes waits longer for a token than promised."""
+"""Token budget of a step under limits on ITL."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from math import inf
 from octavo.types import Plan
 
 FORGETTING = 0.99
-"""What a step counts in the model after another one."""
+"""Forgetting factor: weight of a step in the fit, relative to the step after it."""
 DOUBT = 1e4
-"""Variance of what nothing is known about, relative to that of a step's time; it never grows beyond."""
+"""Initial variance of each coefficient, relative to that of a step's time; no forgetting where their sum is larger."""
 CHUNK_UNIT = 256
 SEQUENCE_UNIT = 16
 LEAST_CHUNK = 16
-"""Prompt tokens a step that are computed whatever it takes, so that prompts get done."""
+"""Prompt tokens that a step may always compute, so that prompts finish."""
 OUTLIER = 4.0
-"""Of a step that took more times as long as expected, say because a kernel was compiled, so much counts."""
+"""A step's time is capped at this multiple of the expected time, for example when a kernel was compiled."""
 MARGIN = 0.9
-"""Share of the limit that a step may be expected to take: steps differ."""
+"""Predicted time of a step, at most, as a share of the limit: step times vary."""
 
 
 class Pace:
-    """Slices prompts by a model of a step's time, learned while running.
+    """Chunks prompts by a model of step time, learned while running.
 
     ``seconds = base + per_chunk_token * chunk tokens + per_sequence * sequences``, where chunk tokens are those beyond
     one for each sequence. The three are fitted to the steps so far by recursive least squares with forgetting
-    (Plackett 1950; Ljung, "System Identification", section 11.2). Since a step computes what the model allowed, an
-    error shows in the next step, and where steps are not linear the fit follows the work of the moment.
+    (Plackett 1950; Ljung, "System Identification", section 11.2). A step computes what the model allowed, so an error
+    shows in the next step, and where step time is not linear the fit follows the current workload.
 
-    ``wanted`` are seconds in which some want their next token. The least of them bounds a step as ``max_itl`` does.
+    ``wanted`` are the ITL targets of sequences, in seconds. The least of them bounds a step as ``max_itl`` does.
     """
 
     def __init__(self, max_itl: float | None) -> None:
@@ -41,18 +41,18 @@ class Pace:
 
     @property
     def per_chunk_token(self) -> float:
-        """Seconds that one more prompt token takes."""
+        """Seconds per additional prompt token."""
         return max(0.0, self._fit[1]) / CHUNK_UNIT
 
     def predict(self, num_chunk_tokens: float, num_sequences: float) -> float:
-        """Seconds that a step takes."""
+        """Predicted seconds of a step."""
         base, chunk, sequences = self._fit
         return (
             base + max(0.0, chunk) * num_chunk_tokens / CHUNK_UNIT + max(0.0, sequences) * num_sequences / SEQUENCE_UNIT
         )
 
     def learn(self, plan: Plan, num_tokens: int, seconds: float) -> None:
-        """A step over ``plan``, of ``num_tokens`` in all, took ``seconds``."""
+        """Update the model: a step over ``plan``, of ``num_tokens`` in total, took ``seconds``."""
         num_sequences = len(plan)
         self._anyone_waits_for_tokens = any(item.samples for item in plan)
         expected = self.predict(num_tokens - num_sequences, num_sequences)
@@ -68,16 +68,16 @@ class Pace:
             [old - a * b / weight for old, b in zip(row, spread, strict=True)]
             for row, a in zip(self._doubt, spread, strict=True)
         ]
-        if sum(doubt[index][index] for index in range(3)) < DOUBT:  # else what no step tells about would be forgotten
+        if sum(doubt[index][index] for index in range(3)) < DOUBT:  # bounds covariance wind-up
             doubt = [[value / FORGETTING for value in row] for row in doubt]
         self._doubt = doubt
 
     def _bound(self, wanted: Iterable[float]) -> float:
-        """Seconds that a step may be expected to take."""
+        """Most seconds that a step may be predicted to take."""
         return MARGIN * min([self.max_itl, *wanted])
 
     def budget(self, num_running: int, limit: int, wanted: Iterable[float] = ()) -> int:
-        """Tokens for the next step, at most ``limit``; never fewer than one for each that runs."""
+        """Token budget of the next step, at most ``limit`` and at least one for each running sequence."""
         if not num_running or not self._anyone_waits_for_tokens:
             return limit
         room = self._bound(wanted) - self.predict(0, num_running)
@@ -87,5 +87,5 @@ class Pace:
         return min(limit, num_running + max(LEAST_CHUNK, num_chunk_tokens))
 
     def admits(self, num_running: int, wanted: Iterable[float] = ()) -> bool:
-        """Whether one more may run beside ``num_running`` others."""
+        """Whether one more sequence may run in addition to ``num_running`` others."""
         return num_running == 0 or self.predict(0, num_running + 1) <= self._bound(wanted)

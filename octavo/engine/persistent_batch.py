@@ -1,5 +1,5 @@
-"""The persistent batch: for each running sequence a batch index, under which sampling parameters and block tables lie
-ready to be gathered into steps.
+"""The persistent batch: sampling parameters and block tables of running sequences, by batch index, to be gathered
+into steps.
 
 Shapes: C batch indices, B entries of the longest possible block table.
 """
@@ -15,36 +15,36 @@ from octavo.types import GroupBlocks, Plan, Sequence, Status
 Indices = npt.NDArray[np.int64]
 
 MAX_STOPS = 2 * MAX_STOP_TOKEN_IDS
-"""Most stop tokens that an executor bans before ``min_tokens``; where there are more, masks do."""
+"""Most stop tokens that an executor bans before ``min_tokens``; with more of them, masks are used."""
 MAX_BIASES = MAX_LOGIT_BIAS + 2 * MAX_BAD_WORDS
 """Most biases of a sequence; a banned token counts as one."""
 
 
 class Needs:
-    """Bits of what a sequence asks of its steps."""
+    """Bit flags: what a sequence needs of its steps besides plain sampling."""
 
     EXTRAS = 1
-    """More than temperature and truncation: penalties, biases, bans, masks, log-probabilities."""
+    """Penalties, biases, bans, masks or log-probabilities."""
     MASKS = 2
-    """What may be sampled is a mask, made for each step: see ``engine.restrictions``."""
+    """A mask of allowed tokens for each step: see ``engine.restrictions``."""
     ROWS = 4
-    """More than sampled tokens: a vector, or log-probabilities of the prompt."""
+    """Results of rows that are not sampled: embeddings, or log-probabilities of the prompt."""
     LOGPROBS = 8
     """Log-probabilities of sampled tokens."""
 
 
 class BlockTables:
-    """The block tables of all batch indices in one group."""
+    """The block tables of all batch indices in one KV group."""
 
     def __init__(self, count: int, max_blocks: int) -> None:
         self.tables_CB = np.zeros((count, max_blocks), dtype=np.int32)
         self.lengths = [0] * count
         self.versions = [0] * count
         self.num_blocks_C = np.zeros(count, dtype=np.int64)
-        """``lengths`` again, to be gathered."""
+        """``lengths`` as an array, to be gathered."""
 
     def update(self, index: int, held: GroupBlocks) -> None:
-        """Copy what has changed of a table since the last time."""
+        """Copy the entries of a table that have changed since the last call."""
         length = len(held.block_table)
         if length != self.lengths[index] or held.table_version != self.versions[index]:
             known = self.lengths[index] if held.table_version == self.versions[index] else 0
@@ -55,10 +55,10 @@ class BlockTables:
 
 
 class PersistentBatch:
-    """Batch indices are given to sequences when a step first has them, and taken back when they are needed again.
+    """Sequences get a batch index in their first step, and lose it when it is needed for another sequence.
 
-    There must be as many as sequences can run or be in flight at once. What is kept under an index can be made again
-    from its sequence at any time, so one that is neither running nor in flight loses nothing when its index is taken.
+    ``count`` must be the most sequences that can run or be in flight at once. All data under an index can be rebuilt
+    from its sequence, so the index of a sequence that is neither running nor in flight can be reused at any time.
     """
 
     def __init__(self, count: int, max_blocks: int, num_groups: int = 1) -> None:
@@ -79,17 +79,17 @@ class PersistentBatch:
         self.min_stop_position = np.zeros(count, dtype=np.int64)
         """Stop tokens are banned before this position (``min_tokens``)."""
         self.needs = np.zeros(count, dtype=np.int8)
-        """What steps take for a sequence besides its arrays: bits of ``Needs``."""
-        self.num_told = [-1] * count
-        """Tokens of the sequence that the executor has, for sequences with extras; -1: nor does it have the lists."""
+        """Flags of ``Needs``."""
+        self.num_sent = [-1] * count
+        """Tokens that the executor has, for sequences with extras; -1: it does not have the ``TokenLists`` either."""
         self._free = list(range(count))
 
     def of_plan(self, plan: Plan) -> Indices:
-        """The batch index of each item's sequence, brought up to date."""
+        """The batch index [S] of each item's sequence; their block tables are brought up to date."""
         return np.array([self.of(item.seq) for item in plan], dtype=np.int64)
 
     def of(self, seq: Sequence) -> int:
-        """The batch index of ``seq``, brought up to date."""
+        """The batch index of ``seq``; its block tables are brought up to date."""
         index = seq.batch_index
         if index < 0 or self.owners[index] is not seq:
             index = self._give(seq)
@@ -135,7 +135,7 @@ class PersistentBatch:
             | Needs.ROWS * needs_rows
             | Needs.LOGPROBS * has_logprobs
         )
-        self.num_told[index] = -1
+        self.num_sent[index] = -1
 
 
 def _needs_index(seq: Sequence) -> bool:
@@ -143,7 +143,7 @@ def _needs_index(seq: Sequence) -> bool:
 
 
 def is_masked(seq: Sequence) -> bool:
-    """Whether restrictions of ``seq`` depend on its tokens, or are too long for an executor's lists."""
+    """Whether ``seq`` needs masks: its restrictions depend on its tokens, or are too long for ``TokenLists``."""
     params: SamplingParams = seq.request.params
     return (
         params.grammar is not None

@@ -1,4 +1,4 @@
-"""Masks of the tokens that may be sampled: of grammars, ``allowed_token_ids``, ``bad_words`` and ``min_tokens``."""
+"""Masks of allowed tokens, from grammars, ``allowed_token_ids``, ``bad_words`` and ``min_tokens``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Mask = npt.NDArray[np.uint8]
 
 
 def masks_of(item: Scheduled, grammar_masks: Masks, vocab_size: int) -> Iterator[Mask]:
-    """A mask for the token after ``item``, preceded by one for the place of each of its drafts.
+    """A mask for each position that ``item`` samples: one for each draft, then one for the bonus token.
 
-    All tokens before that place must be known. Where the grammar is complete, and allows only what ends the text, it
-    alone counts.
+    All earlier tokens must be known. Where the grammar is complete and allows only tokens that end the text, the other
+    restrictions are ignored.
     """
     seq = item.seq
     end = item.start + len(item.tokens)
@@ -33,7 +33,7 @@ def masks_of(item: Scheduled, grammar_masks: Masks, vocab_size: int) -> Iterator
 
 
 def _restricted(mask: Mask, seq: Text, output: Sequence[int | None]) -> Mask:
-    """``mask`` without what the request bans after ``output``."""
+    """``mask`` without the tokens that the request bans after ``output``."""
     params = seq.request.params
     if params.allowed_token_ids is not None:
         mask = mask & _only(params.allowed_token_ids, len(mask))
@@ -56,7 +56,7 @@ def _must_stop(mask: Mask, stop_token_ids: Iterable[int]) -> bool:
 
 
 def _of_width(mask: Mask, vocab_size: int) -> Mask:
-    """``mask`` as long as the vocabulary; tokens that it does not reach are out."""
+    """``mask`` padded or cut to the vocabulary's size; added tokens are not allowed."""
     width = -(-vocab_size // 8)
     return np.pad(mask, (0, width - len(mask))) if len(mask) < width else mask[:width]
 
@@ -66,7 +66,7 @@ def _everything(vocab_size: int) -> Mask:
 
 
 def _only(token_ids: Iterable[int], width: int) -> Mask:
-    """Bits of these tokens; ids beyond the vocabulary are passed over."""
+    """Bit mask, ``width`` bytes, of these tokens; ids outside it are ignored."""
     bits = np.zeros(8 * width, dtype=np.bool_)
     bits[[token for token in token_ids if 0 <= token < 8 * width]] = True
     return np.packbits(bits, bitorder="little")

@@ -1,4 +1,4 @@
-"""What each step computes, and what becomes of its results.
+"""The scheduler: plans each step and commits its results.
 
 There is one primitive: compute positions ``start .. start + n`` of a sequence. Prefill, a chunk of it, decode,
 recompute after preemption and verification of drafts are this with different ``n``.
@@ -13,7 +13,7 @@ from octavo.cache.kv_cache import KVCache
 from octavo.cache.node import Node
 from octavo.config import SchedulerSettings
 from octavo.engine.gauges import snapshot
-from octavo.engine.outcomes import error_output, take_in
+from octavo.engine.outcomes import apply_result, error_output
 from octavo.engine.policies import make_policy
 from octavo.engine.policies.policy import Surroundings
 from octavo.engine.shares import take, take_drafts
@@ -34,19 +34,19 @@ class Scheduler:
     The rules:
 
     1. Running sequences go before waiting ones, older (by ``Sequence.order``) before younger.
-    2. Each running sequence gets at least one token a step: a chunk of a long prompt leaves one token of the
-       budget for everybody behind it. So no decode ever waits for somebody's prefill.
-    3. A sequence is admitted when there are blocks for all its tokens, and one more for each that runs: a
-       chunked prompt never stalls halfway, and who is admitted is not preempted at once. With a window, those of a
-       step are enough, as blocks come back on the way. Who is first in line says the policy; while the first has to
-       wait, so do all behind it.
-    4. A running sequence that needs a block takes those of a younger one that is idle, never of an older one. So
-       the oldest always advances, and each becomes the oldest in the end.
-    5. A policy may let a running sequence yield its place to the first in line, and says which of several long
-       prompts goes on first; among these may be one that has yet to start.
-    6. After a failed forward pass its sequences are tried in smaller groups, alone: see ``Suspects``.
+    2. Each running sequence gets at least one token per step: a chunk of a long prompt leaves one token of the
+       budget for each sequence behind it. So no decode ever waits for the prefill of another sequence.
+    3. A sequence is admitted when there are blocks for all its tokens, plus one for each running sequence: a
+       chunked prompt never stalls halfway, and an admitted sequence is not preempted at once. Sliding-window groups
+       need blocks for one step only, since blocks behind the window are freed. The policy orders the waiting
+       sequences; while the first cannot be admitted, no other is.
+    4. A running sequence that needs a block preempts a younger, idle one, never an older one. So the oldest
+       sequence always advances, and each becomes the oldest eventually.
+    5. A policy may preempt a running sequence for the first waiting one, and chooses which of several unfinished
+       prompts is computed first; the first waiting sequence may be one of these.
+    6. After a failed forward pass its sequences are retried in smaller groups, each alone: see ``Suspects``.
 
-    No cost grows with the number of requests that wait or were ever seen, but for the logarithm of a heap.
+    No cost grows with the number of requests waiting or ever seen, except the logarithm of a heap.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Scheduler:
         keeps_whole: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With ``keeps_whole`` no prompt is computed in chunks; then none may be longer than the token budget."""
+        """With ``keeps_whole`` prompts are not chunked; none may then be longer than the token budget."""
         if max_num_batched_tokens < max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs ({max_num_seqs})"
@@ -70,26 +70,26 @@ class Scheduler:
         self.keeps_whole = keeps_whole
         self.clock = clock
         self.waiting = make_policy(Surroundings(cache, max_num_seqs, settings, clock))
-        """The policy, which is the queue of those who wait."""
+        """The policy, which is also the queue of waiting sequences."""
         self.choose_victim = VICTIMS.get(settings.preemption_victim, self.waiting.choose_victim)
         self.step_budget = StepBudget(settings, max_num_batched_tokens, self.waiting)
         self.running: dict[int, Sequence] = {}
-        """By id, and always in the order of ``Sequence.order``."""
+        """By id, always sorted by ``Sequence.order``."""
         self.leaving: set[Sequence] = set()
-        """Finished, but still in flight: the device may yet write to their blocks."""
+        """Finished, but still in flight: the device may still write to their blocks."""
         self.yielding: Sequence | None = None
-        """Running, and asked to give up its place."""
+        """Running sequence that is preempted once it is idle."""
         self.cut: list[Sequence] = []
-        """Those of whose prompts the last plan had only a part."""
+        """Sequences whose tokens the last plan computed only in part."""
         self.suspects = Suspects()
         self.stats = EngineStats(num_blocks=cache.num_blocks)
-        """The counters; gauges are filled in by whoever asks."""
+        """The counters; ``snapshot`` fills in the gauges."""
         self.events = EventLog(self.stats, clock)
 
-    # ---- requests come and go
+    # ---- adding and aborting requests
 
     def add(self, request: Request) -> Sequence:
-        """Let ``request`` wait for its turn; raises ``RequestError`` if it could never be served."""
+        """Queue ``request``; raises ``RequestError`` if it could never be served."""
         self.check_servable(seq := Sequence(request, groups=self.cache.no_blocks()))
         self.events.note(seq.id, "arrived", tokens=len(seq.tokens), others=len(self.waiting))
         self.waiting.arrive(seq)
@@ -115,7 +115,7 @@ class Scheduler:
             )
 
     def abort(self, request_id: int) -> None:
-        """End a sequence without an answer; nothing happens when there is none with this id."""
+        """End a sequence without output; does nothing if no sequence has this id."""
         if request_id in self.waiting:
             self._finish(self.waiting.remove(request_id), "abort")
         elif request_id in self.running:
@@ -125,10 +125,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.leaving or self.waiting)
 
-    # ---- what the next step computes
+    # ---- planning a step
 
     def schedule(self) -> Plan:
-        """Plan a step. The plan is empty when nothing can be computed before a step in flight is over."""
+        """Plan a step. The plan is empty when nothing can be computed before a step in flight is committed."""
         if self.suspects.is_active:
             return self._schedule_trial()
         if self.waiting.makes_place:
@@ -158,7 +158,7 @@ class Scheduler:
             drafts = take_drafts(seq, num_tokens, budget - num_behind) if seq.draft_tokens else ()
             num_taken = num_tokens + len(drafts) if drafts else num_tokens
             if start + num_taken > seq.capacity and not self._find_room(seq, start + num_taken):
-                # Everybody behind is younger and in flight. Left out now, they are idle when it asks again.
+                # All sequences behind are younger and in flight. Left out of this step, they are idle at the retry.
                 self.step_budget.interval.end()
                 rest = budget + num_aside
                 break
@@ -170,7 +170,7 @@ class Scheduler:
         return plan
 
     def _find_room(self, seq: Sequence, num_tokens: int) -> bool:
-        """Give ``seq`` blocks for ``num_tokens`` positions, if need be those of younger ones."""
+        """Reserve blocks for ``num_tokens`` positions of ``seq``, preempting younger sequences if necessary."""
         while not self.cache.reserve(seq, num_tokens):
             if (victim := self.choose_victim(self._idle_behind(seq))) is None:
                 return False
@@ -178,7 +178,7 @@ class Scheduler:
         return True
 
     def _idle_behind(self, seq: Sequence) -> Iterator[Sequence]:
-        """Those younger than ``seq`` that are not in flight, youngest first."""
+        """Sequences younger than ``seq`` that are not in flight, youngest first."""
         for other in reversed(self.running.values()):
             if other is seq:
                 break
@@ -186,7 +186,7 @@ class Scheduler:
                 yield other
 
     def _preempt(self, seq: Sequence, by: Sequence) -> None:
-        """Take the blocks of ``seq`` back for ``by``, and let it wait; what it published may be found again."""
+        """Release the blocks of ``seq`` for ``by`` and queue it again; its published blocks may still be matched."""
         self.events.note(seq.id, "preempted", tokens=seq.num_computed_tokens, by=by.id)
         self.cache.release(seq)
         del self.running[seq.id]
@@ -199,9 +199,9 @@ class Scheduler:
         self.stats.num_preemptions += 1
 
     def _admit(self, plan: Plan, budget: int) -> int:
-        """Start waiting sequences, in the policy's order, as long as tokens, places and blocks last.
+        """Admit waiting sequences in the policy's order, while token budget, batch indices and blocks last.
 
-        Returns what is left of the budget.
+        Returns the unused part of the budget.
         """
         waiting = self.waiting
         if not (self._has_place and waiting) or waiting.is_closed(self.running):
@@ -234,16 +234,16 @@ class Scheduler:
         return is_free and self.step_budget.admits(len(self.running))
 
     def _next_in(self) -> Sequence | None:
-        """The first in line, if it can enter."""
+        """The first waiting sequence, if it can be admitted now."""
         waiting = self.waiting
         if not (waiting and self._has_place) or waiting.is_closed(self.running):
             return None
         return first if self._room_for(first := waiting.first()) is not None else None
 
     def _set_aside(self, budget: int) -> tuple[Sequence | None, int]:
-        """Whose prompt goes on first, says the policy, and the tokens kept for it from those before it.
+        """The sequence whose prompt the policy favours, and the tokens of the budget reserved for it.
 
-        It is one of those that were cut, or the first in line, if that one can enter.
+        The candidates are the sequences in ``cut`` and the first waiting one, if it can be admitted.
         """
         candidates = [seq for seq in self.cut if seq.status is RUNNING]
         if (first := self._next_in()) is not None:
@@ -254,9 +254,9 @@ class Scheduler:
         return seq, max(0, min(len(seq.tokens) - seq.num_computed_tokens, budget - len(self.running)))
 
     def _make_place(self) -> None:
-        """Preempt those whom the policy names, until the first in line can enter.
+        """Preempt the sequences that the policy chooses, until the first waiting one can be admitted.
 
-        Who is in flight cannot be preempted: it is left out of further plans until it is idle.
+        A sequence in flight cannot be preempted: it is left out of further plans until it is idle.
         """
         while True:
             self._take_place()
@@ -271,7 +271,7 @@ class Scheduler:
             self.yielding.status = Status.YIELDING
 
     def _take_place(self) -> None:
-        """Preempt who was asked to yield, unless it is gone already, or still in flight."""
+        """Preempt the yielding sequence, unless it has ended or is still in flight."""
         seq = self.yielding
         if seq is None or seq.status is not Status.YIELDING:
             self.yielding = None
@@ -280,13 +280,13 @@ class Scheduler:
             self.yielding = None
 
     def _room_for(self, seq: Sequence) -> list[Node] | None:
-        """Where the cached prefix of a waiting sequence ends in each KV group, if there are blocks for the rest."""
+        """Last node of the cached prefix in each KV group; ``None`` if there are not enough blocks for the rest."""
         ends = self.cache.match(seq) if may_share(seq) else self.cache.roots
         has_room = self.cache.admits(seq, ends, self.max_num_batched_tokens, num_spare=len(self.running))
         return ends if has_room else None
 
     def _give_blocks(self, seq: Sequence) -> bool:
-        """Adopt what is cached of a waiting sequence and reserve blocks for the rest, or change nothing."""
+        """Adopt the cached prefix of a waiting sequence and reserve blocks for the rest, or change nothing."""
         ends = self._room_for(seq)
         if ends is None:
             return False
@@ -300,17 +300,17 @@ class Scheduler:
         return True
 
     def _schedule_trial(self) -> Plan:
-        """Repeat a part of a failed plan. Its blocks are still held, so it needs no room."""
+        """Plan a retry of part of a failed plan. Its blocks are still held, so none are reserved."""
         plan = [take(item.seq, len(item.tokens)) for item in self.suspects.next_group()]
         if plan:
             self.cache.note_filled(sum(len(item.tokens) for item in plan))
             self.suspects.begin(plan)
         return plan
 
-    # ---- what becomes of its results
+    # ---- committing its results
 
     def commit(self, plan: Plan, sampled: list[Sampled]) -> list[Output]:
-        """Write the results of ``plan`` back, publish what is now computed, retire what ended."""
+        """Append the results of ``plan``, publish the blocks that are now full, finish sequences that ended."""
         self.stats.num_steps += 1
         self.stats.num_shares += len(plan)
         self.suspects.acquit(plan)
@@ -321,11 +321,11 @@ class Scheduler:
         for item, result in zip(plan, sampled, strict=True):
             seq = item.seq
             seq.num_in_flight -= 1
-            if item.epoch != seq.epoch:  # it is stale
+            if item.epoch != seq.epoch:  # the item is stale
                 self._let_go(seq)
             elif result.error is not None:
                 outputs.append(self._end_with_error(seq, result.error))
-            elif news := take_in(item, result, cache, stats, events):
+            elif news := apply_result(item, result, cache, stats, events):
                 outputs.append(news)
                 if news.finish_reason is not None:
                     self._finish(seq, news.finish_reason)
@@ -333,7 +333,7 @@ class Scheduler:
         return outputs
 
     def fail(self, plan: Plan, error: RunnerError) -> list[Output]:
-        """Take ``plan`` back, as if it had never been scheduled; who keeps failing alone ends with ``error``."""
+        """Undo ``plan`` as if it had never been scheduled; a sequence that fails twice alone ends with ``error``."""
         self.stats.num_faults += 1
         members = []
         for item in plan:
@@ -347,7 +347,7 @@ class Scheduler:
         return [self._end_with_error(convict, str(error))] if convict else []
 
     def _rewind(self, item: Scheduled) -> None:
-        """Take back that ``item`` and everything planned after it was computed."""
+        """Undo the computation of ``item`` and of everything planned after it."""
         seq = item.seq
         seq.num_faults += 1
         self.events.note(seq.id, "fault", start=item.start)
@@ -357,7 +357,7 @@ class Scheduler:
         self._disown_steps(seq)
 
     def _disown_steps(self, seq: Sequence) -> None:
-        """Make every step of ``seq`` in flight stale, and forget the tokens that they would sample."""
+        """Make every step of ``seq`` in flight stale, and drop their pending tokens."""
         seq.epoch += 1
         while seq.tokens[-1] is None:
             seq.tokens.pop()
@@ -367,7 +367,7 @@ class Scheduler:
         return error_output(seq, error)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """End ``seq``. Its blocks come back now, or when its last step in flight is over."""
+        """End ``seq``. Its blocks are released now, or when its last step in flight is committed."""
         seq.status = Status.FINISHED
         seq.finish_reason = reason
         self._disown_steps(seq)
@@ -378,15 +378,15 @@ class Scheduler:
         self._let_go(seq)
 
     def _let_go(self, seq: Sequence) -> None:
-        """Take the blocks of ``seq`` back if it has ended and no step in flight can touch them any more."""
+        """Release the blocks of ``seq`` if it has finished and no step in flight can still write to them."""
         if seq.status is Status.FINISHED and not seq.num_in_flight:
             self.cache.release(seq)
             self.leaving.remove(seq)
 
-    # ---- how it goes
+    # ---- statistics and checks
 
     def note_step(self, plan: Plan, seconds: float) -> None:
-        """Take note that a step that went well took ``seconds``."""
+        """Record that a successful step took ``seconds``."""
         self.stats.step_tokens = sum([len(item.tokens) + len(item.drafts) for item in plan])
         self.stats.step_seconds = seconds
         self.step_budget.learn(plan, self.stats.step_tokens, seconds)
@@ -396,7 +396,7 @@ class Scheduler:
         return snapshot(self.stats, self.cache, len(self.running), len(self.waiting))
 
     def check(self) -> None:
-        """Assert everything that must hold between two steps. Costs O(pool)."""
+        """Assert all invariants that hold between two steps. Costs O(pool)."""
         self.cache.check([*self.running.values(), *self.leaving])
         self.waiting.check()
         orders = [seq.order for seq in self.running.values()]
@@ -406,7 +406,7 @@ class Scheduler:
             assert seq.id == request_id, "a running sequence is filed under another id"
             assert request_id not in self.waiting, "a sequence is running and waiting"
             assert seq.status in (RUNNING, Status.YIELDING), "a running sequence has another status"
-            assert seq.status is RUNNING or seq is self.yielding, "a running sequence yields to nobody"
+            assert seq.status is RUNNING or seq is self.yielding, "a yielding sequence is not recorded"
             assert seq.num_computed_tokens <= seq.capacity, "a computed position has no block"
             is_complete = seq.num_computed_tokens == seq.max_computed_tokens
             assert is_complete or len(seq.tokens) <= seq.max_computed_tokens, "more is planned than is ever needed"
@@ -422,6 +422,7 @@ class Scheduler:
 def may_share(seq: Sequence) -> bool:
     """Whether ``seq`` can start from cached blocks.
 
-    What was computed at a cached position is gone, so a request for log-probabilities of the prompt computes all of it.
+    Logits and hidden states of cached positions are not kept, so prompt log-probabilities and the tasks other than
+    generate compute the entire prompt.
     """
     return seq.request.params.prompt_logprobs is None and seq.request.task == "generate"

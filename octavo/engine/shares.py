@@ -5,11 +5,11 @@ from __future__ import annotations
 from octavo.types import Scheduled, Sequence
 
 PENDING: tuple[int | None, ...] = (None,)
-"""The one token of a share that follows a step in flight: made once, since most shares do."""
+"""The token of a decode whose previous step is still in flight; a constant, since most shares have it."""
 
 
 def take(seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Scheduled:
-    """Put the next ``num_tokens`` tokens of ``seq``, then ``drafts``, in flight."""
+    """Schedule the next ``num_tokens`` tokens of ``seq``, then ``drafts``: they are now in flight."""
     start = seq.num_computed_tokens
     end = start + num_tokens
     tokens = seq.tokens
@@ -25,7 +25,8 @@ def take(seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Schedu
 
 
 def take_drafts(seq: Sequence, num_tokens: int, limit: int) -> tuple[int, ...]:
-    """The drafts to verify after ``num_tokens`` tokens; none before the last token is known."""
+    """The drafts to verify after ``num_tokens`` tokens, at most ``limit`` tokens in total; none before the last token
+    is known."""
     position = seq.num_computed_tokens + num_tokens
     drafts, seq.draft_tokens = seq.draft_tokens, []
     if seq.num_in_flight or position < len(seq.tokens):

@@ -1,7 +1,7 @@
-"""How long the next step need not be decided yet, since the device is busy with one.
+"""How long scheduling of the next step can be delayed while the device computes the current one.
 
-A request that comes after a step was decided waits for that step and for the one before it. So a step that follows
-another one is decided as late as may be: whoever comes meanwhile is in it, and whoever leaves is not.
+A request that arrives after a step was scheduled waits for that step and for the one before it. So each step is
+scheduled as late as possible: it then includes requests that arrived, and omits requests that ended, meanwhile.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from collections import deque
 from octavo.types import Plan
 
 MARGIN = 0.0005
-"""Seconds that are left to chance: a device that has to wait costs more than a request that is late."""
+"""Safety margin in seconds: an idle device costs more than a request that joins one step later."""
 LEAST_WAIT = 0.00005
-"""Seconds; a result that took less was there already, for who knows how long."""
+"""Seconds; if waiting took less, the step had already finished, and the slack is unknown."""
 NUM_SEEN = 8
-"""Steps that are looked back on: where so many in a row had time to spare, the next one has."""
+"""Steps remembered per batch size class; the least slack among them is the estimate."""
 
 
 class SpareTime:
-    """Learns how much later each step could have been decided without the device waiting for it.
+    """Learns how much later each step could have been scheduled without idling the device.
 
-    That depends on the step that ran meanwhile. One that has a prompt in it takes longer than one that has not, by how
-    much is not known, so it is taken for one that has not.
+    The slack depends on the step that runs meanwhile. A step with prefill takes longer than decode alone, by an unknown
+    amount, so the slack of a decode step of as many sequences is used.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, deque[float]] = {}
-        """Seconds by the bits of the number of sequences, of steps with one token of each."""
+        """Slack in seconds of the last decode steps, by the bit length of the number of sequences."""
 
     def note(self, plan: Plan, idled: float, waited: float) -> None:
-        """While ``plan``, one token of each of its sequences, was computed, the next step was decided after ``idled``
-        seconds, and then ``plan`` was waited for."""
+        """Record a decode step ``plan``: while it ran, scheduling started after ``idled`` seconds, and after that its
+        result was waited for during ``waited`` seconds."""
         seconds = idled + waited if waited > LEAST_WAIT else idled / 2
         self._seen.setdefault(len(plan).bit_length(), deque(maxlen=NUM_SEEN)).append(seconds)
 
-    def beside(self, plan: Plan) -> float:
-        """Seconds to spare while ``plan`` is computed; 0 while too little is known."""
+    def during(self, plan: Plan) -> float:
+        """Slack in seconds while ``plan`` is computed; 0 before ``NUM_SEEN`` steps were recorded."""
         seen = self._seen.get(len(plan).bit_length(), ())
         return max(0.0, min(seen) - MARGIN) if len(seen) == NUM_SEEN else 0.0

@@ -1,4 +1,4 @@
-"""Token budget of a step, and whether it has prompts alone, by all settings and policies that shorten steps."""
+"""Token budget of a step, and whether it is prefill-only, from all settings and policies that limit steps."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from octavo.types import Plan
 
 
 class StepBudget:
-    """At most ``max_num_batched_tokens``; fewer in mixed steps, and where a limit between tokens holds.
+    """At most ``max_num_batched_tokens``; fewer in mixed steps, and under a limit on ITL.
 
-    ``waiting`` is the policy: it may have targets of its own for the time between tokens.
+    ``waiting`` is the policy, which may have ITL targets of its own.
     """
 
     def __init__(self, settings: SchedulerSettings, max_num_batched_tokens: int, waiting: Policy) -> None:
@@ -25,10 +25,10 @@ class StepBudget:
         self.pace = Pace(settings.max_itl) if settings.max_itl or waiting.has_targets else None
 
     def of_step(self, num_running: int, num_cut: int, prompts_can_go: Callable[[], bool]) -> tuple[int, bool]:
-        """Tokens of the next step, and whether sequences that decode are left out of it; to be asked once a step.
+        """Token budget of the next step, and whether decodes are left out of it; to be called exactly once per step.
 
-        Of ``num_cut`` of the running sequences the prompt has been computed in part. ``prompts_can_go`` says whether
-        any prompt can be computed; it is called only if that matters.
+        ``num_cut`` of the running sequences are still in prefill. ``prompts_can_go`` returns whether any prompt can be
+        computed; it is called only if needed.
         """
         prompts_only = self.interval.leaves_out(prompts_can_go)
         budget = self.mixed_steps.budget(num_running, num_running if prompts_only else num_cut, len(self.waiting))
@@ -37,10 +37,10 @@ class StepBudget:
         return budget, prompts_only
 
     def admits(self, num_running: int) -> bool:
-        """Whether one more sequence may run beside ``num_running`` others."""
+        """Whether one more sequence may run in addition to ``num_running`` others."""
         return self.pace is None or self.pace.admits(num_running, self.waiting.targets())
 
     def learn(self, plan: Plan, num_tokens: int, seconds: float) -> None:
-        """A step over ``plan``, of ``num_tokens`` in all, took ``seconds``."""
+        """Record that a step over ``plan``, of ``num_tokens`` in total, took ``seconds``."""
         if self.pace is not None:
             self.pace.learn(plan, num_tokens, seconds)

@@ -1,4 +1,4 @@
-"""From plans to step messages, and from their results to what was sampled: plans name sequences, messages do not.
+"""Encodes plans as step messages, and decodes their results: plans refer to sequences, messages to batch indices.
 
 Shapes: T rows, S sequences, R sampled rows.
 """
@@ -36,17 +36,17 @@ ERRORS = {
     NOTHING_LEFT: "no token is allowed here by the grammar, allowed_token_ids, bad_words and min_tokens together",
     OUT_OF_RANGE: "the sampling parameters bring the logits out of range",
 }
-"""What an executor answers in place of a token."""
+"""Error messages by the code that an executor returns in place of a token."""
 NO_MASKS: Masks = {}
 NO_INDICES: Indices = np.zeros(0, dtype=np.int64)
 NO_REPORTS = np.zeros((0, HEAD), dtype=np.int32)
 
 
 class StepEncoder:
-    """Makes the messages of steps, with the padded shape already decided.
+    """Makes the messages of steps, with padded shapes from ``choose_shape``.
 
-    ``adapters`` are the numbers of those that are loaded. With ``always_looks_for_adapters`` every step looks for
-    adapters of its rows, so that a row's result does not depend on whether another row has one.
+    ``adapters`` are the numbers of the loaded adapters by name. With ``always_looks_for_adapters`` every step uses LoRA
+    kernels, so that a row's result does not depend on whether another row has an adapter.
     """
 
     def __init__(
@@ -67,19 +67,19 @@ class StepEncoder:
 
     @property
     def max_len(self) -> int:
-        """Positions of the longest sequence."""
+        """Positions of the longest possible sequence."""
         return self.batch.tables[0].tables_CB.shape[1] * self.block_size
 
     def waits_for_host(self, plan: Plan, of_seq: Indices) -> bool:
-        """Whether the step takes more than its arrays: masks, drafts, vectors, log-probabilities of prompts.
+        """Whether the step needs masks, drafts, embeddings or prompt log-probabilities in addition to its arrays.
 
-        ``of_seq`` are the batch indices of the plan's sequences.
+        ``of_seq`` [S] are the batch indices of the plan's sequences.
         """
         needs = np.bitwise_or.reduce(self.batch.needs[of_seq])
         return bool(needs & (Needs.MASKS | Needs.ROWS)) or any(item.drafts for item in plan)
 
     def encode(self, plan: Plan, of_seq: Indices, grammar_masks: Masks = NO_MASKS) -> Step:
-        """The message of a plan of which no item is stale; ``of_seq`` are the batch indices of its sequences."""
+        """The message of a plan without stale items; ``of_seq`` [S] are the batch indices of its sequences."""
         batch = self.batch
         num_drafts = [len(item.drafts) for item in plan] if any(item.drafts for item in plan) else []
         counts = [len(item.tokens) for item in plan]
@@ -92,7 +92,7 @@ class StepEncoder:
         sizes = Sizes(sum(counts), len(plan), max(counts, default=1), sum(num_drafts), is_plain)
         shape, uses_graph = self.choose_shape(sizes, kind)
         masks = list(self._masks(plan, of_seq, grammar_masks)) if needs & Needs.MASKS else []
-        histories, lists = self._tell(plan, of_seq.tolist()) if has_extras else ([], [])
+        histories, lists = self._updates(plan, of_seq.tolist()) if has_extras else ([], [])
         return Step(
             shape,
             uses_graph,
@@ -109,7 +109,7 @@ class StepEncoder:
         )
 
     def encode_padding(self, shape: StepShape, uses_graph: bool) -> Step:
-        """A step of nothing but padding, which compiles and captures what steps of this shape run."""
+        """A padding-only step, which compiles the kernels and captures the graph of this shape."""
         return Step(shape, uses_graph, 0, self._pack([], [], [], NO_INDICES, shape))
 
     # ---- the arrays
@@ -169,7 +169,8 @@ class StepEncoder:
         first_rows: npt.NDArray[np.int64],
         ends: npt.NDArray[np.int64],
     ) -> tuple[Indices, npt.NDArray[np.int64]]:
-        """Sample after each draft, too: the batch index of each sampled row, and the position of its token."""
+        """Fill the logits indices, one for each draft and the bonus token; returns the batch index [R] of each sampled
+        row, and the position [R] of its token."""
         drafts = np.array(num_drafts, dtype=np.int64)
         back = np.concatenate([np.arange(count, -1, -1) for count in num_drafts])
         arrays.fill("logits_indices", np.repeat(first_rows[1:], drafts + 1) - 1 - back, 0)
@@ -200,7 +201,7 @@ class StepEncoder:
         arrays.fill("presence", batch.presence[of_sample], 0)
         arrays.fill("wants_logprobs", batch.wants_logprobs[of_sample] & samples, 0)
 
-    # ---- what goes with the arrays
+    # ---- messages alongside the arrays
 
     def _looks_for_adapters(self, plan: Plan, has_extras: bool) -> bool:
         if self.adapters is None:
@@ -215,20 +216,20 @@ class StepEncoder:
                     yield Mask(row + i, mask.tobytes())
             row += 1 + len(item.drafts)
 
-    def _tell(self, plan: Plan, of_seq: list[int]) -> tuple[list[History], list[TokenLists]]:
-        """What the executor lacks of the sequences of a plan."""
+    def _updates(self, plan: Plan, of_seq: list[int]) -> tuple[list[History], list[TokenLists]]:
+        """The tokens and token lists of the plan's sequences that the executor does not have yet."""
         batch, histories, lists = self.batch, list[History](), list[TokenLists]()
         for item, index in zip(plan, of_seq, strict=True):
             if not batch.needs[index] & Needs.EXTRAS:
                 continue
-            told = batch.num_told[index]
-            if told < 0:
+            num_sent = batch.num_sent[index]
+            if num_sent < 0:
                 lists.append(self._lists(item.seq, index))
-                told = 0
-            if told < item.start and batch.has_penalties[index]:
-                missing = [-1 if token is None else token for token in item.seq.tokens[told : item.start]]
-                histories.append(History(index, told, missing))
-            batch.num_told[index] = item.start + len(item.tokens)
+                num_sent = 0
+            if num_sent < item.start and batch.has_penalties[index]:
+                missing = [-1 if token is None else token for token in item.seq.tokens[num_sent : item.start]]
+                histories.append(History(index, num_sent, missing))
+            batch.num_sent[index] = item.start + len(item.tokens)
         return histories, lists
 
     def _lists(self, seq: Sequence, index: int) -> TokenLists:
@@ -240,7 +241,7 @@ class StepEncoder:
     # ---- results
 
     def decode(self, plan: Plan, result: StepResult) -> list[Sampled]:
-        """What a step sampled for each item of its plan."""
+        """The ``Sampled`` of each item of a step's plan."""
         tokens, accepted = result.tokens, iter(result.num_accepted)
         reports = as_rows(result.reports, len(tokens)) if result.reports else None
         prompts, values = iter(result.prompts), iter(result.values)
@@ -264,7 +265,7 @@ class StepEncoder:
 
 
 def _token_ids(plan: Plan) -> npt.NDArray[np.int64]:
-    """The tokens of all rows; -1 for one that a step in flight samples, which can only be the last of its item."""
+    """Token ids of all rows; -1 for a pending token, which can only be the last of its item."""
     tokens: list[int | None] = []
     for item in plan:
         tokens += item.tokens
@@ -275,7 +276,7 @@ def _token_ids(plan: Plan) -> npt.NDArray[np.int64]:
 
 
 def _num_top(plan: Plan) -> int:
-    """Most likely tokens to report of each row, the most that any request asks for."""
+    """Top log-probabilities to report for each row: the most that any request asks for; -1 if none does."""
     counts = [item.seq.request.params.logprobs for item in plan if item.samples]
     return max((count for count in counts if count is not None), default=-1)
 
@@ -307,7 +308,7 @@ def _pooled_rows(plan: Plan, counts: list[int], of_seq: Indices) -> Iterator[Poo
 
 
 def _sampled(num_logprobs: int | None, tokens: list[int], reports_RW: npt.NDArray[np.int32] | None) -> Sampled:
-    """Accepted drafts and one token more; a negative one ends the sequence."""
+    """Accepted drafts and the bonus token; a negative last token is an error code."""
     if tokens[-1] < 0:
         return Sampled([], error=ERRORS[tokens[-1]])
     if num_logprobs is None or reports_RW is None:
@@ -326,7 +327,7 @@ def _add_prompt_logprobs(sampled: Sampled, item: Scheduled, reports: bytes | Non
 
 
 def read_reports(tokens: list[int], reports_RW: npt.NDArray[np.int32], count: int) -> list[TokenLogprobs]:
-    """What reports say of their tokens and of the ``count`` most likely ones."""
+    """Log-probabilities of the tokens and of the ``count`` most likely ones, from reports [R, W]."""
     end = HEAD + (reports_RW.shape[1] - HEAD) // 2
     logprobs_RW = reports_RW.view(np.float32)
     return [

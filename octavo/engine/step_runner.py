@@ -1,4 +1,4 @@
-"""The runner of an engine: plans go to an executor as messages, in one order with all else that touches the device."""
+"""The runner for generating models: sends plans to an executor as messages, in one order with all device work."""
 
 from __future__ import annotations
 
@@ -20,54 +20,54 @@ from octavo.types import GroupBlocks, Masks, Plan, Request, Sampled, Scheduled, 
 
 @dataclass(eq=False, slots=True)
 class PendingStep:
-    """A plan that was submitted."""
+    """A submitted plan."""
 
     runner: StepRunner
     plan: Plan
     waits_for_host: bool
     is_computed: list[bool] = field(default_factory=list)
-    """For each item, whether it is in the step: those that were stale when it was sent are not."""
+    """For each item, whether it is in the step; items that were stale when it was sent are not."""
     reply: Reply[StepResult] | None = None
-    """``None`` before the step is sent, and where nothing of the plan was left to compute."""
+    """``None`` before the step is sent, and if all items were stale."""
     is_sent: bool = False
 
     @property
     def is_started(self) -> bool:
-        """Whether the executor computes it now, or next, although its result was not asked for."""
+        """Whether the executor computes it now or next, before ``sample`` is called."""
         return self.is_sent and self.runner.executor.runs_ahead
 
     def sample(self, masks: Masks) -> list[Sampled]:
         """Wait for the result; items that were stale when the step was sent give an empty ``Sampled``.
 
-        Raise ``RunnerError``.
+        Raises ``RunnerError``.
         """
         return self.runner.finish(self, masks)
 
 
 class StepRunner:
-    """Sends steps to an executor. Results must be asked for in the order in which plans were submitted.
+    """Sends steps to an executor. ``sample`` must be called in the order in which plans were submitted.
 
-    A step is sent at once, if the executor runs ahead and the step needs nothing that is known only later, such as a
-    grammar's masks. Else it is sent when its result is asked for, and so are those that were submitted after it.
+    A step is sent on submission if the executor runs ahead and the step needs no input that is known only later, such
+    as a grammar's masks. Otherwise it is sent when ``sample`` is called, and later steps follow it.
     """
 
     def __init__(self, executor: Executor, encoder: StepEncoder) -> None:
         self.executor = executor
         self.encoder = encoder
         self._waiting: deque[PendingStep] = deque()
-        """Submitted and not sent."""
+        """Steps submitted but not sent."""
         self._sending = threading.Lock()
-        """Messages come from the thread that runs steps, and from one that captures graphs while there are none."""
+        """Messages come from the thread that runs steps, and from one that captures graphs while the device is idle."""
         self._num_unfinished = 0
         self._last_finish = 0.0
 
     def send(self, message: Message) -> Reply[Any]:
-        """Let the executor carry out ``message`` after all that was sent before."""
+        """Send ``message`` to the executor, which executes it after all earlier ones."""
         with self._sending:
             return self.executor.send(message)
 
     def submit(self, plan: Plan) -> PendingStep:
-        """Take a plan, and send it if it may go at once; never wait for the device."""
+        """Accept a plan, and send it if possible; never wait for the device."""
         of_seq = self.encoder.batch.of_plan(plan)
         pending = PendingStep(self, plan, self.encoder.waits_for_host(plan, of_seq))
         self._num_unfinished += 1
@@ -90,7 +90,7 @@ class StepRunner:
             self._num_unfinished -= 1
 
     def _take_from_waiting(self, pending: PendingStep) -> None:
-        """Remove the oldest step that was asked for; older ones, of which no result was asked for, are dropped."""
+        """Remove ``pending`` from the queue, and drop older steps, whose results were never requested."""
         while self._waiting.popleft() is not pending:
             self._num_unfinished -= 1
 
@@ -99,7 +99,7 @@ class StepRunner:
             self._send_step(self._waiting.popleft())
 
     def _send_step(self, pending: PendingStep, masks: Masks = NO_MASKS, of_seq: Indices | None = None) -> None:
-        """Send a step of what is not stale; ``of_seq`` are the batch indices of its sequences, if they are known."""
+        """Send a step of the items that are not stale; ``of_seq`` [S] are the batch indices of all items, if known."""
         pending.is_sent, plan = True, pending.plan
         pending.is_computed = [item.epoch == item.seq.epoch for item in plan]
         if not all(pending.is_computed):
@@ -120,7 +120,10 @@ class StepRunner:
     # ---- between steps
 
     def send_when_idle(self, make: Callable[[], Step], idle_seconds: float) -> bool:
-        """Send a step that serves no request, and wait for it, if the executor has been idle for so long."""
+        """If the executor has been idle for ``idle_seconds``, run the dummy step that ``make`` returns and wait for it.
+
+        Returns whether it was run.
+        """
         with self._sending:
             is_idle = not self._num_unfinished and time.monotonic() - self._last_finish > idle_seconds
             if is_idle:
@@ -128,18 +131,18 @@ class StepRunner:
         return is_idle
 
     def capture(self, shape: StepShape) -> Reply[StepResult]:
-        """Run padding through the graph of ``shape``, which captures it if that was not done before."""
+        """Run a padding-only step through the graph of ``shape``, which captures the graph on first use."""
         return self.send(self.encoder.encode_padding(shape, uses_graph=True))
 
 
 WARM_UP_TOKENS = 16
-"""More rows than any kernel takes for a single token, few enough to cost nothing."""
+"""Enough rows to select the prefill kernels, few enough to cost nothing."""
 
 
 def compute_padding(runner: StepRunner) -> None:
-    """Compute a chunk and a single token of no request, so that no request waits for a compiler.
+    """Compute a dummy prefill and decode, so that no request waits for kernel compilation.
 
-    They write to block 0, whose content nothing reads before it is written again. Raises ``RunnerError``.
+    They write to block 0, which is overwritten before it is read. Raises ``RunnerError``.
     """
     encoder = runner.encoder
     count = min(WARM_UP_TOKENS, encoder.max_len)
@@ -151,22 +154,22 @@ def compute_padding(runner: StepRunner) -> None:
 
 
 class BlockMessages:
-    """Blocks of an executor's storage, for the tiers behind the prefix cache."""
+    """Access to the blocks of an executor's KV storage, for offloading and copying (see ``BlockStore``)."""
 
     def __init__(self, runner: StepRunner, num_bytes: int) -> None:
-        """``num_bytes`` of one block's content."""
+        """``num_bytes``: size of one block's content."""
         self._runner = runner
         self.num_bytes = num_bytes
 
     def read(self, block: int) -> Callable[[], bytes]:
-        """Start to copy ``block`` out; what is returned waits for its content, in any thread."""
+        """Start to copy ``block`` out; the returned function waits for its content, in any thread."""
         reply: Reply[bytes] = self._runner.send(ReadBlock(block))
         return reply.wait
 
     def write(self, block: int, content: bytes) -> None:
-        """Put ``content`` into ``block``, before any step that is sent from now on."""
+        """Write ``content`` to ``block``, before any step that is sent later."""
         self._runner.send(WriteBlock(block, content))
 
     def copy_slots(self, group: int, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first positions of one block of a group to another, before any step that is sent from now on."""
+        """Copy the first ``num_tokens`` slots of ``source`` to ``target`` in one KV group, before any later step."""
         self._runner.send(CopySlots(group, source, target, num_tokens))

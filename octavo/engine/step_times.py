@@ -1,4 +1,4 @@
-"""What each step computes and how long it takes, for ``octavo simulate`` to learn from."""
+"""Work and duration of each step, recorded for ``octavo simulate``."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from octavo.errors import ConfigError, RunnerError
 from octavo.types import Masks, Pending, Plan, Runner, Sampled
 
 REST = 0.05
-"""Seconds."""
+"""Seconds without a step after which the device counts as rested."""
 
 
 class StepWork(NamedTuple):
-    """What the time of a step depends on."""
+    """Quantities that determine the duration of a step."""
 
     tokens: int
     rows: int
-    """Positions after which a token is sampled."""
+    """Rows whose logits are sampled."""
     context: int
-    """Cached positions read: the sum of the sequences' ends."""
+    """Cached positions read: the sum of ``seq_lens``."""
     pairs: int
-    """Pairs of a query and a key, over all sequences."""
+    """Query-key pairs of attention, over all sequences."""
     idle: int = 0
-    """1 where no step before it was under way: nothing hides what it takes to start one."""
+    """1 if no other step was in flight at submission, so that launch overhead is not hidden."""
     rested: int = 0
-    """1 where none has been for REST seconds or longer: what caches held is gone, and clocks are low."""
+    """1 if also no step ended in the last REST seconds, so that caches are cold and clocks are low."""
 
 
 def work_of(plan: Plan) -> StepWork:
-    """What ``plan`` asks of a device."""
+    """The work of ``plan``."""
     chunks = [item for item in plan if len(item.tokens) > 1 or item.drafts]
     num_singles = len(plan) - len(chunks)
     context = sum([item.start for item in plan]) + num_singles
@@ -49,16 +49,16 @@ def work_of(plan: Plan) -> StepWork:
 
 
 Note = Callable[[StepWork, float], None]
-"""Takes what a step computed, and its seconds."""
+"""Records the work of a step and its duration in seconds."""
 
 
 class TimedRunner:
-    """Another runner, whose steps are timed from one result to the next, so that all around them is counted in.
+    """Wraps a runner and times its steps from one result to the next, so that host work between steps is included.
 
-    A step that goes on with nobody of the step before may follow a pause: it counts from where it was submitted, and
-    what the host takes from a result to the next submission is added, as when it last did so with nothing under way.
-    Beside a step that is, it may take its time. Where ``wake`` told of its first request, it counts from there at the
-    latest, so that taking requests in is in it as well.
+    A step that shares no sequence with the previous one may follow a pause: it is timed from its submission, plus the
+    host's time from a result to the next submission, as last measured with no other step in flight (with one in
+    flight, the host may take its time). If ``wake`` announced its first request, it is timed from there at the latest,
+    which includes adding the requests.
     """
 
     def __init__(self, runner: Runner, note: Note, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -66,16 +66,16 @@ class TimedRunner:
         self.note = note
         self.clock = clock
         self._members: set[int] = set()
-        """Sequences of the step submitted last."""
+        """Ids of the sequences of the last submitted step."""
         self._done_at = 0.0
         self._woken_at: float | None = None
         self._between = 0.0
-        """Seconds of the host from a result to the next submission."""
+        """Host seconds from a result to the next submission."""
         self._follows_result = False
         self._num_under_way = 0
 
     def wake(self) -> None:
-        """A request is about to be taken in."""
+        """Announce that a request is about to be added."""
         if self._woken_at is None and not self._num_under_way:
             self._woken_at = self.clock()
 
@@ -99,7 +99,7 @@ class TimedRunner:
         return TimedStep(self, work, since, pending)
 
     def finish(self, step: TimedStep, has_failed: bool = False) -> None:
-        """The result of ``step`` is there, or none will be."""
+        """Record that ``step`` has a result, or has failed."""
         self._num_under_way -= 1
         if has_failed:
             return
@@ -119,7 +119,7 @@ class TimedStep:
         self.runner = runner
         self.work = work
         self.since = since
-        """When it began at the latest; ``None`` where it goes on with the step before."""
+        """Latest time at which it began; ``None`` if it shares a sequence with the previous step."""
         self.pending = pending
 
     @property
@@ -137,9 +137,9 @@ class TimedStep:
 
 
 def logged(runner: Runner, path: str | None) -> Runner:
-    """``runner``, with each step added to the file ``path``, if one is given, as a JSON line; raises ``ConfigError``.
+    """``runner``, with each step appended to the file ``path``, if given, as a JSON line; raises ``ConfigError``.
 
-    Lines are whole, however this process ends.
+    Each line is written by one unbuffered call, so lines are complete even if the process is killed.
     """
     if path is None:
         return runner

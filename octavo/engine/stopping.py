@@ -1,6 +1,6 @@
-"""When a sequence ends by itself: an end-of-text or stop token, or its ``max_tokens``.
+"""When a sequence ends: at an end-of-text or stop token, or at ``max_tokens``.
 
-Stop strings are not tokens; whoever turns tokens into text looks for them, and aborts.
+Stop strings are not tokens; the detokenizer's side looks for them and aborts the request.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from octavo.types import FinishReason, Sequence
 
 
 def cut(seq: Sequence, position: int, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
-    """Keep of ``tokens``, sampled for ``position`` and after, those up to the first that ends ``seq``.
+    """Truncate ``tokens``, sampled for ``position`` and after, behind the first that ends ``seq``.
 
-    The token that stops a text is kept: it was generated. ``min_tokens`` needs no look here, since the
-    sampler masks every stop token until that many were generated.
+    The stop token itself is kept: it was generated. ``min_tokens`` is not checked here, since the sampler masks every
+    stop token until that many were generated.
     """
     room = seq.num_prompt_tokens + seq.request.max_tokens - position
     if len(tokens) < room and seq.stop_token_ids.isdisjoint(tokens):
@@ -28,6 +28,6 @@ def cut(seq: Sequence, position: int, tokens: list[int]) -> tuple[list[int], Fin
 
 
 def stop_token_id(seq: Sequence, tokens: list[int]) -> int | None:
-    """The token that ended ``seq``, if the client named it; ``None`` when it is the model's end-of-text."""
+    """The token that ended ``seq`` if it is in the client's ``stop_token_ids``; ``None`` if it is end-of-text."""
     last = tokens[-1]
     return last if last in seq.request.params.stop_token_ids else None

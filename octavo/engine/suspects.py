@@ -1,4 +1,4 @@
-"""Who makes a forward pass fail: the sequences of a failed step are tried again in halves, each half alone.
+"""Finds the sequence that makes forward passes fail: a failed step is retried in halves, each half alone.
 
 ::
 
@@ -7,8 +7,8 @@
                                       [e f] ok   [g h] fails
                                                  [g] fails, fails again: convicted    [h] ok
 
-A step can also fail by chance, so nobody is convicted for failing alone once. One guilty sequence among n
-costs about log2(n) + 2 failed steps; the innocent lose time and nothing else.
+A step can also fail by chance, so a sequence is convicted only when it fails alone twice. One faulty sequence among n
+costs about log2(n) + 2 failed steps; the others lose only time.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from octavo.types import Plan, Sequence, Status
 
 
 class Group(NamedTuple):
-    """Sequences to be tried without anybody else: the part of a failed plan that is to be repeated."""
+    """The part of a failed plan to retry without any other sequence."""
 
     items: Plan
     failed_alone: bool
-    """Whether this is one sequence whose step failed with nobody else in it."""
+    """Whether this is one sequence whose step already failed without any other sequence."""
 
 
-NOBODY = Group([], False)
+NO_GROUP = Group([], False)
 
 
 class Suspects:
-    """The groups to be tried, most suspect first, and the trial under way."""
+    """The groups to retry, most suspect first, and the trial in flight."""
 
     def __init__(self) -> None:
         self._groups: deque[Group] = deque()
-        self._tried: Group = NOBODY
+        self._tried: Group = NO_GROUP
         self._trial: Plan | None = None
 
     @property
     def is_active(self) -> bool:
-        """Whether someone is being tried, or still has to be. Who has ended meanwhile has not."""
+        """Whether a trial is in flight, or a group with an unfinished sequence is still to be tried."""
         return self._trial is not None or any(_unfinished(group) for group in self._groups)
 
     def next_group(self) -> Plan:
-        """What to repeat next; empty when that has to wait for steps in flight.
+        """The items to retry next; empty while that has to wait for steps in flight.
 
-        A trial starts when none of its members is in flight any more, and nobody starts beside it: its
-        verdict must be about nobody else.
+        A trial starts when none of its members is in flight any more, and no other step starts while it runs, so that
+        its outcome depends on its members only.
         """
         while self._groups and self._trial is None:
             group = self._groups[0]
@@ -60,16 +60,16 @@ class Suspects:
         return []
 
     def begin(self, trial: Plan) -> None:
-        """``trial`` is the plan made of the group last taken."""
+        """Record ``trial`` as the plan made from the last group."""
         self._trial = trial
 
     def acquit(self, plan: Plan) -> None:
-        """``plan`` succeeded; if it was the trial, its members are free again."""
+        """Record that ``plan`` succeeded; if it was the trial, its members are no longer suspects."""
         if plan is self._trial:
             self._trial = None
 
     def accuse(self, plan: Plan, members: Plan) -> Sequence | None:
-        """``plan`` failed; ``members`` is what of it still counts. Returns who is hereby convicted, if anyone."""
+        """Record that ``plan`` failed, of which ``members`` are not stale; returns the convicted sequence, if any."""
         is_trial = plan is self._trial
         if is_trial:
             self._trial = None

@@ -1,4 +1,4 @@
-"""Who gives back its blocks when they run out: a choice apart from the order of admission."""
+"""Which sequence is preempted when blocks run out, independent of the order of admission."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Callable, Iterator
 from octavo.types import Sequence
 
 ChooseVictim = Callable[[Iterator[Sequence]], Sequence | None]
-"""Takes those who may be preempted, youngest first; gives one of them, or ``None`` when there is nobody."""
+"""Takes the sequences that may be preempted, youngest first; returns one of them, or ``None`` if there are none."""
 
 
 def youngest(candidates: Iterator[Sequence]) -> Sequence | None:
-    """The last in the policy's order."""
+    """The last sequence in the policy's order."""
     return next(candidates, None)
 
 
 def cheapest(candidates: Iterator[Sequence]) -> Sequence | None:
-    """The one with least to compute again."""
+    """The sequence with the fewest tokens to recompute."""
     return min(candidates, key=lambda seq: seq.num_computed_tokens, default=None)
 
 
 def largest(candidates: Iterator[Sequence]) -> Sequence | None:
-    """The one with most blocks, so that few are preempted."""
+    """The sequence with the most blocks, so that few sequences are preempted."""
     return max(candidates, key=_num_held, default=None)
 
 
 def _num_held(seq: Sequence) -> int:
-    """Blocks of ``seq`` in the KV group that reaches furthest back, where it holds most."""
+    """Blocks of ``seq`` in the first KV group, which reaches furthest back and so holds the most."""
     return seq.groups[0].num_held
 
 

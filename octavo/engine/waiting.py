@@ -7,15 +7,15 @@ import heapq
 from octavo.types import Order, Sequence
 
 Entry = tuple[Order, int, Sequence]
-"""A place in the heap. The number sets entries of equal order apart: those of one sequence, of which one counts."""
+"""A heap entry. The number breaks ties between entries of one sequence, of which only the latest is valid."""
 
 
 class WaitingQueue:
     """A priority queue by ``Sequence.order`` from which any member can also be taken by its id.
 
-    ``remove`` and ``move`` leave the heap's entry behind until it comes to the top, or until such leftovers are
-    the majority and are swept out together. So the heap never holds more than twice what waits, and every
-    operation costs O(log n) in the long run.
+    ``remove`` and ``move`` leave a stale heap entry, which is dropped when it reaches the top, or when stale entries
+    are the majority and the heap is rebuilt. So the heap never has more than two entries per waiting sequence, and
+    every operation costs amortized O(log n).
     """
 
     def __init__(self) -> None:
@@ -35,19 +35,19 @@ class WaitingQueue:
         heapq.heappush(self._heap, entry)
 
     def first(self) -> Sequence:
-        """The one whose turn it is; the queue must not be empty."""
+        """The sequence that is next; the queue must not be empty."""
         while not self._counts(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][2]
 
     def remove(self, request_id: int) -> Sequence:
-        """Take out the sequence with this id, which must be here."""
+        """Remove and return the sequence with this id, which must be in the queue."""
         seq = self._entry_of.pop(request_id)[2]
         self._sweep()
         return seq
 
     def move(self, seq: Sequence, order: Order) -> None:
-        """Give ``seq``, which must be here, another place."""
+        """Change the order of ``seq``, which must be in the queue."""
         if order != seq.order:
             seq.order = order
             self.push(seq)
@@ -62,10 +62,10 @@ class WaitingQueue:
         return self._entry_of.get(entry[2].id) is entry
 
     def check(self) -> None:
-        """Assert that every member has exactly one entry, and that leftovers are bounded."""
+        """Assert that every member has exactly one valid entry, and that stale entries are bounded."""
         members = [entry[2] for entry in self._heap if self._counts(entry)]
         assert len(members) == len(self._entry_of), "a waiting sequence is not in the heap"
-        assert len(self._heap) <= 2 * len(self._entry_of), "leftovers pile up"
+        assert len(self._heap) <= 2 * len(self._entry_of), "too many stale entries in the heap"
         for seq in members:
             assert not any(held.block_table for held in seq.groups), "a waiting sequence holds blocks"
             assert not seq.num_in_flight, "a waiting sequence is in flight"

@@ -1,1 +1,1 @@
-"""The seam between deciding and executing: the messages that an executor carries out, and the bytes of a step."""
+"""The interface between scheduling and execution: the messages to an executor, and the binary layout of a step."""

@@ -1,7 +1,6 @@
-"""The bytes of a step: arrays at offsets that follow from its shape, written by the encoder and read in place.
+"""Binary layout of a step: arrays at offsets given by its shape, written by the encoder and read in place.
 
-Shapes: T rows, S sequences, R sampled rows, G groups of layers with block tables of their own, B entries of the widest
-block table.
+Shapes: T rows, S sequences, R sampled rows, G KV groups, B entries of the widest block table.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from octavo.steps.shapes import StepShape
 
 ALIGNMENT = 16
 WORD = 8
-"""Bytes that are fetched at once: a step's size is told in words."""
+"""Bytes of a word, the unit in which executors fetch a step; ``num_words`` is the step's size in words."""
 NO_INDEX = -1
-"""As a batch index: the last entry of the executor's tables, which belongs to padding."""
+"""Batch index of padding: the last entry of the executor's tables."""
 
 
 class Field(NamedTuple):
-    """One array of a step: entries ``first`` to ``end`` of the step's bytes, read as numbers of its type."""
+    """One array of a step: elements ``first`` to ``end`` of the buffer viewed as ``dtype``."""
 
     dtype: str
     first: int
@@ -69,8 +68,7 @@ def _fields(shape: StepShape, num_groups: int) -> dict[str, tuple[str, int]]:
 
 @functools.lru_cache(maxsize=4096)
 def layout(shape: StepShape, num_groups: int = 1) -> tuple[dict[str, Field], int]:
-    """The arrays of a step by name, and where the packed block tables begin: those of all sequences in the first group,
-    then those in the next."""
+    """The arrays of a step by name, and the byte offset of the block tables, int32 [G, S, B], behind them."""
     fields, end = {}, 0
     for name, (dtype, size) in _fields(shape, num_groups).items():
         width = np.dtype(dtype).itemsize
@@ -80,13 +78,13 @@ def layout(shape: StepShape, num_groups: int = 1) -> tuple[dict[str, Field], int
 
 
 def num_bytes(shape: StepShape, width: int, num_groups: int = 1) -> int:
-    """What a step of this shape takes with block tables of ``width`` entries."""
+    """Size of a step of this shape with block tables of ``width`` entries."""
     tables = 4 * num_groups * shape.num_seqs * width
     return -(-(layout(shape, num_groups)[1] + tables) // ALIGNMENT) * ALIGNMENT
 
 
 class StepArrays:
-    """A step's arrays in a buffer of its size, which is full of zeros."""
+    """Writes a step's arrays to a zeroed buffer of ``num_bytes``."""
 
     def __init__(self, buffer: bytearray, shape: StepShape, width: int, num_groups: int) -> None:
         """``width``: entries of each block table."""
@@ -95,7 +93,7 @@ class StepArrays:
         self._shape, self._width, self._num_groups = shape, width, num_groups
 
     def fill(self, name: str, values: npt.NDArray[Any] | list[int], padding: int) -> None:
-        """Set an array: ``values``, then padding."""
+        """Set an array to ``values`` followed by padding."""
         dtype, first, last = self._fields[name]
         numbers, end = self._by_type[dtype], first + len(values)
         numbers[first:end] = values
@@ -103,7 +101,7 @@ class StepArrays:
             numbers[end:last] = padding
 
     def fill_group(self, group: int, slots_T: npt.NDArray[np.int64], tables_SB: npt.NDArray[np.int32]) -> None:
-        """Set the slot of each row in a group, and the block tables there of the first sequences."""
+        """Set a KV group's slot mapping and block tables; the rest is padding."""
         T, (S, B) = self._shape.num_rows, (self._shape.num_seqs, self._width)
         first = self._fields["slot_mapping"].first + group * T
         slots = self._by_type["int64"]
@@ -113,7 +111,7 @@ class StepArrays:
         self._by_type["int32"][start : start + S * B].reshape(S, B)[: len(tables_SB)] = tables_SB
 
     def finish(self) -> None:
-        """Say how wide tables are, and how much of the buffer is in use."""
+        """Set ``width`` and ``num_words``."""
         end = self._tables_at + 4 * self._num_groups * self._shape.num_seqs * self._width
         self._by_type["int32"][self._fields["width"].first] = self._width
         self._by_type["int64"][self._fields["num_words"].first] = -(-end // WORD)

@@ -1,4 +1,4 @@
-"""The most that a step can be."""
+"""Limits on the size of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from octavo.steps.shapes import Kind, StepShape, padded_shape
 
 
 class StepLimits(NamedTuple):
-    """Limits that the encoder keeps to, and for which an executor has buffers."""
+    """Limits that every encoded step obeys, and for which an executor allocates buffers."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -1,5 +1,5 @@
-"""What an executor is told, in order, and what it answers. Every message is frozen, holds all that it is about, and can
-be sent to another process as bytes: two executors that are given the same messages do the same.
+"""Messages to an executor, and its replies. Every message is frozen, self-contained, and can be sent to another process
+as bytes: two executors that receive the same messages do the same.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ OUT_OF_RANGE = -3
 """In place of a token: penalties or a temperature bring a logit out of the range of float32."""
 
 NO_ADAPTER = -1
-"""As an adapter's number: the model as it is."""
+"""Adapter number of rows without an adapter."""
 
 
 class History(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens of the sequence at a batch index that no step has brought there; -1: one that the executor sampled."""
+    """Tokens of the sequence at a batch index that no earlier step contained; -1: a token that the executor sampled."""
 
     index: int
     start: int
@@ -30,34 +30,34 @@ class History(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TokenLists(msgspec.Struct, frozen=True, array_like=True):
-    """What the sequence at a batch index asks for about single tokens, from now on."""
+    """Logit biases, banned tokens and stop tokens of the sequence at a batch index, from now on."""
 
     index: int
     bias: dict[int, float]
     banned: list[int]
-    """Tokens that its logits must not give; they are no part of what may end the text."""
+    """Tokens that are never sampled."""
     stops: list[int]
-    """Tokens that are banned where a step says so: before ``min_tokens``."""
+    """Tokens that are banned in rows with a ban index, which are those before ``min_tokens``."""
 
 
 class Mask(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The tokens that may be sampled in one row: bit ``id % 8`` of byte ``id // 8``."""
+    """The allowed tokens of one sampled row: bit ``id % 8`` of byte ``id // 8``."""
 
     row: int
     bits: bytes
 
 
 class PromptRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Rows of a prompt whose next tokens are known, and whose log-probabilities are asked for."""
+    """Rows of a prompt that need log-probabilities of their next tokens, which are known."""
 
     first_row: int
     tokens: list[int]
     num_top: int
-    """Most likely tokens to report for each row."""
+    """Number of most likely tokens to report for each row."""
 
 
 class PooledRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Rows of a text whose vector is asked for."""
+    """Rows of a text to be pooled into an embedding."""
 
     index: int
     start: int
@@ -73,51 +73,51 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     shape: StepShape
     uses_graph: bool
-    """Whether the step runs through the CUDA graph of its shape, which is captured if this is the first time."""
+    """Whether the step runs through the CUDA graph of its shape, which is captured on first use."""
     num_seqs: int
     """Sequences that are not padding."""
     inputs: bytearray
-    """Arrays as ``steps.layout`` places them."""
+    """Arrays in the layout of ``steps.layout``."""
     histories: list[History] = []
     lists: list[TokenLists] = []
     is_sampled: bool = True
-    """Whether any token is asked for; without, sampling may be left out."""
+    """Whether any token is needed; otherwise sampling may be skipped."""
     num_top: int = -1
-    """Most likely tokens to report for each sampled row that asks; -1: none asks for log-probabilities."""
+    """Number of most likely tokens to report for each sampled row with log-probabilities; -1: no row has any."""
     drafts: list[list[int]] = []
-    """Drafts of each sequence, where there are any; they are among the step's tokens, too."""
+    """Drafts of each sequence, empty if there are none; the step's ``token_ids`` contain them, too."""
     masks: list[Mask] = []
     prompts: list[PromptRows] = []
     pooled: list[PooledRows] = []
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether more is looked at than the rows that are sampled."""
+        """Whether results of rows that are not sampled are needed."""
         return bool(self.prompts or self.pooled)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the step is nothing but its arrays, so that it may run through a graph."""
+        """Whether the step consists of its arrays alone, so that it may run through a graph."""
         return not (self.drafts or self.masks or self.prompts or self.pooled)
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What a step sampled, computed and reports."""
+    """Sampled tokens, log-probabilities and embeddings of a step."""
 
     tokens: list[int]
-    """One for each sampled row that is not padding; negative where there is none: see ``NOT_FINITE`` and others."""
+    """One for each sampled row that is not padding; negative for an error: ``NOT_FINITE`` and others."""
     num_accepted: list[int] = []
-    """Drafts of each sequence that were accepted, where there are any."""
+    """Number of accepted drafts of each sequence; empty if the step has no drafts."""
     reports: bytes = b""
     """int32 [R, 2 + 2 n]: log-probability and rank of each token, n most likely tokens, their log-probabilities."""
     prompts: list[bytes | None] = []
-    """Of each of the step's ``prompts``, reports of its rows; ``None`` where logits are not finite."""
+    """For each of the step's ``prompts``, reports of its rows; ``None`` if its logits are not finite."""
     values: list[bytes | None] = []
-    """Of each of the step's ``pooled``, a float32 vector; ``None`` before a text's end."""
+    """For each of the step's ``pooled``, a float32 vector; ``None`` before the end of the text."""
 
 
 class CopySlots(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Copy the first ``num_tokens`` positions of a group's block ``source`` to block ``target``, in all its layers."""
+    """Copy the first ``num_tokens`` slots of block ``source`` of a KV group to block ``target``, in all its layers."""
 
     group: int
     source: int
@@ -126,38 +126,38 @@ class CopySlots(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False
 
 
 class ReadBlock(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Give the content of a block, as bytes."""
+    """Return the content of a block, as bytes."""
 
     block: int
 
 
 class WriteBlock(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Put bytes that ``ReadBlock`` gave into a block."""
+    """Write bytes from ``ReadBlock`` to a block."""
 
     block: int
     content: bytes
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Read the adapter in the folder ``path``, and let rows ask for it by ``number``. Fails with a ``CheckpointError``,
-    and then nothing is changed."""
+    """Load the adapter in the folder ``path`` under ``number``. Fails with a ``CheckpointError``, and then nothing is
+    changed."""
 
     number: int
     path: str
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Forget an adapter, which no step asks for any more."""
+    """Unload an adapter, which no later step uses."""
 
     number: int
 
 
 class Compile(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Compile the kernels of steps of these shapes, while other messages are carried out."""
+    """Compile the kernels of steps of these shapes, while other messages are executed."""
 
     shapes: list[StepShape]
     num_threads: int = 0
-    """Threads that compile at once; 0: as many as there is work for."""
+    """Threads that compile; 0: one per CPU core."""
 
 
 class Text(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -165,11 +165,11 @@ class Text(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     tokens: list[int]
     second_start: int | None = None
-    """Where the second of two texts begins."""
+    """Index of the second text's first token, for a pair of texts."""
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Give the vector or score of each text, as float32 bytes; ``None`` for one that is not finite."""
+    """Return the embedding or score of each text, as float32 bytes; ``None`` for one that is not finite."""
 
     texts: list[Text]
 
@@ -181,12 +181,12 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def pack(message: Message) -> bytes:
-    """A message as bytes."""
+    """Serialize a message."""
     return _encoder.encode(message)
 
 
 def unpack(data: bytes) -> Message:
-    """The message of these bytes."""
+    """Deserialize a message."""
     return _decoder.decode(data)
 
 
@@ -194,22 +194,22 @@ Answer = TypeVar("Answer", covariant=True)
 
 
 class Reply(Protocol[Answer]):
-    """The answer to a message, now or later."""
+    """The reply to a message, possibly still pending."""
 
     def wait(self) -> Answer:
-        """Wait for the answer. Raise ``RunnerError`` if a step failed, ``CheckpointError`` if an adapter did."""
+        """Wait for the reply; raises ``RunnerError`` if a step failed, ``CheckpointError`` if an adapter did."""
         ...
 
 
 class Executor(Protocol):
-    """Carries messages out in the order in which they are sent; one thread sends at a time."""
+    """Executes messages in the order in which they are sent; only one thread may send at a time."""
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether steps run while the sender goes on; else they are over when ``send`` returns."""
+        """Whether steps run asynchronously; otherwise they are finished when ``send`` returns."""
         ...
 
     def send(self, message: Message) -> Reply[Any]:
-        """Carry ``message`` out, after all that were sent before it. ``Step`` is answered by a ``StepResult``,
-        ``ReadBlock`` by bytes, ``Encode`` by a list of them, all others by ``None``."""
+        """Execute ``message`` after all earlier ones. The reply to ``Step`` is a ``StepResult``, to ``ReadBlock``
+        bytes, to ``Encode`` a list of bytes or ``None``, to all others ``None``."""
         ...

@@ -1,4 +1,4 @@
-"""Padded batch shapes: the sizes that a step is brought to, so that one CUDA graph serves many steps."""
+"""Padded batch shapes: the sizes to which steps are padded, so that one CUDA graph serves many steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Kind(NamedTuple):
     has_extras: bool = False
     """Penalties, biases, bans, masks or log-probabilities of any sequence."""
     has_adapters: bool = False
-    """Whether the step looks for adapters of its rows."""
+    """Whether the step uses LoRA kernels."""
 
 
 PLAIN = Kind()
@@ -22,13 +22,13 @@ class StepShape(NamedTuple):
     """Sizes of a step's tensors; rows and sequences beyond those of the plan are padding."""
 
     num_rows: int
-    """Tokens whose keys and values are computed."""
+    """Tokens computed, drafts included."""
     num_seqs: int
     max_query_len: int
     has_extras: bool = False
     has_adapters: bool = False
     num_drafts: int = 0
-    """Draft tokens of all sequences; the logits of each sequence's last token and of each draft are sampled."""
+    """Drafts of all sequences; one token is sampled for each draft and one more for each sequence."""
 
     @property
     def num_samples(self) -> int:
@@ -36,54 +36,54 @@ class StepShape(NamedTuple):
         return self.num_seqs + self.num_drafts
 
     def holds(self, other: StepShape) -> bool:
-        """Whether a step of shape ``other`` may be brought to this one by padding."""
+        """Whether a step of shape ``other`` can be padded to this one."""
         are_alike = (self.max_query_len == 1) == (other.max_query_len == 1)
         are_alike = are_alike and self[3:] == other[3:]
         return are_alike and self.num_rows >= other.num_rows and self.num_seqs >= other.num_seqs
 
 
 class Sizes(NamedTuple):
-    """What a plan asks of a step's shape."""
+    """Sizes of a plan before padding."""
 
     num_rows: int
     num_seqs: int
     max_query_len: int
     num_drafts: int = 0
     is_plain: bool = True
-    """Whether the step is nothing but its arrays, so that it may run through a graph."""
+    """Whether the step consists of its arrays alone, so that it may run through a graph."""
 
 
 ChooseShape = Callable[[Sizes, Kind], tuple[StepShape, bool]]
-"""The shape of a step, and whether it is run through a CUDA graph."""
+"""Returns the shape of a step, and whether it is run through a CUDA graph."""
 
 
 def exact_shape(sizes: Sizes, kind: Kind) -> tuple[StepShape, bool]:
-    """The shape of a step without padding, for executors without graphs."""
+    """The unpadded shape of a step, for executors without graphs."""
     return StepShape(sizes.num_rows, sizes.num_seqs, sizes.max_query_len, *kind, sizes.num_drafts), False
 
 
 BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240)
-"""Sequences of a decode step that has a graph; above them, every 32."""
+"""Batch sizes of decode graphs; above the largest, every multiple of 32."""
 MIXED_ROWS = (
     *(16, 32, 48, 64, 96, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512),
     *range(640, 2049, 128),
 )
-"""Rows of a step with a graph that has prompts in it. Longer ones keep the device busy without one."""
+"""Rows of graphs with prefill. Longer steps keep the device busy without a graph."""
 FEW_ROWS = 512
 FEW_SEQS, MANY_SEQS = (8, 32), (64,)
-"""Sequences of such a step of at most FEW_ROWS, and of a longer one; above them, as many as a step may have."""
+"""Sequences of graphs with prefill of at most FEW_ROWS, and with more; above the largest, ``max_num_seqs``."""
 EXTRA_BATCH_SIZES = (1, 4, 16, 32, 64, 128, 192, 256)
 EXTRA_MIXED_ROWS = (64, 256, 512, 1024, MIXED_ROWS[-1])
-"""The same for steps with extras, which are rarer."""
+"""``BATCH_SIZES`` and ``MIXED_ROWS`` of steps with extras: fewer, since such steps are rarer."""
 
 
 def padded(size: int, sizes: tuple[int, ...], step: int) -> int:
-    """The least of ``sizes`` that is not below ``size``; above them all, the next multiple of ``step``."""
+    """The smallest of ``sizes`` that is at least ``size``; above them all, the next multiple of ``step``."""
     return next((known for known in sizes if known >= size), -(-size // step) * step)
 
 
 def kinds(with_adapters: bool) -> list[Kind]:
-    """All kinds of steps. Where there are adapters, every step with extras looks for them: there are few of these."""
+    """All kinds of steps. With adapters, every step with extras uses LoRA kernels: such steps are rare."""
     return [PLAIN, *([Kind(has_adapters=True)] if with_adapters else []), Kind(True, with_adapters)]
 
 
@@ -108,10 +108,7 @@ def _mixed_seqs(num_rows: int) -> tuple[int, ...]:
 
 
 def graph_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = False) -> list[StepShape]:
-    """Every shape that has a graph, the largest first, so that the smaller ones fit into its memory.
-
-    Those with extras come last.
-    """
+    """All shapes with a graph, the largest first, so that smaller ones reuse its memory; those with extras last."""
     shapes = set()
     for kind in kinds(with_adapters):
         for size in range(1, max_num_seqs + 1):
@@ -124,9 +121,9 @@ def graph_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = Fal
 
 
 def first_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = False) -> list[StepShape]:
-    """A few shapes between which every step without extras that has a graph finds one to fit into, the largest first.
+    """A few shapes that hold every step without extras that has a graph, the largest first.
 
-    They are what a start waits for, so each stands for kernels that are worth it.
+    Startup waits for them, so each one must be worth its kernels' compilation.
     """
     shapes = {_decode_shape(max_num_seqs, max_num_seqs)}
     for rows in (512, min(max_num_rows, MIXED_ROWS[-1])):
@@ -138,7 +135,7 @@ def first_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = Fal
 
 
 def next_shapes(max_num_seqs: int) -> list[StepShape]:
-    """Shapes whose kernels follow at once, the smallest first: few sequences are faster with kernels of their own."""
+    """Shapes to compile next, the smallest first: small batches are faster with their own kernels."""
     return sorted({_decode_shape(size, max_num_seqs) for size in (1, 16)})
 
 
@@ -148,11 +145,11 @@ def _decode_shape(num_seqs: int, max_num_seqs: int) -> StepShape:
 
 
 def first_extra_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = False) -> list[StepShape]:
-    """The same for steps with extras."""
+    """``first_shapes`` for steps with extras."""
     kind, largest = Kind(True, with_adapters), _largest(set(first_shapes(max_num_seqs, max_num_rows)))
     return sorted((padded_shape(*shape[:3], max_num_seqs, kind)[0] for shape in largest), reverse=True)
 
 
 def _largest(shapes: set[StepShape]) -> set[StepShape]:
-    """The largest of steps of single rows, and the largest of all."""
+    """The largest decode shape, and the largest of all shapes."""
     return {max(shape for shape in shapes if shape.max_query_len == 1), max(shapes)}

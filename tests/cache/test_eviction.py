@@ -202,7 +202,7 @@ def test_hints_do_not_pile_up() -> None:
     assert not cache.groups[0]._last_turns, "nobody asks for them, and they would keep what is evicted in memory"
 
 
-def test_admission_leaves_the_watermark_to_those_who_run() -> None:
+def test_admission_leaves_the_watermark_to_running_sequences() -> None:
     cache = KVCache(10, 1, watermark=0.4)
     root = cache.groups[0].tree.root
     assert cache.groups[0].fits(root, 10), "alone, a sequence may have everything"

@@ -51,7 +51,7 @@ def test_a_token_is_left_to_compute() -> None:
     assert [num_tokens for _, _, num_tokens in copies] == [3, 2]
 
 
-def test_the_block_that_shares_most_is_taken_whatever_is_beside_it() -> None:
+def test_the_block_with_the_longest_common_prefix_is_copied() -> None:
     rng = random.Random(3)
     for _ in range(300):
         tree = RadixTree(4)
@@ -92,7 +92,7 @@ def test_a_source_that_the_reservation_evicts_is_copied_all_the_same() -> None:
     cache.check([seq])
 
 
-def test_looking_costs_the_same_however_many_blocks_are_beside_it() -> None:
+def test_lookup_cost_does_not_depend_on_the_number_of_siblings() -> None:
     costs = []
     for num_beside in (4, 4000):
         cache, _ = copying_cache(num_beside + 2, 4)
@@ -105,7 +105,7 @@ def test_looking_costs_the_same_however_many_blocks_are_beside_it() -> None:
     assert costs[0] == costs[1]
 
 
-def test_truncate_gives_back_whole_blocks_only() -> None:
+def test_truncate_frees_complete_blocks_only() -> None:
     cache = KVCache(8, 4)
     seq = make_sequence(list(range(20)))
     cache.reserve(seq, 15)

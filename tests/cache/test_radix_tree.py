@@ -18,7 +18,7 @@ def insert_path(tree: RadixTree, tokens: list[int | None], blocks: list[int], sa
     return nodes
 
 
-def test_finds_whole_blocks_only() -> None:
+def test_finds_full_blocks_only() -> None:
     tree = RadixTree(2)
     insert_path(tree, [1, 2, 3, 4], [7, 8])
     assert tree.find([1, 2, 3, 4, 5], 2, "").path() == [7, 8]

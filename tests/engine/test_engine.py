@@ -131,7 +131,7 @@ def busy_engine(num_seen: int, num_waiting: int) -> Engine:
     return engine
 
 
-def test_a_step_costs_the_same_whatever_was_seen_and_whoever_waits() -> None:
+def test_step_cost_does_not_depend_on_requests_seen_or_waiting() -> None:
     fresh = busy_engine(0, 0)
     costs = [count_lines(fresh.step) for _ in range(4)]
     assert costs[0] > 100

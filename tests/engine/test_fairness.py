@@ -48,7 +48,7 @@ def test_two_floods_share_by_weight() -> None:
         assert served["a"] / served["b"] == pytest.approx(share, rel=0.1)
 
 
-def test_whoever_was_idle_has_saved_nothing_up() -> None:
+def test_idle_tenants_earn_no_credit() -> None:
     engine = VirtualEngine(SchedulerSettings(scheduling_policy="fair"), max_num_seqs=4)
     early = [request(number, "a", 1.0) for number in range(40)]
     late = [request(100 + number, tenant, 1.5) for number in range(20) for tenant in ("b",)]
@@ -100,8 +100,8 @@ def test_bad_weights_are_refused(weights: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_nobody_starves(policy: str) -> None:
-    """Whoever is worst placed under a policy is served while better placed ones never stop coming."""
+def test_no_request_starves(policy: str) -> None:
+    """A request of the lowest rank under a policy is served while requests of higher rank never stop arriving."""
     disliked = Request(0, list(range(400)), SamplingParams(), 32, arrival=1.0, tenant="x", priority=2, ttft_target=5.0)
     shared = [7] * 320
     flood = [

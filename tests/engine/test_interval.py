@@ -34,7 +34,7 @@ def test_decoding_waits_for_a_prompt_in_chunks() -> None:
     run_to_end(engine)
 
 
-def test_decoding_goes_on_while_nobody_can_enter() -> None:
+def test_decoding_continues_while_no_sequence_can_be_admitted() -> None:
     engine, runner = make_engine(max_num_seqs=2, settings=SchedulerSettings(decode_interval=100))
     for request_id in range(4):
         engine.add(make_request(request_id, prompt=4, max_tokens=6))

@@ -1,4 +1,4 @@
-"""Steps beside a few who decode, and how much they compute."""
+"""Token budget of mixed steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHORT = SchedulerSettings(max_num_mixed_tokens=6)
 
 
 def sizes_of_steps(settings: SchedulerSettings, depth: int = 1, others: int = 1, num_decoding: int = 1) -> list[int]:
-    """The rows of each step with somebody's prompt in it, from when the first decode: others come then, of 20 each."""
+    """The rows of each step with prefill, once the first sequences decode and prompts of 20 tokens each arrive."""
     engine, runner = make_engine(
         num_blocks=4000, max_num_seqs=100, max_num_batched_tokens=400, settings=settings, depth=depth
     )
@@ -31,28 +31,28 @@ def sizes_of_steps(settings: SchedulerSettings, depth: int = 1, others: int = 1,
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_prompt_beside_one_who_decodes_takes_short_steps(depth: int) -> None:
+def test_prefill_with_a_small_decode_batch_takes_short_steps(depth: int) -> None:
     assert sizes_of_steps(SHORT, depth) == [6, 6, 6, 6]
     assert sizes_of_steps(SchedulerSettings(), depth) == [21]
     assert sizes_of_steps(SchedulerSettings(max_num_mixed_tokens=1000), depth) == [21]
 
 
-def test_prompts_that_queue_up_take_whole_steps() -> None:
+def test_many_waiting_prompts_take_full_steps() -> None:
     assert sizes_of_steps(SHORT, others=FEW_WAITING)[0] == 6
     assert sizes_of_steps(SHORT, others=FEW_WAITING + 1)[0] == 1 + 20 * (FEW_WAITING + 1)
 
 
-def test_a_prompt_beside_many_who_decode_takes_a_whole_step() -> None:
+def test_prefill_with_a_large_decode_batch_takes_a_full_step() -> None:
     assert sizes_of_steps(SHORT, num_decoding=FEW_RUNNING)[0] == FEW_RUNNING + 1
     assert sizes_of_steps(SHORT, num_decoding=FEW_RUNNING + 1) == [FEW_RUNNING + 1 + 20]
 
 
-def test_a_step_of_prompts_alone_is_a_whole_one() -> None:
+def test_a_prefill_only_step_is_full() -> None:
     settings = SchedulerSettings(max_num_mixed_tokens=6, decode_interval=3)
     assert sizes_of_steps(settings) == [20]
 
 
-def test_a_lone_prompt_takes_whole_steps() -> None:
+def test_a_single_prompt_takes_full_steps() -> None:
     engine, runner = make_engine(max_num_batched_tokens=16, settings=SHORT)
     engine.add(make_request(0, prompt=[7] * 40, max_tokens=2))
     while engine.has_work:

@@ -1,4 +1,4 @@
-"""Guesses from the text itself."""
+"""N-gram drafts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.oracle import expected_output
         ([1], 3, []),
     ],
 )
-def test_what_followed_before_is_guessed(tokens: list[int | None], count: int, want: list[int]) -> None:
+def test_drafts_are_what_followed_the_last_ngram(tokens: list[int | None], count: int, want: list[int]) -> None:
     assert Seen(2, 3).continuation(tokens, count) == want
 
 
-def slow_guess(tokens: list[int], count: int, least: int, most: int) -> list[int]:
+def slow_drafts(tokens: list[int], count: int, least: int, most: int) -> list[int]:
     for length in range(most, least - 1, -1):
         run = tokens[len(tokens) - length :]
         for start in range(len(tokens) - length - 1, -1, -1):
@@ -42,14 +42,14 @@ def slow_guess(tokens: list[int], count: int, least: int, most: int) -> list[int
     return []
 
 
-def test_guesses_are_those_of_a_search_however_the_list_grew() -> None:
+def test_drafts_equal_those_of_a_linear_search() -> None:
     rng = random.Random(2)
     for _ in range(200):
         least = rng.randrange(1, 4)
         most = rng.randrange(least, 5)
         seen, tokens = Seen(least, most), [rng.randrange(3) for _ in range(rng.randrange(1, 9))]
         for _ in range(12):
-            assert seen.continuation(list(tokens), 4) == slow_guess(tokens, 4, least, most)
+            assert seen.continuation(list(tokens), 4) == slow_drafts(tokens, 4, least, most)
             tokens += [rng.randrange(3) for _ in range(rng.randrange(1, 4))]
 
 
@@ -66,7 +66,7 @@ def test_each_token_is_looked_at_once() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_blocks", [12, 64])
 def test_no_token_changes(depth: int, num_blocks: int) -> None:
-    """Over a model whose text has few words, so that some guesses are right."""
+    """Over a model whose text has few words, so that some drafts are accepted."""
     rng = random.Random(num_blocks)
     plain, _ = make_engine(num_blocks=num_blocks, depth=depth)
     engine = Engine(plain.scheduler, plain.runner, proposer=NgramProposer(Ngram(prompt_lookup_min=1)), depth=depth)

@@ -173,7 +173,7 @@ def outputs_of(engine: Engine) -> Iterator[Output]:
         yield from engine.step()
 
 
-def test_whoever_wants_probabilities_of_the_prompt_computes_all_of_it() -> None:
+def test_prompt_logprobs_compute_the_entire_prompt() -> None:
     talks = Conversations(12, 1000)
     prompt = list(range(20))
     talks.answer(prompt)

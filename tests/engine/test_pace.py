@@ -1,4 +1,4 @@
-"""Prompts sliced so that nobody waits long for a token."""
+"""Prompts chunked so that ITL stays below a limit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def worst_gaps(max_itl: float | None, cost: StepCost, depth: int = 1) -> tuple[f
 
 @pytest.mark.parametrize("cost", [StepCost(), RoughCost(), StepCost(0.001, 0.0001, 0.0001)])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_nobody_waits_longer_than_the_limit(cost: StepCost, depth: int) -> None:
+def test_itl_stays_below_the_limit(cost: StepCost, depth: int) -> None:
     limit = 0.012
     unbounded, _, _ = worst_gaps(None, cost, depth)
     assert unbounded > 2 * limit, "there is nothing to bound"
@@ -93,7 +93,7 @@ def test_a_single_slow_step_is_not_believed() -> None:
 
 
 def test_a_prompt_alone_is_not_sliced() -> None:
-    """Also where steps took longer than the limit, and the last of them ended somebody."""
+    """Also where steps took longer than the limit, and the last of them ended a sequence."""
     settings = SchedulerSettings(max_itl=0.001)
     engine, runner = make_engine(
         num_blocks=400, max_num_batched_tokens=500, settings=settings, clock=itertools.count(1.0).__next__

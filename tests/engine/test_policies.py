@@ -164,7 +164,7 @@ def test_turns_go_round() -> None:
     assert engine.stats().num_preemptions >= 4
 
 
-def test_turns_end_only_when_somebody_waits() -> None:
+def test_turns_end_only_while_a_sequence_waits() -> None:
     engine, _ = make_engine(max_num_seqs=2, policy="decode-round-robin")
     engine.add(make_request(0, max_tokens=100))
     run_to_end(engine)

@@ -48,7 +48,7 @@ def test_everybody_advances_with_the_smallest_budget() -> None:
         assert set(planned(runner)) == set(engine.scheduler.running) or len(engine.scheduler.running) < 4
 
 
-def test_nobody_is_overtaken_while_waiting_for_blocks() -> None:
+def test_no_sequence_is_overtaken_while_waiting_for_blocks() -> None:
     engine, runner = make_engine(num_blocks=4, block_size=4)
     engine.add(make_request(0, prompt=8, max_tokens=8))
     engine.add(make_request(1, prompt=12, max_tokens=1))
@@ -200,7 +200,7 @@ def test_abort_in_flight_frees_blocks_when_the_step_is_over() -> None:
     assert not engine.has_work
 
 
-def test_abort_of_nobody_does_nothing() -> None:
+def test_abort_of_an_unknown_id_does_nothing() -> None:
     engine, _ = make_engine()
     engine.abort(5)
     engine.add(make_request(0))
@@ -225,7 +225,7 @@ def test_a_prefix_is_computed_once() -> None:
     assert (stats.num_prompt_tokens, stats.num_output_tokens) == (14, 6)
 
 
-def test_prompt_logprobs_need_the_whole_prompt() -> None:
+def test_prompt_logprobs_need_the_entire_prompt() -> None:
     engine, runner = make_engine(block_size=4, max_num_batched_tokens=8)
     engine.add(make_request(0, prompt=[1] * 20, max_tokens=1))
     run_to_end(engine)
@@ -288,7 +288,7 @@ def test_stats() -> None:
     assert (stats.num_steps, stats.num_prompt_tokens, stats.num_output_tokens) == (4, 12, 4)
 
 
-def test_prompts_may_be_kept_whole() -> None:
+def test_chunked_prefill_can_be_disabled() -> None:
     runner = OracleRunner(100)
     scheduler = Scheduler(KVCache(32, 100, False), max_num_seqs=8, max_num_batched_tokens=100, keeps_whole=True)
     engine = Engine(scheduler, runner)

@@ -90,16 +90,16 @@ def test_nothing_is_spare_before_enough_is_known_and_then_the_least_less_a_margi
     plan = settled(device).in_flight[0][0]
     spare = SpareTime()
     for count in range(NUM_SEEN):
-        assert spare.beside(plan) == 0.0
+        assert spare.during(plan) == 0.0
         spare.note(plan, 0.001 * count, 0.004)
-    assert spare.beside(plan) == pytest.approx(0.004 - MARGIN)
+    assert spare.during(plan) == pytest.approx(0.004 - MARGIN)
     spare.note(plan, 0.01, 0.01)  # the first one is forgotten
-    assert spare.beside(plan) == pytest.approx(0.005 - MARGIN)
+    assert spare.during(plan) == pytest.approx(0.005 - MARGIN)
     spare.note(plan, 0.008, 0.0)
-    assert spare.beside(plan) == pytest.approx(0.004 - MARGIN), "too late by who knows how much"
+    assert spare.during(plan) == pytest.approx(0.004 - MARGIN), "too late by who knows how much"
     spare.note(plan, 0.0, MARGIN / 2)
-    assert spare.beside(plan) == 0.0
-    assert spare.beside(plan * 2) == 0.0, "nothing is known of more sequences"
+    assert spare.during(plan) == 0.0
+    assert spare.during(plan * 2) == 0.0, "nothing is known of more sequences"
 
 
 def test_the_next_step_is_decided_just_before_the_device_needs_it() -> None:
@@ -155,11 +155,11 @@ def test_a_step_with_a_prompt_is_not_taken_for_a_measure() -> None:
     """After long steps with prompts in them comes a short one, and the device must not wait for what follows it."""
     device = Device()
     engine = settled(device, num_requests=2)
-    known = engine.spare_time.beside(engine.in_flight[0][0])
+    known = engine.spare_time.during(engine.in_flight[0][0])
     for number in range(20):  # from here on every step has a prompt in it
         ask(engine, 100 + number, prompt=250, tokens=1)
         engine.step()
-    assert engine.spare_time.beside(engine.in_flight[0][0]) == pytest.approx(known)
+    assert engine.spare_time.during(engine.in_flight[0][0]) == pytest.approx(known)
 
 
 def test_what_the_host_computes_is_not_waited_for() -> None:

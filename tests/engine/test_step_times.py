@@ -81,7 +81,7 @@ def test_steps_one_by_one_hold_what_the_host_takes_between_them() -> None:
 
 
 def test_steps_that_overlap_hide_what_the_host_takes() -> None:
-    """Nobody knows what it took before the first step after a pause: while requests go on, a submission may be late."""
+    """Host time before the first step after a pause is unknown: while steps overlap, a submission may be late."""
     noted, _ = serve_two(depth=2)
     assert [seconds for _, seconds in noted] == [3] * 6
     assert [(work.idle, work.rested) for work, _ in noted] == [(1, 1), (0, 0), (0, 0)] * 2

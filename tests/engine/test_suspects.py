@@ -51,7 +51,7 @@ def test_who_has_ended_is_not_suspected() -> None:
     assert suspects.next_group() == []
 
 
-def test_nobody_is_convicted_for_one_failure_alone() -> None:
+def test_a_single_failure_alone_convicts_no_sequence() -> None:
     (a,) = make_sequences(1)
     suspects = Suspects()
     plan = make_plan(a)
@@ -141,7 +141,7 @@ class FailsAt(Trouble):
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_requests", [1, 2])
-def test_failures_by_chance_end_nobody(depth: int, num_requests: int) -> None:
+def test_random_failures_end_no_sequence(depth: int, num_requests: int) -> None:
     engine, _ = make_engine(trouble=FailsAt(1, 5, 9) if num_requests == 1 else FailsAt(1, 2), depth=depth)
     requests = [make_request(request_id, prompt=6, max_tokens=12) for request_id in range(num_requests)]
     for request in requests:
@@ -151,7 +151,7 @@ def test_failures_by_chance_end_nobody(depth: int, num_requests: int) -> None:
         assert tokens_of(outputs[request.id]) == expected_output(request)[0]
 
 
-def test_a_trial_has_nobody_else_in_it() -> None:
+def test_a_trial_runs_without_other_sequences() -> None:
     engine, runner = make_engine(trouble=FailsAt(2), depth=2)
     for request_id in range(4):
         engine.add(make_request(request_id, max_tokens=8))

@@ -45,7 +45,7 @@ def with_target(seconds: float) -> SchedulerSettings:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("cost", [StepCost(), RoughCost()])
-def test_the_tightest_target_of_those_who_decode_is_kept(depth: int, cost: StepCost) -> None:
+def test_the_tightest_target_of_decoding_sequences_is_met(depth: int, cost: StepCost) -> None:
     free = talk_beside_prompts({}, DEADLINE, depth, cost)
     assert tpot(free[3]) > 0.012, "there is nothing to bound"
     named = talk_beside_prompts({3: 0.008, 5: 0.02}, DEADLINE, depth, cost)
@@ -56,7 +56,7 @@ def test_the_tightest_target_of_those_who_decode_is_kept(depth: int, cost: StepC
         assert all(times[n] - times[0] <= 0.0082 * n for n in range(30, len(times))), "and never much more"
 
 
-def test_prompts_are_whole_as_long_as_there_is_time() -> None:
+def test_prompts_are_not_chunked_while_targets_allow() -> None:
     """Deadlines are of the average: who is ahead of them can bear a long step, unless no step may be long."""
     talker, prompt = ask(0, 3, 300, 1.0, target=0.010), ask(1, 2000, 2, 2.0)
     told = VirtualEngine(DEADLINE, max_num_batched_tokens=2048).serve([talker, prompt])
@@ -66,7 +66,7 @@ def test_prompts_are_whole_as_long_as_there_is_time() -> None:
     assert longest_gap(at_once[0], until=1.1) < 0.040, "there is less time yet"
     settings = SchedulerSettings(scheduling_policy="deadline", max_itl=0.012)
     limited = VirtualEngine(settings, max_num_batched_tokens=2048).serve([talker, prompt])
-    assert longest_gap(limited[0]) < 0.025, "the first slice is a guess"
+    assert longest_gap(limited[0]) < 0.025, "the first chunk is sized without measurements"
 
 
 def test_other_policies_know_no_targets() -> None:
@@ -76,7 +76,7 @@ def test_other_policies_know_no_targets() -> None:
 
 
 def test_without_targets_steps_are_as_under_no_limit() -> None:
-    """The deadline policy learns what steps take, and makes no use of it until somebody has a target."""
+    """The deadline policy learns what steps take, and makes no use of it until a request has a target."""
     requests = [ask(n, 400, 50, 1.0 + n / 100) for n in range(60)]
     told, plain = (VirtualEngine(settings).serve(requests) for settings in (DEADLINE, SchedulerSettings()))
     assert [told[n].token_times for n in told] == [plain[n].token_times for n in told]
@@ -95,7 +95,7 @@ def test_a_target_counts_while_its_request_waits_for_tokens_only() -> None:
     assert longest_gap(told[1], since=3.4) > 0.040
 
 
-def test_nobody_joins_whom_the_targets_do_not_bear() -> None:
+def test_no_sequence_is_admitted_that_would_break_targets() -> None:
     """A step takes 1 ms and one for each sequence: 9 ms, which is less than steps may differ by, bear eight."""
     cost = StepCost(0.001, 0.0, 0.001)
     first = [ask(n, 2, 300, 1.0 + n / 10, target=0.0105) for n in range(4)]
@@ -134,14 +134,14 @@ def test_who_was_preempted_starts_anew() -> None:
         now += 1.0
 
 
-def test_a_target_that_nothing_could_keep_costs_nobody_anything() -> None:
+def test_an_unreachable_target_costs_other_sequences_nothing() -> None:
     told = talk_beside_prompts({3: 0.0001}, DEADLINE)
     free = talk_beside_prompts({}, DEADLINE)
     assert sum(tpot(told[n]) for n in range(8)) < 1.05 * sum(tpot(free[n]) for n in range(8))
     assert max(told[100 + n].ttft for n in range(20)) < 1.05 * max(free[100 + n].ttft for n in range(20))
 
 
-def test_nobody_starves_beside_those_with_targets() -> None:
+def test_sequences_without_targets_do_not_starve() -> None:
     """Requests with targets come as fast as they are served, and others among them are served as well."""
     cost = StepCost(0.001, 0.00001, 0.001)
     tight = [ask(n, 20, 50, 1.0 + n / 20, target=0.006) for n in range(400)]

@@ -37,7 +37,7 @@ class Features:
     max_itl: float | None = None
     decode_interval: int | None = None
     mixed: int | None = None
-    """Most tokens of a step beside a few who decode, above one for each sequence."""
+    """Most tokens of a mixed step with a small decode batch, above one for each sequence."""
     prefix_caching: bool = True
     parts: bool = True
     """Whether blocks are reused in part."""

@@ -19,7 +19,7 @@ SCHEDULER = "engine/scheduler.py"
 POLICIES = "engine/policies/"
 
 MUTANTS = [
-    # Who gets what of a step.
+    # Token budget of a step.
     Mutant(SCHEDULER, "num_tokens = min(num_tokens, budget - num_behind)", "num_tokens = min(num_tokens, budget)"),
     Mutant(SCHEDULER, "budget -= num_taken", "budget -= num_tokens"),
     Mutant(SCHEDULER, "self._find_room(seq, start + num_taken)", "self._find_room(seq, start + num_tokens)"),
@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant(SCHEDULER, "self.cache.note_filled(whole - rest)", "self.cache.note_filled(whole)"),
     Mutant("engine/shares.py", "samples = end == len(tokens)", "samples = end >= len(tokens) - 1"),
     Mutant("engine/shares.py", "if seq.num_in_flight or position < len(seq.tokens):", "if position < len(seq.tokens):"),
-    # Who is preempted, and who leaves.
+    # Preemption, and the end of sequences.
     Mutant(SCHEDULER, "if not other.num_in_flight:", "if True:"),
     Mutant(SCHEDULER, "if other is seq:\n                break", "if other is seq:\n                continue"),
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS = [
     Mutant("engine/stopping.py", "if count == room:", "if count == room + 1:"),
     Mutant("engine/suspects.py", "for items in (members[half:], members[:half]):", "for items in (members[:half],):"),
     Mutant("engine/suspects.py", "if is_trial and self._tried.failed_alone:", "if is_trial:"),
-    # Prompts first, and guesses.
+    # Prefill priority, and drafts.
     Mutant("engine/interval.py", "self._num_without < self.interval - 1", "self._num_without < self.interval"),
     Mutant("engine/interval.py", "self._num_without + 1 if leaves_out else 0", "self._num_without + 1"),
     Mutant(SCHEDULER, "bool(self.cut) or self._next_in() is not None", "bool(self.cut or self.waiting)"),

@@ -1,4 +1,4 @@
-"""Scheduling policies, one file each: whose turn it is, and who makes place. ``policy.py`` has the rules."""
+"""Scheduling policies, one file each: the order of admission and of preemption. ``policy.py`` defines the interface."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(around: Surroundings) -> Policy:
-    """The policy that the settings name; raises ``ConfigError`` when there is none of that name."""
+    """The policy named by the settings; raises ``ConfigError`` for an unknown name."""
     name = around.settings.scheduling_policy
     if name not in POLICIES:
         raise ConfigError(f"scheduling_policy: {name!r} is not one of {', '.join(POLICIES)}")

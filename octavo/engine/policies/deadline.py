@@ -1,4 +1,4 @@
-"""The earliest deadline for a first token goes first, and nobody else's work holds up the tokens after it."""
+"""Earliest TTFT deadline first, with prefill limited so that running sequences meet their TPOT targets."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from octavo.types import Order, Sequence, Status
 
 DEFAULT_TTFT_TARGET = 1.0
 LATE_SHARE = 4
-"""One of so many admissions is for those whose deadline has passed."""
+"""Every n-th admission is for a sequence whose deadline has passed."""
 MOST_BEHIND = 16
-"""Who is behind by the time of more tokens has no claim any more: nothing could keep its target, or it is too late."""
+"""A sequence that is later than this many TPOT targets no longer limits steps: its target cannot be met."""
 
 
 class Deadline(Policy):
-    """A request should have its first token some seconds after its arrival: its own target, or the server's.
+    """The deadline of a first token is the arrival plus the TTFT target of the request, or else of the server.
 
-    When more comes than can be served in time, strict order of deadlines makes everybody late, each a little. Here
-    who is late steps aside for those who can still be in time, and gets a fixed share of the admissions instead.
+    Under overload, strict order of deadlines makes every request a little late. Here late requests give way to those
+    that can still meet their deadlines, and get a fixed share of the admissions instead.
 
-    For the tokens after the first there may be a target too: its own, or the server's, if there is one. It is about
-    the average. So each token has a deadline, and prompts may take as much of a step as all who wait for a token can
-    bear; the first in line waits where one more would make steps too long for somebody's target, and for its own as
-    long as its first token is not late. Who falls far behind steps aside here too.
+    Later tokens may have a TPOT target, of the request or else of the server, for the average. So each token has a
+    deadline, and prefill may lengthen a step as far as the targets of all running sequences allow. The first waiting
+    sequence is not admitted while one more sequence would make steps too long for a running one's target, or for its
+    own unless its first token is late. Sequences far behind their targets no longer count.
     """
 
     name = "deadline"
@@ -37,7 +37,7 @@ class Deadline(Policy):
         self.tpot_target = around.settings.tpot_target or inf
         self.late = WaitingQueue()
         self.paced: dict[int, Sequence] = {}
-        """Those who run and have a target for each token, by id."""
+        """Running sequences with a TPOT target, by id."""
         self._num_admitted = 0
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class Deadline(Policy):
 
     @staticmethod
     def _is_late(seq: Sequence, now: float) -> bool:
-        """Whether the deadline has passed; who was preempted since then has had its turn, and comes back first."""
+        """Whether the TTFT deadline was missed; a preempted sequence is not late, so that it is resumed first."""
         return seq.order[0] < now and not seq.first_scheduled
 
     def remove(self, request_id: int) -> Sequence:
@@ -77,9 +77,9 @@ class Deadline(Policy):
         seq.account = None
 
     def seconds_left(self) -> Iterable[float]:
-        """Until the deadline of the next token, or the target: what is lost is not made good at the cost of others.
+        """At least the TPOT target: a sequence behind its target does not catch up at the cost of others.
 
-        The time of one token is kept in reserve. Steps in flight come before the next one, and use as much of a lead.
+        A lead over the target, less one token's time in reserve, is shared among the next step and those in flight.
         """
         now = self.around.clock() if self.paced else 0.0
         for seq, lead in self._claims(now):
@@ -95,7 +95,7 @@ class Deadline(Policy):
             yield self._token_target(seq)
 
     def _claims(self, now: float) -> Iterator[tuple[Sequence, float]]:
-        """Those who run and are not too far behind their targets, and by how many seconds they are ahead of them."""
+        """Running sequences that are not too far behind their targets, with their lead in seconds."""
         for seq in self.paced.values():
             if not seq.num_output_tokens:
                 yield seq, 0.0
@@ -109,7 +109,7 @@ class Deadline(Policy):
                 yield seq, lead
 
     def choose_victim(self, candidates: Iterator[Sequence]) -> Sequence | None:
-        """Who has most time for each token; among equals the youngest."""
+        """The sequence with the longest TPOT target; among equals the youngest."""
         return max(candidates, key=self._token_target, default=None)
 
     def _token_target(self, seq: Sequence) -> float:
@@ -119,4 +119,4 @@ class Deadline(Policy):
         super().check()
         self.late.check()
         for seq in self.paced.values():
-            assert seq.status in (Status.RUNNING, Status.YIELDING), "one that does not run slows those who do"
+            assert seq.status in (Status.RUNNING, Status.YIELDING), "a sequence that does not run limits steps"

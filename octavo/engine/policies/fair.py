@@ -1,4 +1,4 @@
-"""The tenant that got least goes first.
+"""Fair share of tokens among tenants: the least served tenant goes first.
 
 Source: the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (arXiv 2401.00588).
 """
@@ -14,17 +14,17 @@ from octavo.errors import ConfigError
 from octavo.types import Plan, Sampled, Sequence
 
 OUTPUT_WEIGHT = 2.0
-"""What an output token costs, in prompt tokens; as in the paper."""
+"""Cost of an output token in prompt tokens, as in the paper."""
 MAX_REMEMBERED = 4096
-"""Tenants whose counters are kept although they have no request."""
+"""Most tenants whose counters are kept while they have no requests."""
 
 
 Rank = tuple[float, float, str, "Tenant"]
-"""Counter, load and name of a tenant, and itself; no two names are equal."""
+"""Heap entry of a tenant: counter, load, name (unique), and the tenant."""
 
 
 class Tenant:
-    """Who is charged: a counter, and how much waits and runs."""
+    """Counter, waiting sequences and load of one tenant."""
 
     __slots__ = ("counter", "is_listed", "load", "name", "num_running", "waiting", "weight")
 
@@ -32,35 +32,35 @@ class Tenant:
         self.name = name
         self.weight = weight
         self.counter = 0.0
-        """What it got, in prompt tokens, divided by its weight."""
+        """Service received, in prompt tokens, divided by the weight."""
         self.waiting = WaitingQueue()
         self.num_running = 0
         self.load = 0.0
-        """Places in the batch, by weight."""
+        """Running sequences divided by the weight."""
         self.is_listed = False
-        """Whether the heap has an entry for it."""
+        """Whether the heap has an entry for this tenant."""
 
     def run(self, change: int) -> None:
-        """So many more of its sequences run."""
+        """Add ``change`` to the number of running sequences."""
         self.num_running += change
         self.load = self.num_running / self.weight
 
     @property
     def rank(self) -> Rank:
-        """Smaller is served first. Equal counters are those of newcomers, to whom places count."""
+        """Smaller is served first. New tenants have equal counters and are ordered by load."""
         return self.counter, self.load, self.name, self
 
 
 class Fair(Policy):
-    """Each tenant's counter grows with the tokens it gets; the smallest counter among those who wait goes first.
+    """Each tenant's counter grows with the tokens it gets; the waiting tenant with the smallest counter goes first.
 
-    A tenant that comes back after a pause starts from the counter of whoever was served last: nobody saves up. No
-    place stays empty while anybody waits, so that a tenant alone gets everything.
+    A tenant that returns after a pause starts from the counter of the tenant served last, so that idle time earns no
+    credit. The batch is never left unfilled while sequences wait, so a tenant alone gets all of it.
 
-    Counters decide who is admitted, and whose prompt goes on first. When the batch is full of others, the first in
-    line also takes a place from the tenant that has most of them, as long as it then has no more of them itself; and
-    who is preempted for want of blocks is of that tenant too. So nobody waits for the end of a flood that was
-    admitted before it came.
+    Counters decide which sequence is admitted, and which prompt is computed first. When the batch is full, the first
+    waiting sequence preempts one of the tenant with the highest load, provided that its own tenant's load does not
+    become the higher one. When blocks run out, the tenant with the highest load is preempted, too. So no tenant waits
+    for the completion of a burst that was admitted before.
     """
 
     name = "fair"
@@ -72,11 +72,11 @@ class Fair(Policy):
         self.weights = parse_weights(around.settings.tenant_weights or "")
         self.tenants: dict[str, Tenant] = {}
         self.served: dict[str, Tenant] = {}
-        """Those of them that have something running."""
+        """Tenants with running sequences, by name."""
         self.floor = 0.0
-        """The smallest counter of those who waited when somebody was last chosen."""
+        """Counter of the tenant chosen last: the smallest among those that waited."""
         self._by_rank: list[Rank] = []
-        """A heap with one entry for each tenant that waits; its rank may have changed since it was written."""
+        """A heap with an entry for each waiting tenant; the rank in it may be outdated."""
         self._tenant_of: dict[int, Tenant] = {}
         self._limit = MAX_REMEMBERED
 
@@ -104,7 +104,7 @@ class Fair(Policy):
         return tenant
 
     def _forget(self) -> None:
-        """Drop tenants that have nothing here, but for the half that got most lately."""
+        """Drop idle tenants, except the ``MAX_REMEMBERED / 2`` with the largest counters."""
         tenants = self.tenants.values()
         idle = sorted((t for t in tenants if not (t.waiting or t.num_running)), key=lambda tenant: tenant.counter)
         for tenant in idle[: len(idle) - MAX_REMEMBERED // 2]:
@@ -144,7 +144,7 @@ class Fair(Policy):
         for item, result in zip(plan, sampled, strict=True):
             seq = item.seq
             cost = OUTPUT_WEIGHT * len(result.tokens)
-            if item.start < seq.num_prompt_tokens and not seq.num_preemptions:  # nobody asks for computing it again
+            if item.start < seq.num_prompt_tokens and not seq.num_preemptions:  # recomputation is free
                 cost += min(len(item.tokens), seq.num_prompt_tokens - item.start)
             seq.account.counter += cost / seq.account.weight
 

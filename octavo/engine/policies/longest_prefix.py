@@ -1,4 +1,4 @@
-"""Who finds most of its prompt in the cache goes first."""
+"""Longest cached prefix first."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from octavo.engine.policies.policy import Policy, Surroundings
 from octavo.types import Order, Sequence
 
 LOOKS = 8
-"""How many of those who wait are looked up again each time somebody may enter."""
+"""Waiting sequences that are matched again each time one may be admitted."""
 
 
 class LongestPrefix(Policy):
-    """By the tokens found in the prefix cache; 1,000 of them are worth so many seconds of waiting.
+    """Orders by the tokens found in the prefix cache; 1,000 of them count as ``policy_ageing`` seconds of waiting.
 
-    What is cached changes with every step. So all who wait are looked up again in turn, a few at a time: the cost
-    of a step does not depend on how many wait, and a look that finds what the last one found is short.
+    The cache changes with every step, so waiting sequences are matched again in turn, ``LOOKS`` at a time: the cost
+    of a step does not depend on the queue's length, and a match that has not changed is cheap.
     """
 
     name = "longest-prefix"
@@ -23,7 +23,7 @@ class LongestPrefix(Policy):
     def __init__(self, around: Surroundings) -> None:
         super().__init__(around)
         self._turns: OrderedDict[int, Sequence] = OrderedDict()
-        """Those who wait, by id, in the order in which they are looked up again."""
+        """Waiting sequences by id, in the order in which they are matched again."""
 
     def place(self, seq: Sequence, number: int) -> Order:
         seq.account = (self.arrival(seq), number)

@@ -1,4 +1,4 @@
-"""What a scheduling policy decides, and what all policies have in common."""
+"""The interface of scheduling policies, with defaults for first come, first served."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_AGEING = 30.0
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a policy may look at."""
+    """State that a policy may read."""
 
     cache: KVCache
     max_num_seqs: int
@@ -27,25 +27,25 @@ class Surroundings:
 
 
 class Policy(WaitingQueue):
-    """The queue of those who wait, with the rules by which they are served.
+    """The queue of waiting sequences, and the rules by which they are served.
 
-    A policy says whose turn it is (``first``), and may close the batch to everybody (``is_closed``), ask one of
-    those who run to give up its place (``who_yields``), and choose who is preempted when blocks run out
-    (``choose_victim``). The scheduler decides all else, so that no policy can break a rule of the cache.
+    A policy chooses the next sequence to admit (``first``), and may close the batch to admissions (``is_closed``),
+    preempt a running sequence for the first waiting one (``who_yields``), and choose which sequence is preempted when
+    blocks run out (``choose_victim``). All else is up to the scheduler, so that no policy can break a cache invariant.
 
-    ``Sequence.order`` is the place of a sequence among those who run: total, and fixed while it runs. The first
-    in this order is never preempted for blocks, which is why every policy gets its work done. A policy whose
-    orders do not all come before some later arrival's in the end would starve somebody.
+    ``Sequence.order`` sorts running sequences: a total order, fixed while a sequence runs. The first in this order is
+    never preempted for blocks, which guarantees progress under every policy. To avoid starvation, the order of every
+    sequence must come before those of all arrivals from some later time on.
     """
 
     name: ClassVar[str]
     makes_place: ClassVar[bool] = False
-    """Whether ``who_yields`` ever names anybody. Then it is asked at every step while somebody waits."""
+    """Whether ``who_yields`` can return a sequence. It is then called in every step while sequences wait."""
     charges: ClassVar[bool] = False
-    """Whether ``charge`` wants to hear of every step."""
+    """Whether ``charge`` must be called for every step."""
 
     has_targets: ClassVar[bool] = False
-    """Whether ``seconds_left`` and ``targets`` ever have any."""
+    """Whether ``seconds_left`` and ``targets`` can yield values."""
 
     def __init__(self, around: Surroundings) -> None:
         super().__init__()
@@ -54,49 +54,50 @@ class Policy(WaitingQueue):
         self.num_arrived = 0
 
     def arrive(self, seq: Sequence) -> None:
-        """``seq`` is here for the first time."""
+        """Queue ``seq`` for the first time."""
         self.num_arrived += 1
         seq.order = self.place(seq, self.num_arrived)
         self.push(seq)
 
     def place(self, seq: Sequence, number: int) -> Order:
-        """The order of ``seq``, which comes as number ``number``; no two may be equal."""
+        """The order of ``seq``, the ``number``-th arrival; no two may be equal."""
         return (number,)
 
     def arrival(self, seq: Sequence) -> float:
-        """When ``seq`` came, in seconds."""
+        """Arrival time of ``seq``, in seconds of the clock."""
         return seq.request.arrival or self.around.clock()
 
     def admit(self, seq: Sequence) -> None:
-        """``seq``, which was first, now runs. It has its blocks."""
+        """Remove ``seq``, which is first and has its blocks: it runs from now on."""
         self.remove(seq.id)
 
     def leave(self, seq: Sequence) -> None:
-        """``seq`` no longer runs: it ended, or it was preempted and is pushed back next."""
+        """Record that ``seq`` no longer runs: it ended, or it was preempted and ``push`` follows."""
 
     def is_closed(self, running: dict[int, Sequence]) -> bool:
-        """Whether nobody may join those who run."""
+        """Whether no sequence may be admitted."""
         return False
 
     def favours(self, candidates: list[Sequence]) -> Sequence:
-        """Whose prompt goes on first, of those that did not fit into one step, and the first in line."""
+        """The sequence to prefill first, of those whose prompts did not fit into the last step and the first waiting
+        one."""
         return min(candidates, key=lambda seq: seq.order)
 
     def who_yields(self, seq: Sequence, running: dict[int, Sequence]) -> Sequence | None:
-        """Who of those who run gives up its place so that ``seq``, which is first in line, comes in."""
+        """The running sequence to preempt so that ``seq``, the first waiting one, can be admitted; or ``None``."""
         return None
 
     def seconds_left(self) -> Iterable[float]:
-        """For those who wait for a token and have a target: the time that their next one may take."""
+        """For each running sequence with a TPOT target: the seconds that its next token may take."""
         return ()
 
     def targets(self) -> Iterable[float]:
-        """Seconds that those who run, and the first in line, want each token to take, if they want any."""
+        """TPOT targets, in seconds, of the running sequences and of the first waiting one, if they have any."""
         return ()
 
     def choose_victim(self, candidates: Iterator[Sequence]) -> Sequence | None:
-        """Who is preempted for want of blocks; the candidates come youngest first."""
+        """The sequence to preempt when blocks run out; ``candidates`` come youngest first."""
         return next(candidates, None)
 
     def charge(self, plan: Plan, sampled: list[Sampled]) -> None:
-        """A step brought these results."""
+        """Account for the results of a step."""

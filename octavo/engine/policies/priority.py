@@ -1,4 +1,4 @@
-"""The smallest ``priority`` first; who waits long enough catches up with any other."""
+"""The smallest ``priority`` first, with ageing against starvation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from octavo.types import Order, Sequence
 
 
 class Priority(Policy):
-    """A level of priority is worth so many seconds of waiting.
+    """A level of priority counts as ``policy_ageing`` seconds of waiting.
 
-    Ages grow at one rate for all, so that who goes first of two never changes while both wait: a fixed key does,
-    and nothing is sorted again.
+    All sequences age at the same rate, so the order of two never changes while both wait: the key is fixed and
+    nothing is sorted again.
     """
 
     name = "priority"

@@ -1,4 +1,4 @@
-"""Turns of some tokens each, for everybody."""
+"""Round robin: a sequence runs for a turn of some tokens, then gives way to waiting ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ DEFAULT_TURN = 64
 
 
 class RoundRobin(Policy):
-    """While others wait, who has had its turn goes to the end of the line and comes back later.
+    """While others wait, a sequence that has had its turn is preempted and goes to the end of the queue.
 
-    Everybody gets a first token soon, however long the answers of the others are. What a sequence computed stays in
-    the prefix cache, so that coming back costs little as long as the blocks are not needed.
+    This keeps TTFT low however long the outputs of other sequences are. The computed blocks stay in the prefix cache,
+    so resuming is cheap unless they were evicted.
     """
 
     name = "decode-round-robin"

@@ -1,4 +1,4 @@
-"""The shortest prompt first, which makes the mean time to the first token least."""
+"""The shortest prompt first, which minimizes mean TTFT."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from octavo.types import Order, Sequence
 
 
 class ShortestFirst(Policy):
-    """By the tokens there are to compute before the first new one; 1,000 of them are worth so many seconds of waiting.
+    """Orders by the tokens to compute before the next new one; 1,000 of them count as ``policy_ageing`` seconds.
 
-    How long an answer gets nobody knows, and ``max_tokens`` says only how long it may get, so that it has no say.
+    The output's length is unknown, and ``max_tokens`` is only its limit, so neither is used.
     """
 
     name = "shortest-first"

@@ -1,4 +1,4 @@
-"""Batches that stay as they are until all their members have ended."""
+"""Static batching: a batch runs until all its sequences have ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from octavo.types import Sequence
 
 
 class Static(Policy):
-    """Admits only into an empty batch: what serving was before continuous batching, to compare with."""
+    """Admits only into an empty batch; a baseline to compare continuous batching with."""
 
     name = "static"
 
