@@ -213,14 +213,14 @@ class Reader:
             found = self._find(marks, self._place)
             if found is not None:
                 place, mark = found
-                self.tell(kind, self._text[self._place : place])
+                self.emit(kind, self._text[self._place : place])
                 self._place = place + len(mark)
                 return mark
             end = len(self._text)
             if not self.is_ended:
                 tails = range(max(self._place, end - longest + 1), end)
                 end = next((place for place in tails if self._begins_mark(marks, place)), end)
-            self.tell(kind, self._text[self._place : end])
+            self.emit(kind, self._text[self._place : end])
             self._place = end
             if self.is_ended:
                 return None
@@ -234,7 +234,7 @@ class Reader:
     def rest(self, kind: Kind = "content") -> Steps[None]:
         """Emit all further text."""
         while True:
-            self.tell(kind, self._text[self._place :])
+            self.emit(kind, self._text[self._place :])
             self._place = len(self._text)
             if self.is_ended:
                 return
@@ -247,7 +247,7 @@ class Reader:
         Returns whether there were calls.
         """
         if self._num_failures >= MAX_FAILURES:
-            self.tell("content", mark)
+            self.emit("content", mark)
             return False
         place = self._place
         self._num_attempts += 1
@@ -256,7 +256,7 @@ class Reader:
         if calls is None:
             self._num_failures += 1
             self._place = place
-            self.tell("content", mark)
+            self.emit("content", mark)
             return False
         for call in calls:
             self._blanks = ""
@@ -264,7 +264,7 @@ class Reader:
             self.pieces.append(call)
         return True
 
-    def tell(self, kind: Kind, text: str) -> None:
+    def emit(self, kind: Kind, text: str) -> None:
         """Emit ``text``, holding back trailing whitespace of content: it is dropped if a call follows."""
         if kind == "reasoning":
             self._append(kind, text)
@@ -283,7 +283,7 @@ class Reader:
         else:
             self.pieces.append(Text(kind, text))
 
-    def tell_blanks(self) -> None:
+    def emit_blanks(self) -> None:
         """At the end of the message: emit the whitespace held back, since no call followed."""
         if self._blanks and not self.num_calls:
             self._append("content", self._blanks)
@@ -318,7 +318,7 @@ class MessageParser:
         """The remaining pieces at the end; ``is_cut`` when the token limit truncated the message."""
         self._reader.is_ended, self._reader.is_cut = True, is_cut
         self._go_on()
-        self._reader.tell_blanks()
+        self._reader.emit_blanks()
         return self._taken()
 
     def _go_on(self) -> None:
