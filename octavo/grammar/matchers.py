@@ -30,8 +30,8 @@ LIMITS = LLParserLimits(
 takes up to 5 ms."""
 FREE_SECONDS = 0.5
 SECONDS_PER_TOKEN = 0.005
-"""Processor time for the masks of one text, per token; a grammar that needs more would slow down all other requests.
-The test in the child process applies this limit too."""
+"""Processor time for the masks of one text, initially and per token; a grammar that needs more would slow down all
+other requests. The test in the child process applies these limits too."""
 
 WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,40}"
 """Between two tokens of JSON: a space, or a newline and indentation; bounded, so a model cannot emit blanks forever."""
