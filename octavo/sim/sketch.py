@@ -40,11 +40,11 @@ class Sketch:
         """The value that ``percent`` percent of the values do not exceed; NaN without values."""
         if not self.count:
             return math.nan
-        wanted = percent / 100 * (self.count - 1)
+        rank = percent / 100 * (self.count - 1)
         seen = 0
         for bucket in sorted(self._counts):
             seen += self._counts[bucket]
-            if seen > wanted:
+            if seen > rank:
                 return min(self.most, math.exp((bucket + 0.5) / SCALE))
         return self.most
 

@@ -34,9 +34,9 @@ def wrap_with_special_tokens(
 
     Raises ``CheckpointError`` when a requested token does not exist.
     """
-    wanted = [name for name, flag in (("bos_token", add_bos), ("eos_token", add_eos)) if flag]
+    requested = [name for name, flag in (("bos_token", add_bos), ("eos_token", add_eos)) if flag]
     ids = {}
-    for name in wanted:
+    for name in requested:
         text = special_tokens.get(name)
         index = None if text is None else backend.token_to_id(text)
         if text is None or index is None:

@@ -1,6 +1,6 @@
 """One row times a matrix on plain multiply-adds, with fused norm and epilogue: every weight is read once.
 
-A program owns whole rows of the weight. With a gated activation a tile of rows is as many gates as ups of the same
+A program owns complete rows of the weight. With a gated activation a tile of rows is as many gates as ups of the same
 outputs. Either there is a program for every tile, or fewer programs walk over the tiles, loading the next one while
 they sum. RMSNorm costs arithmetic alone: each program takes the sum of squares from the one row of x that it reads.
 """

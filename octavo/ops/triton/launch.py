@@ -78,7 +78,7 @@ def is_compiling() -> bool:
 
 @contextlib.contextmanager
 def compiling(num_threads: int | None = None) -> Iterator[None]:
-    """Compile the kernels launched in this block, ``num_threads`` (default: all processors) at a time; run none of them.
+    """Compile the kernels launched in this block, ``num_threads`` (default: all processors) at a time; run none.
 
     Compilation starts when all are known: much of it is Python, and so many threads would starve the block itself.
     Triton has a C compiler build a launcher when a kernel first runs, one kernel after another. They are built here as
