@@ -1,10 +1,10 @@
 """Closes the objects of a JSON schema: where ``properties`` are listed, no others are allowed.
 
-In JSON Schema an object may have any property that is not listed, so a model can add properties until its tokens run
-out. A schema that says itself what else is allowed, by one of ``SAYS``, is left as it is.
+JSON Schema allows properties that are not listed, so a model can add properties until its tokens run out. A schema
+that states what else is allowed, by one of ``SAYS``, is unchanged.
 
-What an object may have is decided once for all schemas that describe the same object: those in ``allOf`` and behind
-``$ref`` are not closed one by one, because each would then forbid what the others list.
+All schemas that describe the same object are closed together: those in ``allOf`` and behind ``$ref`` are not closed one
+by one, because each would then forbid what the others list.
 https://json-schema.org/understanding-json-schema/reference/object#extending
 """
 
@@ -23,28 +23,28 @@ Schema = dict[str, Any]
 SAYS = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 ALTERNATIVES = ("anyOf", "oneOf")
 IN_PLACE = ("$ref", "allOf", *ALTERNATIVES)
-"""Keywords with further schemas of the same value."""
+"""Keywords whose schemas apply to the same value."""
 WITHIN = ("items", "prefixItems", "additionalItems", "additionalProperties", *ALTERNATIVES, "allOf")
-"""Keywords with one schema or a list of them; ``properties`` and ``patternProperties`` have one for each name."""
+"""Keywords with a schema or a list of schemas; ``properties`` and ``patternProperties`` have one per name."""
 
 
 def closed(schema: Schema) -> Schema:
-    """An equal schema with closed objects. Definitions that are referred to get a closed copy among ``$defs``."""
+    """The same schema with closed objects. Referenced definitions get a closed copy in ``$defs``."""
     return _Closing(schema).run()
 
 
 @dataclass
 class _Listed:
-    """What the schemas of one value list together."""
+    """Properties listed by all schemas of one value."""
 
     names: dict[str, bool] = field(default_factory=dict)
-    """In order; whether the property may itself be an object with listed properties."""
+    """Names in order; the value says whether the property may be an object with listed properties too."""
     lists: bool = False
-    """Whether there are ``properties`` at all."""
+    """Whether any of the schemas has ``properties``."""
     says: bool = False
-    """Whether one of ``SAYS`` is among the schemas."""
+    """Whether any of the schemas has one of the keywords ``SAYS``."""
     is_mixed: bool = False
-    """Whether two schemas describe objects in the same property: to be closed together, not one by one."""
+    """Whether two schemas describe objects under the same property, which must be closed together."""
 
     def add(self, other: _Listed, is_alternative: bool = False) -> None:
         self.lists |= other.lists
@@ -56,12 +56,12 @@ class _Listed:
 
 
 class _Closing:
-    """One schema that is being closed."""
+    """State of closing one schema."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._copies: dict[tuple[str, str], str] = {("#", "closed"): "#"}
-        """References to what was made, by reference and by how it was made."""
+        """References to the copies made, by original reference and kind of copy."""
         self._pending: list[tuple[str, Schema, Literal["closed", "open"]]] = []
 
     def run(self) -> Schema:
@@ -77,7 +77,7 @@ class _Closing:
         return found if isinstance(found, dict) else {}
 
     def _close(self, schema: Any) -> Any:
-        """``schema``, which is all that is said of a value."""
+        """A closed copy of ``schema``, which alone describes its value."""
         if not isinstance(schema, dict):
             return schema
         beyond = [key for key in (*IN_PLACE, "properties", "required", *SAYS) if key in schema]
@@ -96,7 +96,7 @@ class _Closing:
         return result if choices else narrowed(_sealed(result, listed))
 
     def _close_choice(self, schema: Any, others: _Listed) -> Any:
-        """One alternative of an object of which ``others`` are listed besides."""
+        """A closed copy of one alternative of an object that also has the properties of ``others``."""
         if not others.lists:
             return self._close(schema)
         listed = self._listed(schema)
@@ -106,7 +106,7 @@ class _Closing:
         return sealed if "properties" in sealed else inside
 
     def _inside(self, schema: Any) -> Any:
-        """``schema`` with closed values within the one that it describes; that one itself is left as it is."""
+        """``schema`` with the values nested in the one it describes closed; that value stays open."""
         if not isinstance(schema, dict):
             return schema
         result = dict(schema)
@@ -125,7 +125,7 @@ class _Closing:
         return result
 
     def _reference(self, reference: Any, how: Literal["closed", "open"]) -> Any:
-        """A reference to a copy of what ``reference`` refers to; ``reference`` itself when that is not known."""
+        """A reference to a copy of the target of ``reference``; ``reference`` unchanged if it has no known target."""
         target = self._target(reference)
         if not isinstance(target, dict):
             return reference
@@ -137,7 +137,7 @@ class _Closing:
         return self._copies[reference, how]
 
     def _target(self, reference: Any) -> Any:
-        """What is at a JSON pointer; ``None`` for another kind of reference, and where there is nothing."""
+        """The value at a JSON pointer; ``None`` if it does not exist, and for other kinds of references."""
         if not isinstance(reference, str) or not re.match(r"#(/|$)", reference):
             return None
         found: Any = self._root
@@ -150,7 +150,7 @@ class _Closing:
         return found
 
     def _listed(self, schema: Any, within: frozenset[str] = frozenset()) -> _Listed:
-        """What ``schema`` and all others of the same value list; ``within`` are the references on the way to it."""
+        """Properties listed by ``schema`` and all others of its value; ``within`` are the references that led here."""
         listed = _Listed()
         if not isinstance(schema, dict):
             return listed
@@ -187,7 +187,7 @@ def _may_list(schema: Any) -> bool:
 
 
 def _sealed(schema: Schema, listed: _Listed) -> Schema:
-    """``schema`` with no properties but those that are listed, unless it asks for others."""
+    """``schema`` restricted to the listed properties, unless it states which others are allowed."""
     least = schema.get("minProperties", 0)
     needs_others = isinstance(least, int | float) and least > len(listed.names)
     if not listed.lists or listed.says or needs_others:

@@ -1,4 +1,4 @@
-"""The front process's side of structured output: no grammar reaches the engine that was not tried out before."""
+"""The front process's side of structured output: every grammar is tested before it reaches the engine."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from octavo.grammar.vocabulary import PackedVocabulary
 WORKER = "octavo.grammar.worker"
 MAX_KEPT_BYTES = 4 << 20
 MAX_SECONDS = 2.0
-"""Of the processor and of the clock, for one grammar."""
+"""Limit of processor and of wall time for one grammar."""
 MAX_MEMORY = 1 << 30
 PAUSE = 4.0
-"""A grammar that ran out of time is not tried again for this many times as long as it took."""
+"""A grammar that timed out is not retried for this many times the time it took."""
 
 
 class Refused(Exception):
-    """A grammar that cannot be used; the message goes on after the name of a field, as in "uses 'not'"."""
+    """A grammar that cannot be used; the message continues after a field's name, as in "uses 'not'"."""
 
 
 class Verdict(NamedTuple):
-    """What came of a grammar."""
+    """Result of testing a grammar."""
 
     form: str | None
-    """The grammar as the engine gets it; ``None`` when it cannot be used."""
+    """The normalised grammar for the engine; ``None`` when it cannot be used."""
     reason: str = ""
     until: float = math.inf
-    """The time of the clock from which it is to be tried again."""
+    """Time of the clock at which the verdict expires."""
 
 
 class GrammarCompiler:
-    """Tries grammars out in a child process with bounded time and memory, one at a time.
+    """Tests grammars in a child process with bounded time and memory, one at a time.
 
-    A grammar that hangs or explodes costs its own request an error, and the next one gets a fresh process. Verdicts are
-    kept, good and bad, so that a client that repeats itself costs nothing; but where time ran out or the process was
-    lost only for a while, because on a machine with less to do the same grammar may pass.
+    If a grammar exceeds a limit, its request fails and the next one gets a fresh process. Verdicts, good and bad, are
+    cached, so that repeated grammars cost nothing; those of a timeout or a lost process expire, because the same
+    grammar may pass when the machine is less busy.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class GrammarCompiler:
         max_seconds: float = MAX_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``load`` gives the vocabulary whenever a process is started; ``clock`` the seconds of a steady clock."""
+        """``load`` returns the vocabulary for each process started; ``clock`` returns seconds of a monotonic clock."""
         self._load = load
         self._clock = clock
         self._limits = {"max_seconds": max_seconds, "max_memory": MAX_MEMORY, "max_output": 4 * MAX_WHOLE_BYTES}
@@ -60,7 +60,7 @@ class GrammarCompiler:
         self._turn = asyncio.Lock()
         self._closing = threading.Lock()
         self._kept: OrderedDict[str, Verdict] = OrderedDict()
-        """By the text of a grammar."""
+        """Cached verdicts by grammar text."""
 
     @property
     def process_id(self) -> int | None:
@@ -68,7 +68,7 @@ class GrammarCompiler:
         return None if self._process is None else self._process.id
 
     async def compile(self, text: str) -> str:
-        """The grammar as the engine gets it. Raises ``Refused``; when cancelled, the work ends at once."""
+        """The normalised grammar for the engine. Raises ``Refused``; cancellation stops the work at once."""
         if len(text) > MAX_WHOLE_BYTES:
             raise Refused(f"is larger than {MAX_WHOLE_BYTES} bytes, the most that is accepted")
         verdict = self._known(text)
@@ -87,7 +87,7 @@ class GrammarCompiler:
         return verdict
 
     async def _try_out(self, text: str) -> Verdict:
-        """The verdict, which is kept. Raises ``Refused``, which is not."""
+        """The verdict, which is cached. Raises ``Refused``, which is not cached."""
         try:
             verdict = await asyncio.to_thread(self._ask, text)
         except asyncio.CancelledError:
@@ -111,7 +111,7 @@ class GrammarCompiler:
         return Verdict(answer) if kind == RENDERED else Verdict(None, answer)
 
     def _running(self) -> ChildProcess:
-        """The process, started if need be. Raises ``Refused``, which is not kept: no grammar is to blame."""
+        """The process, started if needed. Raises ``Refused``, not cached since the grammar is not the cause."""
         if self._process is None or not self._process.is_alive:
             tokens, special_ids, eos_ids = self._load()
             settings = {**self._limits, "special_ids": special_ids, "eos_ids": eos_ids}

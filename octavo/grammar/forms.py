@@ -1,7 +1,7 @@
-"""What a client asks for, as the text of a grammar.
+"""The text of a grammar, built from a client's constraints.
 
 Format: llguidance's list of grammars, JSON ``{"grammars": [...]}``, the first of which is matched and may refer to the
-others as ``@name``. Each is in the form of one ``Part``. https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+others as ``@name``. Each is a ``Part``. https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Part = dict[str, Any]
 
 SPACES = r"/[\x20\x0A\x0D\x09]{0,64}/"
 OPTIONS = "x-guidance"
-"""The key by which llguidance takes options out of a schema."""
+"""The key under which llguidance reads options in a schema."""
 MAX_BYTES = 256 << 10
-"""Of a schema, an expression, a grammar, or all choices together."""
+"""Limit for a schema, an expression, a grammar, or all choices together."""
 MAX_WHOLE_BYTES = 1 << 20
-"""Of the text of a list of grammars, with its quotes and separators."""
+"""Limit for the text of a list of grammars, quotes and separators included."""
 TEXT = r"/(.|\n)*/"
 
 
@@ -30,19 +30,19 @@ class Form(NamedTuple):
     """A grammar that can be a part of a larger one."""
 
     start: str
-    """Lark for the whole of it."""
+    """Lark expression of the start rule."""
     rules: str = ""
-    """Lark of the rules that ``start`` names, each ended by a line end."""
+    """Lark of the rules that ``start`` names, each ended by a newline."""
     parts: Mapping[str, Part] = {}
-    """What ``start`` and ``rules`` refer to as ``@name``."""
+    """Grammars that ``start`` and ``rules`` refer to as ``@name``."""
 
 
 class FormError(ValueError):
-    """Something that is no schema, expression or list; the message says why, and begins after the field's name."""
+    """An invalid schema, expression or list; the message says why, continuing after the field's name."""
 
 
 def json_schema(schema: Any) -> Part:
-    """JSON that is valid against ``schema``, an object or a truth value, with closed objects. Raises ``FormError``."""
+    """JSON that is valid against ``schema``, an object or a boolean, with closed objects. Raises ``FormError``."""
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
@@ -63,7 +63,7 @@ def json_object() -> Part:
 
 
 def regex(text: Any) -> Part:
-    """Text that an expression matches as a whole. Raises ``FormError``."""
+    """Text that a regular expression matches in full. Raises ``FormError``."""
     if not isinstance(text, str) or not text:
         raise FormError("must be a regular expression")
     _check_size(len(text))
@@ -71,7 +71,7 @@ def regex(text: Any) -> Part:
 
 
 def choice(texts: Any) -> Part:
-    """One of some texts. Raises ``FormError``."""
+    """One of the given texts. Raises ``FormError``."""
     if not isinstance(texts, Sequence) or isinstance(texts, str) or not texts:
         raise FormError("must be a list of at least one string")
     if not all(isinstance(text, str) and text for text in texts):
@@ -95,7 +95,7 @@ def just(part: Part) -> Form:
 
 
 class Tag(NamedTuple):
-    """A part of a text that has a form, in a text that has none."""
+    """A constrained section of an otherwise free text."""
 
     begin: str
     part: Part
@@ -103,9 +103,9 @@ class Tag(NamedTuple):
 
 
 def structural_tags(tags: Sequence[Tag], triggers: Sequence[str]) -> Form:
-    """Any text in which, wherever one of ``triggers`` comes, one of ``tags`` that begins with it follows.
+    """Free text in which each occurrence of one of ``triggers`` must begin one of ``tags``.
 
-    Raises ``FormError`` for a tag that no trigger begins, and for a trigger that begins another or no tag.
+    Raises ``FormError`` for a tag that begins with no trigger or several, and for a trigger with which no tag begins.
     """
     if not tags or not triggers or not all(triggers):
         raise FormError("needs at least one structure and one trigger, and no trigger may be empty")
@@ -128,12 +128,12 @@ def structural_tags(tags: Sequence[Tag], triggers: Sequence[str]) -> Form:
 
 
 def literal(text: str) -> str:
-    """``text`` as a string of Lark."""
+    """``text`` as a Lark string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def whole(form: Form | Part) -> str:
-    """The text of a grammar."""
+    """The text of a form's or a single part's grammar."""
     if isinstance(form, dict):
         return text_of([form])
     rules = f"start: {form.start}\n{form.rules}"
@@ -141,7 +141,7 @@ def whole(form: Form | Part) -> str:
 
 
 def parts_of(text: str) -> list[Part]:
-    """The parts in the text of a grammar; raise ``FormError`` for what is none."""
+    """The parts in the text of a grammar; raise ``FormError`` for invalid text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The engine's side of structured output: it compiles beside the steps, and computes masks beside the forward pass."""
+"""The engine's side of structured output: compiles grammars while steps run, and masks while the forward pass runs."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from octavo.types import Masks, Plan, Request
 logger = logging.getLogger(__name__)
 
 MAX_KEPT_BYTES = 1 << 20
-"""Grammars are kept for further requests while their texts are no longer than this together."""
+"""Most bytes of text of the grammars that are cached for further requests."""
 NICENESS = 10
 TOO_SLOW = "computing what the grammar allows takes too long"
 
 
 @dataclass(eq=False, slots=True)
 class Progress:
-    """How far one sequence's text is matched. It only grows: tokens, once sampled, are never taken back."""
+    """Matcher state of one sequence. It only advances: sampled tokens are never rolled back."""
 
     matcher: LLMatcher
     num_tokens: int = 0
     has_ended: bool = False
-    """The text is complete, and a token has said so; a client may have asked that it go on all the same."""
+    """Whether an end token has completed the text; with ``ignore_eos`` generation continues."""
     seconds: float = 0.0
     error: str | None = None
 
@@ -55,12 +55,12 @@ class Task:
     sequence_id: int
     progress: Progress
     tokens: Sequence[int | None]
-    """Those that came since the last mask."""
+    """Tokens since the last mask."""
     drafts: tuple[int, ...]
 
 
 class ComingMasks(Mapping[int, list[Mask]]):
-    """Masks that are being computed; whoever looks into them waits."""
+    """Masks that are being computed; access waits for them."""
 
     def __init__(self, future: Future[dict[int, list[Mask]]]) -> None:
         self._future = future
@@ -76,23 +76,23 @@ class ComingMasks(Mapping[int, list[Mask]]):
 
 
 def _allow_all(masks: list[Mask]) -> None:
-    """Bind nothing: what is written after the end of a text is no part of it."""
+    """Allow every token: text after the end of the grammar is unconstrained."""
     for mask in masks:
         mask[:] = 0xFF
 
 
 def _give_way() -> None:
-    """Leave the cores to the steps: on Linux, where threads have priorities of their own."""
+    """Lower this thread's priority below the steps', on Linux, where threads have their own."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
 
 
 class MatcherMasks:
-    """The ``Grammars`` of an engine, over llguidance. ``load`` reads the vocabulary when it is first needed.
+    """The ``Grammars`` of an engine, over llguidance. ``load`` reads the vocabulary on first use.
 
-    Two threads do the work, one the compiling and one the masks, so that neither waits for the other; llguidance
-    lets go of the interpreter lock in both.
+    One thread compiles and another computes masks, so that neither waits for the other; llguidance releases the
+    interpreter lock in both.
     """
 
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
@@ -107,7 +107,7 @@ class MatcherMasks:
     # ---- before a request is scheduled
 
     def prepare(self, request: Request) -> Future[Progress]:
-        """Start to compile what ``request`` is bound to. The future may come to hold a ``GrammarError``."""
+        """Start compiling the grammar of ``request``. The future may raise ``GrammarError``."""
         assert request.params.grammar is not None
         return self._compiling.submit(self._compile, request.params.grammar)
 
@@ -126,12 +126,12 @@ class MatcherMasks:
     # ---- in a step
 
     def masks(self, plan: Plan) -> Masks:
-        """The masks of the sequences in ``plan`` that have a grammar; they are computed while the caller goes on."""
+        """The masks of the sequences in ``plan`` that have a grammar, computed in the background."""
         bound = [item for item in plan if item.samples and item.seq.grammar is not None and not item.is_stale]
         if not bound:
             return {}
         if self._last is not None:
-            self._last.result()  # nobody may have looked into them, if the step failed
+            self._last.result()  # after a failed step they may still be in progress
         tasks = []
         for item in bound:
             seq, progress = item.seq, item.seq.grammar
@@ -146,7 +146,7 @@ class MatcherMasks:
         return {task.sequence_id: self._compute_one(task) for task in tasks}
 
     def _compute_one(self, task: Task) -> list[Mask]:
-        """A mask for the next token and, behind each draft that is allowed, for the one after it."""
+        """A mask for the next token and for the one after each draft that is allowed."""
         assert self._tokenizer is not None
         progress = task.progress
         masks = [new_mask(self._tokenizer) for _ in range(1 + len(task.drafts))]
@@ -160,7 +160,7 @@ class MatcherMasks:
             self._check(task)
         if progress.error is not None:
             for mask in masks:
-                mask[:] = 0  # with nothing allowed, the sampler ends this sequence and no other
+                mask[:] = 0  # an empty mask makes the sampler fail this sequence alone
         return masks
 
     def _match(self, task: Task, masks: list[Mask]) -> None:

@@ -1,7 +1,7 @@
-"""From the text of a grammar to a matcher over a vocabulary, by llguidance; the same in the engine and in the child.
+"""Compiles the text of a grammar to llguidance's matcher over a vocabulary, in the engine and in the child process.
 
-llguidance parses by Earley's algorithm over a lexer of lazily built derivatives, so most of the work is done
-when masks are asked for; the limits bound each of these steps too. https://github.com/guidance-ai/llguidance
+llguidance parses by Earley's algorithm over a lexer of lazily built derivatives, so most of the work is done when
+masks are computed; the limits bound each mask too. https://github.com/guidance-ai/llguidance
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ LIMITS = LLParserLimits(
 takes up to 5 ms."""
 FREE_SECONDS = 0.5
 SECONDS_PER_TOKEN = 0.005
-"""Processor time that the masks of one text may take, at first and for each token; a grammar that needs more would slow
-down all other requests. The trial has these limits too."""
+"""Processor time for the masks of one text, initially and per token; a grammar that needs more would slow down all
+other requests. The test in the child process applies these limits too."""
 
 WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,40}"
-"""Between two tokens of JSON: a blank, or a line end and an indentation; a model cannot go on with blanks for ever."""
+"""Between two tokens of JSON: a space, or a newline and indentation; bounded, so a model cannot emit blanks forever."""
 
 Mask = npt.NDArray[np.uint8]
 """Bit ``id % 8`` of byte ``id // 8`` says whether a token is allowed."""
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be used; the message goes on after the name of a field, as in "uses 'not'"."""
+    """A grammar that cannot be used; the message continues after a field's name, as in "uses 'not'"."""
 
 
 class _Wrapped:
-    """A vocabulary as ``LLTokenizer`` asks for it."""
+    """A vocabulary with the interface that ``LLTokenizer`` expects."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -57,12 +57,12 @@ class _Wrapped:
         self._split = Splitter(vocabulary)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        # Asked where a grammar leaves no choice: of the ways to write the same bytes, the model's own is allowed.
+        # Called for text that the grammar forces: of all encodings of its bytes, only the model's own is allowed.
         return self._split(text)
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
-    """The vocabulary as a tree of bytes, shared by all matchers. Raises ``GrammarError`` when nothing ends a text."""
+    """The vocabulary as a trie of bytes, shared by all matchers. Raises ``GrammarError`` without end-of-text tokens."""
     if not vocabulary.eos_ids:
         raise GrammarError("cannot be used: the model has no token that ends a text")
     wrapped = _Wrapped(vocabulary)
@@ -70,7 +70,7 @@ def make_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 def normalised(text: str) -> str:
-    """``text`` with every part in a form that llguidance reads by itself. Raises ``GrammarError``."""
+    """``text`` with every part rewritten to a form that llguidance reads. Raises ``GrammarError``."""
     try:
         return text_of([_normalised_part(part) for part in parts_of(text)])
     except FormError as error:
@@ -85,7 +85,7 @@ def _normalised_part(part: Part) -> Part:
         except RecursionError:
             raise GrammarError("is nested too deep") from None
     elif "regex" in part:
-        # \d is a digit of ASCII, as clients mean it; what a later program reads seldom takes others.
+        # \d matches ASCII digits only, as clients mean it; consumers of the output seldom accept others.
         part["lark_grammar"] = f"start: /{regex_to_lark(part.pop('regex'), 'd')}/"
     elif "gbnf" in part:
         try:
@@ -96,7 +96,7 @@ def _normalised_part(part: Part) -> Part:
 
 
 def compile_matcher(text: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """The matcher of a normalised grammar, at its start. Raises ``GrammarError``."""
+    """A new matcher of a normalised grammar. Raises ``GrammarError``."""
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     check(matcher)
     fill_mask(matcher, new_mask(tokenizer))  # builds the lexer's first states, where some limits are met first
@@ -105,18 +105,18 @@ def compile_matcher(text: str, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def check(matcher: LLMatcher) -> None:
-    """Raise ``GrammarError`` when the matcher has failed, which it does for good."""
+    """Raise ``GrammarError`` when the matcher has failed, which is permanent."""
     if matcher.is_error():
         raise GrammarError(describe(matcher.get_error()))
 
 
 def new_mask(tokenizer: LLTokenizer) -> Mask:
-    """A mask that allows nothing yet."""
+    """A mask that allows no token."""
     return np.zeros((tokenizer.vocab_size + 31) // 32 * 4, dtype=np.uint8)
 
 
 def fill_mask(matcher: LLMatcher, mask: Mask) -> None:
-    """Write the mask of the next token; it has no bit at all once the matcher has failed."""
+    """Write the mask of the next token; no bit is set once the matcher has failed."""
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     if matcher.is_error():
         mask[:] = 0
@@ -134,5 +134,5 @@ def describe(error: str) -> str:
 
 
 def first_line(text: str) -> str:
-    """What llguidance says of an error, without the state behind it."""
+    """The first line of llguidance's error, without the state dumped behind it."""
     return text.partition("\n")[0][:300]

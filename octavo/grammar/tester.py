@@ -1,4 +1,4 @@
-"""Tries a grammar out as the engine will use it, and says in words what is wrong with it."""
+"""Tests a grammar as the engine will use it, and describes its errors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from octavo.grammar.matchers import (
 from octavo.grammar.vocabulary import Vocabulary
 
 MAX_COMPILE_SECONDS = 0.25
-"""Of the processor: the engine's process will need as long, beside its steps."""
+"""Limit of processor time: the engine's process will spend as much while its steps run."""
 WALKS = (16, 16, 16, 128)
-"""Tokens of the texts that a trial writes, if they do not end before."""
+"""Maximum tokens of each random text that a test generates."""
 
 
 class Tester:
@@ -37,7 +37,7 @@ class Tester:
         self._eos_ids = frozenset(vocabulary.eos_ids)
 
     def serve(self, text: str) -> Answer:
-        """The normalised grammar, or what is wrong with it."""
+        """The normalised grammar, or a description of the error."""
         try:
             grammar = normalised(text)
             started = time.process_time()
@@ -55,9 +55,9 @@ class Tester:
         return RENDERED, grammar
 
     def _can_be_written(self, start: LLMatcher) -> bool:
-        """Write a few random texts, and say whether that is fast enough. Raises ``GrammarError`` where a limit is met.
+        """Generate a few random texts; returns whether that is fast enough. Raises ``GrammarError`` at a limit.
 
-        A matcher is built lazily: many limits are met only behind the first token.
+        A matcher is built lazily: many limits are reached only after the first token.
         """
         mask = new_mask(self._tokenizer)
         deadline = time.process_time() + FREE_SECONDS
@@ -78,7 +78,7 @@ class Tester:
 
 
 def _any_of(mask: Mask, rng: random.Random) -> int | None:
-    """A token that ``mask`` allows, by choosing a byte and a bit of it; ``None`` when there is none."""
+    """A random token that ``mask`` allows, drawn as a byte and one of its bits; ``None`` for an empty mask."""
     found = np.flatnonzero(mask)
     if not len(found):
         return None

@@ -1,4 +1,4 @@
-"""What grammars need to know of a tokenizer."""
+"""The vocabulary of a tokenizer, for grammars."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import NamedTuple
 import msgspec
 
 LONGEST_BYTES = 64
-"""Longer tokens are rare, and mostly rulers of blanks; texts are not cut into them."""
+"""Longer tokens are rare, mostly runs of spaces; ``Splitter`` does not use them."""
 
 
 class Vocabulary(NamedTuple):
-    """Tokens as bytes, and which of them are more than that."""
+    """Bytes of all tokens, and which are special."""
 
     tokens: list[bytes]
-    """By id; empty where there is no token."""
+    """By id; empty for unused ids."""
     special_ids: list[int]
-    """Tokens that stand for no text: only a grammar that names one allows it."""
+    """Tokens without text, allowed only where a grammar names them."""
     eos_ids: list[int]
-    """Tokens that may end a text that is complete."""
+    """Tokens that may end a complete text."""
     encode: Callable[[str], list[int]] | None = None
-    """How a model would write a text; ``None`` when it is enough that it can be written somehow."""
+    """The model's own encoding of a text; ``None`` when any encoding will do."""
 
 
 class PackedVocabulary(NamedTuple):
-    """A vocabulary on its way to another process. Packing looks at every token, so it is done once and ahead."""
+    """A vocabulary serialised for another process. Packing visits every token, so it is done once, in advance."""
 
     tokens: bytes
-    """What ``pack_tokens`` made."""
+    """Result of ``pack_tokens``."""
     special_ids: list[int]
     eos_ids: list[int]
 
@@ -38,7 +38,7 @@ unpack_tokens: Callable[[bytes], list[bytes]] = msgspec.msgpack.Decoder(list[byt
 
 
 class Splitter:
-    """Cuts bytes into tokens whose bytes they are, none of them special, in the model's own way where it has one."""
+    """Splits bytes into tokens, none of them special; uses the model's own encoding if there is one."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._tokens = vocabulary.tokens
@@ -48,13 +48,13 @@ class Splitter:
         self._ids = {data: token for token, data in plain if 0 < len(data) <= LONGEST_BYTES}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens of ``text`` as far as it can be cut."""
+        """Tokens of ``text``, up to the first byte that no token covers."""
         data = text.encode() if isinstance(text, str) else text
         own = self._own(data)
         return self._longest_first(data) if own is None else own
 
     def _own(self, data: bytes) -> list[int] | None:
-        """The model's way; ``None`` when it has none, or adds something, or takes a part for a special token."""
+        """The model's encoding; ``None`` if there is none, or it adds bytes or contains special tokens."""
         if self._encode is None:
             return None
         try:

@@ -1,7 +1,7 @@
 """Rewrites objects with very many optional properties, which would make every mask within them slow.
 
-A parser keeps one entry for each optional property that may come next, and entering them takes time quadratic in their
-number: 20 ms for 2,000. As patterns, all properties with the same schema are one entry, and their names one automaton.
+A parser keeps an item for each optional property that may come next, and adding them takes time quadratic in their
+number: 20 ms for 2,000. As patterns, all properties with the same schema are one item, and their names one automaton.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 from typing import Any
 
 MAX_OPTIONAL = 128
-"""Optional properties that are left in ``properties``."""
+"""Most optional properties that may stay in ``properties``."""
 MAX_SCHEMAS = 32
-"""Different ones among the optional properties; each is one pattern, and all pairs of patterns are compared."""
+"""Most distinct schemas among the optional properties; each is a pattern, and patterns are compared pairwise."""
 ANNOTATIONS = frozenset(
     ("$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly")
 )
@@ -21,10 +21,10 @@ _SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/-]")
 
 
 def narrowed(schema: dict[str, Any]) -> dict[str, Any]:
-    """``schema`` itself or, when it has many optional properties, one with patterns in their place.
+    """``schema`` unchanged or, with too many optional properties, with patterns in their place.
 
-    The optional properties may then come in any order, and a name may come twice; JSON parsers keep the last one. In a
-    closed object no more of them are allowed than are listed.
+    The optional properties may then come in any order, and a name may come twice; JSON parsers keep the last one. A
+    closed object limits their number to that of the listed ones.
     """
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or len(properties) <= MAX_OPTIONAL or not isinstance(required, list):

@@ -1,7 +1,7 @@
-"""The child process that tries grammars out: see ``octavo.child_worker``.
+"""The child process that tests grammars: see ``octavo.child_worker``.
 
-The settings have the vocabulary's special tokens, what follows them has all of its tokens; a question is the text of a
-grammar, and the answer is the text that the engine gets.
+The settings hold the vocabulary's special tokens, the data behind them all of its tokens; a question is the text of a
+grammar, and the answer is the normalised text for the engine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from octavo.child_worker import ChildWorker, receive, start
 
 NICENESS = 10
-"""Grammars are tried beside an engine that may need every core."""
+"""Grammars are tested next to an engine that may need every core."""
 
 
 def main() -> None:

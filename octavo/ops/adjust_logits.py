@@ -1,7 +1,7 @@
-"""What requests change about their logits, where the logits are: masks, bans, biases and penalties.
+"""Logits processors on the logits' device: grammar masks, banned tokens, logit biases and penalties.
 
-Which tokens occurred is not kept as numbers for the whole vocabulary but found anew in the tokens themselves, which
-are fewer: the history of each sequence that asks lies on the device, where the next token is known first.
+Token counts are not kept per vocabulary entry but recomputed from the tokens themselves, which are fewer: the history
+of each sequence with penalties is on the device, where the next token is known first.
 
 Shapes: R rows, V vocabulary, S slots of histories, L longest history, B biases, E banned ids, W bytes of a mask.
 """
@@ -19,16 +19,16 @@ from octavo.ops.sample import BANNED, OVERFLOWN
 
 
 class Adjustments(NamedTuple):
-    """What is changed about each row; tensors on the logits' device. Ids outside the vocabulary are passed over."""
+    """Adjustments of each row; tensors on the logits' device. Ids outside the vocabulary are ignored."""
 
     history_SL: Tensor
-    """int32; tokens of sequences from their first on."""
+    """int32; tokens of sequences, from the first one."""
     slot_R: Tensor
-    """int32; whose history penalties look at; -1 for a row without penalties."""
+    """int32; slot of the history that penalties use; -1 for a row without penalties."""
     length_R: Tensor
-    """int32; how many tokens of the history are in front of the row."""
+    """int32; number of tokens of the history before the row."""
     num_prompt_tokens_R: Tensor
-    """int32; how many of them are the prompt."""
+    """int32; number of prompt tokens among them."""
     repetition_R: Tensor
     """float32; 1 is off."""
     frequency_R: Tensor
@@ -36,25 +36,25 @@ class Adjustments(NamedTuple):
     presence_R: Tensor
     """float32; 0 is off."""
     bias_ids_RB: Tensor
-    """int32; no id twice in a row."""
+    """int32; ids are distinct within a row."""
     bias_RB: Tensor
-    """float32; what is added to the logits of these ids; ``BANNED`` takes a token out."""
+    """float32; added to the logits of these ids; ``BANNED`` bans a token."""
     banned_ids_RE: Tensor
-    """int32; tokens that are out."""
+    """int32; banned tokens."""
     mask_RW: Tensor
-    """uint8; a token is out unless bit ``id % 8`` of byte ``id // 8`` is set."""
+    """uint8; a token is banned unless bit ``id % 8`` of byte ``id // 8`` is set."""
     has_mask_R: Tensor
-    """bool; whether the row's mask counts."""
+    """bool; whether the row's mask applies."""
 
 
 @op
 def adjust_logits(logits_RV: Tensor, adjustments: Adjustments) -> Tensor:
-    """Logits as ``sample`` is to have them; new, float32 [R, V], worked out in float32.
+    """Adjusted logits for ``sample``; a new float32 tensor [R, V], computed in float32.
 
-    In this order: the mask; the banned tokens; biases; the repetition penalty, by which positive logits of tokens that
-    occurred are divided and others multiplied; then, for tokens of the output, ``frequency`` for each occurrence and
-    ``presence`` once are subtracted. What is out is ``BANNED`` and stays it, what gets too large is ``OVERFLOWN``. A
-    logit that is not a finite number gives NaN whatever is asked. Sources: CTRL, arXiv 1909.05858, and the OpenAI API.
+    In this order: the mask; banned tokens; biases; the repetition penalty, which divides positive logits of tokens that
+    occurred and multiplies others; then, for output tokens, ``frequency`` per occurrence and ``presence`` once are
+    subtracted. Banned logits are and stay ``BANNED``; overflow becomes ``OVERFLOWN``. An input logit that is not finite
+    always gives NaN. Sources: CTRL, arXiv 1909.05858, and the OpenAI API.
     """
     R, V = logits_RV.shape
     given_RV = logits_RV.float()

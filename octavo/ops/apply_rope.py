@@ -15,7 +15,7 @@ from octavo.ops.dispatch import op
 def apply_rope(q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys; new tensors of their own dtypes. ``cos`` and ``sin`` are float32.
 
-    Elements i and R + i of a head are a pair, turned by the token's angle i; those from 2R on are left as they are.
+    Elements i and R + i of a head are a pair, rotated by the token's angle i; elements from 2R on are unchanged.
     """
     cos, sin = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
     return _rotate(q_TNH, cos, sin), _rotate(k_TKH, cos, sin)

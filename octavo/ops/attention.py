@@ -19,28 +19,28 @@ from octavo.ops.store_kv import store_kv
 
 
 class HeadLayout(NamedTuple):
-    """What is fixed about a layer's attention."""
+    """Static parameters of a layer's attention."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     q_norm_H: Tensor | None = None
-    """RMSNorm weight of every query head, applied before the rotation; ``k_norm_H`` goes with it."""
+    """RMSNorm weight of every query head, applied before the rotation; given together with ``k_norm_H``."""
     k_norm_H: Tensor | None = None
     norm_eps: float = 0.0
     window: int = 0
-    """A row sees the last ``window`` positions up to its own; 0: all of them."""
+    """Sliding-window size in positions, the row's own included; 0 for full attention."""
     softcap: float = 0.0
-    """Scores become ``softcap * tanh(scores / softcap)``; 0: they stay."""
+    """Scores become ``softcap * tanh(scores / softcap)``; 0 for no capping."""
     sinks_N: Tensor | None = None
-    """float32: one more logit for each head in the denominator of the softmax."""
+    """float32: an additional logit per head in the denominator of the softmax."""
     shares_cache: bool = False
-    """Another layer has stored keys and values of the same rows: rows of ``qkv`` hold queries alone."""
+    """Whether another layer has stored this layer's keys and values: rows of ``qkv`` then hold queries only."""
 
     @property
     def sizes(self) -> list[int]:
-        """Columns of queries, keys and values in a row."""
+        """Number of columns of queries, keys and values in a row."""
         num_stored = 0 if self.shares_cache else self.num_kv_heads
         return [heads * self.head_dim for heads in (self.num_heads, num_stored, num_stored)]
 
@@ -51,49 +51,49 @@ class LayerCache(NamedTuple):
     keys: Tensor
     values: Tensor
     group: int = 0
-    """The KV group whose block tables and slots lead here."""
+    """The KV group whose block tables and slots refer to this cache."""
 
 
 class GroupRows(NamedTuple):
-    """Where the rows of a step have their keys and values in one KV group."""
+    """Slots and block tables of a step's rows in one KV group."""
 
     slot_mapping_T: Tensor
     """int64: the slot of each row, block * block_size + offset; negative for padding."""
     block_tables_SB: Tensor
-    """int32, padded with anything."""
+    """int32; padding entries are arbitrary."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """The rows of a step: which sequences they belong to, and where their keys and values are kept.
+    """Paged metadata of a step's rows: their sequences, and where their keys and values are stored.
 
-    Rows from ``cu_seqlens_q[S]`` on are padding, and so are sequences without rows, whose length is 0.
+    Rows from ``cu_seqlens_q[S]`` on are padding, as are sequences without rows, whose length is 0.
     """
 
     groups: tuple[GroupRows, ...]
     """One for each KV group."""
     cu_seqlens_q: Tensor
-    """int32 [S + 1]: rows ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` are those of sequence s."""
+    """int32 [S + 1]: rows ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` belong to sequence s."""
     seq_lens_S: Tensor
-    """int32: length of each context, the rows of this step included."""
+    """int32: context length of each sequence, the rows of this step included."""
     max_query_len: int
-    """No sequence has more rows. With 1, row s is sequence s."""
+    """Upper bound of a sequence's rows. With 1, row s belongs to sequence s."""
     logits_indices_R: Tensor | None = None
-    """Rows whose logits are needed, ``None`` for all. Behind the last layer's attention, where no row needs another's
-    result, the others are not computed; of a prompt that leaves its last."""
+    """Rows whose logits are needed, ``None`` for all. After the last layer's attention, where rows are independent,
+    the others are not computed; of a prompt, only the last row is."""
 
     def of(self, cache: LayerCache) -> GroupRows:
         """Slots and block tables in the KV group of ``cache``."""
         return self.groups[cache.group]
 
     def of_layers(self, count: int) -> list[PagedRows]:
-        """The rows as each of a model's layers takes them: all but the last layer compute every row."""
+        """The metadata for each of a model's layers: all but the last compute every row."""
         if self.logits_indices_R is None:
             return [self] * count
         return [*[replace(self, logits_indices_R=None)] * (count - 1), self]
 
     def pick(self, attended_TX: Tensor, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of attention's result and of the residual stream whose logits are needed, or all of both."""
+        """The rows of attention's result and of the residual stream whose logits are needed."""
         if self.logits_indices_R is None:
             return attended_TX, x_TD
         return attended_TX[self.logits_indices_R], x_TD[self.logits_indices_R]
@@ -106,7 +106,7 @@ def attention(
     """Norm and rotate queries and keys, store keys and values, attend; a new tensor [T, N * H] of qkv's dtype.
 
     A row of ``qkv`` holds N query heads, then K key heads, then K value heads; with ``heads.shares_cache``, N query
-    heads alone. Angles are float32, or ``None`` for a model without rotary positions. What padded rows give is
+    heads only. Angles are float32, or ``None`` for a model without rotary positions. The results of padding rows are
     unspecified, and nothing is stored for them.
     """
     T, (slot_mapping_T, block_tables_SB) = qkv_TW.shape[0], rows.of(cache)

@@ -1,4 +1,4 @@
-"""Rows of a table that stays in quantised blocks, by number.
+"""Embedding lookup in a table of quantised blocks.
 
 Shapes: T tokens, D model, V vocabulary, P panels, G groups of a row.
 """
@@ -14,7 +14,7 @@ from octavo.ops.dispatch import op
 
 @op
 def block_embedding(token_ids_T: Tensor, packed: PackedBlocks) -> Tensor:
-    """Row ``token_ids[t]`` (int64) of the table [V, D] for each t, exactly the blocks'; a new float32 tensor [T, D].
+    """Row ``token_ids[t]`` (int64) of the table [V, D] for each t, dequantised exactly; a new float32 tensor [T, D].
 
     Raises ``IndexError`` for an id that is not in the table.
     """

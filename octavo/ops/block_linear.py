@@ -1,15 +1,15 @@
-"""A linear map whose weight stays in quantised blocks.
+"""A linear map whose weight is stored in quantised blocks.
 
 Shapes: T tokens, K inputs, N outputs, G groups of inputs that share a scale, P panels of 16 outputs.
 
-``PackedBlocks`` holds a ``BlockTensor``'s numbers in the order in which a vector unit takes them. Panel by
+``PackedBlocks`` holds a ``BlockTensor``'s numbers in the order in which a vector unit loads them. Panel by
 panel and group by group, four inputs of row 0, the same four of row 1, and so on to row 15::
 
     8 bit   [P, G, group / 4, 16, 4]   one byte a number
     4 bit   [P, G, group / 8, 16, 4]   low halves: inputs 8 s + 0..3 of the group; high halves: 8 s + 4..7
 
-with the scales, and the minima of the forms that have them, as [P, G, 1 or 2, 16]. A last panel that is
-not full is filled up with zeros.
+with the scales, and the minima of the formats that have them, as [P, G, 1 or 2, 16]. The last panel is padded with
+zeros.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PANELS_AT_ONCE = 64
 
 @dataclass(frozen=True, eq=False)
 class PackedBlocks:
-    """A weight [N, K] as panels; a weight is ``(number - zero_point) * scale + minimum``, exactly the blocks'."""
+    """A weight [N, K] as panels; entries are ``(number - zero_point) * scale + minimum``, exactly as in the blocks."""
 
     kind: str
     shape: tuple[int, int]
@@ -50,7 +50,7 @@ class PackedBlocks:
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale."""
+        """Number of inputs that share a scale."""
         return self.shape[1] // self.values.shape[1]
 
     @property
@@ -63,7 +63,7 @@ class PackedBlocks:
 
     @classmethod
     def pack(cls, tensor: BlockTensor) -> PackedBlocks:
-        """Bring the blocks into panels. Raises ``ValueError`` for a kind that is not in ``KINDS``."""
+        """Repack blocks into panels. Raises ``ValueError`` for a kind that is not in ``KINDS``."""
         if tensor.kind not in KINDS:
             raise ValueError(f"blocks of kind {tensor.kind} cannot be packed; these can: {', '.join(sorted(KINDS))}")
         bits = 4 if tensor.kind in FOUR_BIT_KINDS else 8
@@ -145,9 +145,9 @@ def block_linear(
 
         |y - exact| <= sum over groups of max |x| / 254 * sum |weight|     (and float32 rounding)
 
-    They may round the largest numbers of some groups first, and then what is left; the row alone decides which.
+    They may round the largest numbers of some groups first, then the remainders; this choice depends on the row only.
 
-    A kernel's row depends on that row of ``x`` alone, to the bit.
+    A row of a kernel's result is bitwise a function of that row of ``x`` alone.
     """
 
     def multiply(normed_TK: Tensor) -> Tensor:

@@ -1,14 +1,13 @@
-"""Which kernel runs an operation: an op is a contract with a plain-torch reference, a kernel is one way to do it.
+"""Kernel dispatch: an op is a contract with a plain-torch reference, a kernel is one implementation of it.
 
-``@op`` on the reference makes an ``Op``, called like the function it was made from. Kernels of the same
-signature are registered on it from ``ops/cpu`` (numba) and ``ops/triton``, which are imported when a tensor on
-their device first shows up::
+``@op`` on the reference makes an ``Op``, called like that function. Kernels of the same signature are registered on it
+from ``ops/cpu`` (numba) and ``ops/triton``, which are imported at the first call with a tensor on their device::
 
     @rms_norm.kernel(device="cpu", name="numba", preference=10, supports=only_float32)
     def rms_norm_numba(x_TD, weight_D, eps): ...
 
-The first tensor argument decides: its device and dtype are looked up once, the kernel of the highest
-``preference`` that does not decline is kept, and the reference is what remains when all decline.
+The first tensor argument decides: for its device and dtype the kernel of the highest ``preference`` that does not
+decline is chosen once and cached; if all decline, the reference runs.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
 class Choice(NamedTuple):
-    """One kernel of one op, and whether it is the one that runs; ``octavo doctor`` prints these."""
+    """One implementation of one op, and whether it is chosen; ``octavo doctor`` prints these."""
 
     op: str
     kernel: str
@@ -55,7 +54,7 @@ class Kernel(Generic[P, R]):
 
 
 class Op(Generic[P, R]):
-    """An operation: its reference, and the kernels that do the same faster. See the module's docstring."""
+    """An operation: its reference and its kernels. See the module's docstring."""
 
     def __init__(self, reference: Callable[P, R]) -> None:
         functools.update_wrapper(self, reference)
@@ -76,7 +75,7 @@ class Op(Generic[P, R]):
     def kernel(
         self, *, device: str, name: str, preference: int, supports: Supports
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Register the decorated function. ``supports(dtype)`` says why it declines, or ``None``."""
+        """Register the decorated function. ``supports(dtype)`` returns why it declines, or ``None``."""
 
         def register(run: Callable[P, R]) -> Callable[P, R]:
             assert name != REFERENCE, "this name is the reference's own"
@@ -119,7 +118,7 @@ class Op(Generic[P, R]):
 
 
 class Ops:
-    """The ops of this process by name, and what overrides the choice of their kernels for a while.
+    """The ops of this process by name, and temporary overrides of the choice of their kernels.
 
     A process has one, ``OPS``: ops and kernels register themselves when their modules are imported.
     """
@@ -127,11 +126,11 @@ class Ops:
     def __init__(self) -> None:
         self.by_name: dict[str, Op[Any, Any]] = {}
         self.only: str | None = None
-        """The only name of kernels that may run; otherwise references do."""
+        """If set, only kernels of this name run, and references for all other ops."""
         self.wrap: Wrap | None = None
 
     def forget_choices(self) -> None:
-        """Choose every kernel again at its next call."""
+        """Clear the cache, so that every op chooses its kernel again at its next call."""
         for item in self.by_name.values():
             item._chosen.clear()
 
@@ -140,20 +139,20 @@ OPS = Ops()
 
 
 def op(reference: Callable[P, R]) -> Op[P, R]:
-    """Make an op of a plain-torch function whose first argument is a tensor."""
+    """Make an op from a plain-torch function whose first argument is a tensor."""
     assert reference.__name__ not in OPS.by_name, f"two ops are called {reference.__name__}"
     made = OPS.by_name[reference.__name__] = Op(reference)
     return made
 
 
 def choices(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Choice]:
-    """What would run on this device for this dtype, for every op that is imported."""
+    """The choices for this device and dtype, for every imported op."""
     return [choice for name in sorted(OPS.by_name) for choice in OPS.by_name[name].choices(device, dtype)]
 
 
 @contextlib.contextmanager
 def only(name: str) -> Iterator[None]:
-    """Within this block run the kernels of this name alone, and references where there is none (for tests)."""
+    """Within this block run only kernels of this name, and references for ops without one (for tests)."""
     before, OPS.only = OPS.only, name
     OPS.forget_choices()
     try:
@@ -176,7 +175,7 @@ def wrapped(wrap: Wrap) -> Iterator[None]:
 
 
 def is_wrapped() -> bool:
-    """Whether each operation is watched, so that several must not be made one."""
+    """Whether ops are wrapped one by one, so that several must not be fused."""
     return OPS.wrap is not None
 
 

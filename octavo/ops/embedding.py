@@ -1,4 +1,4 @@
-"""Rows of a table, by number.
+"""Embedding lookup.
 
 Shapes: T tokens, D model, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Attention of whole texts over themselves, both ways, with nothing cached.
+"""Bidirectional attention within each text, without a cache.
 
 Shapes: T tokens of several texts, N heads, H head dim, L tokens of one text.
 """
@@ -16,10 +16,10 @@ from octavo.ops.dispatch import op
 
 @op
 def encoder_attention(qkv_TW: Tensor, num_heads: int, ends: Sequence[int]) -> Tensor:
-    """Softmax attention, scores scaled by ``H ** -0.5``, of each text over all of itself; a new tensor [T, N * H].
+    """Softmax attention within each text, scores scaled by ``H ** -0.5``; a new tensor [T, N * H].
 
     A row of ``qkv`` holds N query heads, then N key heads, then N value heads. Text i has the rows from
-    ``ends[i - 1]`` to ``ends[i]``, the first from 0. Sums are taken in float32 at least; the result has qkv's dtype,
+    ``ends[i - 1]`` to ``ends[i]``, the first from 0. Sums are computed in float32 at least; the result has qkv's dtype,
     and a text's rows do not depend on the other texts.
     """
     T, W = qkv_TW.shape

@@ -1,4 +1,4 @@
-"""A linear map for each head.
+"""A separate linear map for each head.
 
 Shapes: T tokens, N heads, K inputs, O outputs.
 """

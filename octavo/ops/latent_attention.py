@@ -1,4 +1,4 @@
-"""Attention over latents: one key for all heads, whose unrotated part is the value (DeepSeek-V2, arXiv 2405.04434).
+"""Multi-head latent attention: one key for all heads, its unrotated part is the value (DeepSeek-V2, arXiv 2405.04434).
 
 Shapes: T tokens of the step, N heads, R rotated pairs, L latent, H = 2 R + L, W = (N + 1) H.
 """
@@ -20,9 +20,9 @@ def latent_attention(
 ) -> Tensor:
     """Rotate queries and the key, store the key, attend; the weighted latents, a new tensor [T, N, L] of qk's dtype.
 
-    A row of ``qk`` holds N queries, then the key, each 2 R numbers that are rotated, then L that are not. The cache
-    has one kv head, and one tensor for keys and values. What padded rows give is unspecified, and nothing is stored
-    for them.
+    A row of ``qk`` holds N queries, then the key, each with 2 R rotated, then L unrotated numbers. The cache has one kv
+    head, and one tensor for keys and values. The results of padding rows are unspecified, and nothing is stored for
+    them.
     """
     T, R = cos_TR.shape
     qk_TMH = qk_TW.view(T, num_heads + 1, -1)

@@ -1,4 +1,4 @@
-"""A linear map, with what stands before and after it in a layer.
+"""A linear map with an optional preceding norm, and bias, activation and residual.
 
 Shapes: T tokens, K inputs, N outputs.
 """
@@ -31,9 +31,9 @@ def linear(
 ) -> Tensor:
     """``act(rms_norm(x) @ weight.T + bias) + residual``, all of one dtype, sums in float32 at least.
 
-    What is ``None`` is left out. ``norm_K`` is the weight of an RMSNorm with ``eps``. An activation is a gated one:
-    the N outputs are N / 2 gates, then N / 2 ups, and the result is ``act(gate) * up``, [T, N / 2]. ``residual`` may
-    be overwritten and returned.
+    Arguments that are ``None`` are left out. ``norm_K`` is the weight of an RMSNorm with ``eps``. Activations are
+    gated: the N outputs are N / 2 gates, then N / 2 ups, and the result is ``act(gate) * up``, [T, N / 2].
+    ``residual`` may be overwritten and returned.
     """
     return compose(
         x_TK, norm_K, eps, residual_TN, activation, lambda normed_TK: functional.linear(normed_TK, weight_NK, bias_N)
@@ -48,7 +48,7 @@ def compose(
     activation: Activation | None,
     multiply: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The parts of a linear map one after the other, around ``multiply``; for kernels that fuse none of them."""
+    """Apply norm, bias, activation and residual around ``multiply``, one op each; for kernels without fusion."""
     y_TN = multiply(x_TK if norm_K is None else rms_norm(x_TK, norm_K, eps))
     if activation is not None:
         y_TN = silu_and_mul(y_TN) if activation == "silu" else gelu_and_mul(y_TN, activation == "gelu_tanh")

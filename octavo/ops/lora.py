@@ -1,6 +1,6 @@
-"""Low-rank changes of a linear map, another one for each group of rows (Hu et al., arXiv 2106.09685).
+"""LoRA: low-rank updates of a linear map, one adapter per group of rows (Hu et al., arXiv 2106.09685).
 
-Shapes: T tokens, K inputs, N outputs of the whole map, R rank.
+Shapes: T tokens, K inputs, N outputs of the full map, R rank.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from octavo.ops.linear import linear
 
 
 class LowRank(NamedTuple):
-    """A change of some of a map's outputs: ``up @ down``. All of one dtype."""
+    """The update ``up @ down`` of a range of a map's outputs. All of one dtype."""
 
     start: int
-    """The first of the outputs that are changed."""
+    """First output of the range."""
     down_RK: Tensor
     up_NR: Tensor
-    """Scaled; it has as many rows as outputs are changed."""
+    """Scaled; one row per output of the range."""
 
 
 class RowGroup(NamedTuple):
-    """Rows from ``start`` to ``end``, and what is changed for them."""
+    """Rows from ``start`` to ``end``, and their updates."""
 
     start: int
     end: int
@@ -34,9 +34,9 @@ class RowGroup(NamedTuple):
 
 @op
 def lora(y_TN: Tensor, x_TK: Tensor, groups: Sequence[RowGroup]) -> Tensor:
-    """Add ``x @ down.T @ up.T`` to the outputs that each change is about; ``y``, overwritten.
+    """Add ``x @ down.T @ up.T`` to the outputs of each update; returns ``y``, overwritten.
 
-    Rows of no group are left alone, and a row's numbers do not depend on the other rows.
+    Rows of no group are unchanged, and a row's result does not depend on the other rows.
     """
     for first, last, changes in groups:
         for start, down_RK, up_NR in changes:

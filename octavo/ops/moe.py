@@ -1,4 +1,4 @@
-"""The chosen experts of a mixture, for any number of tokens by one path.
+"""Mixture of experts: the selected experts of any number of tokens.
 
 Shapes: T tokens, D model, X experts, S chosen for a token, F the width of an expert.
 """
@@ -46,8 +46,8 @@ class Experts(NamedTuple):
 def moe(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts) -> Tensor:
     """For each token, the sum over its experts of ``share * down(act(gate(x)) * up(x))``; a new tensor of x's dtype.
 
-    ``ids`` are int64, all different within a row; ``shares`` are float32. Each expert's rows are computed together;
-    a row's sum is taken in float32 at least, in an order that does not depend on the other rows.
+    ``ids`` are int64, distinct within a row; ``shares`` are the float32 routing weights. Each expert's rows are
+    computed together; a row is summed in float32 at least, in an order that does not depend on the other rows.
     """
     return sum_over_experts(x_TD, ids_TS, shares_TS, len(experts.gate_up), lambda i, rows: _expert(rows, i, experts))
 
@@ -55,7 +55,7 @@ def moe(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts) -> Te
 def sum_over_experts(
     x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, count: int, expert: Callable[[int, Tensor], Tensor]
 ) -> Tensor:
-    """``moe`` for ``count`` experts of any kind: ``expert(i, rows)`` is what expert i makes of some rows [R, D]."""
+    """``moe`` for ``count`` experts of any kind: ``expert(i, rows)`` is expert i's result for rows [R, D]."""
     S = ids_TS.shape[1]
     order = ids_TS.flatten().argsort(stable=True)
     counts = torch.bincount(ids_TS.flatten(), minlength=count).tolist()

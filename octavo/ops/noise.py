@@ -1,8 +1,8 @@
-"""Random numbers without state: each is a hash of (seed, position, token id), the same on every device.
+"""Stateless random numbers: each is a hash of (seed, position, token id), the same on every device.
 
-What a request draws therefore depends on nothing but itself: not on its neighbours, on the order of a batch, on
-preemption or on a replay. Integers are held in int64 and cut to 32 bits after every product; no product leaves the
-range of int64, so every device computes the same bits.
+The random numbers of a request therefore do not depend on other requests, the order of a batch, preemption or a
+replay. Integers are held in int64 and truncated to 32 bits after every product; no product overflows int64, so every
+device computes the same bits.
 
 Shapes: V vocabulary, C candidates.
 """
@@ -18,14 +18,15 @@ LARGEST_BELOW_ONE = 1 - 2**-24
 
 
 def token_hashes(vocab_size: int, device: torch.device) -> Tensor:
-    """A well-mixed 32-bit number for each token id; int64 [V]. Made once."""
+    """A well-mixed 32-bit hash of each token id; int64 [V]. Computed once."""
     return _mix(torch.arange(vocab_size, dtype=torch.int64, device=device))
 
 
 def exponentials(hashes_C: Tensor, seed: int, position: int) -> Tensor:
     """Standard exponential variates of these tokens at this position; float32 [C], all above 0.
 
-    ``hashes_C`` are entries of ``token_hashes``. Small values, which decide an exponential race, are the finest.
+    ``hashes_C`` are entries of ``token_hashes``. Small values, which decide an exponential race, have the finest
+    resolution.
     """
     key = _split_mix(_split_mix(seed & _64_BITS) ^ position)
     factor, offset = _signed(key >> 32 | 1), key & _32_BITS
@@ -43,7 +44,7 @@ def _split_mix(x: int) -> int:
 
 
 def _signed(x: int) -> int:
-    """The 32-bit number of the same bits, so that its product with one of 32 bits fits int64."""
+    """The signed 32-bit number with the same bits, so that its product with a 32-bit number fits int64."""
     return x - 2**32 if x >= 2**31 else x
 
 

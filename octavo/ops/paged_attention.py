@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.ops.dispatch import op
 
 MAX_SCRATCH = 2**23
-"""Most elements of one intermediate: bounds the memory of a long prompt."""
+"""Maximum elements of an intermediate tensor: bounds the memory of a long prompt."""
 
 
 @op
@@ -32,15 +32,15 @@ def paged_attention(
 ) -> Tensor:
     """Attend from every row to the positions of its sequence up to its own; a new tensor [T, N, H] of q's dtype.
 
-    With a ``window`` a row sees that many positions at most, its own included; with a ``softcap`` scores become
-    ``softcap * tanh(scores / softcap)``; ``sinks`` (float32) put one more logit a head into the softmax's denominator.
+    With a ``window`` a row sees at most that many positions, its own included; with a ``softcap`` scores become
+    ``softcap * tanh(scores / softcap)``; ``sinks`` (float32) add a logit per head to the softmax's denominator.
 
     Caches are ``[num_blocks, K, block_size, H]`` and hold this step's keys and values already. Rows
     ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` (int32 [S + 1]) are the last positions of sequence s, whose
     context, these rows included, is ``seq_lens[s]`` long: row i of q rows sits at position ``seq_len - q + i``.
-    Nothing is read beyond a context: neither table entries past its last block nor slots past its last position. What
-    is before every row's window may be anything, not-a-numbers of other sequences too: it changes no result.
-    Sums are taken in float32 at least.
+    Nothing is read beyond a context: neither table entries past its last block nor slots past its last position.
+    Contents before every row's window may be arbitrary, NaN of other sequences included: they change no result.
+    Sums are computed in float32 at least.
     """
     rule = ScoreRule(scale, window, softcap, sinks_N)
     out_TNH = torch.empty_like(q_TNH)
@@ -55,7 +55,7 @@ def paged_attention(
             keys, values = _context(k_cache, v_cache, block_tables_SB[s], seen_from, seq_len)
             _attend(q_TNH[rows], keys, values, rule, out_TNH[rows])
     single.sort(key=lambda s: seq_lens[s])
-    while single:  # from the longest, as many as fit beside each other
+    while single:  # from the longest, as many as fit into one batch
         room = max(1, MAX_SCRATCH // (seq_lens[single[-1]] * k_cache.shape[1] * k_cache.shape[3]))
         group, single = single[-room:], single[:-room]
         group_S = torch.tensor(group, device=q_TNH.device)
@@ -96,9 +96,9 @@ def _context(k_cache: Tensor, v_cache: Tensor, table_B: Tensor, begin: int, end:
 
 
 def _attend(q_QNH: Tensor, k_KCH: Tensor, v_KCH: Tensor, rule: ScoreRule, out_QNH: Tensor) -> None:
-    """The last rows of one sequence, some at a time; each group sees only the keys up to its own last row.
+    """The last rows of one sequence, in chunks; each chunk reads only the keys up to its own last row.
 
-    Keys before all rows' windows may be left out: the last is that of the last row.
+    Keys before all rows' windows may be left out: the last key is that of the last row.
     """
     num_rows, N, H = q_QNH.shape
     K, seq_len, _ = k_KCH.shape

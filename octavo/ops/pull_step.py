@@ -1,8 +1,8 @@
-"""Fetching a step's inputs from the host, as the first act of the step itself.
+"""First kernel of a step: fetches its inputs from the host.
 
-A copy by the copy engine in front of a graph makes the graph wait some 20 microseconds; a kernel in the graph does not.
+A copy by the copy engine before a graph delays the graph by some 20 microseconds; a kernel in the graph does not.
 
-Shapes: Q steps whose inputs are kept, B bytes.
+Shapes: Q steps in the ring of inputs, B bytes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from octavo.ops.dispatch import op
 
 @op
 def pull_step(inputs_B: Tensor, uploads_QB: Tensor, counter: Tensor) -> None:
-    """Copy the row ``counter % Q`` of ``uploads`` (uint8, in pinned memory of the host) to ``inputs`` (uint8).
+    """Copy row ``counter % Q`` of ``uploads`` (uint8, in pinned host memory) to ``inputs`` (uint8).
 
-    ``counter`` is int32 [1]. A row begins with an int64: how many words of eight bytes it has, that one included.
+    ``counter`` is int32 [1]. A row begins with an int64: its number of eight-byte words, this one included.
     """
     row_B = uploads_QB[int(counter) % len(uploads_QB)]
     end = 8 * int(row_B[:8].view(torch.int64))

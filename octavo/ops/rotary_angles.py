@@ -1,4 +1,4 @@
-"""Cosines and sines of a step's positions, for every layer.
+"""Cosines and sines of a step's positions, shared by all layers.
 
 Shapes: T tokens, R rotated pairs.
 """

@@ -1,4 +1,4 @@
-"""The choice of tokens, where the logits are: temperature, truncation, and a draw that a hash decides.
+"""Sampling on the logits' device: temperature, truncation, and a draw with hash-based random numbers.
 
 Shapes: R rows, V vocabulary.
 """
@@ -28,38 +28,38 @@ __all__ = [
 ]
 
 BANNED = torch.finfo(torch.float32).min
-"""As a logit: this token may not be chosen. A finite number, so that a model's own infinities still show."""
+"""Logit of a banned token. Finite, so that a model's own infinities are still detected."""
 OVERFLOWN = torch.finfo(torch.float32).max
-"""As a logit: what a penalty made of it is too large for float32."""
+"""Logit that a penalty made too large for float32."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, see ``SamplingParams.is_greedy``."""
 
 
 class SampleParams(NamedTuple):
-    """How each row is sampled; tensors of [R] on the logits' device."""
+    """Sampling parameters of each row; tensors [R] on the logits' device."""
 
     temperature: Tensor
     """float32; 0 is greedy."""
     min_p: Tensor
     """float32; 0 is off."""
     top_k: Tensor
-    """int32; 0, or the vocabulary's size and above, is off."""
+    """int32; 0, or at least the vocabulary size, is off."""
     top_p: Tensor
     """float32, above 0; 1 is off."""
     seed: Tensor
     """int64; the bits of the 64-bit key."""
     position: Tensor
-    """int32; where in the sequence the token will be."""
+    """int32; position of the sampled token in the sequence."""
 
 
 @op
 def sample(logits_RV: Tensor, params: SampleParams) -> Tensor:
-    """Choose a token for each row: int32 [R]; ``NOT_FINITE``, ``NOTHING_LEFT`` or ``OUT_OF_RANGE`` where there is none.
+    """Sample a token for each row: int32 [R]; ``NOT_FINITE``, ``NOTHING_LEFT`` or ``OUT_OF_RANGE`` if impossible.
 
-    Temperature, ``min_p``, ``top_k`` and ``top_p`` apply in this order, in float32, each to what the one before
-    left, and each keeps the tokens as probable as the last that it keeps. Of what is left, the token of the largest
-    ``logit / temperature - log(exponential variate)`` is taken, with the variates of ``noise``; without a temperature
-    that of the largest logit, and of equals the first. A row's result depends on that row alone.
+    Temperature, ``min_p``, ``top_k`` and ``top_p`` apply in this order, in float32, each to the tokens left by the
+    previous one, and each keeps ties of the last token that it keeps. Of the remaining tokens, the one with the largest
+    ``logit / temperature - log(exponential variate)`` is chosen, with the variates of ``noise``; greedy rows choose the
+    largest logit, the first of equal ones. A row's result depends on that row alone.
     """
     columns = [column.tolist() for column in params]
     tokens = [_choose(logits_V, *row) for logits_V, row in zip(logits_RV, zip(*columns, strict=True), strict=True)]
@@ -86,7 +86,7 @@ def _choose(
 
 
 def least_kept(scores_V: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
-    """The score from which on tokens stay in the draw; a scalar.
+    """The lowest score that truncation keeps; a scalar.
 
     Sources: ``min_p``: Nguyen et al., arXiv 2407.01082; ``top_p``: Holtzman et al., arXiv 1904.09751.
     """

@@ -1,8 +1,8 @@
-"""Low-rank changes of a linear map, another one for each row, where only the device knows which.
+"""LoRA with one adapter per row, where only the device knows which row uses which adapter.
 
-The adapters of a map lie in one stack that is never moved, so that a captured graph serves whichever are loaded.
+The adapters of a map are in one stack at a fixed address, so that a captured graph serves any loaded adapters.
 
-Shapes: T tokens, K inputs, N outputs of the whole map, P parts of it, A places for adapters, R highest rank.
+Shapes: T tokens, K inputs, N outputs of the full map, P parts of it, A places for adapters, R highest rank.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from torch import Tensor
 from octavo.ops.dispatch import op
 from octavo.ops.linear import linear
 
-NOBODY = -1
-"""Instead of a place: the row wants no adapter."""
+NO_ADAPTER = -1
+"""Place of a row without an adapter."""
 
 
 class LowRankStack(NamedTuple):
-    """The changes of one map by all adapters; what an adapter does not change, or a lower rank leaves over, is 0."""
+    """The updates of one map by all adapters; parts without an update, and unused ranks, are 0."""
 
     down_APRK: Tensor
     up_ANR: Tensor
     """Scaled, and of the same dtype."""
     parts_P2: Tensor
-    """int32: the first of a part's outputs and their number. Parts do not overlap."""
+    """int32: first output and number of outputs of each part. Parts do not overlap."""
     widest: int
-    """The largest of these numbers."""
+    """Largest number of outputs of a part."""
 
 
 @op
 def stacked_lora(y_TN: Tensor, x_TK: Tensor, places_T: Tensor, stack: LowRankStack) -> Tensor:
-    """Add ``x @ down.T @ up.T``, part by part, of the adapter at each row's place (int32); ``y``, overwritten.
+    """Add ``x @ down.T @ up.T``, part by part, of the adapter at each row's place (int32); returns ``y``, overwritten.
 
-    Rows whose place is negative are left alone, and a row's numbers do not depend on the other rows. All of one dtype;
+    Rows with a negative place are unchanged, and a row's result does not depend on the other rows. All of one dtype;
     ``x @ down.T`` is rounded to it.
     """
     for place in sorted(set(places_T.tolist())):

@@ -1,4 +1,4 @@
-"""Last touches to a step's inputs, made where the tokens of the step before are known: on the device.
+"""Completes a step's inputs on the device, where the previous step's tokens are known.
 
 Shapes: T rows, S sequences, B entries of the widest block table, C cells for last tokens.
 """
@@ -24,10 +24,10 @@ def stage_step(
 ) -> None:
     """Fill in tokens and block tables, in place.
 
-    A sequence whose last row's token is negative (of ``token_ids``, int64) goes on with the token in its cell (int64
-    ``cells``, one for each sequence; int32 ``last_tokens``), or with 0 where that is negative. ``packed_tables``
-    (int32, flat) holds ``width`` (int32 [1]) entries for each sequence one after the other, after as many for ``first``
-    others; they become the first entries of its row in ``block_tables``.
+    A sequence whose last row's token in ``token_ids`` (int64) is negative takes the token in its cell (int64 ``cells``,
+    one per sequence; int32 ``last_tokens``), or 0 if that is negative. ``packed_tables`` (int32, flat) holds ``width``
+    (int32 [1]) entries for each sequence, after those of ``first`` other sequences; they become the first entries of
+    the sequence's row in ``block_tables``.
     """
     S, count = len(cells_S), int(width)
     has_rows_S = cu_seqlens_q[1:] > cu_seqlens_q[:-1]

@@ -1,4 +1,4 @@
-"""Writing the keys and values of a step into the paged cache.
+"""Stores the keys and values of a step in the paged cache.
 
 Shapes: T tokens, K kv heads, H head dim. A layer's caches are ``[num_blocks, K, block_size, H]``.
 """
@@ -12,9 +12,9 @@ from octavo.ops.dispatch import op
 
 @op
 def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
-    """Put row t at slot ``slot_mapping[t]`` = block * block_size + offset (int64, all different).
+    """Store row t in slot ``slot_mapping[t]`` = block * block_size + offset (int64, distinct).
 
-    A row with a negative slot is padding and is left out.
+    Rows with a negative slot are padding and are not stored.
     """
     block_size = k_cache.shape[2]
     is_row_T = slot_mapping_T >= 0

@@ -1,4 +1,4 @@
-"""Log-probabilities to report, found where the logits are.
+"""Log-probabilities of tokens, computed on the logits' device.
 
 Shapes: R rows, V vocabulary, n likeliest tokens.
 """
@@ -14,14 +14,14 @@ from octavo.ops.dispatch import op
 
 
 class Logprobs(NamedTuple):
-    """Of each row: its token's log-probability and rank, and the likeliest tokens, most likely first."""
+    """Per row: its token's log-probability and rank, and the likeliest tokens, most likely first."""
 
     logprob_R: Tensor
     """float32."""
     rank_R: Tensor
     """int32; 1 when no token is more likely."""
     top_ids_Rn: Tensor
-    """int32; of equals the smaller id comes first."""
+    """int32; ties in order of ids."""
     top_logprobs_Rn: Tensor
     """float32."""
 
@@ -30,7 +30,7 @@ class Logprobs(NamedTuple):
 def token_logprobs(logits_RV: Tensor, tokens_R: Tensor, n: int) -> Logprobs:
     """Log-probabilities of ``tokens`` (int32) and of the ``n`` likeliest tokens, 0 to V, in float32.
 
-    Rows whose token is negative are left out: their results may be anything.
+    Rows whose token is negative are skipped: their results are unspecified.
     """
     logprobs_RV = logits_RV.float().log_softmax(dim=1)
     token_R1 = tokens_R.clamp(min=0).long().unsqueeze(1)

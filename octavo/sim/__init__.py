@@ -1,1 +1,1 @@
-"""What-if: the real scheduler and cache on a virtual clock, with a model of time in place of a device."""
+"""What-if simulator: the real scheduler and cache on a virtual clock, with a cost model in place of a device."""

@@ -1,4 +1,4 @@
-"""Time that passes only when a step takes some."""
+"""Virtual clock that advances only by the duration of steps."""
 
 from __future__ import annotations
 

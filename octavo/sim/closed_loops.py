@@ -1,4 +1,4 @@
-"""What a served engine is asked for when it is measured: named loads of random prompts."""
+"""Closed-loop benchmark workloads: named loads of random prompts."""
 
 from __future__ import annotations
 

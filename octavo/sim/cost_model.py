@@ -1,4 +1,4 @@
-"""How long a step takes: by the roofline of a model on a device, or fitted to steps that were timed."""
+"""Cost models of a step's duration: the roofline of a model on a device, or a fit to timed steps."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class CostModel(Protocol):
         ...
 
     def of_replica(self, number: int) -> CostModel:
-        """The same for one replica, with chances of its own where there is chance."""
+        """The cost model of one replica, with its own random stream if the model is random."""
         return self
 
 
 class Roofline(CostModel):
-    """Matrices, what is behind the last attention (only for rows with a token to come), and attention each take the
+    """Matrices, the layers after the last attention (only for rows that sample a token), and attention each take the
     longer of moving their bytes and doing their arithmetic.
 
-    ``tensor_parallel`` devices share all of it evenly and sum up twice a layer: 2 (p - 1) / p of the activations cross
-    each link (ring all-reduce).
+    ``tensor_parallel`` devices share the work evenly and all-reduce twice per layer: 2 (p - 1) / p of the activations
+    cross each link (ring all-reduce).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Roofline(CostModel):
 def num_blocks_of(
     shape: Shape, device: Device, tensor_parallel: int, block_size: int, utilization: float, weight_bytes: float
 ) -> int:
-    """Blocks of the KV cache that fit beside the weights; raise ``ConfigError`` when it is none."""
+    """Number of KV cache blocks that fit next to the weights; raise ``ConfigError`` if none fits."""
     embedding = shape.hidden * shape.vocab
     weights = (shape.matrix_weights + embedding) * weight_bytes
     room = device.memory * tensor_parallel * utilization - weights

@@ -1,4 +1,4 @@
-"""What devices can do, for the roofline."""
+"""Attainable figures of devices, for the roofline."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import NamedTuple
 from octavo.errors import ConfigError
 
 BANDWIDTH_SHARE = 4.3 / 4.8
-"""Of the data sheet's bandwidth, what a copy reached on an H200."""
+"""Fraction of the data sheet's bandwidth that a copy reached on an H200."""
 ARITHMETIC_SHARE = 0.55
-"""Of the data sheet's arithmetic, what whole steps over prompts reached on an H200."""
+"""Fraction of the data sheet's arithmetic that full prefill steps reached on an H200."""
 LAYER_SECONDS = 9.5e-6
-"""What a layer takes beyond its bytes: single-token steps on an H200 took so much more, with 16 as with 36 layers."""
+"""Overhead per layer beyond its bytes, from single-token steps on an H200, equal with 16 and with 36 layers."""
 LINK_LATENCY = 8e-6
-"""Seconds of one sum over devices of a host, however small: an assumption."""
+"""Seconds of the smallest all-reduce within a host: an assumption."""
 
 
 class Device(NamedTuple):
@@ -29,7 +29,7 @@ class Device(NamedTuple):
     link: float
     """Bytes a second between devices of a host, one way."""
     is_measured: bool
-    """Whether shares and overhead were measured on it; those of an H200 are assumed otherwise."""
+    """Whether fractions and overhead were measured on it; otherwise those of an H200 are assumed."""
 
 
 def _device(name: str, memory_gb: float, tb_s: float, tflop_s: float, link_gb_s: float) -> Device:

@@ -1,4 +1,4 @@
-"""Events of one or several replicas in the order of virtual time."""
+"""Event loop of one or several replicas, in the order of virtual time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEVER = float("inf")
 
 
 class Events:
-    """Jobs that come, and steps that end; at one time, steps first, and jobs together."""
+    """Arrivals of jobs and ends of steps; at equal times, steps come first, and jobs arrive together."""
 
     def __init__(self, replicas: Sequence[Replica], router: Router, workload: Workload) -> None:
         self.replicas = replicas
@@ -23,13 +23,13 @@ class Events:
         self.workload = workload
         self._num_requests = 0
         self._awake: list[tuple[float, int, Replica]] = []
-        """When each replica that has work is to be looked at: a heap."""
+        """Heap of the replicas with work, by the time of their next event."""
         self._due: list[tuple[float, int, Job]] = []
-        """Jobs that follow others: a heap."""
+        """Heap of follow-up jobs, by arrival time."""
         self._coming: Job | None = None
 
     def advance(self, until: float = NEVER) -> None:
-        """Let happen what happens before ``until``, in virtual seconds."""
+        """Process all events before ``until``, in virtual seconds."""
         awake = self._awake
         while True:
             arrival = self._next_arrival()
@@ -67,12 +67,12 @@ class Events:
             heapq.heappush(self._awake, (now, replica.number, replica))
 
     def _look_at(self, replica: Replica, now: float) -> None:
-        """A step has ended, or the next one must be decided: tell what the one brought, and take the other."""
-        done = replica.tell(now)
+        """A step has ended, or the next one must be scheduled: deliver the outputs, then run the next step."""
+        done = replica.deliver(now)
         if done:
             for told in done:
                 self._follow(told.job, now)
-            while self._due and self._due[0][0] <= now:  # who asks again at once is there for the next step
+            while self._due and self._due[0][0] <= now:  # an immediate follow-up joins the next step
                 self._send(heapq.heappop(self._due)[2], now)
         again = replica.step(now)
         if replica.is_awake:
@@ -86,7 +86,7 @@ class Events:
 
 
 class Inbox:
-    """The jobs of one replica, as they are brought; what follows them says the workload that they are from."""
+    """The queued jobs of one replica, a ``Workload`` whose follow-up jobs come from the original workload."""
 
     awaits: Awaits = "session"
 

@@ -1,4 +1,4 @@
-"""A cost model learned from steps that were timed."""
+"""A cost model fitted to timed steps."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from octavo.sim.cost_model import CostModel
 Array = npt.NDArray[np.float64]
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Where the time may bend as tokens or rows of a step grow: kernels change their form with the number of rows."""
+"""Breakpoints in tokens and rows of the piecewise linear fit: kernel variants change with the number of rows."""
 RIDGE = 1e-3
 HEAD_RIDGE = 0.1
-"""For what a step takes less when it samples nothing: unless such steps were seen, that is nothing."""
+"""Ridge of the time saved by steps that sample nothing: zero unless such steps were logged."""
 NUM_GROUPS = 8
-"""Steps are grouped by their time: what short ones differ by, relatively, is more than what long ones do."""
+"""Groups of steps by duration: short steps vary more, relatively, than long ones."""
 MAX_RATIOS = 4096
 LEAST_STEPS = 50
 
@@ -35,24 +35,24 @@ LEAST_STEPS = 50
 class Fitted(CostModel):
     """``seconds`` is linear in the context and the pairs, and piecewise linear in tokens and in rows.
 
-    What steps of about this length differed by, measured over fitted time, is drawn from as it was seen. A simulation
-    without it would have no tail.
+    Each result is multiplied by a ratio of measured to fitted time, drawn from the logged steps of similar duration.
+    Without this a simulation would have no tail latency.
     """
 
     coefficients: tuple[float, ...]
     least: float
-    """No step was faster."""
+    """Lower bound: the fastest logged step."""
     bounds: tuple[float, ...]
-    """Fitted seconds between one group of steps and the next."""
+    """Boundaries between the groups of steps, in fitted seconds."""
     ratios: tuple[tuple[float, ...], ...]
-    """Measured over fitted time, for each group."""
+    """Ratios of measured to fitted time, for each group."""
     rng: random.Random
     num_steps: int
     error: float
-    """Median of the relative error over the steps that were fitted."""
+    """Median relative error over the fitted steps."""
 
     def expected(self, work: StepWork) -> float:
-        """Seconds, without chance."""
+        """Fitted seconds, without the random ratio."""
         total = sum(map(float.__mul__, self.coefficients, features(work)))
         return max(self.least, total)
 
@@ -67,15 +67,15 @@ class Fitted(CostModel):
         return replace(self, rng=rng)
 
     def as_of(self, works: Sequence[StepWork], seconds: Sequence[float]) -> Fitted:
-        """The same form with the ratios of these steps: how fast and how even the machine was then."""
+        """The same coefficients with the ratios of these steps: the machine's speed and variance at that time."""
         expected = np.array([self.expected(work) for work in works])
         return replace(self, **_grouped(expected, np.array(seconds) / expected), rng=random.Random(len(works)))
 
 
 def _grouped(expected_S: Array, ratios_S: Array) -> dict[str, Any]:
-    """``bounds`` and ``ratios``: groups of about as many steps each; of very many, some evenly chosen ones."""
+    """``bounds`` and ``ratios`` of groups of about equal size; large groups are subsampled evenly."""
     cuts = np.quantile(expected_S, np.linspace(0, 1, NUM_GROUPS + 1)[1:-1], method="lower")
-    bounds = np.unique(cuts[cuts > expected_S.min()]) * (1 - 1e-9)  # sums may be rounded another way later
+    bounds = np.unique(cuts[cuts > expected_S.min()]) * (1 - 1e-9)  # later sums may round differently
     group_S = np.searchsorted(bounds, expected_S, side="right")
     used = np.unique(group_S)
     ratios = []
@@ -87,16 +87,16 @@ def _grouped(expected_S: Array, ratios_S: Array) -> dict[str, Any]:
 
 
 def features(work: StepWork) -> list[float]:
-    """What time is linear in. Steps with prompts in them run other kernels than those without."""
+    """Features in which time is linear. Steps with prefill run other kernels than pure decode steps."""
     hinges = [float(max(0, count - knot)) for count in (work.tokens, work.rows) for knot in KNOTS]
     kinds = float(work.rows > 0), float(work.tokens > work.rows), float(work.idle), float(work.rested)
     return [1.0, *kinds, float(work.context), float(work.pairs), *hinges]
 
 
 def fit(works: Sequence[StepWork], seconds: Sequence[float], seed: int = 0) -> Fitted:
-    """Least squares of relative errors, with a small ridge, for counts that were seldom seen.
+    """Least squares of relative errors, with a small ridge for rare counts.
 
-    Raise ``ConfigError`` when there are too few steps to tell.
+    Raises ``ConfigError`` for too few steps.
     """
     if len(works) < LEAST_STEPS:
         raise ConfigError(f"cost log: {len(works)} steps are too few to learn from; at least {LEAST_STEPS} are needed")
@@ -129,7 +129,7 @@ def _solve(x_SF: Array, y_S: Array, weights_S: Array) -> Array:
 
 
 def _robust_weights(x_SF: Array, y_S: Array) -> Array:
-    """Less weight for steps far from a first fit (Huber): a pause of the machine is not the model's doing."""
+    """Huber weights, smaller for steps far from a first fit: the machine's pauses are outliers."""
     weights_S = np.ones(len(y_S))
     for _ in range(3):
         errors = np.abs(x_SF @ _solve(x_SF, y_S, weights_S) / y_S - 1)
@@ -139,7 +139,7 @@ def _robust_weights(x_SF: Array, y_S: Array) -> Array:
 
 
 def read_log(path: Path) -> tuple[list[StepWork], list[float]]:
-    """What ``step_times.logged`` wrote; raise ``ConfigError`` for a file that is no such log."""
+    """Read a log written by ``step_times.logged``; raise ``ConfigError`` for any other file."""
     works, seconds = [], []
     try:
         for line in path.read_text().splitlines():

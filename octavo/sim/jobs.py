@@ -1,4 +1,4 @@
-"""What a simulated client asks for."""
+"""Requests of simulated clients."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from octavo.types import Request
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 Segment = tuple[int, int]
-"""A text nobody reads: one token, repeated so many times. Texts are equal where their tokens are."""
+"""Placeholder text: a token and how often it is repeated. Texts are equal where their tokens are."""
 
 
 class Job(msgspec.Struct, gc=False):
-    """A request that is to come."""
+    """A future request."""
 
     arrival: float
-    """Seconds from the beginning."""
+    """Seconds from the start."""
     prompt: tuple[Segment, ...]
     output_len: int
     output_token: int
-    """What it generates, over and over."""
+    """The token that it generates repeatedly."""
     session: int = 0
     turns_left: int = 0
     tenant: str = ""
@@ -38,7 +38,7 @@ class Job(msgspec.Struct, gc=False):
         return made
 
     def request(self, request_id: int, arrival: float, tokens: list[int]) -> Request:
-        """What the engine gets to see of it; ``tokens`` is the prompt."""
+        """The engine's request for it; ``tokens`` is the prompt."""
         return Request(
             id=request_id,
             prompt_tokens=tokens,
@@ -52,7 +52,7 @@ class Job(msgspec.Struct, gc=False):
 
 
 class Lengths(NamedTuple):
-    """How long texts are: lognormal with mean ``mean`` and shape ``sigma``, at most ``most``; 0 for all equal."""
+    """Lognormal text lengths with mean ``mean`` and shape ``sigma``, at most ``most``; constant if ``sigma`` is 0."""
 
     mean: float
     sigma: float = 0.0
@@ -64,20 +64,20 @@ class Lengths(NamedTuple):
         return max(1, min(self.most, round(rng.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma))))
 
 
-Awaits = Literal["nobody", "session", "anybody"]
-"""Whose answers a job may wait for, or look like: nobody's, those of earlier turns of its session, or anybody's."""
+Awaits = Literal["none", "session", "any"]
+"""Answers that a job may wait for or depend on: none, those of earlier turns of its session, or any."""
 
 
 class Workload(Protocol):
-    """Where jobs come from. Each is made when it is due, so that memory does not grow with their number."""
+    """Source of jobs. Each is created when it is due, so that memory does not grow with their number."""
 
     @property
     def awaits(self) -> Awaits: ...
 
     def next_job(self) -> Job | None:
-        """The next in the order of arrival of those that come by themselves; ``None`` when that was all."""
+        """The next independent job, in the order of arrival; ``None`` after the last one."""
         ...
 
     def after(self, job: Job, now: float) -> Job | None:
-        """What follows when ``job`` has ended at ``now``, seconds from the beginning, if anything."""
+        """The follow-up, if any, of ``job``, which ended at ``now``, in seconds from the start."""
         ...

@@ -1,4 +1,4 @@
-"""Pictures of a simulation; needs matplotlib (the extra ``plots``)."""
+"""Plots of a simulation; needs matplotlib (the extra ``plots``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine of a simulated fleet: the real scheduler and cache over a device that takes its time."""
+"""One engine of a simulated fleet: the real scheduler and cache over a simulated device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from octavo.types import EngineStats, Output
 
 
 class Sizes(NamedTuple):
-    """What an engine settles when it is built."""
+    """Sizes fixed when an engine is built."""
 
     num_blocks: int
     block_size: int
@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What is left of a replica when all is done."""
+    """Result of a replica at the end of a simulation."""
 
     number: int
     ledger: Ledger
@@ -38,7 +38,7 @@ class Result(NamedTuple):
 
 
 class Replica:
-    """An engine with its own clock, which is ahead of events by at most the step it is in."""
+    """An engine with its own clock, which is ahead of the event loop by at most the current step."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Replica:
             clock=self.clock,
         )
         if cache.enable_partial_reuse:
-            self.cache.copy_slots = lambda *part: None  # it costs next to nothing
+            self.cache.copy_slots = lambda *part: None  # its cost is negligible
         self.scheduler = Scheduler(
             self.cache,
             max_num_seqs=sizes.max_num_seqs,
@@ -72,15 +72,15 @@ class Replica:
         )
         self.engine = Engine(self.scheduler, self.runner, depth=sizes.depth)
         self.live: dict[int, Told] = {}
-        """Requests whose answers are not complete for their clients, by id."""
-        self.news: list[Output] = []
-        """What the step under way will have told when the clock gets there."""
+        """Unfinished requests as their clients see them, by id."""
+        self.undelivered: list[Output] = []
+        """Outputs of the current step, delivered when the event loop reaches its end."""
         self.previous = -1.0
-        """When outputs came last."""
+        """Time of the last outputs."""
         self.is_awake = False
 
     def add(self, request_id: int, job: Job, now: float) -> bool:
-        """Take a job that comes at ``now``; says no when it could never be served."""
+        """Accept a job that arrives at ``now``; returns False if it can never be served."""
         self._note_queue(now)
         if not self.is_awake:
             self.clock.now = max(self.clock.now, now)
@@ -92,25 +92,25 @@ class Replica:
         self.live[request_id] = Told(job, now)
         return True
 
-    def tell(self, now: float) -> list[Told]:
-        """The step under way is over: say what it brought. Returns who is done."""
+    def deliver(self, now: float) -> list[Told]:
+        """The current step has ended: deliver its outputs. Returns the finished requests."""
         self._note_queue(now)
-        if not self.news:
+        if not self.undelivered:
             return []
-        done = self.ledger.take(self.news, self.live, self.previous, now)
+        done = self.ledger.take(self.undelivered, self.live, self.previous, now)
         self.previous = now
-        self.news = []
+        self.undelivered = []
         return done
 
     def step(self, now: float) -> float:
-        """Take the next step, if there is something to do and it need be decided ``now``; when to look at it again."""
+        """Run the next step, if there is work and scheduling it cannot wait; returns the time of the next event."""
         self.clock.now = max(self.clock.now, now)
         self.is_awake = self.engine.has_work
         if self.is_awake:
             if (later := now + self.engine.spare_seconds()) > now:
                 return later
-            self.news = self.engine.step()
-            self.engine.take_events()  # nobody asks for them here, and they would pile up
+            self.undelivered = self.engine.step()
+            self.engine.take_events()  # unused here; discarded so that they do not accumulate
         return self.clock.now
 
     def _note_queue(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What clients saw in a simulation."""
+"""Metrics of a simulation as seen by clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_POINTS = 256
 
 
 class Told:
-    """What one client has seen so far."""
+    """Progress of one request as its client sees it."""
 
     __slots__ = ("arrival", "first", "job", "last")
 
@@ -28,7 +28,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Targets:
-    """Seconds that a good answer keeps to: to its first token, and per token after that on average."""
+    """Latency targets in seconds: TTFT, and mean time per token after the first."""
 
     ttft: float = float("inf")
     itl: float = float("inf")
@@ -39,15 +39,15 @@ ANY = Targets()
 
 @dataclass
 class Timeline:
-    """The queue at evenly spaced moments: fewer than ``MAX_POINTS``; when so many, every second one is dropped."""
+    """Queue lengths at even intervals; at ``MAX_POINTS`` points every second one is dropped."""
 
     interval: float = 0.25
     next_at: float = START
     points: list[tuple[int, int]] = field(default_factory=list)
-    """Requests waiting, requests running, from the beginning on; after the last one there are none."""
+    """(requests waiting, requests running) from the start; zero after the last point."""
 
     def note(self, now: float, waiting: int, running: int) -> None:
-        """Up to ``now``, where that is not before ``next_at``, so many have been waiting and running."""
+        """Record the queue lengths up to ``now``, which must not be before ``next_at``."""
         while self.next_at <= now:
             self.points.append((waiting, running))
             if len(self.points) == MAX_POINTS:
@@ -56,7 +56,7 @@ class Timeline:
             self.next_at = START + len(self.points) * self.interval
 
     def _every(self, interval: float) -> list[tuple[int, int]]:
-        """The points that are so far apart."""
+        """The points at this interval."""
         return self.points[:: round(interval / self.interval)]
 
     def merge(self, other: Timeline) -> None:
@@ -68,10 +68,10 @@ class Timeline:
 
 
 class Ledger:
-    """Takes the outputs of a replica in; its size does not depend on how many there were.
+    """Accumulates the metrics of a replica's outputs in constant memory.
 
-    Each replica has its own, and sums are made of theirs in the order of the replicas: so they are the same to the last
-    bit, whatever was simulated between two steps of a replica.
+    Each replica has its own, and they are merged in the order of the replicas: so sums are bitwise the same however
+    the replicas' steps were interleaved.
     """
 
     def __init__(self, targets: Targets = ANY) -> None:
@@ -87,7 +87,7 @@ class Ledger:
         self.timeline = Timeline()
 
     def take(self, outputs: list[Output], live: dict[int, Told], previous: float, now: float) -> list[Told]:
-        """``outputs`` came at ``now``; the ones before, of the same replica, at ``previous``. Returns who is done."""
+        """Record ``outputs`` at ``now``; its previous ones came at ``previous``. Returns finished requests."""
         num_even = len(outputs)  # nearly all of them: counted together below
         done = []
         for output in outputs:
@@ -104,7 +104,7 @@ class Ledger:
         return done
 
     def _take_odd(self, told: Told, output: Output, now: float) -> None:
-        """A first token, one after a pause, or none."""
+        """Record a first token, a token after a pause, or an output without tokens."""
         if not output.tokens:
             return
         if told.last:
@@ -129,7 +129,7 @@ class Ledger:
         self.num_good += told.first - told.arrival <= self.targets.ttft and per_token <= self.targets.itl
 
     def merge(self, other: Ledger) -> None:
-        """Take in what another replica's clients saw."""
+        """Add the metrics of another replica."""
         for own, more in zip(self._sketches(), other._sketches(), strict=True):
             own.merge(more)
         self.num_finished += other.num_finished
@@ -145,7 +145,7 @@ class Ledger:
         return self.ttft, self.itl, self.tpot, self.e2el
 
     def figures(self) -> dict[str, Any]:
-        """All of it, in seconds and tokens, ready for JSON."""
+        """All metrics, in seconds and tokens, ready for JSON."""
         seconds = self.ended_at - START
         rate = 1 / seconds if seconds else 0.0
         return {

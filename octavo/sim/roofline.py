@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 
 
 class Shape(NamedTuple):
-    """What the bytes and the arithmetic of a dense decoder depend on."""
+    """Dimensions that determine the bytes and the arithmetic of a dense decoder."""
 
     layers: int
     hidden: int
@@ -34,13 +34,13 @@ class Shape(NamedTuple):
 
     @property
     def last_weights(self) -> int:
-        """Those that only rows with a token to come go through: behind the last layer's attention, with the head."""
+        """Of these, weights used only by rows that sample: after the last layer's attention, including the head."""
         last_layer = self.hidden * self.head_dim * self.heads + self.ffn_matrices * self.hidden * self.ffn
         return last_layer + self.hidden * self.vocab
 
     @property
     def kv_values_per_token(self) -> int:
-        """Keys and values that one position of the context takes in all layers."""
+        """Number of keys and values per position of the context, in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -69,13 +69,13 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
 
 
 class Work(NamedTuple):
-    """What one step moves and computes."""
+    """Bytes and operations of one step."""
 
     bytes: int
     flops: int
 
     def floor_ms(self, bandwidth_tb_s: float, peak_tflop_s: float) -> float:
-        """Milliseconds at these ceilings, with moving and computing wholly overlapped."""
+        """Milliseconds at these ceilings, with transfers and arithmetic fully overlapped."""
         return max(self.bytes / bandwidth_tb_s, self.flops / peak_tflop_s) / 1e9
 
 
@@ -87,7 +87,7 @@ def decode_work(shape: Shape, batch: int, context: int, weight_bytes: float = 2,
 
 
 def prefill_work(shape: Shape, tokens: int, weight_bytes: float = 2, kv_bytes: float = 2) -> Work:
-    """A prompt of ``tokens`` tokens in one step; only its last token goes through what is behind the last attention."""
+    """A prompt of ``tokens`` tokens in one step; only its last token is computed after the last attention."""
     moved = shape.matrix_weights * weight_bytes + shape.kv_values_per_token * kv_bytes * tokens
     pairs = tokens * (tokens + 1) // 2
     flops = 2 * tokens * (shape.matrix_weights - shape.last_weights) + 2 * shape.last_weights

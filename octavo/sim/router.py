@@ -1,4 +1,4 @@
-"""Which replica gets a request."""
+"""Routing of requests to replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from octavo.sim.replica import Replica
 
 SLACK = 4
-"""Requests that a replica may have above the least loaded one, and a quarter of that one's, and still be chosen."""
+"""``PrefixAware`` considers replicas with at most 1.25 times the least loaded one's requests, plus this many."""
 
 
 T = TypeVar("T")
@@ -25,10 +25,10 @@ class Router(Protocol):
 
 
 class BlindRouter(Protocol):
-    """Does not look at the replicas, so that anything may stand for them."""
+    """A router that ignores the state of the replicas, so that any objects may represent them."""
 
     separates: ClassVar[tuple[Awaits, ...]]
-    """Workloads of which each replica gets the same jobs at the same times, whatever the others do."""
+    """Kinds of workloads for which a replica's jobs and their times do not depend on the other replicas."""
 
     def choose(self, job: Job, replicas: Sequence[T]) -> T: ...
 
@@ -36,7 +36,7 @@ class BlindRouter(Protocol):
 class RoundRobin:
     """Each in turn."""
 
-    separates: ClassVar[tuple[Awaits, ...]] = ("nobody",)
+    separates: ClassVar[tuple[Awaits, ...]] = ("none",)
 
     def __init__(self) -> None:
         self.turn = -1
@@ -47,23 +47,23 @@ class RoundRobin:
 
 
 class BySession(RoundRobin):
-    """All turns of a session the same, and sessions in turn; what has no session, in turn too."""
+    """All turns of a session to one replica; sessions, and jobs without a session, in turn."""
 
-    separates: ClassVar[tuple[Awaits, ...]] = ("nobody", "session")
+    separates: ClassVar[tuple[Awaits, ...]] = ("none", "session")
 
     def choose(self, job: Job, replicas: Sequence[T]) -> T:
         return replicas[job.session % len(replicas)] if job.session else super().choose(job, replicas)
 
 
 class LeastLoaded:
-    """The one with fewest requests under way."""
+    """The replica with the fewest unfinished requests."""
 
     def choose(self, job: Job, replicas: Sequence[Replica]) -> Replica:
         return min(replicas, key=_load)
 
 
 class PrefixAware:
-    """The one with most of the prompt cached, of those that are not loaded much more than the least."""
+    """Of the replicas within ``SLACK`` of the least loaded one, the one with most of the prompt cached."""
 
     def choose(self, job: Job, replicas: Sequence[Replica]) -> Replica:
         limit = 1.25 * min(map(_load, replicas)) + SLACK
@@ -72,7 +72,7 @@ class PrefixAware:
         return min(zip(depths, allowed, strict=True), key=lambda pair: (-pair[0], len(pair[1].live)))[1]
 
     def _depths(self, tokens: list[int], replicas: Sequence[Replica]) -> list[int]:
-        """How many blocks of the prompt each replica has; what stands for a block's tokens is made once for all."""
+        """Number of the prompt's blocks cached on each replica; each block's key is computed once for all."""
         tree = replicas[0].cache.groups[0].tree
         nodes = [replica.cache.groups[0].tree.root for replica in replicas]
         depths = [0] * len(replicas)

@@ -1,4 +1,4 @@
-"""A device that computes nothing and takes its time."""
+"""A simulated device: computes nothing, only advances time."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from octavo.sim.cost_model import CostModel
 from octavo.types import Masks, Plan, Sampled
 
 DECIDING = 0.0002
-"""Seconds of the host for a step, while the device computes another; where it does not, they are in the step's cost."""
+"""Host seconds per step while the device computes another; without overlap they are part of the step's cost."""
 NOTHING = Sampled([])
-"""What an item gives that samples nothing; the scheduler only reads it."""
+"""Result of an item that samples nothing; the scheduler only reads it."""
 
 
 MAX_ANSWERS = 1024
-"""Kept at a time: more than run at once."""
+"""Cache size, larger than the number of running requests."""
 
 
 class Answers(dict[int, Sampled]):
-    """What an item samples, by the token; made once for all its steps, since nobody changes it."""
+    """Results by sampled token; immutable, so one object serves all steps of a request."""
 
     def __missing__(self, token: int) -> Sampled:
         if len(self) == MAX_ANSWERS:
@@ -28,7 +28,7 @@ class Answers(dict[int, Sampled]):
 
 
 class SimRunner:
-    """Carries out steps one after another, each for as long as ``cost`` says, on ``clock``.
+    """Executes steps one after another on ``clock``, each with the duration given by ``cost``.
 
     The token that a request samples is its seed: the workload chooses it, so that a later turn can repeat it.
     """
@@ -37,7 +37,7 @@ class SimRunner:
         self.cost = cost
         self.clock = clock
         self.free_at = 0.0
-        """When the device has done all that was submitted."""
+        """Time when the device has finished all submitted steps."""
         self.busy_seconds = 0.0
         self.answers = Answers()
 

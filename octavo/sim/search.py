@@ -1,4 +1,4 @@
-"""The cheapest fleet that keeps a promise."""
+"""Search for the cheapest fleet that meets latency targets."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MAX_REPLICAS = 1024
 PARALLEL = (1, 2, 4, 8)
 STEP_TOKENS = (1024, 2048, 8192)
 IDLE = 0.5
-"""Replicas that are busy for less of the time do not get faster by being more."""
+"""Below this busy fraction, more replicas do not reduce latency."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A configuration that keeps to the targets, and what a simulation of it gave."""
+    """A configuration that meets the targets, and its simulated figures."""
 
     asked: Asked
     max_num_batched_tokens: int
@@ -40,10 +40,10 @@ def cheapest(
     parallel: Sequence[int] = PARALLEL,
     step_tokens: Sequence[int] = STEP_TOKENS,
 ) -> list[Found]:
-    """What keeps to ``targets`` for at least ``share`` of the requests, with fewest devices first.
+    """Configurations that meet ``targets`` for at least ``share`` of the requests, fewest devices first.
 
     For each degree of tensor parallelism and each token budget, the least number of replicas is found by doubling and
-    halving: it is taken that more replicas never make it worse. Raises ``ConfigError`` when nothing does it.
+    bisection, assuming that more replicas never perform worse. Raises ``ConfigError`` if no configuration meets them.
     """
     found = []
     for degree in parallel:
@@ -53,7 +53,7 @@ def cheapest(
             except ConfigError as error:
                 if "tensor_parallel" not in str(error):
                     raise
-                continue  # the model does not fit, or its heads cannot be divided so
+                continue  # the model does not fit, or its heads are not divisible by this degree
             if best is not None:
                 found.append(best)
     if not found:
@@ -72,7 +72,7 @@ def _fewest(asked: Asked, engine: EngineConfig, tokens: int, targets: Targets, s
         if good_share >= share:
             best = tried
         elif high == MAX_REPLICAS or (good_share == before and tried.figures["busy_share"] < IDLE):
-            return None  # more replicas change nothing any more
+            return None  # further replicas change nothing
         else:
             low, high, before = high, 2 * high, good_share
     while high - low > 1:

@@ -1,4 +1,4 @@
-"""From what a user asks for to a fleet: model, device and engine settings put together."""
+"""Builds a fleet from the user's choice of model, device and engine settings."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from octavo.sim.workloads import WithinContext, make_workload
 from octavo.weights.safetensors import read_configs
 
 BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, DEPTH = 64, 256, 2048, 2
-"""What an engine settles on CUDA devices when nobody says otherwise."""
+"""Defaults of an engine on CUDA devices."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be simulated."""
+    """Specification of a simulation."""
 
     model: str
     device: str

@@ -70,4 +70,4 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2-xl": _gpt2(48, 1600, 25),
     "tiny": _llama(2, 256, 4, 2, 64, 512, vocab_size=16_384, max_position_embeddings=8192, tie_word_embeddings=True),
 }
-"""``tiny`` is nobody's: for trying out a measurement."""
+"""``tiny`` is not a published model: it is for trying out a measurement."""

@@ -1,12 +1,12 @@
 """A fleet of engines, a router before them, and clients.
 
-What is decided in an engine is decided by ``octavo.engine`` and ``octavo.cache`` as they run in production, step by
-step. No step is skipped or summed up: among n sequences that each generate L tokens, somebody comes or ends every
-L / 2n steps, and somebody needs a block every few steps, so that there is next to nothing to sum up.
+All decisions are made by the production code of ``octavo.engine`` and ``octavo.cache``, step by step. Steps are never
+skipped or merged: among n sequences that each generate L tokens, one starts or ends every L / 2n steps, and one needs a
+block every few steps, so that hardly any steps could be merged.
 
-Where neither the router nor the workload lets one replica have an effect on another, each is simulated for a while
-before it is the next one's turn: what a processor's caches hold of it is used many times then. The figures are the
-same, since each replica sees the same events in the same order.
+If neither router nor workload couples the replicas, each is simulated for a while before the next one, so that its
+state stays in the processor's caches. The figures are the same, since each replica sees the same events in the same
+order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo.sim.report import Ledger, Targets
 from octavo.sim.router import BLIND, RoundRobin, make_router
 
 TURN = 128
-"""Jobs for each replica that are made at a time: so many, on average, does one get before it is the next one's turn."""
+"""Mean number of jobs that a replica is given before the next one's turn."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Fleet:
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
 
     def separates(self, workload: Workload) -> bool:
-        """Whether no replica has an effect on another."""
+        """Whether no replica affects another."""
         return self.router in BLIND and workload.awaits in BLIND[self.router].separates
 
 
 class Simulation:
     """Serves ``workload`` to its end.
 
-    ``numbers`` are the replicas to be simulated, all unless given; a part only where the fleet ``separates`` them.
+    ``numbers`` are the replicas to simulate, by default all; a subset requires that the fleet ``separates`` them.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Simulation:
         ]
 
     def run(self) -> dict[str, Any]:
-        """Returns the figures of ``Ledger.figures`` and of the fleet."""
+        """The figures of ``Ledger.figures`` and of the fleet."""
         return figures(self.fleet, self.results())
 
     def results(self) -> list[Result]:
-        """Simulate, and return what each replica did."""
-        # Nothing here makes garbage in cycles, and walking millions of cached blocks to find none takes minutes.
+        """Simulate; returns the result of each replica."""
+        # No reference cycles are created here, and a garbage collection over millions of cached blocks takes minutes.
         with without_collections():
             if self.fleet.separates(self.workload):
                 self.serve_apart()
@@ -81,7 +81,7 @@ class Simulation:
         Events(self.replicas, make_router(self.fleet.router), self.workload).advance()
 
     def serve_apart(self) -> None:
-        """A queue for each replica, all of which are advanced to the same time, one after another, again and again."""
+        """A queue for each replica; all are advanced in rounds, one after another, to a common time."""
         inboxes: list[Inbox | None] = [None] * self.fleet.num_replicas
         queues = []
         for replica in self.replicas:
@@ -104,7 +104,7 @@ class Simulation:
 
 
 def figures(fleet: Fleet, results: Sequence[Result]) -> dict[str, Any]:
-    """What the clients of all replicas saw, and what the fleet did; ``results`` are those of all, in their order."""
+    """Merged metrics of all replicas, and those of the fleet; ``results`` are in the order of the replicas."""
     ledger = Ledger()
     for one in results:
         ledger.merge(one.ledger)

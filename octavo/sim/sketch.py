@@ -1,4 +1,4 @@
-"""Percentiles of any number of values in little memory."""
+"""Percentiles of any number of values in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEAST = 1e-9
 
 
 class Sketch:
-    """Counts values of at least zero by their logarithm."""
+    """Histogram of non-negative values with logarithmic buckets."""
 
     def __init__(self) -> None:
         self._counts: defaultdict[int, int] = defaultdict(int)
@@ -21,7 +21,7 @@ class Sketch:
         self.most = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """``value`` was seen ``times`` times."""
+        """Count ``value`` ``times`` times."""
         self._counts[int(math.log(max(value, LEAST)) * SCALE // 1)] += times
         self.count += times
         self.total += value * times
@@ -29,7 +29,7 @@ class Sketch:
             self.most = value
 
     def merge(self, other: Sketch) -> None:
-        """What ``other`` has seen was seen here too."""
+        """Add the counts of ``other``."""
         for bucket, count in other._counts.items():
             self._counts[bucket] += count
         self.count += other.count
@@ -37,19 +37,19 @@ class Sketch:
         self.most = max(self.most, other.most)
 
     def percentile(self, percent: float) -> float:
-        """The value that ``percent`` percent are at most as large as; NaN when there is none."""
+        """The value that ``percent`` percent of the values do not exceed; NaN without values."""
         if not self.count:
             return math.nan
-        wanted = percent / 100 * (self.count - 1)
+        rank = percent / 100 * (self.count - 1)
         seen = 0
         for bucket in sorted(self._counts):
             seen += self._counts[bucket]
-            if seen > wanted:
+            if seen > rank:
                 return min(self.most, math.exp((bucket + 0.5) / SCALE))
         return self.most
 
     def summary(self) -> dict[str, float]:
-        """Mean, percentiles and the greatest."""
+        """Mean, percentiles and maximum."""
         mean = self.total / self.count if self.count else math.nan
         percentiles = {f"p{percent}": self.percentile(percent) for percent in (50, 90, 95, 99)}
         return {"mean": mean, **percentiles, "max": self.most}

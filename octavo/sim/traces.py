@@ -1,4 +1,4 @@
-"""Recorded traces, replayed: who came when, with how many tokens.
+"""Replay of recorded traces: arrival times and token counts of requests.
 
 - Mooncake (arXiv 2407.00079), JSON lines: ``timestamp`` in ms, ``input_length``, ``output_length``, and ``hash_ids``,
   one for each 512 tokens of the prompt; equal ids are equal text after equal text.
@@ -22,23 +22,23 @@ from octavo.sim.jobs import Awaits, Job, Segment
 
 MOONCAKE_BLOCK = 512
 OWN_TEXTS = 1 << 32
-"""Tokens from here on stand for text that nobody shares."""
+"""Tokens from here on stand for text that no other request shares."""
 
 
 class Trace:
-    """Jobs read from a file as they are due; each comes when it came, times ``1 / speed``.
+    """Jobs read from a file as they are due; each arrives at its recorded time, times ``1 / speed``.
 
-    One that is noted after a later one comes with that.
+    A job recorded after a later one arrives together with that one.
     """
 
-    awaits: Awaits = "nobody"
+    awaits: Awaits = "none"
 
     def __init__(self, path: Path, num_requests: int | None = None, speed: float = 1.0) -> None:
         self.path = path
         self.num_left = num_requests
         self.speed = speed
         self._entries: Iterator[Entry] | None = None
-        """None until it is asked, so that a trace can be sent to another process."""
+        """``None`` until first used, so that a trace can be sent to another process."""
         self._number = 0
         self._first = self._latest = 0.0
 

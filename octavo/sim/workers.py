@@ -1,4 +1,4 @@
-"""A simulation on several cores, where the replicas have no effect on each other."""
+"""A simulation on several cores, for replicas that do not affect each other."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from octavo.sim.report import Targets
 from octavo.sim.simulate import Fleet, Simulation, figures
 
 LEAST_JOBS = 10_000
-"""For each process at least; for fewer it would not be worth its start."""
+"""Fewest jobs per process that are worth its start."""
 
 
 def num_processes(fleet: Fleet, workload: Workload, num_requests: int) -> int:
-    """As many as there are cores for this process, and work for."""
+    """Number of processes to use: limited by this process's cores, the replicas and the number of requests."""
     if not fleet.separates(workload):
         return 1
     return max(1, min(len(os.sched_getaffinity(0)), fleet.num_replicas, num_requests // LEAST_JOBS))
@@ -31,10 +31,10 @@ def num_processes(fleet: Fleet, workload: Workload, num_requests: int) -> int:
 def simulate(
     fleet: Fleet, workload: Workload, targets: Targets, processes: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The figures of ``Simulation.run``, which do not depend on ``processes``, and what it took to find them.
+    """The figures of ``Simulation.run``, which do not depend on ``processes``, and the resources used.
 
-    For several processes the fleet must separate the workload: each makes all jobs, and serves those of its own
-    replicas. Raises ``OctavoError`` when one of them is lost.
+    For several processes the fleet must separate the workload: each creates all jobs, and serves those of its own
+    replicas. Raises ``OctavoError`` when a process is lost.
     """
     started, spent_before = time.perf_counter(), time.process_time()
     if processes == 1:
@@ -54,7 +54,7 @@ def simulate(
 
 
 class Part(NamedTuple):
-    """What one process did."""
+    """Result of one process."""
 
     results: list[Result]
     processor_seconds: float
@@ -80,5 +80,5 @@ def _serve(fleet: Fleet, workload: Workload, targets: Targets, numbers: range) -
 
 
 def _peak_memory() -> int:
-    """Of this process, in MB."""
+    """Peak memory of this process, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024

@@ -1,4 +1,4 @@
-"""Made-up workloads: who comes when, with how long a prompt, and comes back or not."""
+"""Synthetic workloads: arrivals, prompt and output lengths, and follow-up turns."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from octavo.sim.jobs import Awaits, Job, Lengths, Workload
 
 
 class Profile(NamedTuple):
-    """What conversations of one kind look like. One turn is a plain request."""
+    """Distribution of one kind of conversation. One turn is a plain request."""
 
     shared: int
     """Tokens at the beginning of every prompt, the same for all sessions of an application."""
     first: Lengths
     """Prompt tokens of a first turn after the shared ones."""
     later: Lengths
-    """What the user, or a tool, adds in a later turn."""
+    """Tokens that the user, or a tool, adds in a later turn."""
     output: Lengths
     turns: float = 1.0
     """Mean number of turns; geometric."""
@@ -38,10 +38,10 @@ tools answer. ``summary``: long prompts. The figures are assumptions; flags or a
 
 
 class Sessions:
-    """Conversations whose first turns come by themselves, at ``rate`` requests a second over all turns.
+    """Open-loop arrivals of conversations, at ``rate`` requests a second over all turns.
 
-    Times between first turns are gamma distributed: ``burstiness`` 1 is Poisson, below it bursts, above it evener.
-    What a conversation is like does not depend on when it is answered, so that fleets can be compared.
+    Times between first turns are gamma distributed: ``burstiness`` 1 is Poisson, less is burstier, more is evener.
+    The content of a conversation does not depend on when it is answered, so that fleets can be compared.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Sessions:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.next_text = 1 + profile.applications
-        """A token for each text. Those of a session follow each other: user, answer, user, answer."""
+        """Next unused token; each text has its own. A session's are consecutive: user, answer, user, answer."""
         self.num_sessions = 0
 
     @property
     def awaits(self) -> Awaits:
-        return "session" if self.profile.turns > 1 else "nobody"
+        return "session" if self.profile.turns > 1 else "none"
 
     def next_job(self) -> Job | None:
         if self.num_left <= 0:
@@ -98,9 +98,9 @@ class Sessions:
 
 
 class ClosedLoop:
-    """``concurrency`` clients, each asking again as soon as it is answered; lengths vary evenly by ``spread``."""
+    """``concurrency`` clients, each sending its next request when the last is done; lengths vary by ``spread``."""
 
-    awaits: Awaits = "anybody"
+    awaits: Awaits = "any"
 
     def __init__(
         self, num_requests: int, input_len: int, output_len: int, spread: float, concurrency: int, seed: int = 0
@@ -133,7 +133,7 @@ class ClosedLoop:
 
 
 class WithinContext:
-    """Another workload, whose prompts and outputs fit into ``max_model_len``: a conversation that outgrows it ends."""
+    """Wraps a workload so that requests fit into ``max_model_len``: a conversation that outgrows it ends."""
 
     def __init__(self, workload: Workload, max_model_len: int) -> None:
         self.workload = workload
@@ -168,9 +168,9 @@ def make_workload(
     output_len: int | None = None,
     seed: int = 0,
 ) -> Workload:
-    """The workload ``name``; lengths that are given take the place of its own.
+    """The workload ``name``; given lengths override its own.
 
-    A profile comes at ``rate``, or of one turn each in a closed loop of ``concurrency``; those of ``octavo bench`` are
+    A profile arrives at ``rate``, or as single turns in a closed loop of ``concurrency``; those of ``octavo bench`` are
     closed loops. Raises ``ConfigError``.
     """
     if name in CLOSED:

@@ -1,4 +1,4 @@
-"""Tokens that the small files beside a vocabulary add to it, or say more about."""
+"""Added and special tokens from the configuration files next to a vocabulary."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _flags(value: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def further_special_tokens(config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> list[AddedToken]:
-    """Tokens that are special because they are named as such, in the order in which they get ids if they have none."""
+    """Tokens that the configuration names as special, in the order in which those without an id get one."""
     named: list[Any] = [config.get(name, text) for name, text in special_tokens.items()]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         value = config.get(key)
@@ -68,10 +68,10 @@ def further_special_tokens(config: Mapping[str, Any], special_tokens: Mapping[st
 def add_tokens(
     backend: tokenizers.Tokenizer, declared: Mapping[int, AddedToken], further: Sequence[AddedToken], folder: Path
 ) -> None:
-    """Add ``declared`` tokens to ``backend``, by their ids, and ``further`` ones that it does not know as added yet.
+    """Add ``declared`` tokens to ``backend``, by their ids, and ``further`` ones that it lacks.
 
-    A token that is known as added and declared otherwise is as declared. Raises ``CheckpointError`` when one would
-    get another id than it is declared with: the model's embeddings would belong to other tokens.
+    A declaration overrides an added token that ``backend`` has. Raises ``CheckpointError`` when a token would get an
+    id other than the declared one: the model's embeddings would belong to other tokens.
     """
     known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     backend.add_tokens([token for token in declared.values() if repr(token) not in known])

@@ -1,4 +1,4 @@
-"""Bring a client's chat messages into the one form that chat templates are written for."""
+"""Normalise a client's chat messages to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from octavo.errors import InvalidParameter
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""What clients call the reasoning of a message. Most templates know the first name, gpt-oss's the second."""
+"""Keys under which clients send a message's reasoning. Most templates read the first, gpt-oss's the second."""
 
 
 def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Copies of ``messages`` in which every role is a string and every content is text.
 
-    Parts of type ``text`` are joined by line ends, as vLLM joins them; parts of other types are refused by
-    name. No content is empty text, except next to ``tool_calls``, where templates expect none. ``developer``
-    is OpenAI's newer word for ``system``, which is the one that templates know. Reasoning under any of
-    ``REASONING_KEYS`` goes by both names that templates know it by, as in transformers. Everything else, such as
-    ``name`` or the arguments of tool calls, stays as it is. Raises ``InvalidParameter("messages", ...)``.
+    Parts of type ``text`` are joined by newlines, as in vLLM; parts of other types are refused by name. Missing
+    content becomes empty text, except next to ``tool_calls``, where templates expect none. The role ``developer``,
+    OpenAI's newer name, becomes ``system``, which templates know. Reasoning under any of ``REASONING_KEYS`` is set
+    under both names that templates read, as in transformers. Everything else, such as ``name`` or the arguments of
+    tool calls, is unchanged. Raises ``InvalidParameter("messages", ...)``.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise InvalidParameter("messages", "'messages' must be a list of at least one message.")

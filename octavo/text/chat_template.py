@@ -1,4 +1,4 @@
-"""Messages to the prompt text that a chat model was trained on."""
+"""Render chat messages to the prompt format that a model was trained on."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from octavo.text.tokenizer import Tokenizer
 
 WORKER = "octavo.text.template_worker"
 RESERVED_VARIABLES = ("chat_template", "messages", "add_generation_prompt")
-"""What a client may not set through ``chat_template_kwargs``; the first would be a program of its own."""
+"""Names that ``chat_template_kwargs`` may not set; the first would let a client run its own template."""
 
 
 class ChatTemplate:
     """A model's chat template, rendered in a child process with bounded time, memory and output.
 
-    The template is a program out of the model's files: one that hangs or explodes costs its own request an
-    error, and the next rendering gets a fresh process. Safe for several threads at once; a rendering blocks,
-    so call it from a thread beside an event loop.
+    The template is an untrusted program from the model's files: if it exceeds a limit, its request fails and the next
+    rendering gets a fresh process. Thread-safe; rendering blocks, so do not call it on an event loop's thread.
     """
 
     def __init__(
@@ -37,8 +36,8 @@ class ChatTemplate:
         max_memory: int = 512 << 20,
         max_output: int = 16 << 20,
     ) -> None:
-        """``source`` is Jinja text, ``None`` if the model has none; ``tool_source`` takes its place in conversations
-        with tools; ``special_tokens`` are variables such as ``bos_token``.
+        """``source`` is Jinja text, ``None`` if the model has none; ``tool_source`` replaces it in conversations with
+        tools; ``special_tokens`` are variables such as ``bos_token``.
 
         Limits: wall and processor seconds of one rendering, bytes of memory, bytes of output.
         """
@@ -57,7 +56,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """The template's own text, of both where there is one for tools; ``None`` if the model has none."""
+        """Jinja text of the template, followed by the tool template if any; ``None`` if the model has none."""
         return self._source if self._tool_source is None else f"{self._source}\n{self._tool_source}"
 
     @property
@@ -66,7 +65,7 @@ class ChatTemplate:
         return None if self._process is None else self._process.id
 
     def check(self) -> None:
-        """Compile the template, which also starts the process; raise ``ConfigError`` if it is not sound."""
+        """Compile the template, which also starts the process; raise ``ConfigError`` if it is invalid."""
         if self._source is None:
             return
         try:
@@ -84,7 +83,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for ``messages``, which may have any form that ``normalise_messages`` takes.
+        """The prompt for ``messages``, in any form that ``normalise_messages`` accepts.
 
         ``template_kwargs`` are further variables of the template. Raises ``InvalidParameter`` about
         ``messages`` or ``chat_template_kwargs``: refused by the template, not renderable, or no template.
@@ -118,8 +117,8 @@ class ChatTemplate:
         raise InvalidParameter("messages", f"The chat template {problem}: {text.rstrip('.')}.")
 
     def _readable(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """``messages`` with text for every content if the template knows nothing of calls, next to which it is none:
-        such a template would fail at it, or write "None"."""
+        """``messages`` with empty text for missing content if the template does not handle calls: such a template
+        would fail at missing content, or render "None"."""
         if "tool_calls" in (self.source or ""):
             return messages
         return [message if message["content"] is not None else {**message, "content": ""} for message in messages]
@@ -139,7 +138,7 @@ class ChatTemplate:
 
 
 def load_chat_template(settings: ModelSettings, tokenizer: Tokenizer | None) -> ChatTemplate:
-    """The chat template in the file that the settings name, or else the model's own.
+    """The chat template in the file named in the settings, else the model's own.
 
     Raises ``ConfigError`` for a file that cannot be read.
     """

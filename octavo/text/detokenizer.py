@@ -1,4 +1,4 @@
-"""Tokens to text, a few at a time, without ever emitting half a character."""
+"""Incremental detokenization that never emits an incomplete character."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """Turns a growing list of tokens into growing text.
 
-    However the tokens are split over calls, the concatenation of all ``push`` results and ``flush`` is
-    what ``Tokenizer.decode`` gives for all of them at once. The bytes of a character that is not complete
-    yet are kept back; bytes that cannot become one come out as U+FFFD as soon as that is certain.
+    However the tokens are split over calls, the concatenated ``push`` and ``flush`` results equal
+    ``Tokenizer.decode`` of all tokens. The bytes of an incomplete character are held back; invalid bytes are
+    emitted as U+FFFD as soon as that is certain.
     """
 
     __slots__ = ("_decoder", "_is_inside_character", "_skipped", "_token_bytes", "_whole_texts")
@@ -22,7 +22,7 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
     ) -> None:
-        """``shown`` are special tokens that are text although others are skipped."""
+        """``shown`` are special tokens to decode to text although others are skipped."""
         self._whole_texts = tokenizer.whole_texts
         self._skipped: frozenset[int] = frozenset()
         if skip_special_tokens:
@@ -33,9 +33,9 @@ class Detokenizer:
         self._is_inside_character = False
 
     def push(self, tokens: list[int]) -> str:
-        """The text that ``tokens`` make certain."""
+        """The text that ``tokens`` complete."""
         if len(tokens) == 1 and not self._is_inside_character:
-            # By far the most common call: one token that is whole characters.
+            # By far the most common call: one token that decodes to complete characters.
             text = self._whole_texts.get(tokens[0])
             if text is not None:
                 return text
@@ -45,6 +45,6 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for a character that never became complete, or nothing."""
+        """The remainder at the end: U+FFFD for an incomplete character, else empty."""
         self._is_inside_character = False
         return self._decoder.decode(b"", final=True)

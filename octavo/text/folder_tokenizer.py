@@ -1,7 +1,7 @@
-"""Read the tokenizer of a Hugging Face folder: tokenizer.json or tokenizer.model, and the small files beside it.
+"""Read the tokenizer of a Hugging Face folder: tokenizer.json or tokenizer.model, and their configuration files.
 
-What is put around a text is tokenizer.json's to say, as in transformers 5; ``add_bos_token`` and the like in
-tokenizer_config.json are about folders that have a SentencePiece model instead.
+tokenizer.json decides which special tokens surround a text, as in transformers 5; ``add_bos_token`` and the like in
+tokenizer_config.json apply only to folders with a SentencePiece model instead.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def _refuse_other_forms(folder: Path) -> None:
 
 
 def _wrap(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str], folder: Path) -> None:
-    """Put the special tokens around texts that ``add_bos_token`` and ``add_eos_token`` ask for.
+    """Surround texts with the special tokens that ``add_bos_token`` and ``add_eos_token`` enable.
 
-    Without the first, texts begin with the token that the model has for that; all decoders were trained so.
+    ``add_bos_token`` defaults to true if the model has such a token; all decoders were trained so.
     """
     flags = {}
     for name, default in (("add_bos_token", "bos_token" in special_tokens), ("add_eos_token", False)):
@@ -127,7 +127,7 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, special_tokens: 
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The model's chat templates by name: files come before what tokenizer_config.json says, and that before the
+    """The model's chat templates by name; files take precedence over tokenizer_config.json, and that over the
     chat_template.json of models with a processor."""
     named: dict[str, Any] = {}
     for source in (_read_object(folder / "chat_template.json"), config):

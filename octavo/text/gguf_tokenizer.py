@@ -57,7 +57,7 @@ def parts_from_metadata(metadata: dict[str, Any], origin: Path) -> TokenizerPart
 
 
 class _Metadata:
-    """The ``tokenizer.ggml.*`` keys of a file, checked as they are asked for."""
+    """The ``tokenizer.ggml.*`` keys of a file, validated on access."""
 
     def __init__(self, metadata: dict[str, Any], origin: Path) -> None:
         self._metadata = metadata
@@ -87,7 +87,7 @@ class _Metadata:
         return [float(item) for item in value]
 
     def pieces(self, unknown: str | None) -> Pieces:
-        """The vocabulary; scores matter to SentencePiece's models alone, which have to have them."""
+        """The vocabulary; scores are used, and required, by SentencePiece models only."""
         default = 0.0 if self.get("model") == "gpt2" else None
         scores = [float(score) for score in self.numbers("scores", len(self.tokens), default)]
         return Pieces(self.tokens, scores, self.types, unknown, self.fail)
@@ -136,7 +136,7 @@ def _bpe(reader: _Metadata, vocabulary: dict[str, int], merges: list[tuple[str, 
 
 
 def _sentencepiece(reader: _Metadata) -> tokenizers.Tokenizer:
-    """SentencePiece's BPE, with bytes for characters that have no piece."""
+    """SentencePiece's BPE, with byte fallback for characters without a piece."""
     unknown = reader.token_id("unknown_token_id")
     pieces = reader.pieces(None if unknown is None else reader.tokens[unknown])
     has_bytes = {f"<0x{byte:02X}>" for byte in range(256)}.issubset(pieces.tokens)
@@ -149,7 +149,7 @@ def _sentencepiece(reader: _Metadata) -> tokenizers.Tokenizer:
 
 
 def _takes_blanks(reader: _Metadata, kind: str) -> Callable[[str], bool]:
-    """Phi-3's marks of turns take the blanks behind them, which no key of the file says."""
+    """Phi-3's turn markers absorb the whitespace behind them, which no key of the file states."""
     if kind != "llama" or reader.architecture != "phi3":
         return lambda token: False
     return lambda token: token not in ("<unk>", "<s>", "<|endoftext|>")

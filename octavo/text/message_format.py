@@ -1,7 +1,7 @@
-"""How a model writes its messages, as far as a server has to know: reasoning, and calls of functions.
+"""A model's message format: reasoning and tool calls.
 
-Settled once, from settings or from the signs in the chat template; then it makes a reader for each message, and the
-grammar of a message that must be something.
+Chosen once, from settings or from signs in the chat template; it then provides a reader for each message, and the
+grammar of a constrained message.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from octavo.text.tool_calls.tool_format import Marks, ToolFormat, talk_rule
 from octavo.text.tools_in_text import WriteCalls
 
 TOOL_FORMATS = (HERMES, LLAMA3, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, HARMONY, PYTHONIC)
-"""Of two whose signs a template has, the first one is meant."""
+"""In order of precedence: of several whose signs a template shows, the first is chosen."""
 FALLBACK = HERMES
-"""The format that a model is told to write when its chat template tells none."""
+"""The format described in the prompt when the chat template describes none."""
 THINK_NAMES = ("deepseek_r1", "qwen3")
 HARMONY_NAME = "openai_gptoss"
 AUTO = "auto"
@@ -40,21 +40,21 @@ class Tool(NamedTuple):
     parameters: Mapping[str, Any] | None
     """JSON schema of its arguments; ``None`` when it has none."""
     is_strict: bool = False
-    """Whether the arguments must be valid even if the model is free to call or not."""
+    """Whether the arguments must match the schema even if calling the tool is optional."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a message must be."""
+    """Constraints on a message."""
 
     form: forms.Form | None = None
-    """The grammar of its content; ``None`` is anything, if there need not be calls."""
+    """Grammar of the content; ``None`` for unconstrained content, if calls are not required."""
     tools: Sequence[Tool] = ()
-    """Functions of which it must call one, or may call one instead of having content."""
+    """Tools of which the message must call one, or may call one instead of having content."""
     is_parallel: bool = False
-    """Whether it may have several calls."""
+    """Whether the message may have several calls."""
     may_talk: bool = False
-    """Whether it may be, or begin with, any content at all."""
+    """Whether the message may be, or begin with, unconstrained content."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class MessageFormat:
     """The format of one model's messages."""
 
     tools: ToolFormat | None
-    """How it writes calls; ``None`` when calls are not read."""
+    """Format of tool calls; ``None`` when calls are not parsed."""
     thinks: bool
-    """Whether it may begin with reasoning."""
+    """Whether a message may begin with reasoning."""
     marks: Marks
     write_calls: WriteCalls | None = None
-    """Form of tools in the text of a conversation; ``None`` when the chat template has a place for them."""
+    """Writes calls as text of the conversation; ``None`` when the chat template renders tools."""
 
     @property
     def is_harmony(self) -> bool:
@@ -79,25 +79,24 @@ class MessageFormat:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether messages may have several calls where the client does not say: without training for calls, models
-        repeat them."""
+        """Default for several calls in a message; off without a tool template, since untrained models repeat calls."""
         return self.write_calls is None
 
     @property
     def new_id(self) -> Callable[[], str]:
-        """How calls are given their ids."""
+        """Generator of call ids."""
         return (self.tools or LLAMA3).new_id
 
     @property
     def shown_ids(self) -> frozenset[int]:
-        """Special tokens that a reader must see, although they are no text."""
+        """Special tokens that are decoded to text for the reader although special tokens are skipped otherwise."""
         thinking = (reasoning.OPENS, reasoning.CLOSES) if self.thinks else ()
         return self.marks.ids((*thinking, *(self.tools or LLAMA3).marks))
 
     def reader(self, tool_names: frozenset[str] | None, prompt: str) -> Format | None:
         """The reader of a message that follows ``prompt``; ``None`` when every message is plain content.
 
-        ``tool_names`` are those of the functions that may be called, ``None`` when there are none.
+        ``tool_names`` are the functions that may be called, ``None`` for a request without tools.
         """
         if self.is_harmony:
             return HARMONY.read(tool_names or frozenset())
@@ -145,7 +144,7 @@ class MessageFormat:
 
 
 def _arguments(tool: Tool, is_free: bool) -> forms.Part:
-    """What the arguments must be; where the model is free to call or not, only strict tools ask for more than JSON."""
+    """Grammar of the arguments; where calling is optional (``is_free``), only strict tools enforce their schema."""
     if tool.parameters is None or (is_free and not tool.is_strict):
         return forms.json_object()
     return forms.json_schema(tool.parameters)
@@ -154,7 +153,7 @@ def _arguments(tool: Tool, is_free: bool) -> forms.Part:
 def find_format(
     tool_setting: str, reasoning_setting: str, template: str | None, special_ids: Mapping[str, int]
 ) -> MessageFormat:
-    """The format that settings name, or, for ``auto``, that ``template`` shows signs of, or else ``FALLBACK``.
+    """The format named in the settings; with ``auto``, the one that ``template`` shows signs of, else ``FALLBACK``.
 
     Raises ``ConfigError`` for a combination that no model writes.
     """

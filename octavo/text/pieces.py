@@ -14,12 +14,12 @@ from octavo.text.token_bytes import SPACE_MARK
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of pieces, as SentencePiece and GGUF number them."""
 MAX_PIECE_CHARACTERS = 256
-"""Of a piece put together by merges; many times what any real vocabulary has, and building merges is quadratic."""
+"""Limit for a piece built by merges, well above any real vocabulary; building merges takes quadratic time."""
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """A vocabulary: text, score and kind of each token. ``fail`` makes the error about one of these lists."""
+    """A vocabulary: text, score and kind of each token. ``fail`` makes the error for one of these lists."""
 
     tokens: list[str]
     scores: list[float]
@@ -55,9 +55,9 @@ class Pieces:
             raise self.fail("tokens", str(error)) from None
 
     def add_to(self, backend: tokenizers.Tokenizer, takes_blanks: Callable[[str], bool] = lambda token: False) -> None:
-        """Make tokens of the kinds that are matched in raw text known as such: control, unknown, user-defined.
+        """Register the tokens that are matched in raw text: control, unknown, user-defined.
 
-        ``takes_blanks`` says of which special tokens the blanks that follow are a part.
+        ``takes_blanks`` says which special tokens absorb the whitespace behind them.
         """
         kinds = list(zip(self.tokens, self.kinds, strict=True))
         backend.add_special_tokens(
@@ -73,7 +73,7 @@ class Pieces:
 
 
 def merges_from_scores(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """The merges that make SentencePiece's choice: every way to put a piece together, best piece first."""
+    """Merges equivalent to SentencePiece's scores: every split of a piece into two, best piece first."""
     ranked = [
         (-score, piece[:cut], piece[cut:])
         for piece, score in scores.items()
@@ -84,13 +84,13 @@ def merges_from_scores(scores: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def space_marks(has_prefix: bool) -> list[normalizers.Normalizer]:
-    """Spaces become U+2581; with ``has_prefix``, a text gets one in front, whatever it begins with."""
+    """Spaces become U+2581; with ``has_prefix``, one is prepended to every text."""
     mark = normalizers.Replace(" ", SPACE_MARK)
     return [normalizers.Prepend(SPACE_MARK), mark] if has_prefix else [mark]
 
 
 def text_decoder(has_prefix: bool, has_byte_fallback: bool = True) -> decoders.Decoder:
-    """Back from pieces to text."""
+    """The decoder from pieces to text."""
     steps: list[decoders.Decoder] = [decoders.Replace(SPACE_MARK, " ")]
     if has_byte_fallback:
         steps.append(decoders.ByteFallback())

@@ -1,7 +1,7 @@
-r"""How byte-level vocabularies cut text into words before merging, by the names that GGUF files use.
+r"""Pre-tokenizers of byte-level vocabularies: how text is split into words before merging.
 
-The names are values of ``tokenizer.ggml.pre``; each stands for the rule that the model was trained with.
-A wrong rule gives plausible but wrong tokens, so a name that is not in the table is refused.
+The names are values of ``tokenizer.ggml.pre`` in GGUF files; each is the rule that a model was trained with.
+A wrong rule gives plausible but wrong tokens, so unknown names are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CASED = (
     "\u1f5f-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹ"
     r"ℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
-"""The letters with cases that DeepSeek's first tokenizer lists; escaped are those that editors may take for others."""
+"""The cased letters that DeepSeek's first tokenizer lists; easily confused ones are escaped."""
 _DEEPSEEK_LLM = (r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _HAN, r"\p{N}")
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")
 _DEEPSEEK_V3_WORDS = (
@@ -51,15 +51,15 @@ _DEEPSEEK_V3 = (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", "|".join(_DEEPSEEK_V
 
 @dataclass(frozen=True)
 class WordRule:
-    """``patterns`` cut the text one after another, each cutting what the one before it left."""
+    """``patterns`` split the text in order, each applied to the pieces that the previous one left."""
 
     patterns: tuple[str, ...]
     whole_words: bool = False
-    """Whether a word that is in the vocabulary is one token, whatever the merges would give."""
+    """Whether a word in the vocabulary is one token, regardless of the merges (``ignore_merges``)."""
     add_bos: bool = False
-    """Whether a text begins with the beginning-of-text token when the file does not say."""
+    """Default of ``add_bos_token`` when the file has no such key."""
     compose: bool = False
-    """Whether text is brought into Unicode's composed form (NFC) first."""
+    """Whether text is normalised to Unicode NFC first."""
 
     def pre_tokenizer(self, add_prefix_space: bool) -> pre_tokenizers.PreTokenizer:
         cuts: list[pre_tokenizers.PreTokenizer] = [
@@ -107,7 +107,7 @@ WORD_RULES = {
 
 
 def word_rule(name: str, origin: object) -> WordRule:
-    """The rule called ``name``; raise ``CheckpointError`` for a name that is not known."""
+    """The rule called ``name``; raise ``CheckpointError`` for an unknown name."""
     if name not in WORD_RULES:
         raise CheckpointError(f"{origin}: tokenizer.ggml.pre is {name!r}; known are {', '.join(sorted(WORD_RULES))}")
     return WORD_RULES[name]

@@ -1,8 +1,8 @@
-"""Reads a message that arrives in pieces, and says what it is made of: text, reasoning, calls of functions.
+"""Incremental parser of a model's message into content, reasoning and tool calls.
 
-A format is written as if the whole text were there: a generator over a ``Reader``, which stops at a ``yield`` wherever
-more text is needed to decide. Every decision depends on the text alone and not on how it was cut, so for any way of
-cutting, the pieces join to the same message.
+A format is written as if the complete text were available: a generator over a ``Reader``, which yields wherever it
+needs more text to decide. Every decision depends on the text alone and not on how it was chunked, so any chunking
+gives the same message.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Generator
 from typing import Literal, NamedTuple, TypeVar
 
 MAX_DEPTH = 64
-"""Of brackets in a call; deeper ones are text."""
+"""Nesting limit of brackets in a call; anything deeper is text."""
 MAX_FAILURES = 16
-"""What looks like a call and is none, in one message; after so many, nothing is tried any more."""
+"""Failed attempts to parse a call in one message; after these, everything is content."""
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""A part of a format: it stops where more text is needed, and returns what it found."""
+"""A part of a format: yields where more text is needed, and returns its result."""
 
 _JSON_MARKS = re.compile(r'["{}\[\]]')
 _IN_STRING = {quote: re.compile(rf"[{quote}\\]") for quote in ('"', "'")}
@@ -29,19 +29,19 @@ Kind = Literal["content", "reasoning"]
 
 
 class Text(NamedTuple):
-    """Some more text of one kind."""
+    """Further text of one kind."""
 
     kind: Kind
     text: str
 
 
 class Call(NamedTuple):
-    """A function to call. ``arguments`` is the text of a JSON object."""
+    """A tool call. ``arguments`` is the text of a JSON object."""
 
     name: str
     arguments: str
     is_cut: bool = False
-    """The message was cut in the arguments, which are only their beginning, or nothing yet."""
+    """Whether the message was truncated within the arguments, which are then a prefix, possibly empty."""
 
 
 Piece = Text | Call
@@ -49,36 +49,36 @@ Format = Callable[["Reader"], Steps[None]]
 
 
 class Reader:
-    """The text so far, a place in it, and what was found before that place."""
+    """The text so far, the read position in it, and the pieces parsed before that position."""
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
         self.is_ended = False
         """Whether no more text will come."""
         self.is_cut = False
-        """Whether the message was cut: what is not whole at the end may be the beginning of a call."""
+        """Whether the message was truncated: its end may be an incomplete call."""
         self.num_calls = 0
         self._text = ""
         self._place = 0
         self._num_attempts = 0
-        """Attempts under way: the text since their marks may be read again."""
+        """Attempts in progress: the text since their marks may be read again."""
         self._num_failures = 0
         self._blanks = ""
         """Blanks at the end of the content so far: they belong to it unless a call follows."""
 
     def feed(self, text: str) -> None:
-        """Put ``text`` behind what is there."""
+        """Append ``text``."""
         self._text += text
 
     def _forget(self) -> None:
-        """Drop the text before this place, which nothing reads again."""
+        """Drop the text before the read position, unless an attempt may read it again."""
         if not self._num_attempts:
             self._text, self._place = self._text[self._place :], 0
 
-    # ---- looking
+    # ---- matching
 
     def available(self, count: int) -> Steps[bool]:
-        """Wait until there are ``count`` more characters; say whether there are."""
+        """Wait for ``count`` more characters; returns whether they came before the end."""
         while len(self._text) - self._place < count:
             if self.is_ended:
                 return False
@@ -86,7 +86,7 @@ class Reader:
         return True
 
     def literal(self, text: str) -> Steps[bool]:
-        """Pass over ``text`` if it is what comes next; say whether it was."""
+        """Consume ``text`` if it comes next; returns whether it did."""
         for count in range(1, len(text) + 1):
             if not (yield from self.available(count)):
                 return False
@@ -96,18 +96,18 @@ class Reader:
         return True
 
     def comes(self, text: str) -> Steps[bool]:
-        """Say whether ``text`` is what comes next, without passing over it."""
+        """Whether ``text`` comes next, without consuming it."""
         found = yield from self.literal(text)
         if found:
             self.step_back(text)
         return found
 
     def step_back(self, text: str) -> None:
-        """Go back over ``text``, the last thing that was passed over."""
+        """Go back over ``text``, which was consumed last."""
         self._place -= len(text)
 
     def blanks(self) -> Steps[None]:
-        """Pass over blanks."""
+        """Consume whitespace."""
         while True:
             found = _BLANKS.match(self._text, self._place)
             assert found is not None
@@ -116,7 +116,7 @@ class Reader:
                 return
 
     def leading(self, text: str) -> Steps[bool]:
-        """Pass over ``text`` with the blanks around it, if it is what comes next, or pass over nothing."""
+        """Consume ``text`` and the whitespace around it if it comes next, else nothing; returns whether it did."""
         place = self._place
         self._num_attempts += 1
         yield from self.blanks()
@@ -129,7 +129,7 @@ class Reader:
         return found
 
     def until(self, marks: tuple[str, ...]) -> Steps[tuple[str, str] | None]:
-        """The text up to the first of ``marks``, and that mark, passed over; ``None`` when none comes."""
+        """Consume up to and including the first of ``marks``; returns text and mark, or ``None`` if none comes."""
         searched = self._place
         while True:
             found = self._find(marks, searched)
@@ -144,7 +144,7 @@ class Reader:
             yield
 
     def _find(self, marks: tuple[str, ...], start: int) -> tuple[int, str] | None:
-        """The first place of a mark; of several that begin there, the first one listed."""
+        """Position of the first mark, and the mark; of several at one position, the first one listed."""
         found = [(self._text.find(mark, start), order) for order, mark in enumerate(marks)]
         places = [entry for entry in found if entry[0] >= 0]
         if not places:
@@ -153,14 +153,14 @@ class Reader:
         return place, marks[order]
 
     def json(self, opening: str = "{") -> Steps[str | None]:
-        """The text of a JSON object (or of a list, with ``[``), passed over; see ``enclosed``."""
+        """Consume a JSON object (or a list, with ``[``) and return its text; see ``enclosed``."""
         return (yield from self.enclosed(opening, _JSON_MARKS))
 
     def enclosed(self, opening: str, marks: re.Pattern[str]) -> Steps[str | None]:
-        """The text from the bracket ``opening``, which comes next, to the one that closes it, passed over.
+        """Consume from the bracket ``opening``, which must come next, to its closing bracket; returns the text.
 
-        ``None`` when there is none, or too much is nested. Only what ``marks`` finds, brackets and quotes, is looked
-        at; whether the text is sound is for a parser to say.
+        ``None`` if ``opening`` does not come next, is never closed, or nests deeper than ``MAX_DEPTH``. Only brackets
+        and quotes, found by ``marks``, are examined; a parser has to validate the text.
         """
         if not (yield from self.comes(opening)):
             return None
@@ -186,41 +186,41 @@ class Reader:
                 return self._text[start:place]
 
     def at_end(self) -> Steps[bool]:
-        """Pass over blanks; say whether nothing else comes."""
+        """Consume whitespace; returns whether the message ends there."""
         yield from self.blanks()
         return not (yield from self.available(1))
 
     def take_cut(self) -> str:
-        """Pass over what is left of a message that was cut; empty for any other."""
+        """Consume and return the rest of a truncated message; empty for a complete one."""
         if not self.is_cut:
             return ""
         text, self._place = self._text[self._place :], len(self._text)
         return text
 
     def drop_header(self, marks: tuple[str, ...]) -> Steps[None]:
-        """At the end: pass over what is left if it begins with one of ``marks``, and so is no text."""
+        """At the end of the message: drop the rest if it begins with one of ``marks``, which makes it a header."""
         for mark in marks:
             if (yield from self.literal(mark)):
                 self._place = len(self._text)
                 return
 
-    # ---- telling
+    # ---- emitting
 
     def text_until(self, marks: tuple[str, ...], kind: Kind = "content") -> Steps[str | None]:
-        """Tell the text up to the first of ``marks`` as it comes. The mark, passed over; ``None`` when none came."""
+        """Emit text as it comes, up to the first of ``marks``; consumes and returns the mark, ``None`` if none came."""
         longest = max(map(len, marks))
         while True:
             found = self._find(marks, self._place)
             if found is not None:
                 place, mark = found
-                self.tell(kind, self._text[self._place : place])
+                self.emit(kind, self._text[self._place : place])
                 self._place = place + len(mark)
                 return mark
             end = len(self._text)
             if not self.is_ended:
                 tails = range(max(self._place, end - longest + 1), end)
                 end = next((place for place in tails if self._begins_mark(marks, place)), end)
-            self.tell(kind, self._text[self._place : end])
+            self.emit(kind, self._text[self._place : end])
             self._place = end
             if self.is_ended:
                 return None
@@ -232,9 +232,9 @@ class Reader:
         return any(mark.startswith(tail) for mark in marks)
 
     def rest(self, kind: Kind = "content") -> Steps[None]:
-        """Tell everything that comes."""
+        """Emit all further text."""
         while True:
-            self.tell(kind, self._text[self._place :])
+            self.emit(kind, self._text[self._place :])
             self._place = len(self._text)
             if self.is_ended:
                 return
@@ -242,12 +242,12 @@ class Reader:
             yield
 
     def attempt(self, read: Callable[[Reader], Steps[list[Call] | None]], mark: str = "") -> Steps[bool]:
-        """Read calls that ``mark`` opened; when there are none, the mark was text, and so is what follows it.
+        """Read the calls that ``mark`` opened; if that fails, emit the mark as content and resume behind it.
 
-        Says whether there were calls.
+        Returns whether there were calls.
         """
         if self._num_failures >= MAX_FAILURES:
-            self.tell("content", mark)
+            self.emit("content", mark)
             return False
         place = self._place
         self._num_attempts += 1
@@ -256,7 +256,7 @@ class Reader:
         if calls is None:
             self._num_failures += 1
             self._place = place
-            self.tell("content", mark)
+            self.emit("content", mark)
             return False
         for call in calls:
             self._blanks = ""
@@ -264,8 +264,8 @@ class Reader:
             self.pieces.append(call)
         return True
 
-    def tell(self, kind: Kind, text: str) -> None:
-        """Give ``text`` out. Blanks between content and a call are not part of the content."""
+    def emit(self, kind: Kind, text: str) -> None:
+        """Emit ``text``, holding back trailing whitespace of content: it is dropped if a call follows."""
         if kind == "reasoning":
             self._append(kind, text)
         elif solid := text.rstrip():
@@ -283,15 +283,15 @@ class Reader:
         else:
             self.pieces.append(Text(kind, text))
 
-    def tell_blanks(self) -> None:
-        """At the end of the message: blanks that no call followed are content after all."""
+    def emit_blanks(self) -> None:
+        """At the end of the message: emit the whitespace held back, since no call followed."""
         if self._blanks and not self.num_calls:
             self._append("content", self._blanks)
         self._blanks = ""
 
 
 class MessageParser:
-    """Turns pieces of text into pieces of a message. What a format leaves unread is content."""
+    """Turns chunks of text into pieces of a message. Text that a format leaves unread is content."""
 
     def __init__(self, format: Format) -> None:
         self._reader = Reader()
@@ -308,17 +308,17 @@ class MessageParser:
         return self._reader.num_calls
 
     def push(self, text: str) -> list[Piece]:
-        """What ``text`` makes certain."""
+        """Append ``text``; returns the pieces that are now certain."""
         if text:
             self._reader.feed(text)
             self._go_on()
         return self._taken()
 
     def finish(self, is_cut: bool = False) -> list[Piece]:
-        """What is left at the end; ``is_cut`` when the model had no tokens left for more."""
+        """The remaining pieces at the end; ``is_cut`` when the token limit truncated the message."""
         self._reader.is_ended, self._reader.is_cut = True, is_cut
         self._go_on()
-        self._reader.tell_blanks()
+        self._reader.emit_blanks()
         return self._taken()
 
     def _go_on(self) -> None:

@@ -9,14 +9,14 @@ CLOSES = "</think>"
 
 
 def begins_inside(prompt: str) -> bool:
-    """Whether a prompt ends inside the reasoning: some chat templates open it for the model."""
+    """Whether a prompt ends inside reasoning: some chat templates append ``<think>``."""
     return prompt.rstrip().endswith(OPENS)
 
 
 def after_thinking(following: Format, is_inside: bool) -> Format:
-    """A message that may begin with reasoning; ``following`` reads what comes after it.
+    """A message that may begin with reasoning; ``following`` reads the rest.
 
-    ``is_inside`` says that the prompt has opened the reasoning already. A model may open it once more.
+    ``is_inside``: the prompt has opened the reasoning already. The model may open it again.
     """
 
     def read(reader: Reader) -> Steps[None]:
@@ -30,5 +30,5 @@ def after_thinking(following: Format, is_inside: bool) -> Format:
 
 
 def content_only(reader: Reader) -> Steps[None]:
-    """A message that is nothing but text."""
+    """A message of content only."""
     yield from reader.rest()

@@ -1,4 +1,4 @@
-"""What a request keeps out of its text, in tokens."""
+"""Token restrictions of a request: bad words and allowed tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Sequences = tuple[tuple[int, ...], ...]
 
 
 def banned_sequences(words: Iterable[str], tokenizer: Tokenizer) -> Sequences:
-    """The token ids of each bad word, spelled alone and behind one space, for vocabularies spell a word otherwise at
-    the beginning of a text than within it; each sequence once.
+    """Token ids of each bad word, without and with a leading space, since vocabularies encode a word differently at
+    the beginning of a text; duplicates are removed.
 
-    These are the spellings that vLLM's ``bad_words`` bans; others of the same text are not looked for.
+    These are the encodings that vLLM's ``bad_words`` bans; other encodings of the same text are not banned.
     """
     spellings = (space + word.lstrip(" ") for word in words for space in ("", " "))
     found = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in spellings)
@@ -23,8 +23,8 @@ def banned_sequences(words: Iterable[str], tokenizer: Tokenizer) -> Sequences:
 
 
 def check_something_is_left(params: SamplingParams, banned: Sequences, stop_token_ids: Collection[int]) -> None:
-    """Raise ``InvalidParameter`` if not even the first token could be chosen. Tokens in ``stop_token_ids`` end a text,
-    which they may not before ``min_tokens``."""
+    """Raise ``InvalidParameter`` if no first token is allowed. Tokens in ``stop_token_ids`` are banned before
+    ``min_tokens``."""
     if params.allowed_token_ids is None:
         return
     out = {sequence[0] for sequence in banned if len(sequence) == 1}.union(stop_token_ids if params.min_tokens else ())

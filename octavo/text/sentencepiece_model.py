@@ -1,9 +1,9 @@
 """Read a SentencePiece model, ``tokenizer.model``, as a ``tokenizers`` backend.
 
-The fields are those of ``sentencepiece_model.proto`` in https://github.com/google/sentencepiece. Text is cut as
-SentencePiece cuts it, but around special tokens, which SentencePiece does not find in text: what follows one is a text
-of its own and gets a space in front like any other. With ``legacy`` false in tokenizer_config.json only the beginning
-of the whole text gets one, as in transformers.
+The fields are those of ``sentencepiece_model.proto`` in https://github.com/google/sentencepiece. Text is tokenized as
+by SentencePiece, except around special tokens, which SentencePiece does not match in text: the text behind one is
+separate and gets its own leading space. With ``legacy`` false in tokenizer_config.json only the beginning of the
+input gets one, as in transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPECIAL_FIELDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unk", "p
 
 
 class SentencePieceModel:
-    """A parsed model. Raises ``CheckpointError`` for one that is damaged or cannot be honoured."""
+    """A parsed model. Raises ``CheckpointError`` for one that is damaged or not supported."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -44,13 +44,13 @@ class SentencePieceModel:
                 raise self._fail(name, "is not supported")
 
     def special_tokens(self) -> dict[str, str]:
-        """``bos_token`` and so on, as far as the model has them."""
+        """``bos_token`` and the like, those that the model has."""
         trainer, tokens = self._proto.trainer_spec, [piece.piece for piece in self._proto.pieces]
         ids = {name: getattr(trainer, f"{field}_id") for name, field in SPECIAL_FIELDS.items()}
         return {name: tokens[index] for name, index in ids.items() if 0 <= index < len(tokens)}
 
     def backend(self, config: Mapping[str, Any], declared: Mapping[int, AddedToken]) -> tokenizers.Tokenizer:
-        """The tokenizer, as ``tokenizer_config.json`` wants it. ``declared`` tokens may stand in for unused pieces."""
+        """The tokenizer, configured by ``tokenizer_config.json``. ``declared`` tokens may replace unused pieces."""
         proto = self._proto
         has_bytes = bool(proto.trainer_spec.byte_fallback)
         pieces = self._pieces(declared)
@@ -75,7 +75,7 @@ class SentencePieceModel:
         known = set(tokens)
         for index, kind in enumerate(kinds):
             if kind == USER_DEFINED:
-                # It is looked for in raw text, in which a space is a space.
+                # It is matched in raw text, where a space is not yet U+2581.
                 spaced = tokens[index].replace(SPACE_MARK, " ")
                 tokens[index] = tokens[index] if spaced in known else spaced
             if index in declared and kind in (NORMAL, CONTROL, USER_DEFINED, UNUSED):
@@ -89,7 +89,7 @@ class SentencePieceModel:
         return Pieces(tokens, [piece.score for piece in self._proto.pieces], kinds, unknown, self._fail)
 
     def _cleaning(self) -> list[normalizers.Normalizer]:
-        """What is done to text before its spaces are marked."""
+        """Normalizers applied before spaces are replaced."""
         spec = self._proto.normalizer_spec
         steps: list[normalizers.Normalizer] = []
         if spec.precompiled_charsmap:

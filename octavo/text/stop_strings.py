@@ -1,8 +1,8 @@
-"""Find stop strings in text that arrives in pieces, without ever letting out part of one.
+"""Find stop strings in streamed text, without ever emitting part of one.
 
-The stop strings form one automaton (Aho and Corasick, "Efficient string matching", CACM 1975): its state is
-the longest end of the text so far that may still grow into a stop string. One step per character, whatever
-the number of stop strings and however the text is cut.
+The stop strings form one automaton (Aho and Corasick, "Efficient string matching", CACM 1975): its state is the
+longest suffix of the text that is a prefix of a stop string. One transition per character, independent of the number
+of stop strings and of how the text is chunked.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _State:
-    """A beginning of some stop string; ``depth`` is its length."""
+    """A prefix of a stop string; ``depth`` is its length."""
 
     depth: int = 0
     next: dict[str, _State] = field(default_factory=dict)
     fallback: _State | None = None
-    """The longest proper end of this text that is a beginning too; ``None`` for the empty text."""
+    """The longest proper suffix of this prefix that is a prefix too; ``None`` for the empty one."""
     stop: str | None = None
-    """The longest stop string that this text ends with."""
+    """The longest stop string that this prefix ends with."""
 
 
 class StopStrings:
     """Watches growing text for the first of several stop strings.
 
-    The first to be *complete* wins; of those that are complete with the same character, the longest (which
-    began first). So the answer never depends on how the text was cut, and nothing waits for a longer match.
-    The text before the match comes out, followed by the match itself if ``include``.
+    The first to be *complete* wins; of several completed by the same character, the longest. So the result never
+    depends on how the text was chunked, and no text waits for a longer match. The text before the match is emitted,
+    followed by the match itself if ``include``.
     """
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         self.found: str | None = None
-        """The stop string that ended the text; nothing comes out any more."""
+        """The stop string that ended the text; no further text is emitted."""
         self._root = _build(tuple(stops))
         self._state = self._root
         self._include = include
         self._held = ""
-        """Text not let out yet: that of ``_state``."""
+        """Text held back: the prefix that ``_state`` stands for."""
 
     def push(self, text: str) -> str:
-        """Text that is safe to let out."""
+        """Append ``text``; returns the text that is safe to emit."""
         if self.found is not None:
             return ""
         for position, character in enumerate(text):
@@ -53,15 +53,15 @@ class StopStrings:
         return self._let_out(text)
 
     def pass_over(self, text: str) -> str:
-        """Like ``push`` for text in which no stop string counts, though one may begin in it."""
+        """Like ``push``, for text in which a stop string may begin but not end."""
         for character in text:
             self._state = _advance(self._state, character)
         while not self._state.next and self._state.fallback is not None:
-            self._state = self._state.fallback  # a whole stop string that did not count need not wait
+            self._state = self._state.fallback  # a complete stop string that does not count is not held back
         return self._let_out(text)
 
     def flush(self) -> str:
-        """The text held back, at the end of all text."""
+        """The text held back, at the end."""
         held, self._held, self._state = self._held, "", self._root
         return held
 
@@ -72,7 +72,7 @@ class StopStrings:
 
     def _let_out(self, text: str) -> str:
         if self._include:
-            return text  # a match would be let out as well, so nothing has to wait for it
+            return text  # a match would be emitted as well, so no text is held back
         text = self._held + text
         safe = len(text) - self._state.depth
         self._held = text[safe:]
@@ -80,7 +80,7 @@ class StopStrings:
 
 
 def _advance(state: _State, character: str) -> _State:
-    """The state after one more character; falls back at most as often as it went forward before."""
+    """The state after one more character; amortised constant time."""
     while (following := state.next.get(character)) is None:
         if state.fallback is None:
             return state
@@ -90,14 +90,14 @@ def _advance(state: _State, character: str) -> _State:
 
 @functools.lru_cache(maxsize=16)
 def _build(stops: tuple[str, ...]) -> _State:
-    """The automaton's empty state. It never changes, so that the choices of a request can share it."""
+    """The automaton's initial state. It is immutable, so the choices of a request share it."""
     root = _State()
     for stop in stops:
         state = root
         for character in stop:
             state = state.next.setdefault(character, _State(state.depth + 1))
         state.stop = stop
-    # Shorter texts first: a fallback is always shorter, so it is settled before it is needed.
+    # Shorter prefixes first: a fallback is always shorter, so it is set before it is needed.
     queue = deque([root])
     while queue:
         state = queue.popleft()

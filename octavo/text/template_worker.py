@@ -1,8 +1,8 @@
 """The child process that renders chat templates.
 
-A template is a program out of a model's files, and Jinja's sandbox bounds neither its time nor its memory.
-So it runs here, in a process that may be killed at any time: see ``octavo.child_worker``. The settings have the
-``source`` of the template, and as ``tool_source`` the one for conversations with tools, or null; a question is the
+A template is an untrusted program from a model's files, and Jinja's sandbox bounds neither its time nor its memory.
+So it runs in this process, which may be killed at any time: see ``octavo.child_worker``. The settings hold the
+``source`` of the template and ``tool_source``, the one for conversations with tools, or null; a question holds the
 variables of one rendering, or null to only compile the templates.
 """
 
@@ -26,7 +26,7 @@ class TemplateRefusal(Exception):
 
 
 class GenerationTag(Extension):
-    """``{% generation %}`` marks the assistant's part for training; here its content is simply text."""
+    """``{% generation %}`` marks the assistant's part for training; here its content is rendered as is."""
 
     tags = {"generation"}
 
@@ -46,7 +46,7 @@ def strftime_now(form: str) -> str:
 def tojson(
     value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON as it is, unlike Jinja's own filter, which escapes it for HTML."""
+    """JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -71,14 +71,14 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_output: int
 
 
 class Renderer:
-    """Renders a template, or the one for tools, again and again; each is compiled when first needed."""
+    """Renders the template or the tool template; each is compiled on first use."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self._templates: dict[str, jinja2.Template] = {}
 
     def serve(self, variables: dict[str, Any] | None) -> Answer:
-        """The rendering with ``variables``, or what went wrong; without, all templates are compiled."""
+        """The rendering with ``variables``, or the error; with ``None``, all templates are compiled."""
         names = [name for name in ("source", "tool_source") if self._settings.get(name) is not None]
         if variables is not None:
             names = names[-1:] if variables["tools"] is not None else names[:1]

@@ -1,4 +1,4 @@
-"""From a choice's tokens to the text that its client sees."""
+"""Converts a choice's tokens to the text sent to the client."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from octavo.types import FinishReason
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """What some more tokens add to the text."""
+    """The text that further tokens add."""
 
     text: str
     stop: str | None
-    """The stop string that ended the text with these tokens."""
+    """The stop string completed by these tokens, if any."""
     num_tokens: int
-    """How many of these tokens count: all, or those up to the one that completed the stop string."""
+    """Number of these tokens that count: all, or up to the one that completed the stop string."""
 
 
 class TextStream:
-    """One choice's growing text: decoding, stop strings and ``min_tokens`` in one.
+    """One choice's growing text: detokenization, stop strings and ``min_tokens``.
 
     Text is the same however the tokens are split over calls. Stop strings count only when a token after the
     first ``min_tokens`` completes them, as in vLLM. Without a tokenizer the text stays empty; admission
@@ -34,21 +34,21 @@ class TextStream:
     def __init__(
         self, tokenizer: Tokenizer | None, params: SamplingParams, shown: frozenset[int] = frozenset()
     ) -> None:
-        """``shown`` are special tokens that are text even if ``params`` skip special tokens."""
+        """``shown`` are special tokens to decode to text even if ``params`` skip special tokens."""
         self._detokenizer = (
             _NoText() if tokenizer is None else Detokenizer(tokenizer, params.skip_special_tokens, shown)
         )
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._shows_stop_token = params.include_stop_str_in_output
         self._num_exempt = params.min_tokens
-        """How many more tokens must come before stop strings count."""
+        """Number of further tokens before stop strings count."""
 
     def push(self, tokens: list[int], finish_reason: FinishReason | None = None) -> TextDelta:
         """What ``tokens`` add; ``finish_reason`` is the engine's, given with the last tokens.
 
         With ``"stop"`` the last token is the one that ended the text: it counts, but unless
-        ``include_stop_str_in_output`` it is not shown, special or not. After a stop string was found
-        nothing is added and nothing counts.
+        ``include_stop_str_in_output`` is set its text is left out, special or not. After a stop string was found
+        no text is added and no token counts.
         """
         if self._stops is not None:
             return self._push_watched(self._stops, tokens, finish_reason)
@@ -58,7 +58,7 @@ class TextStream:
         return TextDelta(text, None, len(tokens))
 
     def _push_watched(self, stops: StopStrings, tokens: list[int], finish_reason: FinishReason | None) -> TextDelta:
-        """Go token by token, so that it is known which one completed a stop string."""
+        """Push token by token, to find the one that completes a stop string."""
         if stops.found is not None:
             return TextDelta("", stops.found, 0)
         texts = []

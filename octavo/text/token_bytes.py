@@ -1,12 +1,11 @@
-"""The true bytes of every token, computed once from a vocabulary and the kind of its decoder.
+"""The bytes of every token, computed once from a vocabulary and the kind of its decoder.
 
-Two families cover the models served here. *Byte-level* vocabularies (GPT-2 and its followers) spell each
-byte as one printable character. *SentencePiece-like* ones spell a space as U+2581 and a byte that has no
-piece of its own as ``<0xNN>``. Text is then only ever the UTF-8 decoding of joined bytes, which is what
-makes it possible to decode a stream piece by piece.
+Two families cover the models served here. *Byte-level* vocabularies (GPT-2 and its successors) write each byte as one
+printable character. *SentencePiece-like* ones write a space as U+2581 and a byte without a piece as ``<0xNN>``. Text
+is then always the UTF-8 decoding of joined bytes, which makes incremental decoding possible.
 
-Encoders, which generate nothing, come with *WordPiece* vocabularies, in which ``##`` marks a piece that goes on with a
-word. Every other piece is spelled with a space before it.
+Encoder models use *WordPiece* vocabularies, in which ``##`` marks a piece that continues a word. Every other piece
+gets a leading space.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def token_bytes_table(backend: tokenizers.Tokenizer, origin: object) -> list[bytes]:
-    """Bytes of each token, by id; ids that the vocabulary leaves out have none.
+    """Bytes of each token, by id; empty for ids that the vocabulary does not use.
 
     Raises ``CheckpointError``, naming ``origin`` and the decoder, when the decoder is of another kind
     (CTC, ...): its text is not the concatenation of its tokens.
@@ -85,7 +84,7 @@ def _byte_level_speller() -> Callable[[str], bytes]:
     def spell(token: str) -> bytes:
         try:
             return bytes([alphabet[character] for character in token])
-        except KeyError:  # an added token, kept as the text that it matches
+        except KeyError:  # an added token: its bytes are the text that it matches
             return token.encode("utf-8", "replace")
 
     return spell

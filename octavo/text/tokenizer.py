@@ -1,4 +1,4 @@
-"""Text to tokens and tokens to text, over the ``tokenizers`` library."""
+"""Encoding and decoding text, over the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from octavo.text.tokenizer_parts import TokenizerParts
 from octavo.text.whole_words import look_up_whole_words
 
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>", "<end_of_turn>", "<|endoftext|>", "</s>")
-"""Special tokens that end a turn wherever they are known; many checkpoints name only one of theirs."""
+"""Special tokens that end a turn in any vocabulary that has them; many checkpoints declare only one."""
 
 
 class Tokenizer:
-    """A vocabulary with both directions.
+    """Encodes text to tokens and decodes tokens to text.
 
     Encoding runs outside Python and releases the interpreter lock. Decoding is the UTF-8 decoding of the
     tokens' bytes, invalid bytes becoming U+FFFD. On valid text it equals the library's own decoding with
-    one deliberate difference: a leading space is never stripped and nothing is tidied up, so that the
+    one deliberate difference: a leading space is never stripped and whitespace never cleaned up, so that the
     texts of a prompt and of its continuation concatenate to the text of both.
     """
 
@@ -34,23 +34,23 @@ class Tokenizer:
         self.vocab_size = len(self._bytes)
         """One more than the largest id."""
         self.longest_token_bytes = max(map(len, self._bytes), default=0)
-        """So a text of more than n times as many bytes has more than n tokens."""
+        """Hence a text of more than n times this number of bytes has more than n tokens."""
         added = parts.backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(index for index, token in added.items() if token.special)
         self.special_tokens = dict(parts.special_tokens)
-        """What chat templates know as ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token``."""
+        """The chat template's variables ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token``."""
         self.bos_token_id = self._id_of(self.special_tokens.get("bos_token"))
         turn_ends = (self._id_of(text) for text in TURN_ENDS)
         known = {index for index in turn_ends if index in self.special_token_ids}
         self.eos_token_ids = tuple(sorted({*parts.eos_token_ids, *known} - {None}))
-        """Every id that ends a text or a turn: the checkpoint's own and the well-known ones it has."""
+        """Every id that ends a text or a turn: those that the checkpoint declares, and those in ``TURN_ENDS``."""
         self.chat_template = parts.chat_template
         self.tool_template = parts.tool_template
         self._texts_showing: dict[frozenset[int], dict[int, str]] = {}
-        """A model has one or two sets of special tokens that are shown."""
+        """Cache of ``whole_texts_showing``; a model has one or two sets of shown special tokens."""
 
     def prepare_to_encode(self) -> None:
-        """Spend up to a second so that ``encode`` takes less, for whoever will encode many texts."""
+        """Warm up for encoding many texts: spends up to a second so that each ``encode`` is faster."""
         look_up_whole_words(self._backend)
         self.encode("The first text takes longer.")
 
@@ -61,13 +61,13 @@ class Tokenizer:
         Raises ``InvalidParameter`` for a string that is not Unicode text (it has an unpaired surrogate).
         """
         _check_unicode(text)
-        # The call for one text would hold the interpreter lock all the while; the one for many lets go of it.
+        # ``encode`` of one text would hold the interpreter lock; the batch call releases it.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
-        """Token ids of two texts in one, with what the checkpoint puts around and between them, and where the tokens
-        of the second kind begin (behind the end where there is one kind). Raises ``InvalidParameter`` as ``encode``."""
+        """Token ids of two texts joined with the checkpoint's special tokens, and the index of the first token of
+        type 1 (the length if there is none). Raises ``InvalidParameter`` as ``encode`` does."""
         for text in (first, second):
             _check_unicode(text)
         (encoding,) = self._backend.encode_batch_fast([(first, second)])
@@ -75,17 +75,17 @@ class Tokenizer:
         return list(encoding.ids), types.index(1) if 1 in types else len(types)
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``tokens``; an id that the vocabulary does not have is no text."""
+        """Text of ``tokens``; unknown ids are ignored."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         return b"".join([self.token_bytes(t) for t in tokens if t not in skipped]).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that ``token`` adds to the text, special or not; none for an unknown id."""
+        """The bytes that ``token`` adds to the text, special or not; empty for an unknown id."""
         return self._bytes[token] if 0 <= token < self.vocab_size else b""
 
     def token_text(self, token: int) -> str:
-        r"""A name for ``token`` in lists of log-probabilities: its text, or ``bytes:\xe2\x80`` for a part of
-        a character, as the OpenAI completions API spells it (so that different parts have different names)."""
+        r"""Name of ``token`` in logprobs: its text, or ``bytes:\xe2\x80`` for part of a character, as in the OpenAI
+        completions API (so that different parts have different names)."""
         data = self.token_bytes(token)
         try:
             return data.decode()
@@ -94,7 +94,7 @@ class Tokenizer:
 
     @cached_property
     def whole_texts(self) -> dict[int, str]:
-        """Texts of the tokens that are complete text by themselves: most of them."""
+        """Texts of the tokens whose bytes alone are valid UTF-8: most of them."""
         texts = {}
         for token, data in enumerate(self._bytes):
             try:
@@ -104,24 +104,24 @@ class Tokenizer:
         return texts
 
     def whole_texts_showing(self, shown: frozenset[int]) -> dict[int, str]:
-        """The same with nothing as the text of special tokens, but for those ``shown``."""
+        """``whole_texts`` with empty text for special tokens, except those ``shown``."""
         if shown not in self._texts_showing:
             self._texts_showing[shown] = self.whole_texts | dict.fromkeys(self.special_token_ids - shown, "")
         return self._texts_showing[shown]
 
     def special_ids_by_text(self) -> dict[str, int]:
-        """Special tokens by the text that they are written as."""
+        """Ids of special tokens by their text."""
         return {self.token_bytes(token).decode("utf-8", "replace"): token for token in self.special_token_ids}
 
     def vocabulary(self, eos_token_ids: Iterable[int]) -> Vocabulary:
-        """What grammars need to know; ``eos_token_ids`` may end a text besides those that are known here."""
+        """The vocabulary for grammars; ``eos_token_ids`` may end a text in addition to the tokenizer's own."""
         ends = {*eos_token_ids, *self.eos_token_ids}.intersection(range(self.vocab_size))
         specials = sorted(self.special_token_ids | ends)
         return Vocabulary(self._bytes, specials, sorted(ends), lambda text: self.encode(text, add_special_tokens=False))
 
     @cached_property
     def packed_tokens(self) -> bytes:
-        """All tokens' bytes, as a process that tries out grammars gets them."""
+        """All tokens' bytes, packed for the process that tests grammars."""
         return pack_tokens(self._bytes)
 
     def _id_of(self, text: str | None) -> int | None:

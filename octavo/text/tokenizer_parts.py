@@ -1,4 +1,4 @@
-"""What a tokenizer is made of, whichever file it was read from."""
+"""Parts of a tokenizer, independent of the file format."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from octavo.errors import CheckpointError
 
 @dataclass(frozen=True)
 class TokenizerParts:
-    """A ``tokenizers`` backend and what its checkpoint says about it."""
+    """A ``tokenizers`` backend and the checkpoint's metadata about it."""
 
     origin: Path
     backend: tokenizers.Tokenizer
     special_tokens: Mapping[str, str]
-    """Text of ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token``, as far as there are such."""
+    """Text of ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token``, those that exist."""
     eos_token_ids: tuple[int, ...]
-    """Ends of text by the checkpoint's own account."""
+    """End-of-text tokens that the checkpoint declares."""
     chat_template: str | None
     tool_template: str | None = None
-    """The chat template for conversations with tools, where a checkpoint has one of its own for them."""
+    """The chat template for conversations with tools, if the checkpoint has a separate one."""
 
 
 def wrap_with_special_tokens(
     backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], add_bos: bool, add_eos: bool, origin: Path
 ) -> None:
-    """Make ``backend`` put the beginning- and end-of-text tokens around what it encodes, as asked for.
+    """Make ``backend`` add the requested beginning- and end-of-text tokens when it encodes.
 
-    Raises ``CheckpointError`` when such a token is asked for and there is none.
+    Raises ``CheckpointError`` when a requested token does not exist.
     """
-    wanted = [name for name, flag in (("bos_token", add_bos), ("eos_token", add_eos)) if flag]
+    requested = [name for name, flag in (("bos_token", add_bos), ("eos_token", add_eos)) if flag]
     ids = {}
-    for name in wanted:
+    for name in requested:
         text = special_tokens.get(name)
         index = None if text is None else backend.token_to_id(text)
         if text is None or index is None:

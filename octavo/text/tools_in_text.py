@@ -1,6 +1,6 @@
-"""Conversations with tools for chat templates that have no place for them: everything about tools becomes plain text.
+"""Conversations with tools for chat templates without tool support: everything about tools becomes plain text.
 
-The functions and the form of a call are told in the system message, calls of the history become content of the
+The functions and the format of a call are described in the system message, past calls become content of the
 assistant, and results become messages of the user.
 """
 
@@ -32,10 +32,10 @@ WriteCalls = Callable[[Sequence[Call]], str]
 def with_tools_in_text(
     messages: Sequence[Message], tools: Sequence[Message], write: WriteCalls, *, has_system: bool = True
 ) -> list[Message]:
-    """Normalised ``messages`` with ``tools``, calls and results as text; ``write`` is the form of calls.
+    """Normalised ``messages`` with ``tools``, calls and results as text; ``write`` formats the calls.
 
-    Without ``has_system`` the functions are told in the user's first message, for templates that refuse a system
-    message.
+    Without ``has_system`` the functions are described in the user's first message, for templates that refuse a
+    system message.
     """
     told = _with_calls_in_text(messages, write)
     if not tools:
@@ -64,7 +64,7 @@ def _with_calls_in_text(messages: Sequence[Message], write: WriteCalls) -> list[
             written = write([Call(f["name"], json.dumps(f["arguments"], ensure_ascii=False)) for f in functions])
             message["content"] = _joined(message["content"], written)
         if follows_result and message["role"] == "user":
-            # Many templates want the user and the assistant to take turns.
+            # Many templates require alternating user and assistant messages.
             told[-1]["content"] = _joined(told[-1]["content"], message["content"])
         else:
             told.append(message)

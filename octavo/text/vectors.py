@@ -1,4 +1,4 @@
-"""Vectors of texts, and how near two of them are."""
+"""Embedding vectors: shortening and cosine similarity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def shortened(vector: Floats, dimensions: int | None) -> Floats:
-    """The first numbers, brought to length 1 again; all as they are for ``None``."""
+    """The first ``dimensions`` numbers, normalised to length 1; the vector unchanged for ``None``."""
     if dimensions is None or dimensions == len(vector):
         return vector
     first = vector[:dimensions]
@@ -22,19 +22,19 @@ def shortened(vector: Floats, dimensions: int | None) -> Floats:
 
 
 def check_dimensions(dimensions: int | None, size: int) -> None:
-    """Raise ``InvalidParameter`` unless a vector of ``size`` numbers can be shortened to so many."""
+    """Raise ``InvalidParameter`` unless a vector of ``size`` numbers can be shortened to ``dimensions``."""
     if dimensions is not None and size and not 1 <= dimensions <= size:
         raise InvalidParameter("dimensions", f"'dimensions' must be from 1 to {size}, not {dimensions}.")
 
 
 def cosine(a: Floats, b: Floats) -> float:
-    """The cosine of the angle between two vectors; 0 if one of them is all zeros."""
+    """Cosine similarity of two vectors; 0 if one of them is all zeros."""
     lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
     return 0.0 if lengths == 0 else float(a @ b) / lengths
 
 
 def pairs_of(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """One text with each of several, or two lists of equal length; raise ``InvalidParameter`` for others."""
+    """Pairs of one text with each of a list, or of two lists of equal length; else raise ``InvalidParameter``."""
     firsts = [text_1] if isinstance(text_1, str) else list(text_1)
     seconds = [text_2] if isinstance(text_2, str) else list(text_2)
     if not firsts or not seconds:

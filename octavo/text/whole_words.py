@@ -1,8 +1,8 @@
 """Byte-pair encoding without merging words that are tokens.
 
-Merging a word from its characters looks up a pair for each of them and two for each merge; a word that is in the
-vocabulary as it stands can be looked up in one go (``ignore_merges``). The tokens are the same where every token's own
-text is merged to that token.
+Merging a word from its characters takes a lookup per character and two per merge; a word in the vocabulary can be
+found with one lookup instead (``ignore_merges``). The tokens are the same if every token's own text merges to that
+token.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from tokenizers import models
 
 
 def look_up_whole_words(backend: tokenizers.Tokenizer) -> bool:
-    """Let ``backend`` look words up before it merges them if that gives the same tokens for every text; say whether it
+    """Make ``backend`` look words up before merging if that gives the same tokens for every text; returns whether it
     does.
 
-    All tokens are tried, which takes 2 to 5 microseconds each. Added tokens need not be merged to themselves: they are
-    taken out of a text before it is cut into words, but for those that are found at the borders of words only.
+    Every token is tested, at 2 to 5 microseconds each. Added tokens need not merge to themselves, because they are
+    split off before text is split into words, except those matched at word boundaries only.
     """
     model = backend.model
     if not isinstance(model, models.BPE) or model.dropout:
@@ -30,6 +30,6 @@ def look_up_whole_words(backend: tokenizers.Tokenizer) -> bool:
         for text, index in vocabulary.items()
         if text not in taken_out
     )
-    model._clear_cache()  # of the words that were tried: it would take no others
+    model._clear_cache()  # it is full of the tested words and would accept no others
     model.ignore_merges = is_same
     return is_same

@@ -151,7 +151,7 @@ def test_the_command_gives_the_same_json_with_any_number_of_cores(
 class Dies:
     """A workload whose process ends at once."""
 
-    awaits: Awaits = "nobody"
+    awaits: Awaits = "none"
 
     def next_job(self) -> Job | None:
         os._exit(9)

@@ -37,7 +37,7 @@ class Linear(CostModel):
 class Listed:
     """Jobs from a list."""
 
-    awaits: Awaits = "nobody"
+    awaits: Awaits = "none"
 
     def __init__(self, jobs: list[Job]) -> None:
         self.jobs = jobs

@@ -1,8 +1,8 @@
 """Kernels for the CPU, compiled by numba; importing this package registers them with their ops.
 
-Every kernel keeps one promise: what it computes for a row depends on nothing but that row (and, in
-attention, its sequence's cache), to the bit: not on the other rows, on how a prompt was cut into chunks, or
-on the number of threads. Sums therefore have one fixed order, and no fast-math flag is ever set.
+Every kernel is batch-invariant: its result for a row is bitwise a function of that row alone (and, in attention, of
+its sequence's cache), independent of the other rows, of how a prompt was chunked, and of the number of threads. Sums
+therefore have one fixed order, and no fast-math flag is ever set.
 """
 
 import importlib
@@ -24,7 +24,7 @@ def _decline_all(reason: str) -> None:
 
 try:
     importlib.import_module("numba")
-except ImportError as error:  # not installed, or not made for this Python or numpy
+except ImportError as error:  # not installed, or not built for this Python or numpy
     _decline_all(f"numba cannot be imported: {error}")
 else:
     for _name in _HERE:

@@ -1,4 +1,4 @@
-"""``adjust_logits`` row by row, each with only what its request asks for.
+"""``adjust_logits`` row by row, each with only the adjustments of its request.
 
 Shapes: R rows, V vocabulary.
 """

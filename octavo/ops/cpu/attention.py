@@ -30,7 +30,7 @@ PLAN = fields(num_tiles=int, num_slots=int, work=int)
 
 @inlined
 def _fits(a: Any, starts: Any, lengths: Any, slots: Any) -> bool:
-    """Whether the step's numbers stay within its tensors."""
+    """Whether the step's lengths, slots and block numbers stay within its tensors."""
     if starts[0] != 0 or starts[a.S] > a.T:
         return False
     for s in range(a.S):
@@ -50,7 +50,7 @@ def _fits(a: Any, starts: Any, lengths: Any, slots: Any) -> bool:
 
 @inlined
 def _cut(a: Any, starts: Any, lengths: Any, tiles: Any, plan: Any) -> None:
-    """Cut the step into tiles, counting them; they are written down where there is room."""
+    """Split the step into tiles and count them; they are stored while there is room."""
     tile_tokens, n, slots, work = max(1, TILE_ROWS // (a.N // a.K)), 0, 0, 0
     for s in range(a.S):
         begin, end = starts[s], starts[s + 1]
@@ -100,7 +100,7 @@ def _driver() -> int:
 
 
 def compiling_beside(kv_dtype: torch.dtype) -> AbstractContextManager[None]:
-    """A block meanwhile another process compiles what takes longest for caches of ``kv_dtype``, if that is missing."""
+    """While the block runs, another process compiles the slowest kernels for caches of ``kv_dtype``, if missing."""
     if kv_dtype not in FORMATS or not is_missing(attend_task.__name__):
         return contextlib.nullcontext()
     return beside(lambda: (attend_task(FORMATS[kv_dtype]), _driver()))

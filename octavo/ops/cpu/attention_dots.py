@@ -1,11 +1,11 @@
 """The two inner loops of attention, over rows whose length is a multiple of 16, of any number format.
 
-``score``: queries with a run of keys. Sixteen partial sums along the head, added up in a fixed order, for one
-key as for sixteen, so that a score's bits do not depend on which keys lie beside it.
+``score``: queries with a run of keys. Sixteen partial sums along the head, added in a fixed order, for one
+key as for sixteen, so that a score's bits do not depend on the neighbouring keys.
 
 ``gather``: out += weight * value, position after position, each step one fused multiply-add on every number.
 A row's chain of additions runs over positions in order, through memory from one run to the next, whatever
-other rows are computed beside it.
+other rows are computed at the same time.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from octavo.ops.cpu.vector_ir import (
 
 VECTOR_BYTES = 4 * LANES
 STATE_BYTES = VECTOR_BYTES
-"""In front of the outputs of a part: its largest score and the sum of its weights."""
+"""Bytes before the outputs of a part, for its largest score and the sum of its weights."""
 LOWEST = -3.0e38
 SCORE_ROWS = 3
-"""Queries that ``score`` takes at a time: with eight keys each, their sums just fit the registers."""
+"""Queries per call of ``score``: with eight keys each, their sums just fit the registers."""
 MAX_ROWS = 4
-"""Rows that ``gather`` takes at a time. Six would fit, save little, and take a second more to compile."""
+"""Rows per call of ``gather``. Six would fit, but save little and take a second more to compile."""
 WEIGH_ROWS = 4
-"""Rows that ``exponentials`` takes at a time: each alone would mostly wait for itself."""
+"""Rows per call of ``exponentials``: a single row would be bound by instruction latency."""
 WIDTHS = (4, 1)
-"""Vectors of the head that ``gather`` takes at a time."""
+"""Vectors of the head that ``gather`` processes at a time."""
 
 
 @emitted
@@ -69,8 +69,8 @@ def score(
 ) -> Any:
     """Dot products of 1 to SCORE_ROWS queries with 16 keys of a format, which lie one after the other.
 
-    ``num_steps`` vectors each. If it ``asks``, as many bytes as it reads are brought near from ``ahead`` on. The first
-    two are constants.
+    ``num_steps`` vectors each. If ``asks``, as many bytes as are read are prefetched from ``ahead`` on. The first two
+    arguments are constants.
     """
     if not isinstance(number_format, types.IntegerLiteral) or not isinstance(asks, types.IntegerLiteral):
         return None
@@ -100,7 +100,7 @@ def _emit_score(
     ahead: ir.Value,
     half: int,
 ) -> list[list[ir.Value]]:
-    """For each query, what ``halve`` makes of its partial sums with one half of the 16 keys."""
+    """For each query, its partial sums with one half of the 16 keys, after ``halve``."""
     step_bytes = LANES * FORMAT_BYTES[number_format]
     row_bytes = b.mul(num_steps, i64(step_bytes))
     chosen = [start + 4 * half + i for start in (0, LANES // 2) for i in range(4)]
@@ -216,8 +216,8 @@ def _emit_gather(
 def exponentials(context: Any, scores: Any, score_stride: Any, num_vectors: Any, states: Any, state_stride: Any) -> Any:
     """Replace scores of WEIGH_ROWS rows by e ** (score - largest score of the row).
 
-    The largest and the sum are put at each row's state. What is not to count is -inf, which changes no bit of the
-    rest. The largest is LOWEST at least, so that a row of -inf gives zeros.
+    The largest score and the sum are stored in each row's state. Masked scores are -inf, which changes no bit of the
+    others. The largest score is LOWEST at least, so that a row of -inf gives zeros.
     """
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:

@@ -1,9 +1,9 @@
 """The three passes of attention over one part of a context: see ``attention_tiles``.
 
-What is worked on: ``queries`` float32 [rows, width] at ``positions`` int64 [rows], of neighbouring tokens in order, all
-of one kv head; their ``scores`` float32 [rows and some, PART + 16] over the part; its ``runs``, as ``list_runs`` gave
-them; the queries ``turned``, float32 [chunks, width, 16] and a chunk for keys; and room for float32 rows,
-``copy`` [RUN + 16, width]. ``turned`` and ``copy`` are for what is not read in place.
+Working set: ``queries`` float32 [rows, width] at ``positions`` int64 [rows], of neighbouring tokens in order, all of
+one kv head; their ``scores`` float32 [rows plus padding, PART + 16] over the part; its ``runs`` from ``list_runs``;
+the transposed queries ``turned``, float32 [chunks, width, 16] plus a chunk for keys; and scratch for float32 rows,
+``copy`` [RUN + 16, width]. ``turned`` and ``copy`` are used for keys and values that are not read in place.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ PART = 128
 RUN = 64
 """Most positions at a time: their float32 keys stay in the first-level cache at usual head sizes."""
 IN_PLACE_ROWS = 8
-"""Most rows of a tile for which converting 16-bit numbers each time is quicker than a copy."""
+"""Most rows of a tile for which converting 16-bit numbers on each use is faster than a copy."""
 COLUMN, COUNT, PLACE, ROOM = range(4)
-"""Of a run: where it begins in its part; its positions; the row of the caches that holds the first; how many from there
-on lie in the same block."""
+"""Fields of a run: its offset in the part; its number of positions; the cache row of the first position; the number of
+rows from there to the end of the block."""
 
 
 @inlined
@@ -46,7 +46,7 @@ def first_seen(a: Any, position: int) -> Any:
 
 @inlined
 def list_runs(a: Any, table: Any, head: int, begin: int, end: int, runs: Any) -> Any:
-    """Cut positions ``begin .. end`` into runs, each in one block; ``runs`` int64 [PART + 1, 4]. Gives their number."""
+    """Split positions ``begin .. end`` into runs within blocks; ``runs`` int64 [PART + 1, 4]; returns their number."""
     index, within, n, column = begin // a.block_size, begin % a.block_size, 0, 0
     while begin + column < end:
         count = min(end - begin - column, a.block_size - within, RUN)
@@ -61,13 +61,13 @@ def list_runs(a: Any, table: Any, head: int, begin: int, end: int, runs: Any) ->
 
 @inlined
 def are_read_in_place(a: Any, num_rows: int) -> bool:
-    """Whether cached rows are multiplied as they are: for a few rows, that takes no longer than copying and turning."""
+    """Whether cached rows are read in place: for a few rows, that takes no longer than copying and transposing."""
     return a.width == a.H and num_rows <= IN_PLACE_ROWS
 
 
 @inlined
 def _copy_runs(number_format: Constant, a: Any, cache: int, first: int, num_runs: int, runs: Any, copy: Any) -> Any:
-    """Bring runs from ``first`` on into ``copy`` as float32 rows of whole vectors; gives how many of both."""
+    """Copy runs from ``first`` on to ``copy`` as padded float32 rows; returns the numbers of runs and rows."""
     row_bytes, n, count = FORMAT_BYTES[number_format] * a.H, 0, 0
     while first + n < num_runs and count + runs[first + n, COUNT] <= RUN:
         rows, more = cache + row_bytes * runs[first + n, PLACE], runs[first + n, COUNT]
@@ -82,7 +82,7 @@ def _copy_runs(number_format: Constant, a: Any, cache: int, first: int, num_runs
 
 @copied
 def score_rows(number_format: int, a: Any, begin: int, num_runs: int, work: Any) -> None:
-    """First pass over the part from ``begin`` on: for each row scores of what it sees, and some that mean nothing."""
+    """First pass over the part from ``begin`` on: each row's scores of the positions it sees; others are undefined."""
     queries, _, _, runs, _, copy = work
     row_bytes = FORMAT_BYTES[number_format] * a.H
     if not are_read_in_place(a, len(queries)):
@@ -101,7 +101,7 @@ def score_rows(number_format: int, a: Any, begin: int, num_runs: int, work: Any)
 
 @inlined
 def _score_copy(a: Any, begin: int, column: int, count: int, work: Any) -> None:
-    """Scores of ``count`` keys in ``copy``: sixteen are turned at a time. Behind the last, lanes mean nothing."""
+    """Scores of ``count`` keys in ``copy``, transposed sixteen at a time. Lanes behind the last key are undefined."""
     queries, positions, scores, _, turned, copy = work
     num_steps, keys, room = a.width // LANES, turned[len(turned) - 2].ctypes.data, turned[len(turned) - 1].ctypes.data
     for j in range(0, count, LANES):
@@ -116,7 +116,7 @@ def _score_copy(a: Any, begin: int, column: int, count: int, work: Any) -> None:
 
 @inlined
 def _score_run(kind: Constant, a: Any, begin: int, run: Any, keys: int, ahead: int, work: Any) -> None:
-    """Scores of one run's keys, of format ``kind``; as many bytes are brought near from ``ahead`` on."""
+    """Scores of one run's keys, of format ``kind``; as many bytes are prefetched from ``ahead`` on."""
     queries, positions, scores, _, _, _ = work
     row_bytes, num_steps, strides = (
         FORMAT_BYTES[kind] * a.width,
@@ -133,7 +133,7 @@ def _score_run(kind: Constant, a: Any, begin: int, run: Any, keys: int, ahead: i
             if j + LANES <= run[ROOM]:
                 score(kind, 1, query, strides[0], n, here, num_steps, out, strides[1], asked)
                 continue
-            for row in range(n):  # what lies behind a block may be anything, or nothing
+            for row in range(n):  # memory behind a block may be unrelated or unmapped
                 for k in range(min(LANES, run[COUNT] - j)):
                     place = out + strides[1] * row + 4 * k
                     score_one(kind, query + strides[0] * row, here + row_bytes * k, num_steps, place)
@@ -161,9 +161,9 @@ def weigh_rows(a: Any, begin: int, end: int, work: Any, parts: Any) -> None:
 
 @copied
 def gather_rows(number_format: int, a: Any, begin: int, num_runs: int, work: Any, parts: Any, later: int) -> None:
-    """Third pass: each row's outputs += weights * values; neighbouring rows together over what all of them see.
+    """Third pass: each row's outputs += weights * values; neighbouring rows together over positions that all see.
 
-    ``later`` is the address of the keys that come after the last of these values.
+    ``later`` is the address of the keys that are read after the last of these values.
     """
     queries, _, _, runs, _, copy = work
     row_bytes = FORMAT_BYTES[number_format] * a.H
@@ -194,15 +194,15 @@ def _gather_run(
     work: Any,
     parts: Any,
 ) -> None:
-    """The weighted values of ``count`` positions; if it ``asks``, as many bytes are brought near from ``ahead`` on."""
+    """The weighted values of ``count`` positions; if ``asks``, as many bytes are prefetched from ``ahead`` on."""
     queries, positions, scores, _, _, _ = work
     start = begin + column
     for first in range(0, len(queries), MAX_ROWS):
         n = min(MAX_ROWS, len(queries) - first)
         low = max(0, first_seen(a, positions[first + n - 1]) - start)
         high = max(low, min(count, positions[first] + 1 - start))
-        # What some rows see and not all comes before the rest, row by row, and after it; in one loop, since each call
-        # is compiled on its own.
+        # Positions that only some rows see come before and after the common ones, row by row; in one loop, since each
+        # call site is compiled separately.
         for i in range(-n if low > 0 else 0, n + 1 if high < count else 1):
             row, num_rows, begin_at, end_at = first, n, low, min(count, high)
             if i != 0:

@@ -1,4 +1,4 @@
-"""The rows of a step before they attend: heads normed and rotated, keys and values put into the cache."""
+"""Preparation of a step's rows for attention: heads are normed and rotated, keys and values stored in the cache."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ STEP = fields(
     num_tiles=int,
     parts=int,
 )
-"""All that the tasks of one call read; addresses are 0 for what is absent. ``width`` is H filled up to whole vectors;
-``stored`` is K, or 0 where another layer has stored the keys and values.
+"""Arguments of the tasks of one call; addresses are 0 for absent tensors. ``width`` is H rounded up to a multiple of
+16; ``stored`` is K, or 0 where another layer has stored the keys and values.
 
-The last four are made by the driver: queries float32 [T, N, width], the tiles, and room for their parts.
+The last four are set by the driver: queries float32 [T, N, width], the tiles, and scratch for their parts.
 """
 
 
@@ -68,7 +68,7 @@ def _turn(x: Any, cos: Any, sin: Any) -> None:
 
 @inlined
 def _prepare_head(a: Any, t: int, head: int, norm: int, x: Any) -> None:
-    """Queries' or keys' head ``head`` of row t into ``x``, whose last numbers stay zero."""
+    """Write head ``head`` of row t's queries or keys to ``x``, whose padding stays zero."""
     source = view(a.qkv + 4 * (t * (a.N + 2 * a.stored) + head) * a.H, a.H, np.float32)
     for i in range(a.H):
         x[i] = source[i]

@@ -1,16 +1,16 @@
 """Attention of a tile: one kv head of one sequence, all query heads that share it, a few neighbouring tokens.
 
-A context is taken in parts of PART positions, at multiples of it, whatever is computed beside. Over a part there
-are three passes through float32 scratch memory::
+A context is processed in parts of PART positions, at multiples of PART, independent of other work in the step. Over a
+part there are three passes through float32 scratch memory::
 
     scores     for each run of keys, at most RUN in one block: every row's dot products with them
-    weights    for each row: e ** (score - largest) of what it sees, and their sum
-    output     for each run of values: every row's weighted sum goes on
+    weights    for each row: e ** (score - largest) of the positions it sees, and their sum
+    output     for each run of values: added to every row's weighted sum
 
-Parts are merged in the order of their positions. No pass lets a row's arithmetic depend on which rows share its
-tile, so chunks may be cut anywhere, and the parts of a single row may be computed by different threads.
-For many rows, keys and values are first copied out as float32, as are those of a head that is not whole vectors, and
-scores are computed from turned chunks: see ``attention_turned``.
+Parts are merged in the order of their positions. In no pass does a row's arithmetic depend on the other rows of its
+tile, so prompts may be chunked anywhere, and the parts of a single row may be computed by different threads.
+For many rows, and for head sizes that are not a multiple of 16, keys and values are first copied as float32, and
+scores are computed from transposed chunks: see ``attention_turned``.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ TILE_ROWS = 48
 STATE = STATE_BYTES // 4
 
 TILE = fields(sequence=int, row=int, num_tokens=int, start=int, first_part=int, last_part=int, slot=int, num_slots=int)
-"""``num_tokens`` rows of q from ``row``, the first of which sits at position ``start`` of its sequence.
+"""``num_tokens`` rows of q from ``row``, the first of which is at position ``start`` of its sequence.
 
-A tile computes parts ``first_part`` to before ``last_part``. With a ``slot`` from 0 on it is one part of a single row
-and leaves it there; the first of its tiles has the number of slots, the others 0.
+A tile computes parts ``first_part`` up to, not including, ``last_part``. With a non-negative ``slot`` it is one part of
+a single row and is stored in that slot; the first of the row's tiles has the number of slots, the others 0.
 """
 
 
@@ -62,13 +62,13 @@ def _table_of(a: Any, tile: Any) -> Any:
 
 @inlined
 def _first_of(a: Any, tile: Any, part: int) -> Any:
-    """The first position of a part that a tile looks at."""
+    """The first position of a part that a tile reads."""
     return max(part * PART, first_seen(a, tile.start) // LANES * LANES)
 
 
 @inlined
 def _keys_after(number_format: Constant, a: Any, item: int, part: int, last_item: int) -> Any:
-    """Address of the keys that are looked at after a part of an item, if any are."""
+    """Address of the keys that are read after a part of an item, if any."""
     tile, next_part = _tile_of(a, item), part + 1
     if next_part == tile.last_part:
         item = min(item + 1, last_item)
@@ -88,7 +88,7 @@ def _copy(source: Any, out: Any) -> None:
 
 @inlined
 def _begin(total: Any) -> None:
-    """Make a row of STATE and outputs one that nothing was added to."""
+    """Initialise a row of STATE and outputs."""
     total[0] = LOWEST
     for i in range(1, len(total)):
         total[i] = 0
@@ -96,7 +96,7 @@ def _begin(total: Any) -> None:
 
 @functools.cache
 def attend_task(number_format: int) -> int:
-    """Task over (tile, kv head), the last tiles first: they see the most positions."""
+    """Task over (tile, kv head), the last tiles first since they see the most positions."""
 
     def attend(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, STEP)
@@ -146,13 +146,13 @@ def attend_task(number_format: int) -> int:
 
 @inlined
 def _slot(a: Any, slot: int, head: int) -> Any:
-    """Room for one part of one head of a single row."""
+    """Memory for one part of one head of a single row."""
     return view(a.parts + 4 * (slot * a.N + head) * (STATE + a.width), STATE + a.width, np.float32)
 
 
 @inlined
 def _finish(a: Any, t: int, head: int, total: Any) -> None:
-    """Outputs over sum of weights, with the sink among them if there is one."""
+    """Divide outputs by the sum of weights, which includes the sink if there is one."""
     if a.sinks:
         sink = np.zeros(STATE + a.width, np.float32)
         sink[0], sink[1] = view(a.sinks, a.N, np.float32)[head], 1
@@ -165,7 +165,7 @@ def _finish(a: Any, t: int, head: int, total: Any) -> None:
 
 @functools.cache
 def merge_task() -> int:
-    """Task over tiles: the first of a single row's tiles puts its parts together."""
+    """Task over tiles: the first of a single row's tiles merges its parts."""
 
     def merge_parts(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, STEP)

@@ -1,6 +1,6 @@
-"""Scores of many rows: queries and keys are turned first, so that a lane is a key and no sum runs across lanes.
+"""Scores of many rows: queries and keys are transposed first, so that a lane is a key and no sum runs across lanes.
 
-A *turned* chunk is sixteen rows as columns, float32 [width, 16]. The order of a score's additions is that of ``score``
+A *turned* chunk is sixteen rows transposed, float32 [width, 16]. The order of a score's additions is that of ``score``
 in ``attention_dots``: sixteen partial sums along the head, then those 8, 4, 2 and 1 apart.
 """
 
@@ -29,12 +29,12 @@ from octavo.ops.cpu.vector_ir import (
 
 VECTOR_BYTES = 4 * LANES
 CHUNK_ROWS = 4
-"""Queries that ``score_turned`` takes at a time: with four partial sums each, all just fit the registers."""
+"""Queries per call of ``score_turned``: with four partial sums each, all just fit the registers."""
 
 
 @emitted
 def turn(context: Any, rows: Any, num_steps: Any, out: Any) -> Any:
-    """Turn sixteen float32 rows of ``num_steps`` vectors, which lie one after the other, into a chunk at ``out``."""
+    """Transpose sixteen contiguous float32 rows of ``num_steps`` vectors into a chunk at ``out``."""
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
         rows, num_steps, out = args
@@ -64,8 +64,8 @@ def _turned(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
 def score_turned(context: Any, queries: Any, keys: Any, num_steps: Any, out: Any, out_stride: Any, room: Any) -> Any:
     """Dot products of CHUNK_ROWS columns of a chunk, from ``queries`` on, with the 16 of a chunk of keys.
 
-    ``room`` is for CHUNK_ROWS vectors: sums that only meet at the end would else make the compiler put all that they
-    are made from aside.
+    ``room`` is scratch for CHUNK_ROWS vectors: without it, the compiler would spill the operands of sums that are
+    combined only at the end.
     """
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
@@ -85,7 +85,7 @@ def score_turned(context: Any, queries: Any, keys: Any, num_steps: Any, out: Any
 
 
 def _quarter(b: ir.IRBuilder, queries: ir.Value, keys: ir.Value, num_steps: ir.Value, first: int) -> list[ir.Value]:
-    """For each query, the four partial sums from ``first`` on, added up; they lie 4 apart."""
+    """For each query, the sum of the four partial sums from ``first`` on, 4 apart."""
     places = [first + 4 * i for i in range(4)]
     with Loop(b, num_steps, [constant(F32x16, 0.0)] * (4 * CHUNK_ROWS)) as loop:
         totals = list(loop.carried)

@@ -1,4 +1,4 @@
-"""Work done on another core: compiling holds locks, so that a thread could not do it, and imports take seconds."""
+"""Background work in a forked process: compiling holds locks, so a thread would block, and imports take seconds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PR_SET_PDEATHSIG = 1
 
 @contextlib.contextmanager
 def beside(work: Callable[[], object]) -> Iterator[None]:
-    """While the block runs, a forked process does ``work``, if there is a core for it.
+    """While the block runs, a forked process does ``work``, if a core is available.
 
-    It ends with the block or with this process, whatever comes first. What it finds wrong is not told.
+    It ends with the block or with this process, whichever comes first. Its errors are not reported.
     """
     child = _fork(work) if num_threads() > 1 else None
     try:
@@ -31,9 +31,9 @@ def beside(work: Callable[[], object]) -> Iterator[None]:
 
 
 def _fork(work: Callable[[], object]) -> int | None:
-    """The id of a process that does ``work``; ``None`` when there can be no more processes."""
+    """The id of a process that does ``work``; ``None`` if it cannot be created."""
     parent = os.getpid()
-    with contextlib.suppress(OSError), global_compiler_lock:  # no other thread is half-way through compiling
+    with contextlib.suppress(OSError), global_compiler_lock:  # no other thread may be compiling during the fork
         child = os.fork()
         if child == 0:
             _do(work, parent)
@@ -45,7 +45,7 @@ def _do(work: Callable[[], object], parent: int) -> None:
     """Never returns."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:  # else it has ended before that call
+        if os.getppid() == parent:  # else the parent ended before that call
             work()
     finally:
         os._exit(0)

@@ -1,7 +1,7 @@
 """The inner loops of ``block_linear``: sixteen or 32 output rows times a few tokens, over all groups of K.
 
-Activations come as a term for each group, and a few large parts of four numbers; see ``quantize``. ``block_dot``
-multiplies the terms, a few tokens at a time; ``add_large_parts`` goes over the others, token by token.
+Activations are a term for each group, and a few large parts of four numbers; see ``quantize``. ``block_dot``
+multiplies the terms, a few tokens at a time; ``add_large_parts`` adds the large parts, token by token.
 
 A panel is 16 rows of the weight, group by group, in the order in which they are used::
 
@@ -11,9 +11,9 @@ A panel is 16 rows of the weight, group by group, in the order in which they are
     scales   [group][16 rows]  or, for formats with minima,  [group][scale, minimum][16 rows]
 
 so that one 64-byte load is one operand of ``vpdpbusd``: lane r gets row r's next four k. The other operand is
-four quantised activations of one token, repeated in every lane. A few tokens are multiplied with a panel as it is. For
-more, ``take_apart`` brings two panels into scratch memory, as a *pair*: a byte for each weight, float32 scales, so that
-each repeated activation meets two panels, and nothing but multiplying is left to do for each token::
+four quantised activations of one token, broadcast to every lane. A few tokens are multiplied with a packed panel. For
+more, ``take_apart`` unpacks two panels into scratch memory, as a *pair*: a byte for each weight, float32 scales, so
+that each broadcast activation serves two panels, and only multiplications are left to do for each token::
 
     pair     [group][panel][steps of 8 bit, then scale, minimum]      all of 64 bytes
 
@@ -24,7 +24,7 @@ For each term, and then for each large part without minima, in this order and no
     result = fma(minimum, activation_sum, result)                       formats with minima
     result = fma(float(total) * activation_scale, weight_scale, result)
 
-A token's result is the same instructions on the same numbers whatever the number of tokens beside it.
+A token's result is computed by the same instructions on the same numbers whatever the number of tokens.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ from octavo.ops.cpu.vector_ir import (
 
 STEP_BYTES = 4 * LANES
 TOKEN_COUNTS = ((6, 4, 2, 1), (6, 4, 2, 1)) if HAS_VNNI else ((4, 1), (2, 1))
-"""Tokens that are multiplied at once with a panel and with a pair: with the most, all sums just fit the registers."""
+"""Tokens multiplied at once with a panel and with a pair: with the largest, all sums just fit the registers."""
 PAIR_FROM = 12
-"""Tokens for which panels are taken apart."""
+"""Fewest tokens for which panels are unpacked to pairs."""
 
 Scales = tuple[ir.Value, ir.Value | None]
 """A group's scales, and its minima if there are any."""
@@ -73,7 +73,7 @@ Scales = tuple[ir.Value, ir.Value | None]
 
 @inlined
 def tokens_at_once(row: int, end: int, is_pair: int) -> Any:
-    """How many tokens to take from ``row`` on: their terms lie together."""
+    """How many tokens to process from ``row`` on: their terms are adjacent."""
     left = min(end, (row // TOKENS_TOGETHER + 1) * TOKENS_TOGETHER) - row
     for count in TOKEN_COUNTS[is_pair]:
         if count <= left:
@@ -82,7 +82,7 @@ def tokens_at_once(row: int, end: int, is_pair: int) -> Any:
 
 
 class _Form:
-    """Of a panel: what its numbers are, and how many bytes."""
+    """Number format and sizes in bytes of a panel."""
 
     def __init__(self, bits: int, group: int, has_minima: int, scale_format: int) -> None:
         self.bits, self.group, self.parts, self.scale_format = bits, group, 1 + has_minima, scale_format
@@ -92,7 +92,7 @@ class _Form:
         self.term_bytes = group + SIDE_BYTES
 
     def weights(self, b: ir.IRBuilder, values: ir.Value) -> Iterator[ir.Value]:
-        """A group's unsigned weights, four k after four k; loaded one by one, so that they need few registers."""
+        """A group's unsigned weights, four k at a time; loaded one by one, to use few registers."""
         nibble = constant(I32x16, 0x0F0F0F0F)
         for step in range(self.group * self.bits // 32):
             packed = load(b, I32x16, values, step * STEP_BYTES)
@@ -111,12 +111,12 @@ class _Form:
         return b.and_(b.lshr(packed, half), constant(I32x16, 0x0F0F0F0F))
 
     def scales(self, b: ir.IRBuilder, place: ir.Value) -> Scales:
-        """A group's."""
+        """A group's scales, and minima if any."""
         scale = load_floats(b, self.scale_format, place)
         return scale, load_floats(b, self.scale_format, place, self.row_bytes) if self.parts > 1 else None
 
     def start(self, b: ir.IRBuilder, term: ir.Value) -> ir.Value:
-        """What a total with a term starts from."""
+        """Initial value of a total with a term."""
         if self.parts > 1:
             return constant(I32x16, ROUNDER_BITS)
         return splat(b, load(b, I32, term, self.group + OFFSET))
@@ -134,7 +134,7 @@ class _Form:
 def _add_products(
     b: ir.IRBuilder, side: ir.Value, totals: list[ir.Value], scales: list[Scales], results: list[ir.Value]
 ) -> list[ir.Value]:
-    """``results`` of each panel with totals times scales added; ``side`` is where those of the activations are."""
+    """``results`` of each panel with totals times scales added; ``side`` is the address of the activations' scales."""
     x_scale, start = (splat(b, load(b, F32, side, place)) for place in (0, START))
     products = [fma(b, b.bitcast(total, F32x16), x_scale, start) for total in totals]
     triples = zip(products, scales, results, strict=True)
@@ -142,7 +142,7 @@ def _add_products(
 
 
 class _Panel(_Form):
-    """One panel as it is: the addresses of its values and scales."""
+    """One packed panel: the addresses of its values and scales."""
 
     count = 1
 
@@ -151,7 +151,7 @@ class _Panel(_Form):
         self._values, self._scales = values, scales
 
     def steps(self, b: ir.IRBuilder, g: ir.Value) -> Iterator[list[ir.Value]]:
-        """A group's weights, four k after four k, of each panel."""
+        """A group's weights of each panel, four k at a time."""
         return ([weights] for weights in self.weights(b, offset(b, self._values, (g, self.value_bytes))))
 
     def step(self, b: ir.IRBuilder, g: ir.Value, i: ir.Value) -> list[ir.Value]:
@@ -164,7 +164,7 @@ class _Panel(_Form):
 
 
 class _Pair(_Form):
-    """Two panels in scratch memory."""
+    """Two unpacked panels in scratch memory."""
 
     count = 2
 
@@ -201,7 +201,7 @@ def _form(*constants: Any) -> tuple[Any, ...] | None:
 def take_apart(
     context: Any, bits: Any, group: Any, has_minima: Any, scale_format: Any, values: Any, scales: Any, out: Any, G: Any
 ) -> Any:
-    """Bring a panel of ``G`` groups into its half of a pair, which begins at ``out``. The first four are constants."""
+    """Unpack a panel of ``G`` groups into its half of a pair at ``out``. The first four arguments are constants."""
     constants = (bits, group, has_minima, scale_format)
     if (form := _form(*constants)) is None:
         return None
@@ -239,10 +239,10 @@ def block_dot(
     num_groups: Any,
     num_tokens: Any,
 ) -> Any:
-    """First terms: a panel or a pair times ``num_tokens`` rows of terms that lie together, one of TOKEN_COUNTS.
+    """First terms: a panel or a pair times ``num_tokens`` adjacent rows of terms, one of TOKEN_COUNTS.
 
-    A pair is at ``values``. ``out`` float32 [tokens, 16] of the first panel, and of the second ``out_stride`` bytes
-    further. A panel's values and scales are brought near from ``ahead`` and ``scales_ahead`` on. All these are
+    A pair is at ``values``. ``out`` is float32 [tokens, 16] of the first panel; the second's is ``out_stride`` bytes
+    further. A panel's values and scales are prefetched from ``ahead`` and ``scales_ahead`` on. All these are
     addresses; the first five arguments are constants.
     """
     constants = (is_pair, bits, group, has_minima, scale_format)
@@ -280,7 +280,7 @@ def _emit_block_dot(
         g = loop.index
         at = offset(b, terms, (g, panels.term_bytes * TOKENS_TOGETHER))
         here = [b.add(at, i64(panels.term_bytes * token)) for token in range(num_tokens)]
-        # With an address for each panel, numbers are repeated as they are multiplied: fewer instructions, more loads.
+        # With an address for each panel, the multiplications broadcast from memory: fewer instructions, more loads.
         places = [at, hidden(b, at) if HAS_VNNI else at][: panels.count]
         totals = [[panels.start(b, term)] * panels.count for term in here]
         for i, weights in enumerate(panels.steps(b, g)):
@@ -316,9 +316,9 @@ def add_large_parts(
     row_bytes: Any,
     counts: Any,
 ) -> Any:
-    """Large parts with a panel or a pair, added to what ``block_dot`` gave for all tokens.
+    """Add the products of large parts with a panel or a pair to the results of ``block_dot`` for all tokens.
 
-    Those of a token lie together, ``row_bytes`` behind those of the one before; ``counts`` int32 [num_tokens] of them.
+    A token's parts are adjacent, ``row_bytes`` behind the previous token's; ``counts`` int32 [num_tokens] of them.
     """
     constants = (is_pair, bits, group, has_minima, scale_format)
     if (form := _form(*constants)) is None:

@@ -1,4 +1,4 @@
-"""``block_embedding``: a row's numbers picked out of its panel, of which the head makes use too."""
+"""``block_embedding``: a row's numbers gathered from its panel; tied output heads use the same panels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _driver(scale_format: int) -> int:
                 values = view(a.values + at * group_bytes, group_bytes, np.uint8)
                 out = view(a.out + 4 * (t * a.G + g) * a.group, a.group, np.float32)
                 for k in range(a.group):
-                    # Four inputs of a row lie side by side; in four bits, the next four are in the same bytes.
+                    # Four inputs of a row are adjacent; with four bits, the next four are in the same bytes.
                     step, half = (k // 8, k // 4 % 2) if a.bits == 4 else (k // 4, 0)
                     number = np.int32(values[(step * PANEL + row) * 4 + k % 4])
                     if a.bits == 4:

@@ -1,4 +1,4 @@
-"""``block_linear``: activations to int8, then panels of 16 outputs, shared among threads."""
+"""``block_linear``: quantises activations to int8, then multiplies panels of 16 outputs, divided among threads."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from octavo.ops.cpu.vector_ir import AHEAD, FLOAT16, FLOAT32, FORMAT_BYTES
 from octavo.ops.linear import Activation, compose
 
 TOKENS_AT_ONCE = 258
-"""Rows of activations that stay in the second-level cache while panel after panel goes over them."""
+"""Rows of activations that stay in the second-level cache while all panels are multiplied with them."""
 MULTIPLICATIONS_A_CHUNK = 400_000
-"""About three microseconds of work: less is not worth handing to another thread."""
+"""About three microseconds of work: less is not worth giving to another thread."""
 NUMBERS_A_CHUNK = 2048
 ROWS_TO_FINISH = 8
 
@@ -47,19 +47,20 @@ ARGUMENTS = fields(
     parts=int,
     counts=int,
 )
-"""The last three are made by the driver: terms [T, G], large parts [T, ``room_for_parts``], and int32 [T], how many."""
+"""The last three are set by the driver: terms [T, G], large parts [T, ``room_for_parts``], and their counts int32 [T].
+"""
 
 
 @inlined
 def _first_term(a: Any, t: int) -> Any:
-    """Where those of row t begin, in bytes."""
+    """Byte offset of the terms of row t."""
     together, within = t // TOKENS_TOGETHER, t % TOKENS_TOGETHER
     return (together * a.G * TOKENS_TOGETHER + within) * (a.group + SIDE_BYTES)
 
 
 @inlined
 def _part_bytes(a: Any) -> Any:
-    """Of a row's large parts."""
+    """Bytes of a row's large parts."""
     return 4 * PART_WORDS * room_for_parts(a.G)
 
 
@@ -87,7 +88,7 @@ def _prepare_task() -> int:
 
 @inlined
 def _panels_of(a: Any, item: int) -> Any:
-    """The two panels of an item of ``multiply``: of gates and their ups, or neighbours; the last may be both."""
+    """The two panels of an item of ``multiply``: gates and their ups, or neighbours; an odd last panel is both."""
     panels = (a.N + PANEL - 1) // PANEL
     if a.gate:
         return item, item + panels // 2
@@ -117,7 +118,7 @@ def _sum_up(
 ) -> None:
     """Products of ``count`` rows from ``first`` on with a panel or a pair; see ``block_dot``.
 
-    ``weights`` are the addresses of values and scales, and so are ``ahead`` those of two panels to be brought near.
+    ``weights`` are the addresses of values and scales; ``ahead`` are those of two panels to prefetch.
     """
     values, scales = weights
     row, turn = 0, 0
@@ -125,7 +126,7 @@ def _sum_up(
         n = tokens_at_once(row, count, is_pair)
         terms, sums = a.terms + _first_term(a, first + row), out + TILE_BYTES * row
         near, scales_near = ahead[0] if turn == 0 else ahead[1]
-        if turn > 1:  # both have been asked for; what is here is near
+        if turn > 1:  # both have been prefetched already
             near, scales_near = values, values
         block_dot(
             is_pair,
@@ -152,7 +153,7 @@ def _sum_up(
 
 @inlined
 def _finish_item(a: Any, first: int, count: int, panels: Any, sums: int, stride: int) -> None:
-    """A few rows of both panels at a time: what lies side by side is written together."""
+    """Write a few rows of both panels at a time, so that adjacent outputs are written together."""
     if a.gate:
         finish(a, sums, sums + stride, first, count, panels[0] * PANEL)
         return

@@ -1,12 +1,12 @@
-"""Calls of compiled kernels: made one at a time, or recorded once and repeated by one compiled loop.
+"""Calls of compiled kernels: made one at a time, or recorded once and replayed by one compiled loop.
 
 A kernel is a *driver*, compiled code that takes the pool of threads and the address of a record of arguments, and
-gives 0 when all is well. Python prepares the record and calls ``call``. Preparing takes longer than computing a small
-layer for one token, and prepares the same for every token: hence ``recording``. It keeps the records of all calls that
-are made within it, and ``repeat`` makes them again, on what is in the same memory by then.
+returns 0 on success. Python prepares the record and calls ``call``. Preparation takes longer than computing a small
+layer for one token, and is the same for every token: hence ``recording``. It keeps the records of all calls made
+within it, and ``repeat`` makes them again, on the current contents of the same memory.
 
-A recording is only true if nothing but kernel calls made it. It takes over ``torch.empty``, so that results are in
-memory of its own, lets views pass, and notes any other operation of torch in ``foreign``.
+A recording is only valid if all computation in it is kernel calls. It replaces ``torch.empty``, so that results are
+in its own memory, allows views, and records any other operation of torch in ``foreign``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _call_all(calls_at: int, num_calls: int, pool: int) -> int:
 
 
 def call(driver: int, arguments: Arguments, error: str = "") -> None:
-    """Call a driver; raise ``IndexError(error)`` when it gives anything but 0."""
+    """Call a driver; raise ``IndexError(error)`` when it does not return 0."""
     if (current := _CURRENT.recording) is not None:
         current.add(driver, arguments, error)
     if _call(driver, pool_address(), arguments.ctypes.data):
@@ -55,7 +55,7 @@ def call(driver: int, arguments: Arguments, error: str = "") -> None:
 
 
 class Arena:
-    """Memory for the results of calls. What nothing refers to any longer is used again."""
+    """Memory for the results of calls. Memory without references is reused."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[npt.NDArray[np.uint8]]] = {}
@@ -76,20 +76,20 @@ class Recording:
 
     def __init__(self) -> None:
         self.foreign: set[str] = set()
-        """Operations of torch that are not repeated; the recording is of no use if there are any."""
+        """Operations of torch that cannot be replayed; the recording is unusable if there are any."""
         self._records: list[tuple[int, Arguments, str]] = []
         self._calls: Arguments = np.zeros(0, CALL)
 
     def add(self, driver: int, arguments: Arguments, error: str) -> None:
-        """Note a call."""
+        """Record a call."""
         self._records.append((driver, arguments, error))
 
     def close(self) -> None:
-        """Nothing more is added."""
+        """Finish the recording; no further calls are added."""
         self._calls = np.array([(driver, record.ctypes.data) for driver, record, _ in self._records], CALL)
 
     def repeat(self) -> None:
-        """Make all calls again; raises what the first that fails raises."""
+        """Replay all calls; raises the error of the first that fails."""
         failed = _call_all(self._calls.ctypes.data, len(self._calls), pool_address())
         if failed >= 0:
             raise IndexError(self._records[failed][2])
@@ -97,7 +97,7 @@ class Recording:
 
 @contextlib.contextmanager
 def recording(arena: Arena) -> Iterator[Recording]:
-    """Within this block calls are made and recorded, and ``torch.empty`` takes memory of ``arena``."""
+    """Within this block calls are executed and recorded, and ``torch.empty`` allocates from ``arena``."""
     assert _CURRENT.recording is None, "one recording at a time"
     made = _CURRENT.recording = Recording()
     try:
@@ -112,7 +112,7 @@ _Mode: Any = TorchDispatchMode  # torch has no types for it
 
 
 class _Watch(_Mode):  # type: ignore[misc]
-    """Sees every operation of torch."""
+    """Intercepts every operation of torch."""
 
     def __init__(self, made: Recording, arena: Arena) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class _Watch(_Mode):  # type: ignore[misc]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch asks. To leave its compiler aside it would import it, which takes longer than the rest of a start."""
+        """Called by torch. Otherwise it would import its compiler to disable it, which dominates the startup time."""
         return False
 
     def __torch_dispatch__(
@@ -129,7 +129,7 @@ class _Watch(_Mode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if func is torch.ops.aten.empty.memory_format:
             return self._arena.empty(args[0], kwargs.get("dtype") or torch.get_default_dtype())
-        with self:  # inference mode hands operations over whole that are made of others
+        with self:  # inference mode passes composite operations undecomposed
             made_of_others = func.decompose(*args, **kwargs)
         if made_of_others is not NotImplemented:
             return made_of_others
@@ -144,7 +144,7 @@ def _is_view(func: Callable[..., Any]) -> bool:
 
 
 class _Current:
-    """The recording that is being made; a process has one at most."""
+    """The active recording; a process has at most one."""
 
     recording: Recording | None = None
 

@@ -1,9 +1,9 @@
-"""Compiling kernels, once per machine: the decorators, and the folder that keeps the compiled code.
+"""Compiling kernels once per machine: the decorators, and the cache folder of compiled code.
 
-numba's own cache looks at the file that a function is written in, not at the files that it calls into. The
-folder's name therefore carries a digest of this whole package, so that changed kernels are never mixed with
-old ones. numba itself tells CPUs and its own versions apart. Where a disk is full or cannot be written, kernels are
-compiled in memory, at each start.
+numba's own cache checks the file that defines a function, not the files whose functions it calls. The folder's name
+therefore contains a digest of this entire package, so that changed kernels are never mixed with old ones. numba itself
+distinguishes CPUs and its own versions. If the disk is full or not writable, kernels are compiled in memory at each
+start.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ normalize_signature: Any = sigutils.normalize_signature
 Constant: TypeAlias = int
 logger = logging.getLogger(__name__)
 LONGEST_WAIT = 120.0
-"""Seconds, far more than any kernel takes: who is stopped half-way through compiling must not stop all others."""
+"""Seconds, far more than any kernel takes: a process stopped while compiling must not block all others."""
 
 
 @functools.cache
 def cache_folder() -> Path | None:
-    """Where compiled kernels are kept, under the user's cache folder; ``None`` when it cannot be written."""
+    """Folder of compiled kernels, in the user's cache folder; ``None`` when it cannot be written."""
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
@@ -54,12 +54,12 @@ def cache_folder() -> Path | None:
 
 @functools.cache
 def _warn_that_nothing_is_kept(folder: Path, reason: str) -> None:
-    """Say so once for each reason."""
+    """Log a warning, once for each reason."""
     logger.warning("compiled kernels cannot be kept in %s (%s); each start compiles them anew", folder, reason)
 
 
 def is_missing(name: str) -> bool:
-    """Whether the folder could keep compiled code of the function ``name``, or one within it, and does not."""
+    """Whether the cache is usable but lacks compiled code of the function ``name`` or of one within it."""
     folder = cache_folder()
     return folder is not None and not any(folder.rglob(f"*.{name}.*.nbi"))
 
@@ -80,7 +80,7 @@ def _numba_cache() -> Iterator[bool]:
 
 
 def _keep_if_possible(code: Any) -> None:
-    """Have a function's compiled code kept, and go on when that fails: it is in memory."""
+    """Enable the cache for a function's compiled code; on failure the code stays in memory only."""
     save = code._cache.save_overload
 
     def save_if_possible(signature: Any, compiled_code: Any) -> None:
@@ -94,25 +94,25 @@ def _keep_if_possible(code: Any) -> None:
 
 @contextlib.contextmanager
 def _alone(function: Callable[..., Any]) -> Iterator[None]:
-    """Keep other processes from compiling ``function`` meanwhile, so that they find it compiled.
+    """Prevent other processes from compiling ``function`` in this block, so that they find it compiled afterwards.
 
-    All variants of a function share an index in numba's folder. Two processes that each put a variant into the index
-    that they read before would choose one name for both, and code would be loaded for the other variant.
+    All variants of a function share an index in numba's folder. Two processes that each add a variant to the index
+    they read before would give both the same file name, and code of the wrong variant would be loaded.
     """
     folder = cache_folder()
-    # The compiler's lock comes first, or a thread that holds it could wait for a file of one that waits for it.
-    # A tenth of a compilation would be looking for garbage among all that torch has made.
+    # The compiler's lock is taken first; the reverse order could deadlock with a thread that holds it.
+    # Garbage collection over all of torch's objects would take a tenth of a compilation.
     with contextlib.ExitStack() as locks, global_compiler_lock, without_collections():
         if folder is not None:
             name = f"{function.__module__}.{function.__qualname__}.lock".replace("<locals>.", "")
-            with contextlib.suppress(OSError):  # the folder is gone, or knows no locks
+            with contextlib.suppress(OSError):  # the folder is gone, or does not support locks
                 _lock(locks.enter_context(open(folder / name, "ab")))
         yield
 
 
 def _lock(file: IO[bytes]) -> None:
     """Wait for a file's lock, which closing it releases; after LONGEST_WAIT, do without."""
-    import fcntl  # where there is none, nothing is ever compiled
+    import fcntl  # on platforms without it, nothing is ever compiled
 
     deadline = time.monotonic() + LONGEST_WAIT
     while time.monotonic() < deadline:
@@ -123,7 +123,7 @@ def _lock(file: IO[bytes]) -> None:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile when first called, without the interpreter lock; division by zero gives inf or nan, as in numpy."""
+    """Compile at the first call; runs without the interpreter lock; division by zero gives inf or nan, as in numpy."""
     with _numba_cache() as cache:
         code: Any = numba.njit(nogil=True, error_model="numpy", cache=cache)(function)
         if cache:
@@ -144,7 +144,7 @@ def compiled_task(function: Callable[[int, int, int], None]) -> int:
 
 
 def compiled_driver(function: Callable[[int, int], int]) -> int:
-    """Compile ``function(pool, arguments)``, 0 when all is well, and return its address, for ``calls.call``."""
+    """Compile ``function(pool, arguments)``, which returns 0 on success, and return its address, for ``calls.call``."""
     return _compiled_now(types.int64(types.intp, types.intp), function)
 
 
@@ -160,35 +160,35 @@ def _compiled_now(signature: Any, function: Callable[..., Any]) -> int:
 
 
 _code: list[Any] = []
-"""Code that is called by its address: it is never freed."""
+"""Code called by its address, kept referenced so that it is never freed."""
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     """For use within compiled functions: compiled with each of them.
 
-    Parameters that have to be constants, because ``emitted`` code is made of them, are annotated as ``Constant``: else
-    numba first tries, in vain, to compile the function and all that it calls for any value of them.
+    Parameters that must be constants, because ``emitted`` code depends on them, are annotated as ``Constant``: else
+    numba first tries, in vain, to compile the function and its callees for non-constant values.
     """
 
     def definition(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         return function
 
     takes_constants = "Constant" in function.__annotations__.values()
-    options: Any = {"no_cfunc_wrapper": True}  # nobody calls it by its address
+    options: Any = {"no_cfunc_wrapper": True}  # it is never called by its address
     extending.overload(function, options, strict=False, prefer_literal=takes_constants)(definition)
     return function
 
 
 def copied(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For use in one place of a compiled function, where it is written out before anything is compiled.
+    """For use in one place of a compiled function, into which its source is inlined before compilation.
 
-    What is ``inlined`` is compiled on its own as well, with all that it calls, which takes longer for large functions.
+    ``inlined`` functions are also compiled separately, with all their callees, which takes longer for large functions.
     """
     return numba.njit(inline="always")(function)
 
 
 def emitted(definition: Callable[..., Any]) -> Callable[..., Any]:
-    """For use within compiled functions: ``definition`` gets the arguments' types and says how to emit the code.
+    """For use within compiled functions: ``definition`` gets the arguments' types and returns the code generator.
 
     A literal, or a variable of an enclosing function, arrives as a literal type with its value.
     """

@@ -1,7 +1,7 @@
 """Dot products of a few rows of a weight with a few rows of activations: the inner loop of ``linear``.
 
-Each pair of rows has sixteen partial sums, one a lane, that run along K in steps of 16 and are added up at the
-end, in a fixed order. A pair's instructions are the same whatever tile it is part of, so its bits are too.
+Each pair of rows has sixteen partial sums, one per lane, that run along K in steps of 16 and are added at the end in a
+fixed order. A pair's instructions are the same in every tile, hence also its bits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from octavo.ops.cpu.vector_ir import (
 
 TOKEN_COUNTS = (6, 4, 2, 1)
 TILES = (*((4, tokens) for tokens in TOKEN_COUNTS), (1, 1))
-"""(weight rows, tokens): 24 sums and their operands just fit 32 registers; the others take what is left."""
+"""(weight rows, tokens): 24 sums and their operands just fit 32 registers; smaller tiles handle the remainder."""
 
 
 @emitted
@@ -48,7 +48,7 @@ def dense_dot(
     num_rows: Any,
     num_tokens: Any,
 ) -> Any:
-    """Dot products of rows of ``num_columns`` numbers, whole vectors: the weight's of a format, x of float32.
+    """Dot products of rows of ``num_columns`` numbers, a multiple of 16: the weight in a number format, x in float32.
 
     ``(num_rows, num_tokens)`` is one of TILES. ``out`` gets ``num_rows`` float32 for each token, ``out_stride``
     bytes apart. The first argument is a constant; those that are neither counts nor strides are addresses.

@@ -1,4 +1,4 @@
-"""``embedding``: rows copied, whatever they hold."""
+"""``embedding``: rows copied as bytes, for any dtype."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _driver() -> int:
 
 
 def supports_ids(dtype: torch.dtype) -> str | None:
-    """Why numbers of rows of this type are declined; ``None`` if they are not."""
+    """Why token ids of this dtype are declined; ``None`` if they are supported."""
     return missing(FLOAT_FEATURES) if dtype == torch.int64 else f"token ids must be int64, got {dtype}"
 
 

@@ -1,4 +1,4 @@
-"""What follows a matrix product, on a tile of sixteen columns: bias, gated activation, residual, and the store."""
+"""Epilogue of a matrix product, on a tile of sixteen columns: bias, gated activation, residual, and the store."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from octavo.ops.cpu.vector_ir import (
 
 NO_GATE, SILU, GELU_TANH = 0, 1, 2
 GATES = {None: NO_GATE, "silu": SILU, "gelu_tanh": GELU_TANH}
-"""Activations that the kernels have."""
+"""Activations supported by the kernels."""
 TILE_BYTES = 4 * LANES
 
 EPILOGUE = {"bias": int, "residual": int, "out": int, "gate": int, "T": int, "N": int}
-"""Fields that ``finish`` reads: addresses of float32, 0 for what is absent; one of GATES; sizes."""
+"""Fields that ``finish`` reads: addresses of float32, 0 for absent tensors; one of GATES; sizes."""
 
 
 def gated(b: ir.IRBuilder, gate: ir.Value, x: ir.Value, up: ir.Value) -> ir.Value:

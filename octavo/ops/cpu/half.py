@@ -1,4 +1,4 @@
-"""Rows of float32 into the formats of a cache, and back."""
+"""Conversion of float32 rows to the number formats of a cache, and back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from octavo.ops.cpu.vector_ir import (
 
 
 def _lanes(kind: ir.Type, like: ir.Value) -> ir.Type:
-    """``kind`` itself beside a number, a vector of it beside a vector."""
+    """``kind`` if ``like`` is a scalar, a vector of it if ``like`` is a vector."""
     return ir.VectorType(kind, like.type.count) if isinstance(like.type, ir.VectorType) else kind
 
 

@@ -1,4 +1,4 @@
-"""What this machine can run: why a kernel must decline."""
+"""CPU features of this machine, and why kernels decline."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ VNNI_FEATURES = ("avx512f", "avx512bw", "avx512vnni")
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """The instruction sets that may be used, by LLVM's names.
+    """The usable instruction sets, by LLVM's names.
 
-    They are those that this CPU has and the operating system lets us use, unless ``NUMBA_CPU_FEATURES`` lists
-    others ("+avx2,+fma,..."), for which numba then compiles.
+    Those that this CPU has and the operating system supports, unless ``NUMBA_CPU_FEATURES`` lists others
+    ("+avx2,+fma,..."), for which numba then compiles.
     """
     forced: str | None = numba_config.CPU_FEATURES
     if forced is not None:

@@ -23,14 +23,14 @@ from octavo.ops.linear import Activation, compose, linear
 PANEL = LANES
 ROWS, TOKENS = TILES[0]
 TOKENS_AT_ONCE = 96
-"""Rows of activations that stay in the second-level cache while panel after panel goes over them."""
+"""Rows of activations that stay in the second-level cache while all panels are multiplied with them."""
 MULTIPLICATIONS_A_CHUNK = 200_000
 NUMBERS_A_CHUNK = 16384
 
 ARGUMENTS = fields(
     **EPILOGUE, normalise=int, multiply=int, x=int, normed=int, norm=int, eps=float, weight=int, K=int, width=int
 )
-"""``width`` is K filled up to whole vectors."""
+"""``width`` is K rounded up to a multiple of 16."""
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def _normalise_task() -> int:
 
 @inlined
 def _tokens_at_once(left: int) -> Any:
-    """How many of the tokens that are left to take."""
+    """How many of the remaining tokens to process at once."""
     for count in TOKEN_COUNTS:
         if count <= left:
             return count

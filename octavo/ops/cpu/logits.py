@@ -1,7 +1,7 @@
-"""What may be done to one row of logits before a token is chosen: pure functions, in the order of their use.
+"""Logits processors for one row: pure functions, in the order of their use.
 
-Each takes float32 [V] and returns a new tensor; a token that may not be chosen is at minus infinity. Token ids beyond
-the vocabulary are passed over.
+Each takes float32 [V] and returns a new tensor; a banned token is at minus infinity. Token ids beyond the vocabulary
+are ignored.
 
 Shapes: V vocabulary.
 """
@@ -18,11 +18,11 @@ from torch import Tensor
 
 NEVER = -math.inf
 NUCLEUS_GUESSES = (256, 4096)
-"""The nucleus is looked for among this many of the best tokens before the whole vocabulary is sorted."""
+"""The nucleus is searched among this many of the best tokens before the entire vocabulary is sorted."""
 
 
 def apply_mask(logits_V: Tensor, mask: npt.NDArray[np.uint8]) -> Tensor:
-    """Leave only tokens whose bit is set: bit ``id % 8`` of byte ``id // 8``; what the mask does not reach is out."""
+    """Keep only tokens whose bit is set: bit ``id % 8`` of byte ``id // 8``; tokens beyond the mask are banned."""
     allowed = np.zeros(len(logits_V), dtype=np.bool_)
     bits = np.unpackbits(mask, bitorder="little")[: len(allowed)]
     allowed[: len(bits)] = bits
@@ -30,18 +30,18 @@ def apply_mask(logits_V: Tensor, mask: npt.NDArray[np.uint8]) -> Tensor:
 
 
 def ban(logits_V: Tensor, token_ids: Iterable[int]) -> Tensor:
-    """Take these tokens out."""
+    """Ban these tokens."""
     return logits_V.index_fill(0, _ids(token_ids, logits_V), NEVER)
 
 
 def keep_only(logits_V: Tensor, token_ids: Iterable[int]) -> Tensor:
-    """Take all but these tokens out."""
+    """Ban all but these tokens."""
     ids = _ids(token_ids, logits_V)
     return torch.full_like(logits_V, NEVER).index_copy(0, ids, logits_V[ids])
 
 
 def add_bias(logits_V: Tensor, bias: Mapping[int, float]) -> Tensor:
-    """Add to the logits of single tokens."""
+    """Add a bias to the logits of these tokens."""
     ids = _ids(bias, logits_V)
     added = torch.tensor([bias[token] for token in ids.tolist()], dtype=logits_V.dtype, device=logits_V.device)
     return logits_V.index_add(0, ids, added)
@@ -64,19 +64,19 @@ def penalize_output(logits_V: Tensor, tokens: Sequence[int], frequency: float, p
 
 
 def keep_min_p(logits_V: Tensor, min_p: float) -> Tensor:
-    """Leave tokens at least ``min_p`` times as probable as the most probable one."""
+    """Keep tokens at least ``min_p`` times as probable as the most probable one."""
     return _keep_from(logits_V, logits_V.max() + math.log(min_p))
 
 
 def keep_top_k(logits_V: Tensor, k: int) -> Tensor:
-    """Leave the k most probable tokens, and those as probable as the last of them."""
+    """Keep the k most probable tokens, and ties of the last of them."""
     if k >= len(logits_V):
         return logits_V
     return _keep_from(logits_V, logits_V.topk(k).values[-1])
 
 
 def keep_top_p(logits_V: Tensor, top_p: float) -> Tensor:
-    """Leave the fewest tokens, most probable first, that together reach ``top_p``, and those as probable as the last.
+    """Keep the fewest tokens, most probable first, that together reach ``top_p``, and ties of the last of them.
 
     Source: Holtzman et al., arXiv 1904.09751.
     """

@@ -1,7 +1,7 @@
 """Raw memory in compiled code: typed views of addresses, atomic words, and waiting for a word to change.
 
-Kernels take tensors as addresses and sizes: numba spends microseconds on taking an array apart, and a step
-makes hundreds of calls. The callers in this folder check shapes and contiguity before they pass an address.
+Kernels take tensors as addresses and sizes: numba spends microseconds on unpacking an array, and a step makes hundreds
+of calls. The callers in this folder check shapes and contiguity before they pass an address.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read(context: Any, address: Any, record: Any) -> Any:
 
 @emitted
 def keep(context: Any, array: Any) -> Any:
-    """Keep an array alive up to here: numba frees it after its last use, and its address does not count as one."""
+    """Keep an array alive up to here: numba frees it after its last use, and using its address does not count."""
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
         return c.get_dummy_value()
@@ -66,7 +66,7 @@ def keep(context: Any, array: Any) -> Any:
 
 @inlined
 def whole_lines(num_rows: Any, width: Any) -> Any:
-    """Zeros float32 [num_rows, width] that begins on a cache line: whole vectors in rows of them cross no line."""
+    """Zeros float32 [num_rows, width], aligned to a cache line: vectors in rows of vectors cross no line."""
     room = np.zeros(num_rows * width + LINE_FLOATS, np.float32)
     first = -room.ctypes.data % (4 * LINE_FLOATS) // 4
     return room[first : first + num_rows * width].reshape((num_rows, width))
@@ -94,7 +94,7 @@ def int_bits(context: Any, x: Any) -> Any:
 
 @emitted
 def atomic_add(context: Any, address: Any, amount: Any) -> Any:
-    """Add to the int64 at an address; gives what it was before."""
+    """Add to the int64 at an address; returns the previous value."""
 
     def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
         return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
@@ -125,7 +125,7 @@ def atomic_store(context: Any, address: Any, value: Any) -> Any:
 
 @emitted
 def atomic_swap_if(context: Any, address: Any, expected: Any, value: Any) -> Any:
-    """Write the int64 at an address if it still is ``expected``; says whether it was."""
+    """Write the int64 at an address if it still is ``expected``; returns whether it was."""
 
     def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
         pointer = b.inttoptr(args[0], I64.as_pointer())
@@ -136,7 +136,7 @@ def atomic_swap_if(context: Any, address: Any, expected: Any, value: Any) -> Any
 
 @emitted
 def pause(context: Any) -> Any:
-    """Tell the CPU that this thread is spinning."""
+    """Hint to the CPU that this thread is spinning."""
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
         call(b, "llvm.x86.sse2.pause", ir.VoidType(), [])

@@ -1,29 +1,29 @@
-"""Activations to int8, one scale for each row and group: what ``block_dot`` multiplies weights with.
+"""Quantises activations to int8, one scale for each row and group, for ``block_dot``.
 
 For a group x[0..g) of one row::
 
     scale = max |x| / 127            q = round(127 x / max |x|), ties to even, in -127 .. 127
 
-so that |x - scale * q| <= scale / 2 (and a rounding error of 2 ** -13 of that). A few groups hold channels that are
-far larger than the others, and would have most of a row's error. Where a scale is above LARGE_ABOVE times the mean of
-the row's, numbers that are too large for that are taken out first, in the same way but with the group's scale, and the
-group's term is made of what is left: all of it for the others, at most scale / 2 for those. What was taken out of four
-neighbours at a time is a *large part*, of which there are few. A row has room for two a group, and eight; groups that
-find none are rounded as they are.
+so that |x - scale * q| <= scale / 2 (and a rounding error of 2 ** -13 of that). A few groups hold outlier channels that
+are far larger than the others, and would cause most of a row's error. Where a scale is above LARGE_ABOVE times the
+row's mean, larger numbers are first quantised separately, in the same way but with the group's scale, and the group's
+term quantises the remainder: all of the other numbers, and at most scale / 2 of those. The separate values of four
+neighbours are a *large part*, of which there are few. A row has room for two per group, and eight; groups without room
+are quantised as usual.
 
-A term lies in memory with all that is multiplied with it::
+A term is stored with all factors of its product::
 
-    q int8 [g], scale float32, start float32, offset float32 or int32, 4 bytes of nothing
+    q int8 [g], scale float32, start float32, offset float32 or int32, 4 bytes of padding
 
 ``start`` is -ROUNDER * scale, exactly: the scale has two bits less than a float32. ``block_dot`` counts in the low bits
-of the float32 number ROUNDER, so that one fma(count, scale, start) is the product of the whole number and the scale,
-rounded once. ``offset`` is scale * sum(q) for weights with minima, large parts included, else the int32 that the count
-starts from: the bits of ROUNDER - zero_point * sum(q). A large part is, in the same sense::
+of the float32 number ROUNDER, so that one fma(count, scale, start) is the product of the integer and the scale, rounded
+once. ``offset`` is scale * sum(q) for weights with minima, large parts included, else the int32 that the count starts
+from: the bits of ROUNDER - zero_point * sum(q). A large part is, likewise::
 
-    q int8 [4], scale float32, start float32, the count's start int32, group int32, its four of the group's int32
+    q int8 [4], scale float32, start float32, the count's start int32, group int32, index of the four in it int32
 
 A group that holds an infinity or a NaN, or numbers above 3e33, gets a scale or a start that is not finite, which makes
-the row's results so; other rows never see it. A group below 1e-30 everywhere counts as zero.
+the row's results not finite; other rows are unaffected. A group below 1e-30 everywhere counts as zero.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ from octavo.ops.cpu.vector_ir import (
 LARGEST = 127.0
 TINY = 1e-30
 ROUNDER = 12582912.0
-"""1.5 * 2 ** 23: the whole numbers from -2 ** 22 to 2 ** 22 added to it are added to its bits."""
+"""1.5 * 2 ** 23: adding an integer from -2 ** 22 to 2 ** 22 adds it to the number's bits."""
 ROUNDER_BITS = 0x4B400000
 SIDE_BYTES = 16
-"""Of a term, behind its numbers."""
+"""Bytes of a term behind its numbers."""
 START, OFFSET = 4, 8
-"""Where they are in there, behind the scale."""
+"""Byte offsets of these fields there, behind the scale."""
 TOKENS_TOGETHER = 6
-"""Rows whose terms lie together: first terms are [T / 6][G][6 rows], so that a few rows are read from one place."""
+"""Rows whose terms are interleaved: first terms are [T / 6][G][6 rows], so that a few rows are read contiguously."""
 LARGE_ABOVE = 1.5
-"""Between precision and work: lower values give more groups large parts."""
+"""Trade-off between precision and work: lower values give more groups large parts."""
 PART_WORDS = 6
-"""Of a large part, four bytes each."""
+"""Words of a large part, four bytes each."""
 
 
 @inlined
@@ -92,15 +92,15 @@ def _largest(context: Any, num_vectors: Any, x: Any) -> Any:
 
 
 def _rounded(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
-    """Whole numbers nearest to x * inverse. What is not finite gives any number."""
-    # Adding 1.5 * 2 ** 23 rounds, and leaves the whole number in the low bits.
+    """Integers nearest to x * inverse; unspecified for numbers that are not finite."""
+    # Adding 1.5 * 2 ** 23 rounds, and leaves the integer in the low bits.
     shifted = b.fadd(b.fmul(x, inverse), constant(F32x16, ROUNDER))
     return b.sub(b.bitcast(shifted, I32x16), b.bitcast(constant(F32x16, ROUNDER), I32x16))
 
 
 @emitted
 def _round_group(context: Any, num_vectors: Any, x: Any, inverse: Any, out: Any) -> Any:
-    """Round floats at ``x`` times ``inverse`` to int8 at ``out``; gives their sum."""
+    """Round floats at ``x`` times ``inverse`` to int8 at ``out``; returns their sum."""
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
         num_vectors, x, inverse, out = args
@@ -118,7 +118,7 @@ def _round_group(context: Any, num_vectors: Any, x: Any, inverse: Any, out: Any)
 def _take_large(
     context: Any, num_vectors: Any, x: Any, limit: Any, step: Any, inverse: Any, rest: Any, taken: Any
 ) -> Any:
-    """What of a group's floats is above ``limit``, rounded, to int8 at ``taken``; what is left to ``rest``."""
+    """Quantise a group's floats above ``limit`` to int8 at ``taken``; store the remainders in ``rest``."""
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
         num_vectors, x, limit, step, inverse, rest, taken = args
@@ -137,7 +137,7 @@ def _take_large(
 
 @inlined
 def _scale(largest: Any) -> Any:
-    """The scale of a group and one over it."""
+    """The scale of a group and its inverse."""
     if largest < np.float32(TINY):
         return np.float32(0), np.float32(0)
     step = largest / np.float32(LARGEST)
@@ -146,7 +146,7 @@ def _scale(largest: Any) -> Any:
 
 @inlined
 def _list_parts(group: int, taken: int, step: Any, zero_point: int, g: int, parts: int) -> Any:
-    """Write down what was taken of group ``g``, from ``parts`` on; gives how many parts, and the sum of it all."""
+    """Store the large parts of group ``g`` at ``parts``; returns their number and the sum of their numbers."""
     numbers, fours = view(taken, group, np.int8), view(taken, group // 4, np.int32)
     words, floats = view(parts, group * PART_WORDS, np.int32), view(parts, group * PART_WORDS, np.float32)
     total, at = 0, 0
@@ -165,10 +165,10 @@ def _list_parts(group: int, taken: int, step: Any, zero_point: int, g: int, part
 def quantize_row(
     group: int, has_minima: int, x: int, terms: int, parts: int, zero_point: int, G: int, scales_at: int, rest: int
 ) -> int:
-    """Quantise the ``G`` groups of a row at ``x`` into terms, which lie beside those of other rows.
+    """Quantise the ``G`` groups of a row at ``x`` into terms, which are interleaved with those of other rows.
 
-    Large parts are listed from ``parts`` on, group by group; gives their number. There has to be room for float32
-    [2, G] at ``scales_at``, and at ``rest`` for ``group`` float32 and as many bytes.
+    Large parts are stored from ``parts`` on, group by group; returns their number. Scratch: float32 [2, G] at
+    ``scales_at``, and ``group`` float32 and as many bytes at ``rest``.
     """
     total, num_parts, num_vectors, taken = np.float32(0), 0, group // LANES, rest + 4 * group
     steps, inverses = view(scales_at, G, np.float32), view(scales_at + 4 * G, G, np.float32)

@@ -23,7 +23,7 @@ ARGUMENTS = fields(task=int, x=int, weight=int, out=int, T=int, width=int, num_c
 
 @inlined
 def normalise_row(x_at: int, weight_at: int, out_at: int, width: int, num_columns: int, eps: float) -> None:
-    """One row of ``width`` numbers, a multiple of 16, of which those that are not columns are zeros."""
+    """One row of ``width`` numbers, a multiple of 16; those behind the columns are zeros."""
     total = np.empty(1, np.float32)
     dense_dot(FLOAT32, x_at, x_at, width, total.ctypes.data, 4, 1, 1)
     scale = np.float32(1) / np.sqrt(total[0] / np.float32(num_columns) + np.float32(eps))

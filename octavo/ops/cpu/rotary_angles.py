@@ -1,4 +1,4 @@
-"""``rotary_angles``: products in float32 as the contract has them, cosines and sines rounded once."""
+"""``rotary_angles``: products in float32 as the contract defines them, cosines and sines rounded once."""
 
 from __future__ import annotations
 

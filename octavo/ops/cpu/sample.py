@@ -1,4 +1,4 @@
-"""``sample`` row by row: greedy rows by one search each, drawn ones over the tokens that truncation leaves.
+"""``sample`` row by row: greedy rows by an argmax, others by a draw over the tokens that truncation keeps.
 
 Shapes: R rows, V vocabulary, C tokens left in the draw.
 """
@@ -30,7 +30,7 @@ from octavo.ops.sample import (
 def sample_by_row(logits_RV: Tensor, params: SampleParams) -> Tensor:
     """See ``ops.sample``."""
     logits_RV = logits_RV.float()
-    array_RV = logits_RV.numpy()  # numpy looks for the largest eight times as fast as torch
+    array_RV = logits_RV.numpy()  # numpy's argmax is eight times as fast as torch's
     tokens: list[int] = array_RV.argmax(-1).tolist()
     for r, total in enumerate(logits_RV.sum(-1).tolist()):
         best = float(array_RV[r, tokens[r]])

@@ -1,4 +1,4 @@
-"""What kernels expect of the tensors that they are given."""
+"""Checks and conversions of the tensors passed to kernels."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def declines_floats(dtype: torch.dtype) -> str | None:
 
 
 def whole_vectors(x: Tensor) -> Tensor:
-    """``x``, contiguous, its last axis filled up with zeros to a multiple of 16: almost always ``x`` itself."""
+    """``x``, contiguous, its last axis zero-padded to a multiple of 16: almost always ``x`` itself."""
     missing_columns = -x.shape[-1] % LANES
     return functional.pad(x, (0, missing_columns)) if missing_columns else x.contiguous()
 
 
 def by_token(x: Tensor) -> Tensor:
-    """``x`` as float32 [T, heads, H] with the heads of a token side by side, as they are in a wider projection."""
+    """``x`` as float32 [T, heads, H] with the heads of a token contiguous, as they are in a wider projection."""
     x = x.float()
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 def address(x: Tensor | None) -> int:
-    """Where a tensor's numbers begin; 0 for none."""
+    """Address of a tensor's data; 0 for ``None``."""
     return 0 if x is None else x.data_ptr()
 
 
@@ -46,7 +46,7 @@ def check_linear(
     residual_TN: Tensor | None,
     out_shape: tuple[int, int],
 ) -> None:
-    """Raise ``ValueError`` when the arguments of a linear map do not fit each other."""
+    """Raise ``ValueError`` when the shapes of a linear map's arguments do not match."""
     N, K_weight = weight_shape
     if K_weight != K:
         raise ValueError(f"{op}: x has {K} columns, the weight takes {K_weight}")

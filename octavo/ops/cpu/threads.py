@@ -1,14 +1,14 @@
-"""Our own threads: a job is cut into chunks, and whoever is free takes the next one.
+"""Thread pool for kernels: a job is split into chunks, and each idle thread takes the next one.
 
-One caller posts a job and works on it too; it never waits for a helper that has not taken anything, so on a
-busy machine a job takes no longer than it would alone. Which thread computes a chunk cannot change a bit:
-chunks write to different places.
+One caller posts a job and works on it too; it never waits for a helper that has not taken a chunk, so on a busy
+machine a job takes no longer than on one thread. Results do not depend on which thread computes a chunk: chunks write
+to disjoint memory.
 
 The pool is an array of int64 words, each on a cache line of its own::
 
     CLAIM   job number << 32 | next chunk to take; a helper takes one by compare-and-swap. While a job is
-            being described, "next" is CLOSED, beyond any chunk. A description only changes after all chunks
-            of the job before are done, so a swap that succeeds proves that what was read is of that job.
+            being described, "next" is CLOSED, beyond any chunk. A description only changes after all chunks of the
+            previous job are done, so a successful swap proves that the description read is that job's.
     DONE    chunks finished
     JOB     task address, its arguments, number of items, items in a chunk
     ASLEEP  helpers waiting in the kernel      WAKE   a word that grows when they should look again
@@ -45,13 +45,13 @@ NEXT_CHUNK_BITS = 32
 CLOSED = (1 << NEXT_CHUNK_BITS) - 1
 EVERYONE = (1 << 31) - 1
 SPINS_BEFORE_SLEEP = 8000
-"""Pauses of about 50 ns each: 0.4 ms, longer than a decoding step ever goes between two kernels."""
+"""Pauses of about 50 ns each: 0.4 ms, longer than any gap between two kernels of a decode step."""
 SPINS_BEFORE_YIELD = 200
 
 
 @compiled
 def _take_chunk(pool: int) -> bool:
-    """Compute one chunk of the posted job; False when none is left to take."""
+    """Compute one chunk of the posted job; False when none is left."""
     claim = atomic_load(pool + CLAIM)
     task, arguments = atomic_load(pool + JOB), atomic_load(pool + JOB + 8)
     items, chunk_items = atomic_load(pool + JOB + 16), atomic_load(pool + JOB + 24)
@@ -68,7 +68,7 @@ def _take_chunk(pool: int) -> bool:
 
 @compiled
 def _help(pool: int) -> None:
-    """A helper's life: take chunks, spin for more, sleep, until told to stop."""
+    """A helper's loop: take chunks, spin for more, sleep, until STOP is set."""
     while atomic_load(pool + STOP) == 0:
         wake = atomic_load(pool + WAKE)
         spins = 0
@@ -132,7 +132,7 @@ class Pool:
             helper.start()
 
     def stop(self) -> None:
-        """Send the helpers home; the memory that they read must outlive them."""
+        """Stop the helpers and wait for them; the memory that they read must outlive them."""
         _stop(self.address)
         for helper in self._helpers:
             helper.join()
@@ -146,7 +146,7 @@ def _stop(pool: int) -> None:
 
 
 class Threads:
-    """How many threads kernels use, and the helpers among them. A process has one: ``THREADS``.
+    """Number of threads that kernels use, and their helpers. A process has one: ``THREADS``.
 
     Helpers spin and sleep on memory of the process, and compiled code takes their address with every call.
     """
@@ -157,7 +157,7 @@ class Threads:
         self._lock = threading.Lock()
 
     def count(self) -> int:
-        """Threads that a kernel uses, the caller's among them: one for each CPU of this process until it is set."""
+        """Threads that a kernel uses, the caller's included; by default one for each CPU of this process."""
         if self._count is None:
             self._count = len(os.sched_getaffinity(0))
         return self._count
@@ -182,13 +182,13 @@ class Threads:
         return self._pool.address
 
     def retire(self) -> None:
-        """End the helpers."""
+        """Stop the helpers."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.stop()
 
     def forget(self) -> None:
-        """A forked child has the memory but not the helpers."""
+        """Drop the pool in a forked child, which has the memory but not the helpers."""
         self._pool = None
 
 

@@ -1,6 +1,6 @@
-"""``token_logprobs`` of the rows that ask, by a search for the likeliest tokens in place of a sort.
+"""``token_logprobs`` of the rows that request it, by top-k selection instead of a sort.
 
-Shapes: R rows, A rows that ask, V vocabulary, C tokens no less likely than the last of them, n likeliest tokens.
+Shapes: R rows, A requesting rows, V vocabulary, C tokens at least as likely as the n-th, n likeliest tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def token_logprobs_by_top_k(logits_RV: Tensor, tokens_R: Tensor, n: int) -> Logp
 
 
 def _likeliest(logprobs_AV: Tensor, n: int) -> Tensor:
-    """The ``n`` likeliest tokens of each row, of equals the smaller id first."""
+    """The ``n`` likeliest tokens of each row, ties in order of ids."""
     values_AC, ids_AC = logprobs_AV.topk(min(n + 1, logprobs_AV.shape[1]), dim=1)
     for row in (values_AC[:, 1:] == values_AC[:, :-1]).any(dim=1).nonzero()[:, 0].tolist():
         ids_C = (logprobs_AV[row] >= values_AC[row, -1]).nonzero()[:, 0]

@@ -1,11 +1,11 @@
-"""Words for writing vector code as LLVM instructions: sixteen lanes of 32 bits at a time.
+"""Helpers for writing vector code as LLVM instructions: sixteen lanes of 32 bits at a time.
 
-numba compiles loops well, but it cannot be told which values stay in registers. The inner loops here are
+numba compiles loops well, but offers no control over which values stay in registers. The inner loops here are
 therefore emitted instruction by instruction, by ``@intrinsic`` functions that use these helpers. Every
-helper takes the ``IRBuilder`` first and emits at its current place. Addresses are 64-bit integers.
+helper takes the ``IRBuilder`` first and emits at its current position. Addresses are 64-bit integers.
 
-No helper reorders floating-point operations, and no fast-math flag is ever set: what is written is what is
-computed, on every CPU, which is why a row's bits do not depend on which variant computed it.
+No helper reorders floating-point operations, and no fast-math flag is ever set: operations execute as written on every
+CPU, which is why a row's bits do not depend on which variant computed it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ I32x8 = ir.VectorType(I32, LANES // 2)
 HALVES = (range(LANES // 2), range(LANES // 2, LANES))
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
-"""Number formats in memory, as the intrinsics take them."""
+"""Number formats in memory, as passed to the intrinsics."""
 FORMAT_BYTES = (4, 2, 2)
 
 LINE_BYTES = 64
 AHEAD = 4096
-"""Bytes between the weights that are multiplied and those that are asked for."""
+"""Prefetch distance in bytes ahead of the weights being multiplied."""
 
 HAS_VNNI = missing(VNNI_FEATURES) is None
 _LLVM_MAJOR: int = llvmlite.binding.llvm_version_info[0]
@@ -62,12 +62,12 @@ def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, displacement: int
 
 
 def hidden(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """The same address, but the compiler does not know that it is."""
+    """The same address, opaque to the optimizer."""
     return b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [address], False)
 
 
 def ask_for(b: ir.IRBuilder, address: ir.Value, num_bytes: int, displacement: int = 0) -> None:
-    """Have cache lines that will be read soon brought to the second level: processors stop at the end of a page."""
+    """Prefetch cache lines into the second level: hardware prefetchers stop at the end of a page."""
     hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # to read, to the second level, data
     for line in range(0, num_bytes, LINE_BYTES):
         pointer = b.inttoptr(b.add(address, i64(displacement + line)), I8.as_pointer())
@@ -82,12 +82,12 @@ def splat(b: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
 
 
 def constant(kind: ir.VectorType, value: float) -> ir.Constant:
-    """All lanes set to a number known now."""
+    """All lanes set to a compile-time constant."""
     return ir.Constant(kind, [value] * kind.count)
 
 
 def shuffle(b: ir.IRBuilder, x: ir.Value, y: ir.Value, lanes: Sequence[int]) -> ir.Value:
-    """Lanes picked from ``x`` (0 to 15) and ``y`` (16 to 31)."""
+    """Lanes selected from ``x`` (0 to 15) and ``y`` (16 to 31)."""
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
 
 
@@ -153,8 +153,8 @@ def sum_halved(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
 def halve(b: ir.IRBuilder, parts: Sequence[ir.Value], distance: int) -> list[ir.Value]:
     """One step of ``sum_lanes``: the first half of ``parts`` with the second, adding lanes ``distance`` apart.
 
-    Lanes without the bit ``distance`` get the sums of the first of two vectors, those with it the sums of the second:
-    half of the numbers stay where they are, which needs no shuffle.
+    Lanes without the bit ``distance`` get the sums of the first of two vectors, lanes with it those of the second:
+    half of the numbers stay in place, which needs no shuffle.
     """
     stay = [lane + LANES * bool(lane & distance) for lane in range(LANES)]
     move = [lane ^ distance for lane in stay]
@@ -171,7 +171,7 @@ def sum_one(b: ir.IRBuilder, vector: ir.Value) -> ir.Value:
 
 
 class Loop:
-    """A counted loop with values carried from turn to turn.
+    """A counted loop with values carried from one iteration to the next.
 
     ``with Loop(b, count, [first, ...]) as loop:`` gives ``loop.index`` and ``loop.carried``; set
     ``loop.carried`` to the next values inside, and read the last ones from ``loop.results`` afterwards.
@@ -214,7 +214,7 @@ def exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     x = n ln 2 + r with |r| <= ln 2 / 2; e ** r by its series to the sixth power; times 2 ** n by adding n to
     the exponent. ln 2 is split in two so that n times its upper part is exact (Cody and Waite, 1980).
     """
-    # Adding 1.5 * 2 ** 23 leaves the nearest whole number in the low bits.
+    # Adding 1.5 * 2 ** 23 leaves the nearest integer in the low bits.
     shifted = fma(b, x, constant(F32x16, 1.4426950408889634), constant(F32x16, 12582912.0))
     n = b.fsub(shifted, constant(F32x16, 12582912.0))
     r = fma(b, n, constant(F32x16, -0.693359375), x)

@@ -1,7 +1,7 @@
-"""``adjust_logits``: counts of a row's tokens are gathered in the row of the result, which they are then exchanged for.
+"""``adjust_logits``: counts of a row's tokens are accumulated in the row of the result, which then replaces them.
 
-Three kernels, as the counts of a row must be cleared before, and complete after, they are gathered. In the first two,
-programs of rows without penalties have nothing to do.
+Three kernels, as the counts of a row must be cleared before, and complete after, they are accumulated. In the first
+two, programs of rows without penalties exit at once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _count_kernel(
     V: tl.tensor,
     PDL: tl.constexpr,
 ) -> None:
-    """Every so many tokens of one row's history."""
+    """Count a strided share of one row's history."""
     row = tl.program_id(1)
     after_predecessor(PDL)
     slot = tl.load(slot_R + row)
@@ -87,7 +87,7 @@ def _adjust_kernel(
     BANS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One chunk of one row; BIASES and BANS are B and E filled up to powers of two."""
+    """One chunk of one row; BIASES and BANS are B and E rounded up to powers of two."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     after_predecessor(PDL)
     ids = chunk * _CHUNK + tl.arange(0, _CHUNK)
@@ -150,7 +150,7 @@ def _ban_and_bias(
 def _penalize(
     x: tl.tensor, counts: tl.tensor, repetition: tl.tensor, frequency: tl.tensor, presence: tl.tensor
 ) -> tl.tensor:
-    """The penalties of tokens that occurred; NaN stays, and what is out stays out."""
+    """Apply penalties to tokens that occurred; NaN and banned tokens are unchanged."""
     repeated = tl.where(x > 0, tl.div_rn(x, repetition + tl.zeros_like(x)), x * repetition)
     penalized = tl.where(counts != 0, repeated, x)
     occurrences = counts & (_IN_PROMPT - 1)
@@ -161,7 +161,7 @@ def _penalize(
 
 @triton.jit
 def _in_range(x: tl.tensor) -> tl.tensor:
-    """Infinities as the numbers that stand for them."""
+    """Replace infinities by BANNED and OVERFLOWN."""
     x = tl.where(x < _BANNED, _BANNED, x)
     return tl.where(x > _OVERFLOWN, _OVERFLOWN, x)
 

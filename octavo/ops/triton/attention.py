@@ -1,4 +1,4 @@
-"""``attention`` for CUDA devices: one kernel where every sequence has one row, else one for each of its parts."""
+"""``attention`` for CUDA devices: one fused kernel if every sequence has one row, else a kernel for each part."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from octavo.ops.triton.prefill_attention import prefill_attention
 from octavo.ops.triton.rotate_store import rotate_store
 
 GLUON_VERSION = "3.6."
-"""Of Triton: kernels in Gluon, which is no stable interface, are for the one that they were tested with."""
+"""Triton version that the kernels in Gluon, whose interface is not stable, were tested with."""
 GLUON_ROWS = 1024
-"""From here on a kernel whose tiles are larger, and fewer, is faster."""
+"""From this number of rows on, a kernel with larger, and fewer, tiles is faster."""
 
 
 @attention.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
@@ -26,8 +26,8 @@ def attention_triton(
 ) -> Tensor:
     """See ``ops.attention``.
 
-    Where results may not depend on other rows, one kernel takes all rows: a token computed alone, and again in a chunk
-    of its sequence after a preemption, must come out the same.
+    Where results may not depend on other rows, one kernel computes all rows: a token must give the same result in a
+    decode step and in a recomputed chunk after a preemption.
     """
     if rows.max_query_len == 1 and not is_invariant() and not heads.shares_cache:
         return decode_attention(qkv_TW, heads, cos_TR, sin_TR, cache, rows)

@@ -2,9 +2,9 @@
 
 Shapes: T rows, S sequences, K kv heads, G query heads for each of them, H head dim, W columns of a row.
 
-A program takes a run of tiles of positions of one sequence, for the G query heads of one kv head, so that keys and
+A program processes a run of tiles of positions of one sequence, for the G query heads of one kv head, so that keys and
 values are read once (split-KV: Dao et al., "Flash-Decoding", 2023; sums: Milakov and Gimelshein, arXiv 1805.02867).
-Whichever program of a pair (sequence, kv head) comes last combines the runs, in the order of their positions. All
+The last program of a pair (sequence, kv head) to finish combines the runs, in the order of their positions. All
 bounds are read on the device and the host chooses by shapes alone, so that a captured graph serves every length.
 
 With the prologue, query, key and value come from the projection: they are normed and rotated here, and the program of
@@ -35,7 +35,7 @@ _COMBINED_AT_ONCE = 64
 
 
 class Prologue(NamedTuple):
-    """What makes a query, a key and a value of a row of projections."""
+    """Inputs that turn a row of projections into a query, a key and a value."""
 
     cos_TR: Tensor | None
     sin_TR: Tensor | None
@@ -113,7 +113,7 @@ def run_decode_attention(
 
 
 def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfig) -> dict[str, Any]:
-    """What the kernel is compiled for."""
+    """Compile-time constants of the kernel."""
     G, H = heads.num_heads // heads.num_kv_heads, heads.head_dim
     padded_G, padded_H = triton.next_power_of_2(G), max(16, triton.next_power_of_2(H))  # tensor cores add up 16
     dot = config.dot or padded_G >= 16  # Triton turns sums of so many rows' products into a dot of its own, in TF32
@@ -217,7 +217,7 @@ def _run(
     length: tl.tensor, split: tl.tensor, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The first position that is seen, the number of runs, and the first and last tile of this program's run."""
+    """The first visible position, the number of runs, and the first and last tile of this program's run."""
     seen_from = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else length * 0
     first = seen_from // TILE
     num_tiles = tl.cdiv(length, TILE) - first
@@ -258,7 +258,7 @@ def _walk(
     for i in tl.range(begin, last, num_stages=STAGES):
         position = i * TILE + t
         is_stored = (d < H)[None, :]
-        if WINDOW > 0:  # what is behind it may be anything
+        if WINDOW > 0:  # slots before the window hold arbitrary values
             is_stored &= (position >= seen_from)[:, None]
         tile_k = tl.load(k_tile + at, mask=is_stored, other=0.0)
         tile_v = tl.load(v_tile + at, mask=is_stored, other=0.0)
@@ -272,7 +272,7 @@ def _attend(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, is_seen: tl.tensor, sums: tl.tensor, scale: tl.tensor, cap: tl.tensor,
     CAPPED: tl.constexpr, DOT: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """One tile more in the sums: each query's largest score, its sum of weights, its weighted sum of values."""
+    """Add a tile to the sums: each query's largest score, its sum of weights, its weighted sum of values."""
     peak, total, acc = sums
     k, v = k.to(q.dtype), v.to(q.dtype)
     if DOT:
@@ -302,7 +302,7 @@ def _finish(
     G: tl.constexpr, GP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the result of a pair: this run's if it is the only one, or that of all runs if this is the last to end."""
+    """Write a pair's result: this run's if it is the only one, or that of all runs if this is the last to finish."""
     if SPLITS > 1 and num_runs > 1:
         parts += pair * SPLITS * GP * H
         logs += pair * SPLITS * GP

@@ -1,6 +1,6 @@
-"""One row times a matrix on plain multiply-adds, with what stands before and after it: every weight is read once.
+"""One row times a matrix on plain multiply-adds, with fused norm and epilogue: every weight is read once.
 
-A program owns whole rows of the weight. With a gated activation a tile of rows is as many gates as ups of the same
+A program owns complete rows of the weight. With a gated activation a tile of rows is as many gates as ups of the same
 outputs. Either there is a program for every tile, or fewer programs walk over the tiles, loading the next one while
 they sum. RMSNorm costs arithmetic alone: each program takes the sum of squares from the one row of x that it reads.
 """
@@ -19,7 +19,7 @@ from octavo.ops.triton.launch import launch, num_multiprocessors, prefetch_lines
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """How the work is cut up."""
+    """Tiling parameters."""
 
     rows: int
     """Weight rows of a tile, a power of two; with a gated activation at least 2."""
@@ -63,7 +63,7 @@ def _row_starts(
 def _weights(
     rows: tl.tensor, chunk: tl.tensor, is_there: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr
 ) -> tl.tensor:
-    """Columns ``chunk`` of these rows; 0 beyond the last column, and everywhere if the tile is not there."""
+    """Columns ``chunk`` of these rows; 0 beyond the last column, and everywhere if the tile does not exist."""
     k = chunk * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     mask = is_there
     if K % BLOCK_K:
@@ -133,7 +133,7 @@ def gemv_kernel(
     K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr, EVEN_N: tl.constexpr,
     PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One tile for each program, in chunks of columns; the next chunk is on its way while one is summed."""
+    """One tile for each program, in chunks of columns; the next chunk is loaded while one is summed."""
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     start = tl.program_id(0) * OUTPUTS
     rows = weight_ptr + _row_starts(start, num_outputs, K, OUTPUTS, ACTIVATION is not None, EVEN_N)
@@ -171,7 +171,7 @@ def walking_gemv_kernel(
     K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr, EVEN_N: tl.constexpr,
     STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A few programs walk over the tiles; the first chunk of x stays in registers, the others come from the cache."""
+    """A few programs iterate over the tiles; the first chunk of x stays in registers, the others are cached."""
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     GATED: tl.constexpr = ACTIVATION is not None
     first, step = tl.program_id(0), tl.num_programs(0)

@@ -1,4 +1,4 @@
-"""Causal attention of many rows over the paged cache, for Hopper: copies, products and softmax side by side.
+"""Causal attention of many rows over the paged cache, for Hopper: copies, products and softmax overlap.
 
 As FlashAttention-3 (Shah et al., arXiv 2407.08608) arranges it: one warp asks the tensor memory accelerator for queries
 and for pages of keys and values, a ring of them ahead of two groups of warps with 64 rows each. Within a group the
@@ -6,11 +6,11 @@ products of queries with the next keys, and of weights with the last values, run
 stays on its multiprocessor and takes one tile of rows after another, those of a sequence that see most keys first; its
 copying warp asks a counter for the next one, and tells the groups of it with the queries.
 
-A group gives shared memory back when all its warps have read it. Where they read it into registers, a fence goes before
-that: without it the accelerator's next write overtakes the reads.
+A group releases shared memory when all its warps have read it. Reads into registers need a fence before the release:
+without it the accelerator's next write overtakes the reads.
 
-Written in Gluon, which shows barriers and the ring. It is no stable interface, so this is for the one version of Triton
-that it was tested with, and everything else has ``prefill_attention``.
+Written in Gluon, which exposes barriers and the ring. Its interface is not stable, so this kernel is used only with the
+Triton version that it was tested with; otherwise ``prefill_attention`` runs.
 
 Shapes: T tokens, S sequences, N heads, K kv heads, H head dim; M rows of a group, C keys of a page.
 """
@@ -44,11 +44,11 @@ ROWS = 64
 STAGES = 4
 """Pages of keys, and of values, in shared memory at once."""
 REGISTERS = 168
-"""Of a thread when the kernel starts; the groups then share what the copying warp does not need."""
+"""Registers of a thread at the start; the groups then get those that the copying warp does not need."""
 
 
 def suits(q_TNH: Tensor, heads: HeadLayout, cache: LayerCache) -> bool:
-    """Whether the kernel takes these, where Gluon does (``attention.has_gluon``)."""
+    """Whether the kernel supports these inputs, provided that Gluon is available (``attention.has_gluon``)."""
     K, block_size, H = cache.keys.shape[1:]
     group = heads.num_heads // K
     return (
@@ -73,7 +73,7 @@ def hopper_prefill(
     skip_single: bool,
     out_TNH: Tensor,
 ) -> None:
-    """``prefill_attention`` of what ``suits``, into ``out``."""
+    """``prefill_attention`` into ``out``, for inputs that ``suits`` accepts."""
     (_, N, H), K = q_TNH.shape, k_cache.shape[1]
     assert q_TNH.stride()[1:] == out_TNH.stride()[1:] == (H, 1), "the heads of a row must lie side by side"
     assert k_cache.stride()[2:] == v_cache.stride()[2:] == (H, 1), "the slots of a block must lie side by side"
@@ -122,7 +122,7 @@ def _produce(
 ) -> None:  # fmt: skip
     """Bring the queries of this program's items, and their pages into the rings, one item after the other.
 
-    All programs together ask the counter once for each item; who asks last sets it back.
+    All programs together increment the counter once per item; the last one resets it.
     """
     BYTES: gl.constexpr = k_tiles.block_type.nbytes
     num_tiles_S, end_tile_S, s_S, num_tiles = tiles_of(cu_seqlens_ptr, S, SEQUENCES, SKIP_SINGLE, TOKENS)
@@ -170,7 +170,7 @@ def _produce(
 def _tell(
     plan: gl.tensor, kv_head: gl.tensor, first: gl.tensor, stop: gl.tensor, shift: gl.tensor
 ) -> None:  # fmt: skip
-    """Leave the next item for a group; there is none if its first token is negative."""
+    """Pass the next item to a group; a negative first token means that there is none."""
     at = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
     plan.store(gl.where(at < 2, gl.where(at == 0, kv_head, first), gl.where(at == 2, stop, shift)))
     gl.thread_barrier()
@@ -178,7 +178,7 @@ def _tell(
 
 @gluon.jit
 def _hear(plan: gl.tensor) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """The next item, as it was left."""
+    """Receive the next item."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     at = gl.arange(0, 4, LAYOUT)
     fields = plan.load(LAYOUT)
@@ -326,7 +326,7 @@ def _hopper_kernel(
     v_head: gl.tensor, K: gl.constexpr, GROUP: gl.constexpr, H: gl.constexpr, SEQUENCES: gl.constexpr,
     SKIP_SINGLE: gl.constexpr, PAGE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Set up the rings, and part the warps."""
+    """Set up the rings, and specialise the warps."""
     TOKENS: gl.constexpr = 2 * ROWS // GROUP
     queries = gl.allocate_shared_memory(q_tiles.dtype, [2, TOKENS // 2, GROUP, H], q_tiles.layout)
     plans = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))

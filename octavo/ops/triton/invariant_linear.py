@@ -20,7 +20,7 @@ BLOCK_T = 64
 CONFIG = SkinnyConfig(block_n=128, block_k=64, warps=8, stages=4, copy_engine=True)
 FLOAT32_CONFIG = SkinnyConfig(block_n=32, block_k=32, warps=8, stages=3)
 ENOUGH_PROGRAMS = 256
-"""Of one product; part of what fixes the order of sums, so not taken from the device."""
+"""Programs of one product; affects the order of sums, so it does not depend on the device."""
 MAX_SPLITS = 8
 
 

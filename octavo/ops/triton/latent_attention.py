@@ -1,8 +1,8 @@
 """``latent_attention`` for CUDA devices: the cache's one key is read once for many heads, and is the value too.
 
 A tile's rows are heads of one token, or of a few. Where every sequence has one row its context is split among
-programs, and the last to come adds their sums (Dao et al., "Flash-Decoding", 2023); else a program walks over the whole
-context of its rows (Dao et al., arXiv 2205.14135). All bounds are read on the device.
+programs, and the last to finish adds their sums (Dao et al., "Flash-Decoding", 2023); else a program iterates over the
+full context of its rows (Dao et al., arXiv 2205.14135). All bounds are read on the device.
 
 Shapes: T tokens, S sequences, N heads, P rotated part of a head, L latent, H = P + L; a tile's rows M and keys C.
 """
@@ -111,7 +111,7 @@ def _config(q_TNH: Tensor, config: Config) -> Config:
 
 
 def _constants(q_TNH: Tensor, split: int, cache: Tensor, config: Config) -> dict[str, int]:
-    """What both kernels are compiled for."""
+    """Compile-time constants of both kernels."""
     _, N, H = q_TNH.shape
     assert cache.shape[1] == 1, "latents have one kv head"
     assert cache.stride()[2:] == (H, 1), "the slots of a block must lie side by side"
@@ -228,7 +228,7 @@ def _walk(
     acc_ML = tl.zeros([q_ML.shape[0], LP], tl.float32)
     for at in tl.range(begin, end, KEYS, num_stages=STAGES):
         key_C = at + tl.arange(0, KEYS)
-        is_key_C1 = (key_C < end)[:, None]  # what lies behind may be NaN, which a weight of 0 would not undo
+        is_key_C1 = (key_C < end)[:, None]  # slots behind may be NaN, which a weight of 0 would not undo
         block = key_blocks(table_ptr, at, end, BLOCK_SIZE, KEYS).to(tl.int64)
         at_C1 = cache_ptr + block * block_stride + (key_C % BLOCK_SIZE)[:, None] * (P + L)
         k_CL = tl.load(at_C1 + P + d_L[None, :], mask=is_key_C1 & (d_L < L)[None, :], other=0.0).to(q_ML.dtype)

@@ -7,7 +7,8 @@ kernel start while the one before it drains. Its rules for every kernel of a ste
 2. ``after_predecessor(PDL)``: wait for the predecessor, then let the successor start;
 3. the body.
 
-A kernel that wants memory to itself calls ``wait_for_predecessor`` and, after its main loop, ``start_successor``.
+A kernel that needs the full memory bandwidth calls ``wait_for_predecessor`` and, after its main loop,
+``start_successor``.
 As successors start only after the wait, all kernels but the last have ended when a kernel starts: before its wait it
 may read what was written at least two kernels earlier, and nothing younger.
 """
@@ -77,11 +78,11 @@ def is_compiling() -> bool:
 
 @contextlib.contextmanager
 def compiling(num_threads: int | None = None) -> Iterator[None]:
-    """Compile what this block launches, so many kernels at a time, or as there are processors, and run none of it.
+    """Compile the kernels launched in this block, ``num_threads`` (default: all processors) at a time; run none.
 
-    They begin when all are known: much of compiling is Python, and among so many threads the block would come last.
+    Compilation starts when all are known: much of it is Python, and so many threads would starve the block itself.
     Triton has a C compiler build a launcher when a kernel first runs, one kernel after another. They are built here as
-    well, many at a time, and found in its cache then.
+    well, in parallel, and are then found in its cache.
     """
     preparation().join()
     kernels: set[Any] = set()
@@ -113,7 +114,7 @@ def wait_for_predecessor(PDL: tl.constexpr) -> None:
 
 @triton.jit
 def start_successor(PDL: tl.constexpr) -> None:
-    """Let the next kernel start; it does when all programs of this one have come here or ended."""
+    """Let the next kernel start, once all programs of this one have called this or ended."""
     if PDL:
         gdc_launch_dependents()
 
@@ -140,9 +141,9 @@ def prefetch_lines(rows: tl.tensor, BYTES: tl.constexpr) -> None:
 
 @functools.cache
 def counters(device: torch.device, number: int) -> Tensor:
-    """Counters by which programs of a kernel meet: zero between launches. Kept for good, as captured graphs hold them.
+    """Counters that synchronise programs of a kernel: zero between launches. Never freed, as captured graphs use them.
 
-    Kernels that ask for the same number share them, as kernels of a stream run one after another.
+    Kernels with the same ``number`` share them, as kernels of a stream run one after another.
     """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     assert not capturing, "a kernel with counters must have run once before it is captured in a graph"

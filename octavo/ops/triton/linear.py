@@ -17,7 +17,7 @@ from octavo.ops.triton.linear_configs import LinearConfig, bucket_of, config_for
 from octavo.ops.triton.rms_norm import rms_norm_triton
 from octavo.ops.triton.skinny_gemm import SkinnyConfig, skinny_gemm
 
-# cuBLAS may round the sums of splits to 16 bits unless told not to; the op promises sums in float32.
+# By default cuBLAS may round the sums of splits to 16 bits; the op promises sums in float32.
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 

@@ -25,12 +25,12 @@ from octavo.ops.triton.skinny_gemm import SkinnyConfig
 
 FOLDER = Path(__file__).parent / "configs"
 ROW_BUCKETS = (1, 16, 32, 64, 128, 256)
-"""Each is measured for itself; beyond the last, the library's kernels are as good as arithmetic allows."""
+"""Each is tuned separately; beyond the last, the library's kernels are as good as arithmetic allows."""
 FEW_ROWS = 64
 """Up to here memory is the limit whatever the shape, the defaults are good, and an entry serves any rows of its bucket.
 
-Above, only what was measured is good, and for just as many rows: tiles that are filled in part cost more than whole
-ones, since the copy engine is slow beyond the end of a matrix (Qwen3-8B's gates: 157 us for 512 rows, 232 for 272)."""
+Above, only measured entries are good, and only for their exact number of rows: partial tiles cost more than full ones,
+since the copy engine is slow beyond the end of a matrix (Qwen3-8B's gates: 157 us for 512 rows, 232 for 272)."""
 
 LinearConfig = GemvConfig | SkinnyConfig | None
 """``None`` leaves the products to cuBLAS."""
@@ -38,7 +38,7 @@ _KINDS: dict[str, Any] = {"gemv": GemvConfig, "skinny": SkinnyConfig}
 
 
 class Shape(NamedTuple):
-    """What a configuration is chosen by."""
+    """Key of a configuration."""
 
     N: int
     K: int
@@ -55,7 +55,7 @@ def bucket_of(T: int) -> int | None:
 
 
 def config_for(T: int, N: int, K: int, has_norm: bool, is_gated: bool, device: torch.device) -> LinearConfig:
-    """The configuration for T rows, or ``None`` where cuBLAS is to do it."""
+    """The configuration for T rows, or ``None`` for cuBLAS."""
     rows = bucket_of(T)
     if rows is None or (T > FEW_ROWS and rows != T):
         return None
@@ -65,7 +65,7 @@ def config_for(T: int, N: int, K: int, has_norm: bool, is_gated: bool, device: t
 
 
 def default_config(shape: Shape, has_norm: bool, is_gated: bool, device: torch.device) -> LinearConfig:
-    """What is good on the whole: the best of the shapes that were measured, by the size of the weight."""
+    """Default by the size of the weight, from the best configurations of the measured shapes."""
     N, K, rows = shape
     if rows == 1:
         if has_norm:  # its programs take the norm once, so few that walk

@@ -1,7 +1,7 @@
 """``moe`` for CUDA devices: rows are sorted by expert on the device, and each run of rows meets its expert's matrix.
 
-The host knows no counts: there are as many tiles as any choice of experts could need, and those without rows end at
-once. So the same launches serve every step of a CUDA graph.
+The host does not know the counts: the grid has as many tiles as any choice of experts could need, and tiles without
+rows exit at once. So the same launches serve every step of a CUDA graph.
 
 Shapes: T tokens, S chosen for each, P = T S pairs of a token and an expert, X experts, K inputs, N outputs.
 """
@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
 
 
 def sort_into_tiles(ids_TS: Tensor, num_experts: int) -> Tiles:
-    """Cut the pairs of each expert into tiles. What depends on the ids stays on the device."""
+    """Split the pairs of each expert into tiles. Data that depends on the ids stays on the device."""
     device, P = ids_TS.device, ids_TS.numel()
     block = MAX_ROWS if is_invariant() else min(MAX_ROWS, max(16, triton.next_power_of_2(P // num_experts)))
     num_tiles = min(P, num_experts) + P // block
@@ -138,7 +138,7 @@ def sum_kernel(
     parts_ptr: tl.tensor, out_ptr: tl.tensor, D: tl.tensor, pairs_a_row: tl.tensor, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some columns of a token: the sum of what its experts gave, in the order in which they were chosen."""
+    """Some columns of a token: the sum of its experts' results, in the order in which they were chosen."""
     t, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     after_predecessor(PDL)
     total = tl.zeros([BLOCK], tl.float32)

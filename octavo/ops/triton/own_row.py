@@ -55,7 +55,7 @@ def turned(
     H: tl.constexpr,
     AXIS: tl.constexpr,
 ) -> tl.tensor:
-    """What ``load_heads`` gives, normed along its last axis and rotated."""
+    """The result of ``load_heads``, normed along its last axis and rotated."""
     own, other = head
     if norm is not None:
         factor = tl.rsqrt(tl.sum(own * own, AXIS, keep_dims=True) / H + eps)

@@ -67,8 +67,8 @@ def prefill_attention(
     """``ops.paged_attention`` for any numbers of rows; ``out`` (or a new tensor) [T, N, H] of q's dtype.
 
     With ``skip_single`` the rows of sequences that have exactly one are not written. Rows of no sequence never are.
-    Keys are taken in tiles that begin at multiples of their size, and what a row does not see adds exactly nothing:
-    with one ``config`` a row's result is bitwise the same wherever its chunk begins and whatever is beside it.
+    Keys are processed in tiles that begin at multiples of their size, and masked keys contribute exactly zero: with one
+    ``config`` a row's result is bitwise the same wherever its chunk begins and whatever the other rows are.
     """
     T, N, H = q_TNH.shape
     K, block_size = k_cache.shape[1:3]
@@ -161,7 +161,7 @@ def _attend(
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Weighted values and sum of weights, for rows of which the first sees keys to ``first_end``, the last to ``end``.
 
-    Tiles that all rows see whole come first, without a mask; with a window there are none.
+    Tiles fully visible to all rows come first, without a mask; with a window there are none.
     """
     seen_from, begin, whole_end = 0, 0, first_end // KEYS * KEYS
     if HAS_WINDOW:

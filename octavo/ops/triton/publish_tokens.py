@@ -10,7 +10,7 @@ from octavo.ops.publish_tokens import publish_tokens
 from octavo.ops.triton.launch import after_predecessor, launch
 
 FEWEST = 256
-"""One kernel serves all steps of up to so many sequences."""
+"""One kernel serves all steps of up to this many sequences."""
 
 
 @publish_tokens.kernel(device="cuda", name="triton", preference=10, supports=lambda dtype: None)

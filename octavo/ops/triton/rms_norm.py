@@ -27,7 +27,7 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """ROWS rows of D columns, filled up to BLOCK with zeros."""
+    """ROWS rows of D columns, padded to BLOCK with zeros."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (d < D)

@@ -1,4 +1,4 @@
-"""Between a layer's projection and its attention: norm and rotate queries and keys, put keys and values in the cache.
+"""Between a layer's projection and its attention: norm and rotate queries and keys, store keys and values in the cache.
 
 A program takes some rows of a few heads, all of them query, key or value heads, so that angles are loaded once for
 several heads. The two elements of a rotated pair are loaded as two tiles.
@@ -19,7 +19,7 @@ from octavo.ops.triton.launch import after_predecessor, launch
 
 ROWS = 4
 HEADS = 8
-"""What a program takes. Fixed, so that a row's sums do not depend on the number of rows."""
+"""Heads of a program. Fixed, so that a row's sums do not depend on the number of rows."""
 WIDE = 256
 """Of heads wider than this, a program takes one."""
 
@@ -110,7 +110,7 @@ def _rotate(
     is_row_M: tl.tensor, norm_ptr: tl.tensor, cos_ptr: tl.tensor, sin_ptr: tl.tensor, angle_stride: tl.tensor,
     eps: tl.tensor, H: tl.constexpr, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Move heads from the projection to where they belong, normed where there is a weight, rotated where angles are."""
+    """Move heads from the projection to their destination, normed if there is a weight, rotated if there are angles."""
     dtype: tl.constexpr = to_MG.dtype.element_ty
     p_P = tl.arange(0, PAIR_BLOCK)
     at_P = p_P[None, None, :]

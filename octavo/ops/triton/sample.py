@@ -1,4 +1,4 @@
-"""``sample``: every token races in one kernel, and another settles each row.
+"""``sample``: one kernel reduces chunks of the vocabulary, and another chooses each row's token.
 
 The first has a program for each row and chunk of the vocabulary; it leaves the best token of the chunk and, of rows
 that truncate, what ``truncation`` starts from. The second has a program for each row. It knows the winner at once,
@@ -186,7 +186,7 @@ def _truncates(temperature: tl.tensor, min_p: tl.tensor, top_k: tl.tensor, top_p
 
 @triton.jit
 def _token_of(key: tl.tensor, logits: tl.tensor, V: tl.tensor) -> tl.tensor:
-    """The token of a row's best key, or what is wrong with the row; int32."""
+    """The token of a row's best key, or the row's error code; int32."""
     id = _LAST_ID - (key & _LAST_ID).to(tl.int32)
     x = tl.load(logits + id, mask=key != _NOT_FINITE_KEY, other=0.0).to(tl.float32)
     value = key >> 32

@@ -1,12 +1,12 @@
-"""A few rows, or some hundred, times a matrix on tensor cores, with what stands before and after it.
+"""A few rows, or some hundred, times a matrix on tensor cores, with fused norm and epilogue.
 
 Shapes: T rows, K inputs, N outputs. The weight takes the wide side of the products, weight @ x.T, so that rows may be
-filled up to 8, 16, 32 or 64 only; many are cut into tiles of up to 256. Where N gives too few programs, K is split
-among several; the one that comes last adds their sums, always in the order of the splits, so that results do not vary
-from run to run.
+padded to 8, 16, 32 or 64 only; many are split into tiles of up to 256. Where N gives too few programs, K is split among
+several; the last to finish adds their sums, always in the order of the splits, so that results do not vary from run to
+run.
 
-RMSNorm may be taken along: x is multiplied by the norm's weight and rounded on its way to the tensor cores, its
-squares are summed beside, and the sums are scaled at the end.
+RMSNorm may be fused: x is multiplied by the norm's weight and rounded on its way to the tensor cores, its squares are
+summed alongside, and the sums are scaled at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GROUP = 8
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """How the work is cut up."""
+    """Tiling parameters."""
 
     block_n: int
     """Outputs of a tile: 64 or 128."""
@@ -46,7 +46,7 @@ class SkinnyConfig:
     copy_engine: bool = False
     """Whether tiles are fetched by the tensor memory accelerator, where the matrices suit it."""
     fuses_norm: bool = False
-    """Whether RMSNorm is taken along (in bfloat16 alone: float16 could overflow), or has its own kernel."""
+    """Whether RMSNorm is fused (in bfloat16 only: float16 could overflow), or has its own kernel."""
     release: str = "early"
     """When the next kernel may start: "early" before the products, "late" after them."""
     prefetch: int = 0

@@ -1,10 +1,10 @@
-"""Sums of a softmax that several programs share: each leaves its part, and the last one to come adds them up.
+"""Sums of a softmax split among several programs: each stores its part, and the last to finish adds them.
 
 Shapes: G heads filled up to a power of two, H head dim, D: H filled up likewise.
 
 Sums are three tensors: the largest score of each head in base 2 [G], its sum of weights 2^(score - largest) [G], and
 its weighted sum of values [G, D] (Milakov and Gimelshein, arXiv 1805.02867). Parts are added in the order of their
-positions whoever comes last, so the result does not depend on that.
+positions, so the result does not depend on which program is last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def leave_part(
     values: tl.tensor, logs: tl.tensor, counter: tl.tensor, sums: tl.tensor, part: tl.tensor, num_parts: tl.tensor,
     g: tl.tensor, d: tl.tensor, G: tl.constexpr, H: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Leave a part for the program that comes last; true if it is this one. The counter is zero before and after."""
+    """Store a part; returns whether this program is the last to do so. The counter is zero before and after."""
     peak, total, acc = sums
     row = part * G + g
     tl.store(logs + row, peak + tl.log2(total), mask=g < G)
@@ -36,7 +36,7 @@ def add_parts(
     values: tl.tensor, logs: tl.tensor, num_parts: tl.tensor, d: tl.tensor, G: tl.constexpr, H: tl.constexpr,
     D: tl.constexpr, AT_ONCE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The sums of all parts. They come from other multiprocessors, so the first cache is passed by."""
+    """The sums of all parts. They come from other multiprocessors, so the first-level cache is bypassed."""
     peak = tl.full([G], float("-inf"), tl.float32)
     total = tl.zeros([G], tl.float32)
     acc = tl.zeros([G, D], tl.float32)
@@ -61,7 +61,7 @@ def store_heads(
     out: tl.tensor, sums: tl.tensor, head: tl.tensor, is_head: tl.tensor, d: tl.tensor, sinks: tl.tensor,
     H: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Divide and write; a sink is one more weight in its head's sum."""
+    """Divide and write; a sink is an additional weight in its head's sum."""
     peak, total, acc = sums
     if sinks is not None:
         total += tl.exp2(tl.load(sinks + head, mask=is_head, other=0.0) * LOG2_E - peak)

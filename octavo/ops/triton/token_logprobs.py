@@ -1,4 +1,4 @@
-"""``token_logprobs``: a program for each chunk of the vocabulary, then one for each row that puts them together."""
+"""``token_logprobs``: a program for each chunk of the vocabulary, then one for each row that combines them."""
 
 from __future__ import annotations
 

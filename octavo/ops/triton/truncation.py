@@ -1,4 +1,4 @@
-"""Which tokens of a row ``min_p``, ``top_k`` and ``top_p`` leave in the draw, without sorting it.
+"""Truncation of a row by ``min_p``, ``top_k`` and ``top_p``, without sorting it.
 
 The vocabulary lies in groups whose largest logits are known. A bound below which no token can stay leaves few groups
 alive; among their tokens the least score to keep is found by narrowing an interval of floats, three pivots at a time.
@@ -23,7 +23,7 @@ _COARSE = tl.constexpr(16)
 
 @triton.jit
 def ordered(x: tl.tensor) -> tl.tensor:
-    """Whole numbers (int64) in the order of these float32 numbers, zeros being equal."""
+    """Integers (int64) in the order of these float32 numbers, zeros being equal."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -115,7 +115,7 @@ def _total_mass(
 
 @triton.jit
 def _list_live(live: tl.tensor, peaks_G: tl.tensor, g: tl.tensor, floor: tl.tensor) -> tl.tensor:
-    """Write down the groups that reach ``floor``; how many there are."""
+    """Store the groups that reach ``floor``; returns their number."""
     is_live_G = (peaks_G >= floor).to(tl.int32)
     tl.store(live + tl.cumsum(is_live_G, 0) - 1, g, mask=is_live_G > 0)
     tl.debug_barrier()  # other threads of the program will read them

@@ -1,1 +1,1 @@
-"""The ways in which models write calls of functions, each as a ``ToolFormat`` in a file of its own."""
+"""Tool call formats: one ``ToolFormat`` per file."""

@@ -1,4 +1,4 @@
-"""Calls between DeepSeek's own marks: V3 and R1 with a block of JSON, V3.1 with the arguments alone.
+"""DeepSeek's tool calls between special tokens: V3 and R1 with a fenced JSON block, V3.1 with bare arguments.
 
 https://huggingface.co/deepseek-ai/DeepSeek-V3.1 (ToolCall) and the chat templates of these models.
 """
@@ -37,7 +37,7 @@ def _read_calls(reader: Reader) -> Steps[list[Call] | None]:
         if call is not None:
             calls.append(call)
         else:
-            reader.take_cut()  # no call any more
+            reader.take_cut()  # an incomplete call is neither a call nor content
             return calls if calls and reader.is_cut else None
 
 

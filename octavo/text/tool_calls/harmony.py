@@ -1,4 +1,4 @@
-"""Messages on channels, as gpt-oss writes them: reasoning, preambles, calls and the answer in one message.
+"""gpt-oss's harmony format: reasoning, preambles, calls and the answer on channels of one message.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
@@ -69,12 +69,12 @@ def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
 
 
 def answer_rule(marks: Marks, body: str) -> str:
-    """Lark for an answer, whose text is the rule ``body``."""
+    """Lark for an answer whose text is the rule ``body``."""
     return f"{marks.lark(CHANNEL)} {literal('final')} {marks.lark(MESSAGE)} {body}"
 
 
 def thinking_rule(marks: Marks) -> str:
-    """Lark for reasoning before the answer, up to where its header begins."""
+    """Lark for the reasoning before the answer, up to the answer's header."""
     opened = f"{marks.lark(CHANNEL)} {literal('analysis')} {marks.lark(MESSAGE)}"
     return f"{opened} /(.|\\n)*/ {marks.lark(ENDS[0])} {marks.lark(START)} {literal('assistant')}"
 

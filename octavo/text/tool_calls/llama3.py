@@ -1,7 +1,7 @@
-"""``{"name": ..., "parameters": {...}}`` as the whole message: Llama 3.1 to 3.3.
+"""``{"name": ..., "parameters": {...}}`` as the entire message: Llama 3.1 to 3.3.
 
-Several calls are separated by ``;``. A call may be opened by ``<|python_tag|>``. Without that mark, only a call of a
-function that the client has is taken for one: anything else is JSON that the user asked for.
+Several calls are separated by ``;``. A call may be opened by ``<|python_tag|>``. Without that mark, only a call of one
+of the client's functions is parsed as a call: any other JSON is content.
 https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/#json-based-tool-calling
 """
 
@@ -32,7 +32,7 @@ def _read(names: frozenset[str]) -> Format:
 
 
 def _read_calls(reader: Reader) -> Steps[list[Call] | None]:
-    """Calls up to the end of the message, or up to the mark of the next ones."""
+    """Calls up to the end of the message or the mark that opens the next calls."""
     calls: list[Call] = []
     while True:
         yield from reader.blanks()

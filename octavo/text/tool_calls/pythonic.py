@@ -1,7 +1,7 @@
-"""``[name(key=value, ...), ...]`` as the whole message: Llama 3.2 and 4, ToolACE and others.
+"""``[name(key=value, ...), ...]`` as the entire message: Llama 3.2 and 4, ToolACE and others.
 
-Values are Python's literals; ``true``, ``false`` and ``null`` are taken as well. As the format has no mark, only calls
-of functions that the client has are taken for calls. https://arxiv.org/abs/2409.00920 (ToolACE)
+Values are Python literals; ``true``, ``false`` and ``null`` are accepted as well. As the format has no mark, only calls
+of the client's functions are parsed as calls. https://arxiv.org/abs/2409.00920 (ToolACE)
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _calls_in(text: str) -> list[Call] | None:
 
 
 def _cut_calls_in(text: str) -> list[Call] | None:
-    """The calls in the beginning of a list, as far as their arguments are given as one object, as grammars ask for."""
+    """The calls in a truncated list whose arguments are one object each, as grammars enforce."""
     calls: list[Call] = []
     place = 0
     while (head := _SPREAD.match(text, place)) is not None:
@@ -189,7 +189,7 @@ def _written(call: Call) -> str:
 
 
 def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
-    # The arguments as one object, so that they are valid as a whole, whatever the schema says.
+    # The arguments as one object, so that the schema constrains all of them together.
     heads = [literal(f"{name}(**") for name in names]
     calls = f"{literal('[')} {repeated('call', literal(', '), parallel)} {literal(']')}"
     return f"calls: {calls}\ncall: {one_of(heads, literal(')'))}\n"

@@ -1,4 +1,4 @@
-"""From what a model wrote to a call that a client can trust: a name, and arguments that are a JSON object."""
+"""Validates calls written by a model: a name, and arguments that are a JSON object."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ARGUMENTS = re.compile(rf"""\s*,\s*"(?:{"|".join(ARGUMENT_KEYS)})"\s*:\s*(?=\{{
 
 
 def call_in(text: str | None) -> Call | None:
-    """The call in a JSON object of name and arguments; ``None`` when it is none."""
+    """The call in a JSON object of name and arguments; ``None`` if it is invalid."""
     return None if text is None else call_of(value_of(text))
 
 
 def calls_in(text: str | None) -> list[Call] | None:
-    """The calls in a JSON object of name and arguments, or in a list of them; ``None`` when one of them is none."""
+    """The calls in a JSON object of name and arguments, or in a list of them; ``None`` if one of them is invalid."""
     value = None if text is None else value_of(text)
     calls = [call_of(each) for each in (value if isinstance(value, list) else [value])]
     found = [call for call in calls if call is not None]
@@ -30,7 +30,7 @@ def calls_in(text: str | None) -> list[Call] | None:
 
 
 def call_of(value: Any) -> Call | None:
-    """The call that a JSON value spells out; ``None`` when it is none."""
+    """The call that a JSON value describes; ``None`` if it is invalid."""
     if not isinstance(value, dict):
         return None
     arguments: Any = next((value[key] for key in ARGUMENT_KEYS if key in value), {})
@@ -40,7 +40,7 @@ def call_of(value: Any) -> Call | None:
 
 
 def cut_call_in(text: str) -> Call | None:
-    """The call that the beginning of a JSON object of name and arguments spells out; ``None`` when it is none."""
+    """The call in a truncated JSON object of name and arguments; ``None`` if there is none."""
     head = _HEAD.match(text)
     if head is None:
         return None
@@ -51,7 +51,7 @@ def cut_call_in(text: str) -> Call | None:
 
 
 def cut_calls_in(text: str) -> list[Call] | None:
-    """The calls in the beginning of a list of such objects; ``None`` when anything else is in it."""
+    """The calls in a truncated list of such objects; ``None`` if it contains anything else."""
     calls: list[Call] = []
     place = 1
     while (place := _BETWEEN.match(text, place).end()) < len(text):  # type: ignore[union-attr]
@@ -81,7 +81,7 @@ def cut_call(name: Any, text: str) -> Call | None:
 
 
 def make_call(name: Any, arguments: Any) -> Call | None:
-    """A call of a function; ``None`` when the name is none or the arguments are no JSON object."""
+    """A call; ``None`` if the name or the arguments, which must be a JSON object, are invalid."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
         return None
     if not isinstance(arguments, dict):
@@ -89,13 +89,13 @@ def make_call(name: Any, arguments: Any) -> Call | None:
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         text.encode()
-    except (ValueError, RecursionError):  # a number that is none in JSON, or half of a surrogate pair
+    except (ValueError, RecursionError):  # a number that JSON lacks, or an unpaired surrogate
         return None
     return Call(name, text)
 
 
 def value_of(text: str) -> Any:
-    """The value of JSON text; ``None``, which is no call either, for what is not JSON."""
+    """The value of JSON text; ``None``, which is not a call either, for invalid JSON."""
     try:
         return json.loads(text, parse_constant=_refuse, strict=False)
     except (ValueError, RecursionError):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import stacked_lora as dispatched
-from octavo.ops.stacked_lora import NOBODY, LowRankStack
+from octavo.ops.stacked_lora import NO_ADAPTER, LowRankStack
 from octavo.ops.triton import stacked_lora as module
 from octavo.ops.triton.launch import invariant
 from octavo.ops.triton.stacked_lora import stacked_lora_triton
@@ -61,28 +61,30 @@ def check(places: list[int], sizes: list[int], K: int, R: int, device: str, dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("places", [[3], [0, NOBODY, 3, 3, NOBODY, 0, 4], [4, 0] * 9 + [NOBODY] * 3 + [3] * 14])
+@pytest.mark.parametrize(
+    "places", [[3], [0, NO_ADAPTER, 3, 3, NO_ADAPTER, 0, 4], [4, 0] * 9 + [NO_ADAPTER] * 3 + [3] * 14]
+)
 def test_rows_of_several_adapters_and_none(places: list[int], dtype: torch.dtype, device: str) -> None:
     check(places, [40], 96, 8, device, dtype)
 
 
 @pytest.mark.parametrize("sizes", [[17], [130], [64, 16, 16], [3, 150, 40]])
 def test_parts(sizes: list[int], device: str) -> None:
-    check([0, NOBODY, 4, 3], sizes, 80, 4, device)
+    check([0, NO_ADAPTER, 4, 3], sizes, 80, 4, device)
 
 
 @pytest.mark.parametrize(("K", "R"), [(16, 1), (70, 16), (64, 21), (700, 70), (640, 8)])
 def test_inputs_and_ranks(K: int, R: int, device: str) -> None:
     """One chunk of inputs, part of one, several splits; ranks that fill no tile, one, or two."""
-    check([3, 4, NOBODY], [24, 24], K, R, device)
+    check([3, 4, NO_ADAPTER], [24, 24], K, R, device)
 
 
 def test_many_rows(device: str) -> None:
-    check([3] * 70 + [NOBODY] * 20 + [0] * 50, [32], 64, 8, device)
+    check([3] * 70 + [NO_ADAPTER] * 20 + [0] * 50, [32], 64, 8, device)
 
 
 def test_no_row_wants_an_adapter(device: str) -> None:
-    check([NOBODY] * 20, [32], 64, 8, device)
+    check([NO_ADAPTER] * 20, [32], 64, 8, device)
 
 
 def test_a_step_without_rows(device: str) -> None:
@@ -96,7 +98,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(device: str, monkeypatch: pytes
     monkeypatch.setattr(module, "FEW_ROWS", 20)
     stack = make_stack([48, 16], 600, 8, torch.float32, device)
     x_TK, y_TN = torch.randn(50, 600, device=device), torch.randn(50, stack.up_ANR.shape[1], device=device)
-    places = torch.tensor([0, 3, NOBODY, 4, 3] * 10, dtype=torch.int32, device=device)
+    places = torch.tensor([0, 3, NO_ADAPTER, 4, 3] * 10, dtype=torch.int32, device=device)
     with invariant():
         together = stacked_lora_triton(y_TN.clone(), x_TK, places, stack)
         for row in (0, 1, 17, 49):
@@ -109,7 +111,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(device: str, monkeypatch: pytes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_reference_does_the_same(dtype: torch.dtype) -> None:
     stack = make_stack([40, 8], 64, 4, dtype, "cpu")
-    places = [0, NOBODY, 3, 3, 4]
+    places = [0, NO_ADAPTER, 3, 3, 4]
     x_TK, y_TN = torch.randn(5, 64).to(dtype), torch.randn(5, stack.up_ANR.shape[1]).to(dtype)
     wanted = expected(y_TN, x_TK, places, stack)
     found = dispatched.reference(y_TN, x_TK, torch.tensor(places, dtype=torch.int32), stack)

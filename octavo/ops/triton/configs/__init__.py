@@ -1,1 +1,1 @@
-"""How kernels are cut for shapes: plain tables, taken from measurements, each with a default for every other shape."""
+"""Tiling of kernels by shape: plain tables of measured configurations, each with a default for other shapes."""

@@ -1,4 +1,4 @@
-"""How decode attention is cut: by the number of pairs of a sequence and a kv head, and the bytes of a head."""
+"""Tiling of decode attention by the number of (sequence, kv head) pairs and the bytes of a head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_SPLITS = 32
 
 
 class DecodeConfig(NamedTuple):
-    """One way to cut the work."""
+    """Tiling parameters."""
 
     tile: int
     """Positions computed together; a power of two from 16."""
