@@ -8,17 +8,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import ConfigError, InvalidParameter
-from octavo.server.front import front_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
+from octavo.server.services import services_of
 
 
 async def list_keys(request: Request) -> Response:
-    return json_response({"object": "list", "data": front_of(request).keys.usage()}, {})
+    return json_response({"object": "list", "data": services_of(request).keys.usage()}, {})
 
 
 async def reload_keys(request: Request) -> Response:
-    keys = front_of(request).keys
+    keys = services_of(request).keys
     try:
         await asyncio.to_thread(keys.load)
     except ConfigError as error:

@@ -19,12 +19,12 @@ from octavo.config import EngineConfig, ServeConfig, to_flat
 from octavo.errors import ConfigError, InvalidParameter, OctavoError, RequestError, RequestFailed, Unavailable
 from octavo.server import wire
 from octavo.server.adapters import MAX_DEATHS, Adapter, AdapterTable, digest
+from octavo.server.crash_isolation import CrashIsolation
 from octavo.server.engine_client import OutputListener
 from octavo.server.engine_link import EngineLink
-from octavo.server.live import LiveRequest
+from octavo.server.live_request import LiveRequest
 from octavo.server.supervisor import Supervisor
 from octavo.server.timelines import KVEventRing, Timelines
-from octavo.server.trials import Trials
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.events import Event
 from octavo.telemetry.metrics import Metrics
@@ -69,7 +69,7 @@ class AsyncEngine:
         self._supervisor = Supervisor(argv or ENGINE_ARGV, self._engine_settings, config.server.engine_timeout, self)
         self._ids = itertools.count(1)
         self._live: dict[int, LiveRequest] = {}
-        self._trials = Trials()
+        self._isolation = CrashIsolation()
         self._info: EngineInfo | None = None
         self._has_engine = False
         """Whether an engine process takes requests, as far as the supervisor has told."""
@@ -168,7 +168,7 @@ class AsyncEngine:
         if request.id in self._live:
             raise ValueError(f"request id {request.id} is in use")
         live = LiveRequest(request, listener, Timing(request.arrival or time.monotonic()))
-        if self._is_up and not self._trials.holds_back:
+        if self._is_up and not self._isolation.holds_back:
             try:
                 self._submit(live)
             except wire.FrameError as error:
@@ -197,8 +197,8 @@ class AsyncEngine:
         async with self._changing_adapters:
             if name in self.adapters.paths:
                 raise InvalidParameter("lora_name", f"An adapter called '{name}' is loaded already.")
-            link = self._link_to_tell()
-            error = await link.tell_adapter(wire.LoadAdapter(link.generation, name, path))
+            link = self._ready_link()
+            error = await link.change_adapter(wire.LoadAdapter(link.generation, name, path))
             if error:
                 raise InvalidParameter("lora_path", error)
             self.adapters.add(name, path, content)
@@ -210,8 +210,8 @@ class AsyncEngine:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         async with self._changing_adapters:
             if name not in self.adapters.paths:
-                link = self._link_to_tell()
-                await link.tell_adapter(wire.UnloadAdapter(link.generation, name))
+                link = self._ready_link()
+                await link.change_adapter(wire.UnloadAdapter(link.generation, name))
 
     async def prepare(self, link: EngineLink) -> None:
         """Give a restarted engine process the adapters of the last one; leave out any that it cannot load again."""
@@ -223,7 +223,7 @@ class AsyncEngine:
                 adapter.deaths += 1
                 raise OctavoError(f"the engine process ended while it loaded the adapter {name}")
             if name not in self.adapters.known:  # unloaded meanwhile
-                await link.tell_adapter(wire.UnloadAdapter(link.generation, name))
+                await link.change_adapter(wire.UnloadAdapter(link.generation, name))
             elif error:
                 logger.error("the adapter %s is left out: %s", name, error)
                 self.adapters.leave_out(name)
@@ -247,9 +247,9 @@ class AsyncEngine:
             return str(error)
         if content != adapter.digest:
             return f"{adapter.path}: its files have changed since it was loaded"
-        return await link.tell_adapter(wire.LoadAdapter(link.generation, name, adapter.path))
+        return await link.change_adapter(wire.LoadAdapter(link.generation, name, adapter.path))
 
-    def _link_to_tell(self) -> EngineLink:
+    def _ready_link(self) -> EngineLink:
         link = self._supervisor.link
         if link is None or not self._is_up:
             raise Unavailable("The engine is restarting.", retry_after=5)
@@ -281,8 +281,8 @@ class AsyncEngine:
 
     def _admit_waiting(self) -> None:
         """Submit those of the live requests that are not, as far as they may enter now."""
-        if self._trials.holds_back and self._is_up:
-            for live in self._trials.admit(self._live.values()):
+        if self._isolation.holds_back and self._is_up:
+            for live in self._isolation.admit(self._live.values()):
                 self._replay(live)
 
     def _replay(self, live: LiveRequest) -> None:
@@ -312,7 +312,7 @@ class AsyncEngine:
         self.kv_events.clear()
         self._earlier = self._settled(self.stats)
         self.metrics.stats = self._earlier
-        for live in self._trials.on_death(self._live.values(), is_from_outside):
+        for live in self._isolation.on_death(self._live.values(), is_from_outside):
             self.metrics.convictions += 1
             logger.error("request %d ends: %d engine processes ended with it", live.id, live.num_deaths)
             self._fail(live, RequestFailed("The engine fails whenever it computes this request."))
@@ -327,10 +327,10 @@ class AsyncEngine:
         now = time.monotonic()
         self.metrics.observe_step(self._total(step.stats))
         if step.events:
-            self.timelines.hear(step.events)
+            self.timelines.add(step.events)
             self._note_computed(step.events)
         if step.kv_events:
-            self.kv_events.hear(step.kv_events)
+            self.kv_events.add(step.kv_events)
         live_requests = self._live
         for output in step.outputs:
             live = live_requests.get(output.request_id)

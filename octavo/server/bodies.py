@@ -13,8 +13,8 @@ from starlette.requests import Request
 
 from octavo.errors import RequestTooLarge, Unavailable
 from octavo.server.body import SMALL_BYTES, BodyReader
+from octavo.server.byte_budget import ByteBudget, Share
 from octavo.server.errors import RETRY_AFTER_SECONDS, HTTPRefusal, printable
-from octavo.server.intake import Intake, Share
 
 BODY_SECONDS = 60
 """A body must have arrived after this long; slower clients would hold memory for nothing."""
@@ -36,7 +36,7 @@ class Bodies:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._intake = Intake(max_bytes + SPARE_BYTES)
+        self._budget = ByteBudget(max_bytes + SPARE_BYTES)
         self._pace = asyncio.Lock()
         # Two at once would hold the interpreter's lock twice as long, and take twice the memory.
         self._decoding = asyncio.Semaphore()
@@ -66,7 +66,7 @@ class Bodies:
         """The whole body, which counts as long as this lasts."""
         try:
             async with asyncio.timeout(BODY_SECONDS) as deadline:
-                share = self._intake.share(lambda: deadline.reschedule(0))
+                share = self._budget.share(lambda: deadline.reschedule(0))
                 try:
                     body = await self._receive(request, share)
                 except BaseException:

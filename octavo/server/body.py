@@ -78,7 +78,7 @@ class BodyReader(Generic[T]):
         if size is not None and size.depth > MAX_DEPTH + 1:
             raise _too_deep(next(name for name, raw in fields.items() if measure(bytes(raw)).depth > MAX_DEPTH))
         values: dict[str, Any] = {}
-        passed_over: list[str] = []
+        ignored_fields: list[str] = []
         for name, raw in fields.items():
             decoder = self.decoders.get(name)
             if name in self.refused:
@@ -91,11 +91,11 @@ class BodyReader(Generic[T]):
             elif name not in self.accepted and (
                 name not in self.ignored or _asks(_decode(name, raw, _any_value), self.ignored[name])
             ):
-                passed_over.append(name)
+                ignored_fields.append(name)
         for name in self.required:
             if name not in values:
                 raise MissingParameter(name)
-        return self.kind(**values), passed_over
+        return self.kind(**values), ignored_fields
 
 
 def _asks(value: Any, defaults: tuple[Any, ...]) -> bool:

@@ -16,8 +16,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from octavo.errors import RequestError, Unavailable
+from octavo.server.byte_budget import ByteBudget
 from octavo.server.errors import HTTPRefusal, error_response
-from octavo.server.intake import Intake
 
 MAX_HEAD_BYTES = 32 << 10
 """Of the request line and all headers, and of the trailers of a chunked body."""
@@ -44,7 +44,7 @@ class BoundedProtocol(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: Any = None,
         *,
-        heads: Intake,
+        heads: ByteBudget,
         max_connections: int,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)

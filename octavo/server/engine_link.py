@@ -86,7 +86,7 @@ class EngineLink(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
 
-    async def tell_adapter(self, message: wire.LoadAdapter | wire.UnloadAdapter) -> str:
+    async def change_adapter(self, message: wire.LoadAdapter | wire.UnloadAdapter) -> str:
         """Send it, and wait for what went wrong: "" when nothing did. One at a time for each name."""
         if self.closed.is_set():
             return GONE

@@ -169,7 +169,7 @@ def rejection_of(error: RequestError) -> str:
 async def on_request_error(request: Request, error: Exception) -> Response:
     """The application's handler of ``RequestError``."""
     assert isinstance(error, RequestError)
-    request.app.state.front.engine.metrics.observe_rejection(rejection_of(error))
+    request.app.state.services.engine.metrics.observe_rejection(rejection_of(error))
     return error_response(error, request.scope["path"])
 
 

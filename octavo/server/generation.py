@@ -31,7 +31,7 @@ class Prompt(NamedTuple):
     """Where the second of two texts begins."""
 
 
-class News(NamedTuple):
+class ChoiceUpdate(NamedTuple):
     """What a choice got since it was last asked."""
 
     text: str
@@ -39,7 +39,7 @@ class News(NamedTuple):
     logprobs: list[TokenLogprobs]
 
 
-def nobody() -> None:
+def ignore_updates() -> None:
     """Listens where there is nobody to tell."""
 
 
@@ -86,12 +86,12 @@ class Choice:
         if self.finish_reason is not None:
             return
         try:
-            self._take_in(output)
+            self._apply(output)
         except Exception:
             logger.exception("request %d: its output could not be turned into text", self.request.id)
             self.on_error(UnexpectedError())
 
-    def _take_in(self, output: Output) -> None:
+    def _apply(self, output: Output) -> None:
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
         if output.values is not None:
@@ -133,12 +133,12 @@ class Choice:
         self.is_noted = False
         return text
 
-    def take(self) -> News:
+    def take(self) -> ChoiceUpdate:
         """What is new since the last call."""
-        news = News("".join(self._texts), self._tokens, self._logprobs)
+        update = ChoiceUpdate("".join(self._texts), self._tokens, self._logprobs)
         self._texts, self._tokens, self._logprobs = [], [], []
         self.is_noted = False
-        return news
+        return update
 
 
 class Generation:
@@ -146,7 +146,7 @@ class Generation:
 
     __slots__ = (
         *("account", "choices", "engine", "error", "num_unfinished"),
-        *("_expiry", "_listener", "_noted", "_tells_news"),
+        *("_expiry", "_listener", "_noted", "_reports_updates"),
     )
 
     def __init__(self, engine: EngineClient, account: Account | None = None) -> None:
@@ -156,8 +156,8 @@ class Generation:
         self.num_unfinished = 0
         self.error: Exception | None = None
         self._noted: list[Choice] = []
-        self._listener: Callable[[], None] = nobody
-        self._tells_news = True
+        self._listener: Callable[[], None] = ignore_updates
+        self._reports_updates = True
         self._expiry: asyncio.TimerHandle | None = None
 
     def expire_at(self, time: float, error: RequestError) -> None:
@@ -172,30 +172,30 @@ class Generation:
         """Wait until every choice is finished, and return them all. Raises the ``RequestError`` that ended the
         generation, or ``ClientGone``."""
         while self.num_unfinished:
-            await self._wait(for_news=False)
+            await self._wait(for_updates=False)
         self._noted = []
         if self.error is not None:
             raise self.error
         return self.choices
 
-    async def news(self) -> list[Choice]:
+    async def updates(self) -> list[Choice]:
         """Wait for news, and return the choices that have some. Raises as ``result`` does."""
         if not self._noted and self.error is None:
-            await self._wait(for_news=True)
+            await self._wait(for_updates=True)
         noted = self.take_noted()
         if not noted and self.error is not None:
             raise self.error
         return noted
 
-    async def _wait(self, for_news: bool) -> None:
-        told = asyncio.Event()
-        self.listen(told.set, for_news)
-        await told.wait()
+    async def _wait(self, for_updates: bool) -> None:
+        updated = asyncio.Event()
+        self.listen(updated.set, for_updates)
+        await updated.wait()
 
-    def listen(self, listener: Callable[[], None], for_news: bool = True) -> None:
+    def listen(self, listener: Callable[[], None], for_updates: bool = True) -> None:
         """Have ``listener`` called, in the pass over all listeners, whenever there is news, and at the end."""
         self._listener = listener
-        self._tells_news = for_news
+        self._reports_updates = for_updates
 
     def take_noted(self) -> list[Choice]:
         """The choices with news since the last call."""
@@ -207,7 +207,7 @@ class Generation:
         if not choice.is_noted:
             choice.is_noted = True
             self._noted.append(choice)
-        if self._tells_news or not self.num_unfinished:
+        if self._reports_updates or not self.num_unfinished:
             self._listener()
 
     def fail(self, error: Exception) -> None:

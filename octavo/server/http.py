@@ -17,8 +17,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from octavo.config import ServerSettings
 from octavo.errors import ConfigError
+from octavo.server.byte_budget import ByteBudget
 from octavo.server.connection import BoundedProtocol
-from octavo.server.intake import Intake
 
 BACKLOG = 4096
 KEEP_ALIVE_SECONDS = 75
@@ -94,7 +94,7 @@ class HTTPServer(uvicorn.Server):
         config = uvicorn.Config(
             app,
             http=functools.partial(  # type: ignore[arg-type]
-                PieceProtocol, heads=Intake(MAX_UNFINISHED_HEADS), max_connections=_max_connections()
+                PieceProtocol, heads=ByteBudget(MAX_UNFINISHED_HEADS), max_connections=_max_connections()
             ),
             ws="none",
             proxy_headers=False,

@@ -11,9 +11,9 @@ from octavo.errors import InvalidParameter
 from octavo.sampling_params import SamplingParams
 from octavo.server.admission import Asked, PromptSource
 from octavo.server.caller import caller_of
-from octavo.server.front import Front
 from octavo.server.generation import Choice
-from octavo.server.sse import whole
+from octavo.server.services import Services
+from octavo.server.sse import finished_choices
 from octavo.text.vectors import Floats
 from octavo.types import Task
 
@@ -22,7 +22,7 @@ MAX_TEXTS = 2048
 
 
 async def ask(
-    front: Front,
+    services: Services,
     request: Request,
     task: Task,
     model: str,
@@ -37,7 +37,7 @@ async def ask(
     if len(sources) > MAX_TEXTS:
         raise InvalidParameter(field, f"'{field}' must have at most {MAX_TEXTS} texts, not {len(sources)}.")
     choices: list[Choice] = []
-    size = front.engine.info.max_num_seqs
+    size = services.engine.info.max_num_seqs
     for first in range(0, len(sources), size):
         asked = Asked(
             caller=caller_of(request),
@@ -47,11 +47,11 @@ async def ask(
             default_max_tokens=None,
             add_special_tokens=add_special_tokens,
             priority=priority,
-            tenant=front.tenant(request, user, model),
+            tenant=services.tenant(request, user, model),
             task=task,
             model=model,
         )
-        choices += await whole(await front.admission.admit(asked), request)
+        choices += await finished_choices(await services.admission.admit(asked), request)
     return choices
 
 

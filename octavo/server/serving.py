@@ -28,8 +28,8 @@ from octavo.weights.hub import resolve_model
 
 if TYPE_CHECKING:
     # Loaded while the engine process starts, which takes longer.
-    from octavo.server.front import Front
     from octavo.server.http import HTTPServer
+    from octavo.server.services import Services
 
 MAX_OPEN_FILES = 65536
 
@@ -60,7 +60,7 @@ class _Serving:
         self.config = config
         self.listener = listener
         self.engine = AsyncEngine(config, engine_argv)
-        self.front: Front | None = None
+        self.services: Services | None = None
         self.server: HTTPServer | None = None
         self.starting: asyncio.Task[HTTPServer] | None = None
         self.drain: asyncio.Task[None] | None = None
@@ -80,8 +80,8 @@ class _Serving:
                 await self.engine.stop(timeout=0)
             else:
                 await self.drain
-            if self.front is not None:
-                self.front.close()
+            if self.services is not None:
+                self.services.close()
         return 0
 
     async def _start(self) -> HTTPServer:
@@ -107,9 +107,9 @@ class _Serving:
         settings = self.config.model
         tokenizer = load_tokenizer(Path(settings.tokenizer or settings.model))
         app = create_app(self.config, self.engine, tokenizer)
-        front: Front = app.state.front
-        self.front = front
-        front.warm_up()
+        services: Services = app.state.services
+        self.services = services
+        services.warm_up()
         phases.done("tokenizer and chat template")
         return HTTPServer(app, self.config.server)
 
@@ -121,8 +121,11 @@ class _Serving:
     async def _announce(self, server: HTTPServer) -> None:
         while not server.started:
             await asyncio.sleep(0.01)
-        assert self.front is not None
-        print(_greeting(self.front, _url(self.listener, self.config.server.ssl_certfile is not None)), flush=True)
+        assert self.services is not None
+        print(
+            _startup_message(self.services, _url(self.listener, self.config.server.ssl_certfile is not None)),
+            flush=True,
+        )
 
     def _on_signal(self) -> None:
         if self.server is None:
@@ -175,16 +178,16 @@ def _url(listener: socket.socket, is_secure: bool) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _greeting(front: Front, url: str) -> str:
+def _startup_message(services: Services, url: str) -> str:
     """What a person needs to send a first request."""
-    model, tokenizer = front.model_name, front.tokenizer
-    if tokenizer is not None and (tokenizer.chat_template or front.config.model.chat_template):
+    model, tokenizer = services.model_name, services.tokenizer
+    if tokenizer is not None and (tokenizer.chat_template or services.config.model.chat_template):
         path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is 2+2?"}]}
     else:
         prompt = "Once upon a time" if tokenizer is not None else [1, 2, 3]
         path, asked = "/v1/completions", {"prompt": prompt}  # type: ignore[dict-item]
     body = json.dumps({"model": model, **asked, "max_tokens": 50})
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if front.keys.are_asked_for else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if services.keys.are_asked_for else ""
     curl = f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
     return f"Serving {model} on {url}\nTry:\n  {curl}"
 
@@ -192,6 +195,6 @@ def _greeting(front: Front, url: str) -> str:
 def _raise_file_limit() -> None:
     """Every connection is an open file, and the usual soft limit of 1,024 is soon reached."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

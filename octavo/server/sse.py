@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import RequestError
 from octavo.server.errors import error_object
-from octavo.server.generation import Choice, ClientGone, Generation, nobody
+from octavo.server.generation import Choice, ClientGone, Generation, ignore_updates
 from octavo.server.http import WRITE_PIECE, WritePiece
 
 KEEP_ALIVE_SECONDS = 10.0
@@ -57,7 +57,7 @@ async def _watch(generation: Generation, receive: Receive) -> None:
     generation.fail(ClientGone())
 
 
-async def whole(generation: Generation, request: Request) -> list[Choice]:
+async def finished_choices(generation: Generation, request: Request) -> list[Choice]:
     """All choices, once they are finished. Raises ``RequestError`` or ``ClientGone``."""
     async with attended(generation, request.receive):
         return await generation.result()
@@ -84,7 +84,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, frames = self.generation, self.writer.frames
         async with attended(generation, receive):
-            data = b"".join(map(frames, await generation.news()))
+            data = b"".join(map(frames, await generation.updates()))
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             pump = Pump(generation, frames, scope.get(WRITE_PIECE, _leave_all))
             try:
@@ -146,7 +146,7 @@ class Pump:
             return await self._left
         finally:
             self._timer.cancel()
-            self._generation.listen(nobody)
+            self._generation.listen(ignore_updates)
 
     def _call(self) -> None:
         """Write when all of this pass over the listeners is known."""

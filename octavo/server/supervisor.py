@@ -122,10 +122,10 @@ class Supervisor:
             await self._owner.prepare(link)
             self._owner.on_up(info)
         except BaseException:
-            await self._bury(link)
+            await self._reap(link)
             raise
 
-    async def _bury(self, link: EngineLink) -> None:
+    async def _reap(self, link: EngineLink) -> None:
         """Wait for the end of an engine process that is of no more use."""
         if link.closed.is_set() and await link.wait_exit(EXIT_SECONDS):
             logger.error("engine process %s is gone (%s)", link.pid, link.describe_exit())
@@ -137,17 +137,17 @@ class Supervisor:
     async def _keep_running(self) -> None:
         while True:
             try:
-                await self._outlive()
+                await self._wait_for_end()
             except Exception:
                 logger.exception("the end of an engine process was not handled")
             await self._restart()
 
-    async def _outlive(self) -> None:
+    async def _wait_for_end(self) -> None:
         """Wait for the end of the engine process of now, and bury it."""
         link = self.link
         assert link is not None
         await link.closed.wait()
-        await self._bury(link)
+        await self._reap(link)
         was_useful = link.has_delivered or time.monotonic() - link.started > YOUNG_SECONDS
         self._fruitless = 0 if was_useful else self._fruitless + 1
         self._owner.on_down(link.is_ended_from_outside)

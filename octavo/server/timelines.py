@@ -26,7 +26,7 @@ class Timelines:
         self._names: OrderedDict[str, list[int]] = OrderedDict()
         self._owners: OrderedDict[int, str] = OrderedDict()
 
-    def hear(self, events: Iterable[Event]) -> None:
+    def add(self, events: Iterable[Event]) -> None:
         """Take events of a step."""
         for event in events:
             known = self._events.get(event.request_id)
@@ -73,7 +73,7 @@ class KVEventRing:
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_KV_EVENTS)
         self._last = 0
 
-    def hear(self, events: Iterable[KVEvent]) -> None:
+    def add(self, events: Iterable[KVEvent]) -> None:
         for event in events:
             self._append({**msgspec.to_builtins(event)})
 

@@ -12,10 +12,10 @@ from typing import Any
 from pydantic_core import from_json
 
 from octavo.errors import RequestError
+from octavo.server.chat_reply import ChatReply
 from octavo.server.errors import anthropic_error
 from octavo.server.generation import Choice
 from octavo.server.openai.rendering import encode_line
-from octavo.server.reply import Reply
 from octavo.server.sse import EventStream
 from octavo.text.reader import Call, Piece
 
@@ -29,7 +29,7 @@ wherever no tools run on the server."""
 class MessageAnswer:
     """Renders one reply, whole or as events. Reasoning is shown when ``shows_thinking``."""
 
-    def __init__(self, reply: Reply, id: str, model: str, shows_thinking: bool) -> None:
+    def __init__(self, reply: ChatReply, id: str, model: str, shows_thinking: bool) -> None:
         self._reply = reply
         self._model = model
         self._shows_thinking = shows_thinking
@@ -41,7 +41,7 @@ class MessageAnswer:
 
     # --- not streamed ---
 
-    def whole(self) -> dict[str, Any]:
+    def unstreamed(self) -> dict[str, Any]:
         """The message, once its choice is finished."""
         blocks: list[dict[str, Any]] = []
         for piece in self._pieces():

@@ -14,8 +14,8 @@ from octavo.sampling_params import MAX_TOKEN_ID
 from octavo.server.anthropic.blocks import chat_messages, system_text
 from octavo.server.body import BodyReader
 from octavo.server.errors import UnsupportedParameter
-from octavo.server.front import Front
 from octavo.server.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
+from octavo.server.services import Services
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "container": (),
@@ -60,15 +60,15 @@ counted_reader = BodyReader(Counted, REFUSED, ACCEPTED)
 message_reader = BodyReader(MessageBody, refused_elsewhere(MessageBody, ACCEPTED) | REFUSED, ACCEPTED, IGNORED_IN_CHAT)
 
 
-def without_effect(body: Counted, front: Front) -> list[str]:
+def without_effect(body: Counted, services: Services) -> list[str]:
     """Fields that are passed over in this request."""
     named = [f"output_config.{name}" for name in body.output_config if name not in CONFIG_KEYS]
-    if effort(_effort(body), front) is None:
+    if effort(_effort(body), services) is None:
         named.append("output_config.effort")
-    return [*named, "thinking"] if wants_thinking(body) and not front.message_format.can_reason else named
+    return [*named, "thinking"] if wants_thinking(body) and not services.message_format.can_reason else named
 
 
-def chat_body(body: Counted, front: Front) -> ChatBody:
+def chat_body(body: Counted, services: Services) -> ChatBody:
     """The same conversation as a chat completion's. Raises ``InvalidParameter``."""
     system = system_text(body.system)
     messages = [{"role": "system", "content": system}] if system else []
@@ -84,13 +84,13 @@ def chat_body(body: Counted, front: Front) -> ChatBody:
         parallel_tool_calls=is_parallel,
         add_generation_prompt=not is_begun,
         continue_final_message=is_begun,
-        chat_template_kwargs=_thinking(body.thinking, front),
+        chat_template_kwargs=_thinking(body.thinking, services),
         response_format=_response_format(body),
         reasoning_effort=_effort(body),
     )
 
 
-def message_chat_body(body: MessageBody, front: Front) -> ChatBody:
+def message_chat_body(body: MessageBody, services: Services) -> ChatBody:
     """The same request as a chat completion's. Raises ``InvalidParameter``."""
     if not 1 <= body.max_tokens <= MAX_TOKEN_ID:
         raise InvalidParameter("max_tokens", f"'max_tokens' must be a whole number from 1 to {MAX_TOKEN_ID}.")
@@ -98,7 +98,7 @@ def message_chat_body(body: MessageBody, front: Front) -> ChatBody:
     if not isinstance(user, str | None):
         raise InvalidParameter("metadata", "'metadata.user_id' must be a string.")
     return msgspec.structs.replace(
-        chat_body(body, front),
+        chat_body(body, services),
         max_tokens=body.max_tokens,
         stop=body.stop_sequences,
         stream=body.stream,
@@ -115,12 +115,12 @@ def wants_thinking(body: Counted) -> bool:
     return body.thinking is not None and body.thinking.get("type") != "disabled"
 
 
-def _thinking(thinking: dict[str, Any] | None, front: Front) -> dict[str, Any]:
+def _thinking(thinking: dict[str, Any] | None, services: Services) -> dict[str, Any]:
     """The variables of the template for what a client says of reasoning. Raises ``InvalidParameter``."""
     kind = "disabled" if thinking is None else thinking.get("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidParameter("thinking", "'thinking.type' must be 'enabled', 'adaptive' or 'disabled'.")
-    if "enable_thinking" in (front.chat_template.source or ""):
+    if "enable_thinking" in (services.chat_template.source or ""):
         return {"enable_thinking": kind != "disabled"}
     return {}
 

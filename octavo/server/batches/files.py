@@ -18,9 +18,9 @@ from starlette.responses import Response
 from octavo.errors import InvalidParameter
 from octavo.server.caller import caller_of
 from octavo.server.errors import HTTPRefusal, MissingParameter, NotFound, printable
-from octavo.server.front import front_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
+from octavo.server.services import services_of
 from octavo.server.store import StoredItem, decoded
 
 KIND = "file"
@@ -45,19 +45,19 @@ class FileObject(msgspec.Struct, kw_only=True):
 
 
 async def create_file(request: Request) -> Response:
-    front = front_of(request)
+    services = services_of(request)
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         message = "A file must be sent with 'Content-Type: multipart/form-data'."
         raise HTTPRefusal(400, message, "unsupported_media_type")
     content_type = request.headers["content-type"]
-    fields, files = await front.bodies.read(request, lambda body: _form(content_type, body))
+    fields, files = await services.bodies.read(request, lambda body: _form(content_type, body))
     if "file" not in files:
         raise MissingParameter("file")
     if fields.get("purpose") != "batch":
         raise InvalidParameter("purpose", "'purpose' must be 'batch'.")
     name, content = files["file"]
     file = new_file(name, content, "batch")
-    await front.store.put_all(caller_of(request).name, items_of(file, content))
+    await services.store.put_all(caller_of(request).name, items_of(file, content))
     return json_response(msgspec.to_builtins(file), {})
 
 
@@ -78,7 +78,7 @@ def items_of(file: FileObject, content: bytes) -> list[StoredItem]:
 
 
 async def list_files(request: Request) -> Response:
-    kept = await front_of(request).store.list(KIND, caller_of(request).name)
+    kept = await services_of(request).store.list(KIND, caller_of(request).name)
     purpose = request.query_params.get("purpose")
     files: list[dict[str, Any]] = [file for _, file in decoded(KIND, kept, dict)]
     return json_response(page(request, [file for file in files if purpose in (None, file["purpose"])]), {})
@@ -94,9 +94,9 @@ async def file_content(request: Request) -> Response:
 
 async def delete_file(request: Request) -> Response:
     await _value(request, KIND)
-    front, owner, name = front_of(request), caller_of(request).name, request.path_params["file_id"]
-    await front.store.delete(CONTENT, name, owner)
-    await front.store.delete(KIND, name, owner)
+    services, owner, name = services_of(request), caller_of(request).name, request.path_params["file_id"]
+    await services.store.delete(CONTENT, name, owner)
+    await services.store.delete(KIND, name, owner)
     return json_response({"id": name, "object": "file", "deleted": True}, {})
 
 
@@ -129,7 +129,7 @@ def page(request: Request, items: list[dict[str, Any]]) -> dict[str, Any]:
 
 async def _value(request: Request, kind: str) -> bytes:
     name = request.path_params["file_id"]
-    value = await front_of(request).store.get(kind, name, caller_of(request).name)
+    value = await services_of(request).store.get(kind, name, caller_of(request).name)
     if value is None:
         raise NotFound(f"There is no file '{printable(name)}'.", param="file_id")
     return value

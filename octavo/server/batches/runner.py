@@ -13,11 +13,11 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 
 from octavo.errors import QueueFull, RequestError, Unavailable
+from octavo.server.background_jobs import inner_request, retry_while_unavailable
 from octavo.server.caller import Caller
 from octavo.server.errors import UnexpectedError, error_object
-from octavo.server.front import Front
-from octavo.server.jobs import inner_request, patiently
 from octavo.server.openai.schema import Endpoint
+from octavo.server.services import Services
 
 MAX_LINES = 50_000
 
@@ -95,18 +95,18 @@ class LineRunner:
     """Answers lines, at most half as many at once as the engine computes: the other half is always left to clients."""
 
     def __init__(self, app: Starlette, endpoints: Mapping[str, Endpoint]) -> None:
-        front: Front = app.state.front
+        services: Services = app.state.services
         self._app = app
-        self._keys = front.keys
+        self._keys = services.keys
         self._endpoints = endpoints
-        self.num_places = max(1, front.engine.info.max_num_seqs // 2)
+        self.num_places = max(1, services.engine.info.max_num_seqs // 2)
         self._places = asyncio.Semaphore(self.num_places)
 
     async def run(self, line: Line, owner: str) -> Outcome:
         """What became of ``line``; a server that is full, or shuts down, makes it wait."""
         caller = self._keys.caller(owner)
         async with self._places:
-            response = await patiently(lambda: self._answer(line, caller))
+            response = await retry_while_unavailable(lambda: self._answer(line, caller))
         return Outcome(id=f"batch_req_{uuid.uuid4().hex}", custom_id=line.custom_id, response=response)
 
     async def _answer(self, line: Line, caller: Caller) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from starlette.responses import Response
 from octavo.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound, QueueFull, RequestError
 from octavo.server.body import BodyReader, MalformedJSON
 from octavo.server.errors import UnknownParameter
-from octavo.server.front import front_of
 from octavo.server.generation import Choice
 from octavo.server.native.dialect import with_statuses
 from octavo.server.openai.completions import CompletionBody, asked_of
 from octavo.server.openai.rendering import encode_line, usage
 from octavo.server.openai.schema import Endpoint
+from octavo.server.services import services_of
 from octavo.server.sse import EventStream
 
 
@@ -46,9 +46,9 @@ reader = BodyReader(InferBody, {}, frozenset())
 
 
 async def infer(request: Request) -> Response:
-    front = front_of(request)
-    front.admission.check_room()
-    body, unknown = await front.bodies.read_json(request, reader, front.engine.info.max_model_len)
+    services = services_of(request)
+    services.admission.check_room()
+    body, unknown = await services.bodies.read_json(request, reader, services.engine.info.max_model_len)
     if unknown:
         raise UnknownParameter(unknown)
     if not body.prompt:
@@ -70,7 +70,7 @@ async def infer(request: Request) -> Response:
         timeout=body.timeout,
         **_constraint(body.response_format),
     )
-    generation = await front.admission.admit(asked_of(asked, front, request))
+    generation = await services.admission.admit(asked_of(asked, services, request))
     return InferStream(generation, InferEvents(), {})
 
 
@@ -113,10 +113,11 @@ class InferEvents:
 
     def frames(self, choice: Choice) -> bytes:
         """An event for each token; text that several of them make comes with the last one."""
-        news = choice.take()
-        texts = [*[""] * (len(news.tokens) - 1), news.text]
+        update = choice.take()
+        texts = [*[""] * (len(update.tokens) - 1), update.text]
         data = b"".join(
-            _event("token", {"token": text, "token_id": token}) for text, token in zip(texts, news.tokens, strict=False)
+            _event("token", {"token": text, "token_id": token})
+            for text, token in zip(texts, update.tokens, strict=False)
         )
         if choice.finish_reason is not None:
             is_end = choice.finish_reason == "stop" and choice.stop_reason is None

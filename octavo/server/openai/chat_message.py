@@ -52,8 +52,8 @@ class ChatMessage:
             return pieces
         kept = [piece for piece in pieces if isinstance(piece, Call) or piece.kind != "content"]
         has_begun = len(kept) < len(pieces) and not self._num_calls and not any(isinstance(p, Call) for p in kept)
-        if has_begun and len(self._tools.wanted) == 1:
-            kept.append(Call(self._tools.wanted[0].name, "", is_cut=True))
+        if has_begun and len(self._tools.allowed) == 1:
+            kept.append(Call(self._tools.allowed[0].name, "", is_cut=True))
         return kept
 
     def deltas(self, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
@@ -70,7 +70,7 @@ class ChatMessage:
             else:
                 yield {"content": piece.text}
 
-    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+    def unstreamed(self, pieces: list[Piece]) -> dict[str, Any]:
         """The message as one."""
         content = "".join(piece.text for piece in pieces if isinstance(piece, Text) and piece.kind == "content")
         calls = [piece for piece in pieces if isinstance(piece, Call)]

@@ -13,7 +13,7 @@ from octavo.config import SchedulerSettings
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_TOKEN_ID, SamplingParams
 from octavo.server.errors import UnsupportedParameter
-from octavo.server.front import Front
+from octavo.server.services import Services
 
 MAX_CACHE_SALT = 256
 MAX_USER = 256
@@ -143,25 +143,25 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
-def check_labels(front: Front, model: str, priority: int, user: str | None) -> None:
+def check_labels(services: Services, model: str, priority: int, user: str | None) -> None:
     """Check what every request may say about itself. Raises ``RequestError``."""
-    front.check_model(model)
+    services.check_model(model)
     if abs(priority) > MAX_TOKEN_ID:
         raise InvalidParameter("priority", f"'priority' must be from -{MAX_TOKEN_ID} to {MAX_TOKEN_ID}.")
-    if priority and front.config.scheduler.scheduling_policy != "priority":
+    if priority and services.config.scheduler.scheduling_policy != "priority":
         raise UnsupportedParameter("priority", "'priority' needs a server with --scheduling-policy priority.")
     if len(user or "") > MAX_USER:
         raise InvalidParameter("user", f"'user' must have at most {MAX_USER} characters.")
 
 
-def without_effect(body: GenerationFields, front: Front) -> list[str]:
+def without_effect(body: GenerationFields, services: Services) -> list[str]:
     """Fields that are passed over in this request."""
     return [] if body.stream or body.stream_options is None else ["stream_options"]
 
 
-def check_generation_fields(body: GenerationFields, front: Front) -> None:
+def check_generation_fields(body: GenerationFields, services: Services) -> None:
     """Checks that ``SamplingParams`` does not make. Raises ``RequestError``."""
-    check_labels(front, body.model, body.priority, body.user)
+    check_labels(services, body.model, body.priority, body.user)
     if body.stream and body.stream_options is not None and body.stream_options.include_obfuscation:
         raise UnsupportedParameter("stream_options", "'stream_options.include_obfuscation' is not supported.")
     if len(body.cache_salt) > MAX_CACHE_SALT:
@@ -172,12 +172,12 @@ def check_generation_fields(body: GenerationFields, front: Front) -> None:
         raise InvalidParameter("prompt_cache_retention", "'prompt_cache_retention' must be 'in_memory' or '24h'.")
     for name, target in (("ttft_target", body.ttft_target), ("tpot_target", body.tpot_target)):
         if target is not None:
-            _check_target(name, target, front.config.scheduler)
+            _check_target(name, target, services.config.scheduler)
     if body.timeout is not None and not MIN_TIMEOUT <= body.timeout <= MAX_TIMEOUT:
         raise InvalidParameter("timeout", f"'timeout' must be from {MIN_TIMEOUT:g} to {MAX_TIMEOUT:g} seconds.")
     for name in ("stop", "bad_words"):
         if getattr(body, name):
-            front.need_tokenizer(name)
+            services.need_tokenizer(name)
 
 
 def _check_target(name: str, seconds: float, scheduler: SchedulerSettings) -> None:
@@ -190,11 +190,15 @@ def _check_target(name: str, seconds: float, scheduler: SchedulerSettings) -> No
 
 
 def sampling_params(
-    body: GenerationFields, front: Front, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    body: GenerationFields,
+    services: Services,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
 ) -> SamplingParams:
     """The body's own fields, and those that the two endpoints word differently. Raises ``InvalidParameter``."""
     given = {name: value for name in OPEN_FIELDS if (value := getattr(body, name)) is not None}
-    recommended = front.engine.info.sampling_defaults
+    recommended = services.engine.info.sampling_defaults
     chosen: dict[str, Any] = {name: recommended[name] for name in OPEN_FIELDS if name in recommended} | given
     return SamplingParams(
         n=body.n,
@@ -224,9 +228,9 @@ def check_max_tokens(name: str, value: int | None) -> None:
         raise InvalidParameter(name, message)
 
 
-def default_max_tokens(front: Front, asked: int | None) -> int | None:
+def default_max_tokens(services: Services, asked: int | None) -> int | None:
     """The most tokens of a message that the client does not limit, if the model recommends a limit."""
-    recommended = front.engine.info.sampling_defaults.get("max_tokens")
+    recommended = services.engine.info.sampling_defaults.get("max_tokens")
     return None if recommended is None or asked == NO_LIMIT else int(recommended)
 
 

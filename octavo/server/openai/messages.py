@@ -55,9 +55,9 @@ class Conversation:
         if self.write_calls is None:
             return self._rendered(messages, self.tools)
         tools = self.tools or []
-        told = with_tools_in_text(messages, tools, self.write_calls)
+        updated = with_tools_in_text(messages, tools, self.write_calls)
         try:
-            return self._rendered(told, None)
+            return self._rendered(updated, None)
         except InvalidParameter:
             if not tools or any(message["role"] == "system" for message in messages):
                 raise

@@ -12,26 +12,26 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.server.front import Front, front_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
+from octavo.server.services import Services, services_of
 
 
 async def list_models(request: Request) -> Response:
-    front = front_of(request)
-    names = front.served_names
+    services = services_of(request)
+    names = services.served_names
     if _is_anthropic(request):
-        models = [_anthropic_model(front, name) for name in names]
+        models = [_anthropic_model(services, name) for name in names]
         # All on one page, whatever 'limit' says: there are as many as an operator has named.
         return json_response({"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}, {})
-    return json_response({"object": "list", "data": [_model(front, name) for name in names]}, {})
+    return json_response({"object": "list", "data": [_model(services, name) for name in names]}, {})
 
 
 async def retrieve_model(request: Request) -> Response:
-    front = front_of(request)
+    services = services_of(request)
     name = request.path_params["name"]
-    front.check_model(name)
-    return json_response(_anthropic_model(front, name) if _is_anthropic(request) else _model(front, name), {})
+    services.check_model(name)
+    return json_response(_anthropic_model(services, name) if _is_anthropic(request) else _model(services, name), {})
 
 
 ENDPOINTS = [
@@ -45,30 +45,30 @@ def _is_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-def _model(front: Front, name: str) -> dict[str, Any]:
-    path = front.engine.adapters.paths.get(name)
+def _model(services: Services, name: str) -> dict[str, Any]:
+    path = services.engine.adapters.paths.get(name)
     return {
         "id": name,
         "object": "model",
-        "created": front.created,
+        "created": services.created,
         "owned_by": "octavo",
-        "max_model_len": front.engine.info.max_model_len,
-        "sampling_defaults": front.engine.info.sampling_defaults,
+        "max_model_len": services.engine.info.max_model_len,
+        "sampling_defaults": services.engine.info.sampling_defaults,
         # Load clients take their tokenizer from there.
-        "root": path or front.config.model.model,
-        **({} if path is None else {"parent": front.model_name}),
+        "root": path or services.config.model.model,
+        **({} if path is None else {"parent": services.model_name}),
     }
 
 
-def _anthropic_model(front: Front, name: str) -> dict[str, Any]:
-    created = datetime.datetime.fromtimestamp(front.created, datetime.UTC)
+def _anthropic_model(services: Services, name: str) -> dict[str, Any]:
+    created = datetime.datetime.fromtimestamp(services.created, datetime.UTC)
     return {
         "type": "model",
         "id": name,
         "display_name": name,
         "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "max_input_tokens": front.engine.info.max_model_len,
-        "max_tokens": front.engine.info.max_model_len,
+        "max_input_tokens": services.engine.info.max_model_len,
+        "max_tokens": services.engine.info.max_model_len,
         "lifecycle": "active",
         **dict.fromkeys(("capabilities", "deprecated_at", "line", "retires_at")),
     }

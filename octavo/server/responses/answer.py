@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from octavo.errors import RequestError
+from octavo.server.chat_reply import ChatReply
 from octavo.server.generation import Choice
 from octavo.server.openai.rendering import encode_line
-from octavo.server.reply import Reply
 from octavo.server.responses.body import ResponseBody
 from octavo.server.responses.items import Item
 from octavo.server.sse import EventStream
@@ -78,7 +78,7 @@ def failed(response: dict[str, Any], error: RequestError) -> None:
 class ResponseAnswer:
     """Puts one reply into its response object, and tells of it as events."""
 
-    def __init__(self, response: dict[str, Any], reply: Reply) -> None:
+    def __init__(self, response: dict[str, Any], reply: ChatReply) -> None:
         self.response = response
         self._reply = reply
         self._number = 0
@@ -215,7 +215,7 @@ class ResponseStream(EventStream):
     END = b""
 
     def __init__(
-        self, reply: Reply, answer: ResponseAnswer, headers: Mapping[str, str], keep: Callable[[], Awaitable[None]]
+        self, reply: ChatReply, answer: ResponseAnswer, headers: Mapping[str, str], keep: Callable[[], Awaitable[None]]
     ) -> None:
         """``keep`` is called before the last event, which says that the response can be asked for; or that it failed,
         if ``keep`` raises ``RequestError``."""

@@ -10,10 +10,10 @@ from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.server.body import BodyReader
 from octavo.server.errors import UnsupportedParameter, printable
-from octavo.server.front import Front
 from octavo.server.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
 from octavo.server.openai.fields import check_max_tokens
 from octavo.server.responses.items import Item, chat_messages
+from octavo.server.services import Services
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "context_management": (),
@@ -83,9 +83,9 @@ class ResponseBody(msgspec.Struct, kw_only=True):
 reader = BodyReader(ResponseBody, refused_elsewhere(ResponseBody, ACCEPTED) | REFUSED, ACCEPTED, IGNORED)
 
 
-def without_effect(body: ResponseBody, front: Front) -> list[str]:
+def without_effect(body: ResponseBody, services: Services) -> list[str]:
     """Fields that are passed over in this request."""
-    named = [] if effort(body.reasoning.effort, front) is not None else ["reasoning.effort"]
+    named = [] if effort(body.reasoning.effort, services) is not None else ["reasoning.effort"]
     return named if body.text.verbosity in (None, "medium") else [*named, "text.verbosity"]
 
 

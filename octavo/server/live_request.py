@@ -33,7 +33,7 @@ class LiveRequest:
     has_advanced: bool = False
     """Whether the engine process of now has finished a step with it."""
     evidence: int = 0
-    """What the deaths of engine processes since its last progress weigh; see ``octavo.server.trials``."""
+    """What the deaths of engine processes since its last progress weigh; see ``octavo.server.crash_isolation``."""
     total_evidence: int = 0
     """The same of its whole life."""
 

@@ -14,12 +14,12 @@ from starlette.requests import Request
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, InvalidParameter, ModelNotFound
 from octavo.server.admission import Admission
+from octavo.server.background_jobs import BackgroundJobs
 from octavo.server.bodies import Bodies
 from octavo.server.body import BodyReader
 from octavo.server.caller import caller_of
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import UnknownParameter, printable
-from octavo.server.jobs import Jobs
 from octavo.server.keys import Keys
 from octavo.server.store import Store
 from octavo.text.chat_template import ChatTemplate
@@ -37,7 +37,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Front:
+class Services:
     """The parts that the endpoints of one application work with."""
 
     config: ServeConfig
@@ -48,7 +48,7 @@ class Front:
     admission: Admission
     bodies: Bodies
     store: Store
-    jobs: Jobs
+    jobs: BackgroundJobs
     keys: Keys
     model_names: tuple[str, ...]
     """Names of the model in the API; the first one is told in answers."""
@@ -123,25 +123,25 @@ class Front:
         self,
         request: Request,
         reader: BodyReader[Body],
-        without_effect: Callable[[Body, Front], list[str]] = lambda body, front: [],
+        without_effect: Callable[[Body, Services], list[str]] = lambda body, services: [],
     ) -> tuple[Body, dict[str, str]]:
         """The request's checked body, and response headers about it. Raises ``RequestError``.
 
         ``without_effect`` names the fields of a body that this model or this request has no use for.
         """
-        body, passed_over = await self.bodies.read_json(request, reader, self.engine.info.max_model_len)
-        return body, self._headers_for([*passed_over, *without_effect(body, self)])
+        body, ignored_fields = await self.bodies.read_json(request, reader, self.engine.info.max_model_len)
+        return body, self._headers_for([*ignored_fields, *without_effect(body, self)])
 
-    def _headers_for(self, passed_over: list[str]) -> dict[str, str]:
+    def _headers_for(self, ignored_fields: list[str]) -> dict[str, str]:
         """Response headers about fields that are passed over; raise ``UnknownParameter`` if they are refused."""
         policy = self.config.server.unknown_fields
-        if not passed_over or policy == "ignore":
+        if not ignored_fields or policy == "ignore":
             return {}
         if policy == "reject":
-            raise UnknownParameter(passed_over[:MAX_SHOWN_FIELDS])
-        return {"x-octavo-unknown-fields": ", ".join(printable(name) for name in passed_over[:MAX_SHOWN_FIELDS])}
+            raise UnknownParameter(ignored_fields[:MAX_SHOWN_FIELDS])
+        return {"x-octavo-unknown-fields": ", ".join(printable(name) for name in ignored_fields[:MAX_SHOWN_FIELDS])}
 
 
-def front_of(request: Request) -> Front:
-    front: Front = request.app.state.front
-    return front
+def services_of(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 
 
-class Turnstile:
+class RequestPacer:
     """First come, first served; between two, the event loop looks what else there is."""
 
     def __init__(self) -> None:

@@ -16,13 +16,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import RequestError
+from octavo.server.allowed_hosts import AllowedHosts
 from octavo.server.caller import CALLER
 from octavo.server.errors import UnexpectedError, error_response, rejection_of
 from octavo.server.generation import ClientGone
-from octavo.server.hosts import Hosts
 from octavo.server.http import WRITE_PIECE
 from octavo.server.keys import Keys
-from octavo.server.turnstile import Turnstile
+from octavo.server.pacing import RequestPacer
 from octavo.telemetry.metrics import Metrics
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -34,15 +34,15 @@ CLIENT_CLOSED_REQUEST = 499
 logger = logging.getLogger(__name__)
 
 
-class Gate:
+class RequestMiddleware:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, *, keys: Keys, hosts: Hosts, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Keys, hosts: AllowedHosts, metrics: Metrics) -> None:
         self.app = app
         self._metrics = metrics
         self._keys = keys
         self._hosts = hosts
-        self._turnstile = Turnstile()
+        self._pacer = RequestPacer()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -68,7 +68,7 @@ class Gate:
 
         try:
             self._check(scope, headers)
-            await self._turnstile.enter()
+            await self._pacer.enter()
             await self.app(scope, receive, send_named)
         except (ClientGone, ClientDisconnect):
             logger.debug("%s: the client left", request_id)

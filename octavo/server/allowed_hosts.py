@@ -19,7 +19,7 @@ LOCAL = LOOPBACK | CONTAINER_NAMES
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\s/@:\[\]]+))(?::\d{1,5})?")
 
 
-class Hosts:
+class AllowedHosts:
     """The names that are allowed; ``None`` is any."""
 
     def __init__(self, settings: ServerSettings) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-class Intake:
+class ByteBudget:
     """Bytes that wait for the rest of their request, at most ``limit`` of them."""
 
     def __init__(self, limit: int) -> None:
@@ -25,7 +25,7 @@ class Intake:
     def _resize(self, share: Share, num_bytes: int) -> None:
         self.num_bytes += num_bytes - share.num_bytes
         share.num_bytes = num_bytes
-        if num_bytes and not share.is_whole:
+        if num_bytes and not share.is_complete:
             self._shares.add(share)
         else:
             self._shares.discard(share)
@@ -39,19 +39,19 @@ class Intake:
 class Share:
     """What one unfinished request holds."""
 
-    def __init__(self, intake: Intake, give_up: Callable[[], None]) -> None:
+    def __init__(self, budget: ByteBudget, give_up: Callable[[], None]) -> None:
         self.num_bytes = 0
         self.is_given_up = False
-        self.is_whole = False
-        self._intake = intake
+        self.is_complete = False
+        self._budget = budget
         self._give_up = give_up
 
     def resize(self, num_bytes: int) -> None:
         """Say how much it is now; nothing when the request is whole, or gone."""
         if not self.is_given_up and num_bytes != self.num_bytes:
-            self._intake._resize(self, num_bytes)
+            self._budget._resize(self, num_bytes)
 
     def settle(self) -> None:
         """The request is whole: it counts until it is worked off, and is no longer given up for others."""
-        self.is_whole = True
-        self._intake._shares.discard(self)
+        self.is_complete = True
+        self._budget._shares.discard(self)

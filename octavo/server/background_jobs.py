@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Jobs:
+class BackgroundJobs:
     """The running ones, by id."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Jobs:
             await self.cancel(id)
 
 
-async def patiently(attempt: Callable[[], Awaitable[T]]) -> T:
+async def retry_while_unavailable(attempt: Callable[[], Awaitable[T]]) -> T:
     """``attempt``, again and again while the server has no room for it, in its queue or on its disk, or no engine."""
     while True:
         try:

@@ -163,7 +163,7 @@ def test_a_listener_that_cannot_make_text_fails_its_own_request(
             raise RuntimeError("no text")
         take_in(choice, output)
 
-    monkeypatch.setattr(Choice, "_take_in", fail)
+    monkeypatch.setattr(Choice, "_apply", fail)
     assert served.complete(prompt="12345").status_code == 500
     assert served.complete(prompt="1234").status_code == 200
     assert served.engine.num_live == 0

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from octavo.server.live import LiveRequest
+from octavo.server.live_request import LiveRequest
 
 FAULT = 16
 KILL = 1
@@ -36,7 +36,7 @@ def _is_suspect(live: LiveRequest) -> bool:
     return live.evidence >= SUSPICION
 
 
-class Trials:
+class CrashIsolation:
     """Decides who enters the engine."""
 
     def __init__(self) -> None:
