@@ -1,4 +1,4 @@
-"""/admin: what only the operator may do, with a key of its own."""
+"""/admin: operator endpoints, protected by the admin key."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ async def reload_keys(request: Request) -> Response:
 
 
 ENDPOINTS = [
-    Endpoint("GET", "/admin/keys", list_keys, "What each API key used since the start"),
-    Endpoint("POST", "/admin/keys/reload", reload_keys, "Read the file of API keys again"),
+    Endpoint("GET", "/admin/keys", list_keys, "Usage of each API key since the start"),
+    Endpoint("POST", "/admin/keys/reload", reload_keys, "Reload the API key file"),
 ]

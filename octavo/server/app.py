@@ -1,4 +1,4 @@
-"""The HTTP application."""
+"""The Starlette application: routes, middleware and lifespan."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ PARTS = (
 
 
 def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None) -> Starlette:
-    """The application around an engine, which need not be started yet. Raises ``ConfigError`` for a chat template
-    that cannot be read."""
+    """The application for ``engine``, which may be started later. Raises ``ConfigError`` for an unreadable chat
+    template."""
     endpoints = [endpoint for part in PARTS for endpoint in part.ENDPOINTS]
     documents = [Route("/openapi.json", _document), Route("/docs", _page)]
     keys = Keys(config.server)
@@ -72,7 +72,7 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
         lifespan=_life,
         exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )
-    # A redirect would be made from the Host header, which the client chooses.
+    # The redirect's target would contain the Host header, which the client controls.
     app.router.redirect_slashes = False
     chat_template = load_chat_template(config.model, tokenizer)
     special_ids = tokenizer.special_ids_by_text() if tokenizer is not None else {}
@@ -97,7 +97,7 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
 
 @contextlib.asynccontextmanager
 async def _life(app: Starlette) -> AsyncIterator[None]:
-    """What an earlier process left undone goes on as soon as this one serves."""
+    """Resume background responses and batches that an earlier process left unfinished."""
     services: Services = app.state.services
     app.state.batches = batches.Batches(app, [endpoint for part in PARTS for endpoint in part.ENDPOINTS])
     await responses.resume_responses(app)
@@ -111,7 +111,7 @@ def _middleware(settings: ServerSettings, keys: Keys, metrics: Metrics) -> list[
     if settings.allowed_origins is None:
         return [outermost]
     origins = [origin.strip() for origin in settings.allowed_origins.split(",")]
-    # Around the gate, because browsers ask without a key what they may send with it.
+    # Outside the key check: CORS preflight requests carry no API key.
     shown = ["x-request-id", "retry-after"]
     cors = Middleware(
         CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown

@@ -1,7 +1,7 @@
-"""A bound on what unfinished requests hold together, over all connections.
+"""A limit on the memory of incomplete requests, over all connections.
 
-Each holder has a share. When all shares pass the limit, the largest one is given up, so a client with a small
-request is served however much others send without an end.
+Each incomplete request has a share. When the sum exceeds the limit, the largest share is revoked, so that clients with
+small requests are served however much others send.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Callable
 
 
 class ByteBudget:
-    """Bytes that wait for the rest of their request, at most ``limit`` of them."""
+    """Limits the bytes held by incomplete requests to ``limit`` in total."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.num_bytes = 0
         self._shares: set[Share] = set()
-        """Those that may be given up."""
+        """Non-empty shares of incomplete requests, which may be revoked."""
 
     def share(self, give_up: Callable[[], None]) -> Share:
-        """An empty share. ``give_up`` is called once, if it must be freed; its bytes no longer count then."""
+        """A new empty share. ``give_up`` is called at most once, when the share is revoked and no longer counts."""
         return Share(self, give_up)
 
     def _resize(self, share: Share, num_bytes: int) -> None:
@@ -37,7 +37,7 @@ class ByteBudget:
 
 
 class Share:
-    """What one unfinished request holds."""
+    """The bytes held by one request."""
 
     def __init__(self, budget: ByteBudget, give_up: Callable[[], None]) -> None:
         self.num_bytes = 0
@@ -47,11 +47,11 @@ class Share:
         self._give_up = give_up
 
     def resize(self, num_bytes: int) -> None:
-        """Say how much it is now; nothing when the request is whole, or gone."""
+        """Set the share's size; without effect once it was revoked."""
         if not self.is_given_up and num_bytes != self.num_bytes:
             self._budget._resize(self, num_bytes)
 
     def settle(self) -> None:
-        """The request is whole: it counts until it is worked off, and is no longer given up for others."""
+        """Mark the request as complete: it still counts, but can no longer be revoked."""
         self.is_complete = True
         self._budget._shares.discard(self)

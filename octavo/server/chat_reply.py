@@ -1,7 +1,7 @@
-"""One reply of the model to a conversation, for the APIs that word it otherwise than chat completions do.
+"""A chat reply for APIs other than chat completions (Anthropic messages, OpenAI responses).
 
-They turn their body into that of a chat completion, so that every field has one check and one meaning, and word the
-pieces of the reply themselves.
+They convert their body to a chat completion's, so that each field is validated in one place, and render the parsed
+pieces of the reply in their own format.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.text.reader import Piece, Text
 
 
 class ChatReply:
-    """The one choice of a generation, read piece by piece: content, reasoning, and calls of functions."""
+    """The single choice of a generation, parsed into pieces: content, reasoning and tool calls."""
 
     def __init__(self, services: Services, body: ChatBody, generation: Generation) -> None:
         self.generation = generation
@@ -25,7 +25,7 @@ class ChatReply:
         self._message = chat_message(services.message_format, tools, self.choice.prompt.text or "")
 
     def pieces(self) -> list[Piece]:
-        """What is certain since the last call."""
+        """The pieces that became unambiguous since the last call."""
         text = self.choice.take().text
         if self._message is not None:
             return self._message.pieces(text, self.choice.finish_reason)
@@ -33,8 +33,8 @@ class ChatReply:
 
 
 async def begin_reply(services: Services, body: ChatBody, request: Request, id: str) -> ChatReply:
-    """Have a conversation answered, under an ``id`` by which its timeline is found. Raises ``RequestError``; then
-    nothing was started."""
+    """Submit a conversation; its timeline is registered under ``id``. Raises ``RequestError``; nothing has been started
+    then."""
     tools = tools_of(body, services)
     generation = await services.admission.admit(asked(body, services, request, tools))
     services.engine.timelines.name(id, [choice.request.id for choice in generation.choices])
