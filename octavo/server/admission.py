@@ -36,7 +36,7 @@ THREAD_TOKENS = 64 << 10
 """Longer lists of token ids are checked in a thread."""
 
 PromptSource = str | list[int] | tuple[str, str] | Callable[[], str]
-"""Text, token ids, a text pair for a cross-encoder, or a slow function that returns the text; it is called in a thread."""
+"""Text, token ids, a text pair for a cross-encoder, or a slow function that returns the text, called in a thread."""
 
 
 @dataclass(frozen=True, kw_only=True)

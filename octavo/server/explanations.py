@@ -1,4 +1,4 @@
-"""Why a request took its time, and what the cache holds: the engine's decisions as JSON."""
+"""Request timelines and KV-cache events as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.server.services import services_of
 
 
 async def timeline(request: Request) -> Response:
-    """What was decided about the answer of this id, for each of its choices; only its own key may know."""
+    """The timeline of each choice of a response; readable by the response's own API key and by the admin."""
     name, caller = request.path_params["request_id"], caller_of(request)
     report = services_of(request).engine.timelines.report(name, None if caller.sees_all else caller.name)
     if report is None:
@@ -23,7 +23,7 @@ async def timeline(request: Request) -> Response:
 
 
 async def kv_events(request: Request) -> Response:
-    """What was cached and given up after event number ``after``."""
+    """Prefix-cache insertions and evictions after event number ``after``."""
     services = services_of(request)
     if not services.config.cache.enable_kv_events:
         raise UnsupportedParameter("kv_events", "Events of the KV cache need a server with --enable-kv-events.")
@@ -34,6 +34,6 @@ async def kv_events(request: Request) -> Response:
 
 
 ENDPOINTS = [
-    Endpoint("GET", "/v1/requests/{request_id}/timeline", timeline, "Where the time of a request went"),
-    Endpoint("GET", "/v1/kv_events", kv_events, "What the prefix cache took in and gave up"),
+    Endpoint("GET", "/v1/requests/{request_id}/timeline", timeline, "Timeline of a request: scheduling events and where its time went"),
+    Endpoint("GET", "/v1/kv_events", kv_events, "Prefix-cache insertions and evictions"),
 ]

@@ -1,8 +1,8 @@
-"""One HTTP request while the engine works on it: several choices, and the task that waits for their news.
+"""The output of one HTTP request's choices, buffered between the engine and the HTTP response.
 
-The engine's side calls ``Choice.on_output`` for every step, in one pass over all listeners. That detokenises,
-looks for stop strings and notes what is new. Who answers the client takes all of it after the pass, so a slow reader
-gets fewer and longer pieces instead of a growing queue.
+The engine client calls ``Choice.on_output`` for every step, in one pass over all listeners. It detokenises, checks stop
+strings and buffers the new output. The response task takes the buffered output after the pass, so a slow reader gets
+fewer and longer pieces instead of a growing queue.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 class Prompt(NamedTuple):
-    """A prompt as the engine gets it; ``text`` is ``None`` when the client gave token ids."""
+    """A tokenised prompt; ``text`` is ``None`` when the client sent token ids."""
 
     tokens: list[int]
     text: str | None
     second_start: int | None = None
-    """Where the second of two texts begins."""
+    """Token index at which the second text of a pair begins."""
 
 
 class ChoiceUpdate(NamedTuple):
-    """What a choice got since it was last asked."""
+    """The output of a choice since the previous ``take``."""
 
     text: str
     tokens: list[int]
@@ -40,15 +40,15 @@ class ChoiceUpdate(NamedTuple):
 
 
 def ignore_updates() -> None:
-    """Listens where there is nobody to tell."""
+    """No-op listener."""
 
 
 class ClientGone(Exception):
-    """The client closed the connection; there is nobody to answer."""
+    """The client closed the connection."""
 
 
 class Choice:
-    """One continuation: tokens come in from the engine, text and counts go out to the client."""
+    """One continuation: turns the engine's tokens into text and counts for the client."""
 
     __slots__ = (
         *("finish_reason", "index", "is_noted", "num_cached_tokens", "num_reasoning_tokens", "num_tokens", "prompt"),
@@ -69,9 +69,9 @@ class Choice:
         self.num_cached_tokens = 0
         self.num_reasoning_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs | None] = []
-        """One entry for each prompt token once complete; the first has none. Empty when not asked for."""
+        """One entry per prompt token; ``None`` for the first and for pending ones. Empty unless requested."""
         self.values = b""
-        """The answer to a request whose task is not to generate."""
+        """Result of a pooling task (little-endian float32); empty for generation."""
         self.is_noted = False
         self._generation = generation
         self._text_stream = text_stream
@@ -82,7 +82,7 @@ class Choice:
             self.prompt_logprobs = [None] * len(prompt.tokens)
 
     def on_output(self, output: Output) -> None:
-        """Take the news of one step. Called on the event loop; does not block and does not raise."""
+        """Apply one step's output. Called on the event loop; does not block and does not raise."""
         if self.finish_reason is not None:
             return
         try:
@@ -122,11 +122,11 @@ class Choice:
         self._generation.num_unfinished -= 1
 
     def on_error(self, error: RequestError) -> None:
-        """The engine gives this request up; the whole generation ends."""
+        """Fail the generation with all its choices, because the engine failed this request."""
         self._generation.fail(error)
 
     def take_text(self) -> str:
-        """The text that is new since the last call, when nothing else of the news is wanted."""
+        """The new text since the previous ``take``; discards new tokens and log-probabilities."""
         text = "".join(self._texts)
         self._texts.clear()
         self._tokens.clear()
@@ -134,7 +134,7 @@ class Choice:
         return text
 
     def take(self) -> ChoiceUpdate:
-        """What is new since the last call."""
+        """The new output since the previous ``take``."""
         update = ChoiceUpdate("".join(self._texts), self._tokens, self._logprobs)
         self._texts, self._tokens, self._logprobs = [], [], []
         self.is_noted = False
@@ -142,7 +142,7 @@ class Choice:
 
 
 class Generation:
-    """All choices of one HTTP request. ``close`` must be called, however it ends."""
+    """All choices of one HTTP request. ``close`` must always be called."""
 
     __slots__ = (
         *("account", "choices", "engine", "error", "num_unfinished"),
@@ -161,7 +161,7 @@ class Generation:
         self._expiry: asyncio.TimerHandle | None = None
 
     def expire_at(self, time: float, error: RequestError) -> None:
-        """End with an error at a time of the event loop's clock, unless it is over by then."""
+        """Fail with ``error`` at loop time ``time`` unless finished by then."""
         self._expiry = asyncio.get_running_loop().call_at(time, self.fail, error)
 
     def add(self, choice: Choice) -> None:
@@ -179,7 +179,7 @@ class Generation:
         return self.choices
 
     async def updates(self) -> list[Choice]:
-        """Wait for news, and return the choices that have some. Raises as ``result`` does."""
+        """Wait for new output, and return the choices that have some. Raises like ``result``."""
         if not self._noted and self.error is None:
             await self._wait(for_updates=True)
         noted = self.take_noted()
@@ -193,17 +193,17 @@ class Generation:
         await updated.wait()
 
     def listen(self, listener: Callable[[], None], for_updates: bool = True) -> None:
-        """Have ``listener`` called, in the pass over all listeners, whenever there is news, and at the end."""
+        """Call ``listener`` at the end and, with ``for_updates``, whenever there is new output; it must not block."""
         self._listener = listener
         self._reports_updates = for_updates
 
     def take_noted(self) -> list[Choice]:
-        """The choices with news since the last call."""
+        """The choices with new output since the previous call."""
         noted, self._noted = self._noted, []
         return noted
 
     def note(self, choice: Choice) -> None:
-        """A choice has news."""
+        """Record that a choice has new output, and notify the listener."""
         if not choice.is_noted:
             choice.is_noted = True
             self._noted.append(choice)
@@ -211,14 +211,14 @@ class Generation:
             self._listener()
 
     def fail(self, error: Exception) -> None:
-        """End with an error; nothing of it goes on in the engine."""
+        """End with an error, and abort all choices in the engine."""
         if self.error is None and self.num_unfinished:
             self.error = error
             self.close()
             self._listener()
 
     def close(self) -> None:
-        """Abort what still runs; nobody wants more of it."""
+        """Abort unfinished choices, and charge the account for the output."""
         if self._expiry is not None:
             self._expiry.cancel()
         for choice in self.choices:
@@ -228,4 +228,4 @@ class Generation:
         self.num_unfinished = 0
         if self.account is not None:
             self.account.charge(sum(choice.num_tokens for choice in self.choices))
-        self.choices = []  # they hold this: without the cycle, nothing has to wait for a collection to be freed
+        self.choices = []  # breaks the reference cycle, so that memory is freed without a garbage collection
