@@ -34,6 +34,6 @@ async def kv_events(request: Request) -> Response:
 
 
 ENDPOINTS = [
-    Endpoint("GET", "/v1/requests/{request_id}/timeline", timeline, "Timeline of a request: scheduling events and where its time went"),
+    Endpoint("GET", "/v1/requests/{request_id}/timeline", timeline, "Timeline of a request"),
     Endpoint("GET", "/v1/kv_events", kv_events, "Prefix-cache insertions and evictions"),
 ]

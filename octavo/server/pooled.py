@@ -1,4 +1,4 @@
-"""Requests that ask for a vector or a score of texts, however many these are."""
+"""Pooling requests: embeddings and scores of many texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from octavo.text.vectors import Floats
 from octavo.types import Task
 
 MAX_TEXTS = 2048
-"""Most texts of one request, as in the OpenAI API."""
+"""Most texts per request, as in the OpenAI API."""
 
 
 async def ask(
@@ -33,7 +33,7 @@ async def ask(
     priority: int = 0,
     user: str | None = None,
 ) -> list[Choice]:
-    """Have the task done on each text, as many at a time as run together. Raises ``RequestError``, about ``field``."""
+    """Run ``task`` on each text, ``max_num_seqs`` at a time. Raises ``RequestError`` about ``field``."""
     if len(sources) > MAX_TEXTS:
         raise InvalidParameter(field, f"'{field}' must have at most {MAX_TEXTS} texts, not {len(sources)}.")
     choices: list[Choice] = []
@@ -56,10 +56,10 @@ async def ask(
 
 
 def numbers(choice: Choice) -> Floats:
-    """The vector or the score that was computed."""
+    """The embedding or score, as float32."""
     return np.frombuffer(choice.values, dtype="<f4")
 
 
 def num_tokens(choices: Sequence[Choice]) -> int:
-    """Tokens of all texts."""
+    """Total prompt tokens of all texts."""
     return sum(len(choice.prompt.tokens) for choice in choices)

@@ -1,4 +1,4 @@
-"""What operators and their tools ask: liveness, readiness, metrics, statistics, version."""
+"""Monitoring endpoints: liveness, readiness, metrics, statistics, version."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def stats(request: Request) -> Response:
 
 
 def _short_stats(services: Services) -> dict[str, Any]:
-    """The names that small clients know; with nothing to do, ``used_pages`` is 0."""
+    """A summary under alternative names; ``used_pages`` is 0 while idle."""
     engine, stats, info = services.engine, services.engine.stats, services.engine.info
     used = stats.num_used_blocks
     return {
@@ -90,7 +90,7 @@ def _short_stats(services: Services) -> dict[str, Any]:
 
 
 async def load(request: Request) -> Response:
-    """For routers that send to whoever has least to do, in vLLM's form."""
+    """The number of live requests, for least-loaded routing; vLLM's format."""
     return json_response({"server_load": services_of(request).engine.num_live}, {})
 
 

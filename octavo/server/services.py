@@ -1,4 +1,4 @@
-"""What all endpoints share."""
+"""The services that endpoints share, and helpers that need several of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """The parts that the endpoints of one application work with."""
+    """The shared services of one application."""
 
     config: ServeConfig
     engine: EngineClient
@@ -51,12 +51,12 @@ class Services:
     jobs: BackgroundJobs
     keys: Keys
     model_names: tuple[str, ...]
-    """Names of the model in the API; the first one is told in answers."""
+    """API names of the model; responses contain the first."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def warm_up(self) -> None:
-        """Compute what is computed once, so that no request pays for it. Raises ``ConfigError`` for a chat template of
-        the settings that is not sound; without the model's own, all but chat can still be served."""
+        """Do one-time work before the first request. Raises ``ConfigError`` for an invalid configured chat template; an
+        invalid template of the model only disables chat."""
         if self.tokenizer is not None:
             Detokenizer(self.tokenizer)
             _ = self.tokenizer.packed_tokens
@@ -69,7 +69,7 @@ class Services:
             logger.warning("there will be no chat completions: %s", error)
 
     def close(self) -> None:
-        """End the child processes, and close the database."""
+        """Stop the child processes, and close the database."""
         self.chat_template.close()
         self.admission.grammars.close()
         self.store.close()
@@ -80,11 +80,11 @@ class Services:
 
     @property
     def served_names(self) -> list[str]:
-        """What a request may name as its model: the model's names, and the adapters."""
+        """Valid values of ``model`` in requests: the model's names, and the adapters."""
         return [*self.model_names, *self.engine.adapters.paths]
 
     def check_model(self, name: str) -> None:
-        """Raise ``ModelNotFound`` unless ``name`` is this server's model or an adapter, or was not given."""
+        """Raise ``ModelNotFound`` unless ``name`` is this server's model, an adapter, or empty."""
         self.engine.adapters.check(name)
         if name and name not in self.model_names and name not in self.engine.adapters.paths:
             served = ", ".join(f"`{printable(each)}`" for each in self.served_names[:MAX_SHOWN_MODELS])
@@ -92,11 +92,11 @@ class Services:
             raise ModelNotFound(message, param="model")
 
     def answering_name(self, asked: str) -> str:
-        """The name in the answer to a request for the model ``asked``: that of the adapter, or the model's first."""
+        """``model`` in the response to a request for ``asked``: the adapter's name, or the model's first name."""
         return asked if asked in self.engine.adapters.paths else self.model_name
 
     def tenant(self, request: Request, user: str | None, model: str) -> str:
-        """Who is charged for a request, which says ``user`` and asks for ``model``: what the settings look at."""
+        """The tenant of a request with these ``user`` and ``model`` fields, according to the settings."""
         server = self.config.server
         if server.tenant_header is not None:
             return request.headers.get(server.tenant_header, "")[:MAX_TENANT]
@@ -107,14 +107,14 @@ class Services:
         return user or ""
 
     def cache_salt(self, request: Request, own: str) -> str:
-        """Only requests of equal salts share cached blocks: of the body's ``own``, and of one key if keys are isolated.
+        """The prefix-cache salt: the body's ``own``, prefixed with the key's name if keys are isolated.
 
-        No name of a key has a slash, so whatever a client calls its salt, it is not that of another key.
+        Key names contain no slash, so no client salt can collide with another key's.
         """
         return f"{caller_of(request).name}/{own}" if self.config.server.isolate_keys else own
 
     def need_tokenizer(self, field: str) -> Tokenizer:
-        """The tokenizer, for the sake of ``field``. Raises ``InvalidParameter`` when the model has none."""
+        """The tokenizer. Raises ``InvalidParameter`` about ``field`` when the model has none."""
         if self.tokenizer is None:
             raise InvalidParameter(field, f"This model has no tokenizer, so '{field}' cannot be used.")
         return self.tokenizer
@@ -125,15 +125,15 @@ class Services:
         reader: BodyReader[Body],
         without_effect: Callable[[Body, Services], list[str]] = lambda body, services: [],
     ) -> tuple[Body, dict[str, str]]:
-        """The request's checked body, and response headers about it. Raises ``RequestError``.
+        """The validated body, and response headers that report ignored fields. Raises ``RequestError``.
 
-        ``without_effect`` names the fields of a body that this model or this request has no use for.
+        ``without_effect`` returns the fields of a body that have no effect for this model or request.
         """
         body, ignored_fields = await self.bodies.read_json(request, reader, self.engine.info.max_model_len)
         return body, self._headers_for([*ignored_fields, *without_effect(body, self)])
 
     def _headers_for(self, ignored_fields: list[str]) -> dict[str, str]:
-        """Response headers about fields that are passed over; raise ``UnknownParameter`` if they are refused."""
+        """Response headers that report ignored fields. Raises ``UnknownParameter`` if the policy rejects them."""
         policy = self.config.server.unknown_fields
         if not ignored_fields or policy == "ignore":
             return {}
