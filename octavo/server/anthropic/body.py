@@ -1,4 +1,4 @@
-"""The body of a message request, and its way to the body of a chat completion.
+"""The body of a message request, and its conversion to a chat completion body.
 
 https://docs.anthropic.com/en/api/messages
 """
@@ -25,13 +25,13 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "speed": ("standard",),
 }
 ACCEPTED = frozenset({"service_tier", "cache_control", "anthropic_version", "anthropic_beta"})
+"""Where a request is computed, and caching hints, which are ignored because caching is automatic."""
 CONFIG_KEYS = ("effort", "format")
-"""Where a request is computed, and hints on caching, which is automatic here."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class Counted(msgspec.Struct, kw_only=True):
-    """A conversation whose tokens are to be counted."""
+    """The body of a token count request."""
 
     model: str = ""
     messages: list[dict[str, Any]]
@@ -44,7 +44,7 @@ class Counted(msgspec.Struct, kw_only=True):
 
 
 class MessageBody(Counted, kw_only=True):
-    """A request for the next message of a conversation."""
+    """The body of a message request."""
 
     max_tokens: int
     stop_sequences: list[str] = []
@@ -61,7 +61,7 @@ message_reader = BodyReader(MessageBody, refused_elsewhere(MessageBody, ACCEPTED
 
 
 def without_effect(body: Counted, services: Services) -> list[str]:
-    """Fields that are passed over in this request."""
+    """Fields that are ignored in this request."""
     named = [f"output_config.{name}" for name in body.output_config if name not in CONFIG_KEYS]
     if effort(_effort(body), services) is None:
         named.append("output_config.effort")
@@ -69,11 +69,11 @@ def without_effect(body: Counted, services: Services) -> list[str]:
 
 
 def chat_body(body: Counted, services: Services) -> ChatBody:
-    """The same conversation as a chat completion's. Raises ``InvalidParameter``."""
+    """Convert the conversation to a chat completion body. Raises ``InvalidParameter``."""
     system = system_text(body.system)
     messages = [{"role": "system", "content": system}] if system else []
     messages += chat_messages(body.messages)
-    # A last message of the assistant is the beginning of the reply.
+    # A final assistant message is the beginning of the reply (prefill).
     is_begun = messages[-1]["role"] == "assistant"
     choice, is_parallel = _tool_choice(body.tool_choice)
     return ChatBody(
@@ -91,7 +91,7 @@ def chat_body(body: Counted, services: Services) -> ChatBody:
 
 
 def message_chat_body(body: MessageBody, services: Services) -> ChatBody:
-    """The same request as a chat completion's. Raises ``InvalidParameter``."""
+    """Convert the request to a chat completion body. Raises ``InvalidParameter``."""
     if not 1 <= body.max_tokens <= MAX_TOKEN_ID:
         raise InvalidParameter("max_tokens", f"'max_tokens' must be a whole number from 1 to {MAX_TOKEN_ID}.")
     user = body.metadata.get("user_id")
@@ -111,12 +111,12 @@ def message_chat_body(body: MessageBody, services: Services) -> ChatBody:
 
 
 def wants_thinking(body: Counted) -> bool:
-    """Whether the client asked to see the reasoning."""
+    """Whether the response includes reasoning."""
     return body.thinking is not None and body.thinking.get("type") != "disabled"
 
 
 def _thinking(thinking: dict[str, Any] | None, services: Services) -> dict[str, Any]:
-    """The variables of the template for what a client says of reasoning. Raises ``InvalidParameter``."""
+    """Template variables for the ``thinking`` field. Raises ``InvalidParameter``."""
     kind = "disabled" if thinking is None else thinking.get("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidParameter("thinking", "'thinking.type' must be 'enabled', 'adaptive' or 'disabled'.")
@@ -133,7 +133,7 @@ def _effort(body: Counted) -> str | None:
 
 
 def _response_format(body: Counted) -> dict[str, Any] | None:
-    """The form of the content in the words of chat completions; ``output_format`` is its older name."""
+    """``output_config.format`` or the older ``output_format`` as a chat completion ``response_format``."""
     given, where = body.output_config.get("format"), "output_config.format"
     if given is None:
         given, where = body.output_format, "output_format"
@@ -161,7 +161,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
-    """The choice in the words of chat completions, and whether there may be several calls, if that is said."""
+    """``tool_choice`` as in chat completions, and ``parallel_tool_calls``, ``None`` if not given."""
     if choice is None:
         return None, None
     kind, is_single = choice.get("type"), choice.get("disable_parallel_tool_use")

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: the Anthropic API's way to converse."""
+"""POST /v1/messages and /v1/messages/count_tokens: the Anthropic Messages API."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""/v1/batches: many requests in a file, answered when there is room, in another file.
+"""/v1/batches: requests from a file, processed at low load, with results in another file.
 
 https://platform.openai.com/docs/api-reference/batch
 
-What is done of a batch is in the store line by line, so another process goes on where one ended.
+Results are stored line by line, so another process can resume an unfinished batch.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ DONE = ("completed", "failed", "expired", "cancelled")
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
-"""What the API says of a batch."""
+"""The API's batch object."""
 
 
 class BatchBody(msgspec.Struct, kw_only=True):
-    """A request for a batch."""
+    """The body of a request to create a batch."""
 
     input_file_id: str
     endpoint: str
@@ -126,7 +126,7 @@ def _begun(body: BatchBody) -> Batch:
 
 
 class Batches:
-    """All batches that are not done. Their jobs wait while the store has no room."""
+    """Runs the unfinished batches as background jobs, which wait while the store is full."""
 
     def __init__(self, app: Starlette, endpoints: list[Endpoint]) -> None:
         self.endpoints = {each.path: each for each in endpoints if each.method == "POST" and each.path in SERVED}
@@ -135,18 +135,18 @@ class Batches:
         self._runner = LineRunner(app, self.endpoints)
 
     async def resume(self) -> None:
-        """Go on with what an earlier process left undone."""
+        """Resume batches that an earlier process left unfinished."""
         for row, batch in decoded(KIND, await self._services.store.list(KIND), dict):
             if batch["status"] not in DONE:
                 self._start(batch, row.owner)
 
     async def begin(self, batch: Batch, owner: str) -> None:
-        """Keep a new batch, and start to answer its lines."""
+        """Store a new batch, and start its job."""
         await self._services.store.put_all(owner, [_item(batch)])
         self._start(batch, owner)
 
     async def cancel(self, batch: Batch, owner: str) -> None:
-        """End a batch with what is done of it."""
+        """Cancel a batch; results so far are kept."""
         _mark(batch, "cancelling")
         await self._services.jobs.cancel(batch["id"])
         if batch["status"] == "cancelling":
@@ -157,7 +157,7 @@ class Batches:
         self._services.jobs.start(batch["id"], self._do(self._answer_lines, batch, owner))
 
     async def _do(self, work: Callable[[Batch, str], Awaitable[None]], batch: Batch, owner: str) -> None:
-        """Do ``work`` on a batch, which ends as failed, with the reason, if that raises."""
+        """Run ``work`` on a batch; if it raises, the batch fails with that reason."""
         try:
             await work(batch, owner)
             return
@@ -205,7 +205,7 @@ class Batches:
         return await asyncio.to_thread(lambda: list(decoded(kind, rows, Outcome)))
 
     async def _finish(self, batch: Batch, owner: str, status: str) -> None:
-        """Write the files of results, and say that it is done."""
+        """Write the result files, and mark the batch as done."""
         results: dict[str, list[bytes]] = {"output": [], "error": []}
         for row, outcome in sorted(await self._outcomes(batch, owner), key=lambda pair: pair[0].value):
             results["output" if outcome.response["status_code"] == 200 else "error"].append(row.value + b"\n")
@@ -222,14 +222,14 @@ class Batches:
         value = await retry_while_unavailable(lambda: self._services.store.get(KIND, batch["id"], owner))
         kept = {} if value is None else msgspec.json.decode(value)
         if kept.get("status") in DONE:
-            # The job was cancelled after it had written down that it was done.
+            # The job was cancelled after it had stored the final status.
             batch.update(kept)
             self.live.pop(batch["id"], None)
         else:
             await self._finish(batch, owner, "cancelled")
 
     async def _end(self, batch: Batch, owner: str, status: str, names: dict[str, str], items: list[StoredItem]) -> None:
-        """Keep the batch as it ends, with its files, in place of what is kept of its lines."""
+        """Store the final batch and its files, replacing the per-line results."""
         ended: Batch = {**batch, **names}
         _mark(ended, status)
         await self._put(owner, [*items, _item(ended)], instead_of=_lines_kind(batch))

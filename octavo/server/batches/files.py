@@ -1,4 +1,4 @@
-"""/v1/files: what batches read and write.
+"""/v1/files: input and output files of batches.
 
 https://platform.openai.com/docs/api-reference/files
 """
@@ -27,12 +27,12 @@ KIND = "file"
 CONTENT = "file_content"
 MAX_NAME = 255
 MAX_PARTS = 32
-"""Of a form. Two are read, and each costs far more than its bytes."""
+"""Most parts of a multipart form. Two are used; parsing a part costs far more than its bytes suggest."""
 PIECE_BYTES = 256 << 10
 
 
 class FileObject(msgspec.Struct, kw_only=True):
-    """What the API says of a file. ``bytes`` is its size, ``created_at`` seconds since 1970."""
+    """The API's file object. ``bytes`` is its size, ``created_at`` seconds since 1970."""
 
     id: str
     object: str = "file"
@@ -62,7 +62,7 @@ async def create_file(request: Request) -> Response:
 
 
 def new_file(name: str, content: bytes, purpose: str) -> FileObject:
-    """A file with an id of its own."""
+    """A new file object with a fresh id."""
     return FileObject(
         id=f"file-{uuid.uuid4().hex}",
         bytes=len(content),
@@ -73,7 +73,7 @@ def new_file(name: str, content: bytes, purpose: str) -> FileObject:
 
 
 def items_of(file: FileObject, content: bytes) -> list[StoredItem]:
-    """A file as it is kept."""
+    """The store items of a file."""
     return [StoredItem(CONTENT, file.id, content), StoredItem(KIND, file.id, msgspec.json.encode(file))]
 
 
@@ -110,7 +110,7 @@ ENDPOINTS = [
 
 
 def page(request: Request, items: list[dict[str, Any]]) -> dict[str, Any]:
-    """A list of what has ids, by the query's ``limit`` and ``after``. Raises ``InvalidParameter``."""
+    """One page of ``items``, by the query's ``limit`` and ``after``. Raises ``InvalidParameter``."""
     after, limit = request.query_params.get("after"), request.query_params.get("limit", "100")
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and 1 <= int(limit) <= 10_000):
         raise InvalidParameter("limit", "'limit' must be a whole number from 1 to 10000.")
@@ -136,7 +136,7 @@ async def _value(request: Request, kind: str) -> bytes:
 
 
 def _form(content_type: str, body: bytes) -> tuple[dict[str, str], dict[str, tuple[str, bytes]]]:
-    """Fields, and files with their names, of a form. Raises ``HTTPRefusal``."""
+    """Parse a multipart form into fields and (file name, content) by field. Raises ``HTTPRefusal``."""
     fields: dict[str, str] = {}
     files: dict[str, tuple[str, bytes]] = {}
     num_parts = 0
@@ -156,7 +156,7 @@ def _form(content_type: str, body: bytes) -> tuple[dict[str, str], dict[str, tup
         file.file_object.seek(0)
         files[_text(file.field_name)] = (_text(file.file_name), file.file_object.read())
 
-    # Everything is in memory already, so nothing of it goes to the disk.
+    # The body is in memory already, so do not spool files to disk.
     limits = {"MAX_MEMORY_FILE_SIZE": len(body) + 1}
     try:
         parser = create_form_parser({"Content-Type": content_type.encode()}, on_field, on_file, config=limits)

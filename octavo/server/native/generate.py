@@ -1,4 +1,4 @@
-"""POST /v1/generate and POST /generate: a text in, its continuation out, in the fewest words."""
+"""POST /v1/generate and POST /generate: minimal text completion."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STOPPED = "Sequences generated EOS token."
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
-    """A request for exactly so many tokens: an end of the text does not end it."""
+    """The body of a request for exactly ``max_new_tokens`` tokens; end-of-text is ignored."""
 
     prompt: str
     max_new_tokens: int = 64
@@ -34,7 +34,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
 
 class PlainBody(msgspec.Struct, kw_only=True):
-    """A request for a continuation of at most so many tokens."""
+    """The body of a request for at most ``max_tokens`` tokens."""
 
     prompt: str
     max_tokens: int
@@ -87,7 +87,7 @@ async def generate_plainly(request: Request) -> Response:
 
 
 class BadValue(InvalidParameter):
-    """A value of the right type that is not allowed."""
+    """A value of the right type that is out of range."""
 
 
 async def _finished(services: Services, body: CompletionBody, request: Request) -> Choice:

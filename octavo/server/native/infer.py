@@ -1,4 +1,4 @@
-"""POST /infer/v1/completions: always a stream, with an event for each token and one for the end."""
+"""POST /infer/v1/completions: always streamed, with one event per token and a final event."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from octavo.server.sse import EventStream
 
 
 class InferBody(msgspec.Struct, kw_only=True):
-    """A request for a continuation of text or token ids."""
+    """The body of a completion request for text or token ids."""
 
     model: str
     prompt: str | list[int]
@@ -31,7 +31,7 @@ class InferBody(msgspec.Struct, kw_only=True):
     top_k: int | None = None
     repetition_penalty: float = 1.0
     stream: bool = True
-    """Without an effect: there always is a stream."""
+    """Ignored: the response is always streamed."""
     stop: str | list[str] = []
     seed: int | None = None
     response_format: dict[str, Any] | None = None
@@ -39,7 +39,7 @@ class InferBody(msgspec.Struct, kw_only=True):
 
 
 class EmptyPrompt(InvalidParameter):
-    """There is nothing to continue."""
+    """The prompt is empty."""
 
 
 reader = BodyReader(InferBody, {}, frozenset())
@@ -95,7 +95,7 @@ ENDPOINTS = [
 
 
 def _constraint(given: dict[str, Any] | None) -> dict[str, Any]:
-    """``response_format`` in the fields of completions. Raises ``InvalidParameter``."""
+    """``response_format`` as fields of a completion body. Raises ``InvalidParameter``."""
     if given is None:
         return {}
     if given.get("type") == "json_schema" and isinstance(given.get("schema"), dict):
@@ -109,10 +109,10 @@ def _constraint(given: dict[str, Any] | None) -> dict[str, Any]:
 
 
 class InferEvents:
-    """Writes the events of one choice."""
+    """Renders the events of one choice."""
 
     def frames(self, choice: Choice) -> bytes:
-        """An event for each token; text that several of them make comes with the last one."""
+        """One event per token; text that several tokens produce together is in the last one's."""
         update = choice.take()
         texts = [*[""] * (len(update.tokens) - 1), update.text]
         data = b"".join(
@@ -135,7 +135,7 @@ class InferEvents:
 
 
 class InferStream(EventStream):
-    """Events with names; the last one is ``done`` or ``error``."""
+    """Named events; the last one is ``done`` or ``error``."""
 
     END = b""
 

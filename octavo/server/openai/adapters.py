@@ -1,4 +1,4 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them.
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, compatible with vLLM.
 
 https://docs.vllm.ai/en/latest/features/lora.html
 """
@@ -23,14 +23,14 @@ MAX_NAME = 256
 
 
 class LoadBody(msgspec.Struct, kw_only=True):
-    """An adapter to load: its name in the API, and its folder on the server's machine."""
+    """An adapter to load: its name in the API, and its folder on the server."""
 
     lora_name: str
     lora_path: str
 
 
 class UnloadBody(msgspec.Struct, kw_only=True):
-    """An adapter that nobody will ask for any more."""
+    """An adapter to unload."""
 
     lora_name: str
 
@@ -79,7 +79,7 @@ ENDPOINTS = [
 
 
 def _check_allowed(services: Services) -> None:
-    """Folders of the machine are not for every client to name."""
+    """Reject the request unless clients may name folders of the server."""
     if not (services.config.server.allow_runtime_lora_updating and services.engine.adapters.is_enabled):
         message = "Adapters can be changed on a server with --enable-lora and --allow-runtime-lora-updating."
         raise UnsupportedParameter("lora_name", message)

@@ -77,7 +77,7 @@ class ChatBody(GenerationFields, kw_only=True):
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    """``None`` is true, and false for a model whose chat template has no place for tools: such repeat their calls."""
+    """``None`` = true, but false for a model whose chat template does not support tools: such models repeat calls."""
     reasoning_effort: str | None = None
 
 
@@ -85,7 +85,7 @@ reader = BodyReader(ChatBody, REFUSED_IN_CHAT, ACCEPTED, IGNORED_IN_CHAT)
 
 
 def refused_elsewhere(own: type[msgspec.Struct], accepted: frozenset[str]) -> dict[str, tuple[Any, ...]]:
-    """What a chat completion may be asked and a body of type ``own`` may not: refused by name, never passed over."""
+    """Chat completion fields that a body of type ``own`` lacks: they are rejected by name, not ignored."""
     plain = [field for field in msgspec.structs.fields(ChatBody) if not field.required]
     defaults = {field.name: () if field.default is msgspec.NODEFAULT else (field.default,) for field in plain}
     own_names = {*own.__struct_fields__, *accepted, *IGNORED_IN_CHAT}
@@ -113,7 +113,7 @@ ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", create_chat_completion, "A
 
 
 def tools_of(body: ChatBody, services: Services) -> ToolUse | None:
-    """What a body says of tools. Raises ``InvalidParameter``."""
+    """The tools and tool choice of a body. Raises ``InvalidParameter``."""
     is_parallel = body.parallel_tool_calls
     return tool_use(
         body.tools, body.tool_choice, services.message_format.is_parallel if is_parallel is None else is_parallel
@@ -127,14 +127,14 @@ def conversation(
     tools: ToolUse | None = None,
     **template_kwargs: Any,
 ) -> Conversation:
-    """The conversation in a body. Raises ``InvalidParameter``, also when the model cannot take any."""
+    """The conversation of a body. Raises ``InvalidParameter``, also when the model does not support chat."""
     services.need_tokenizer("messages")
     given, write_calls = None if tools is None else tools.given, services.message_format.write_calls
     return Conversation(messages, options, services.chat_template, given, template_kwargs, write_calls)
 
 
 def asked(body: ChatBody, services: Services, request: Request, tools: ToolUse | None) -> Asked:
-    """What a body asks for. Raises ``RequestError``."""
+    """The body as a request for admission. Raises ``RequestError``."""
     check_generation_fields(body, services)
     if body.prompt_logprobs is not None and body.stream:
         raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
@@ -164,7 +164,7 @@ def asked(body: ChatBody, services: Services, request: Request, tools: ToolUse |
 
 
 def _grammar(body: ChatBody, services: Services, tools: ToolUse | None) -> tuple[str, Callable[[str], str] | None]:
-    """The field that binds the message, and the grammar that it makes for one after a prompt."""
+    """The field that constrains the message, and a function from the prompt to the message's grammar, if any."""
     format, asked_for = services.message_format, constraint(body)
     reads_calls = format.tools is not None and services.config.server.enable_auto_tool_choice
     if tools is not None and not tools.must_call and not reads_calls:
@@ -181,7 +181,7 @@ def _grammar(body: ChatBody, services: Services, tools: ToolUse | None) -> tuple
 
 
 def effort(asked: str | None, services: Services) -> dict[str, Any] | None:
-    """The variables of the template that say how much the model should reason; ``None`` if it cannot be told."""
+    """Template variables for a reasoning effort; ``None`` if the model has no such variable."""
     template, format = services.chat_template.source or "", services.message_format
     if asked is None:
         return {}
@@ -193,13 +193,13 @@ def effort(asked: str | None, services: Services) -> dict[str, Any] | None:
 
 
 def without_effect(body: ChatBody, services: Services) -> list[str]:
-    """Fields that are passed over in this request."""
+    """Fields that are ignored in this request."""
     named = fields.without_effect(body, services)
     return named if effort(body.reasoning_effort, services) is not None else [*named, "reasoning_effort"]
 
 
 def _documents(body: ChatBody, services: Services) -> dict[str, Any]:
-    """The variable of the template with texts to answer from. Raises ``UnsupportedParameter``."""
+    """The template variable for ``documents``. Raises ``UnsupportedParameter``."""
     if body.documents and "documents" not in (services.chat_template.source or ""):
         message = "'documents' is not supported: this model's chat template does not know them."
         raise UnsupportedParameter("documents", message)
@@ -207,7 +207,7 @@ def _documents(body: ChatBody, services: Services) -> dict[str, Any]:
 
 
 def _max_tokens(body: ChatBody) -> int | None:
-    """The newer name of the limit wins."""
+    """``max_completion_tokens`` takes precedence over the older ``max_tokens``."""
     check_max_tokens("max_tokens", body.max_tokens)
     check_max_tokens("max_completion_tokens", body.max_completion_tokens)
     return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -223,7 +223,7 @@ def _logprobs(body: ChatBody) -> int | None:
 
 
 class ChatAnswer:
-    """Renders the choices of one request, whole or as chunks."""
+    """Renders the choices of one request, unstreamed or as chunks."""
 
     def __init__(self, services: Services, body: ChatBody, choices: list[Choice], tools: ToolUse | None) -> None:
         self.body = body
@@ -238,7 +238,7 @@ class ChatAnswer:
         self._empty_starts = [self._frame.start + b'"index":%d,"delta":{' % choice.index for choice in choices]
         self._unopened = set(range(len(choices)))
 
-    # --- not streamed ---
+    # --- unstreamed ---
 
     def unstreamed(self, choices: list[Choice]) -> dict[str, Any]:
         result = {
@@ -270,7 +270,7 @@ class ChatAnswer:
         }
 
     def _count_reasoning(self, choice: Choice, message: ChatMessage) -> None:
-        """Reasoning is counted as the text that it is: its marks belong to neither side."""
+        """Count reasoning tokens from the reasoning text, without its delimiters."""
         if message.reasoning and self._services.tokenizer is not None:
             tokens = self._services.tokenizer.encode(message.reasoning, add_special_tokens=False)
             choice.num_reasoning_tokens = min(len(tokens), choice.num_tokens)
@@ -286,7 +286,7 @@ class ChatAnswer:
     # --- streamed ---
 
     def frames(self, choice: Choice) -> bytes:
-        """The chunks for what is new about a choice: its role at first, its reason to finish with the last."""
+        """The chunks of a choice's new output: the role in the first, the finish reason in the last."""
         data = b""
         if choice.index in self._unopened:
             self._unopened.discard(choice.index)
@@ -296,7 +296,7 @@ class ChatAnswer:
         return data + self._delta_frames(choice, choice.take())
 
     def _text_frame(self, choice: Choice, text: str) -> bytes:
-        """The chunk of a message that is content alone."""
+        """The chunk of a message without reasoning or tool calls."""
         reason = choice.finish_reason
         if reason is None:
             if not text:
@@ -306,7 +306,7 @@ class ChatAnswer:
         return start + _ENDS % (encode(reason), encode_line(choice.stop_reason)) + self._frame.end()
 
     def _delta_frames(self, choice: Choice, update: ChoiceUpdate) -> bytes:
-        """What is not content alone. Details of tokens come with the first chunk of those that they made certain."""
+        """Chunks with reasoning, tool calls or token details; the details are in the first of them."""
         message, reason = self._messages[choice.index], choice.finish_reason
         if message is not None:
             deltas = list(message.deltas(message.pieces(update.text, reason)))
@@ -317,7 +317,7 @@ class ChatAnswer:
         end: dict[str, Any] = {}
         if reason is not None:
             if not deltas or "content" not in deltas[-1]:
-                deltas.append({})  # after a call or reasoning, clients know the end as a chunk of its own
+                deltas.append({})  # after a tool call or reasoning, clients expect the end in a separate chunk
             end = {"finish_reason": reason, "stop_reason": choice.stop_reason}
             if message is not None:
                 self._count_reasoning(choice, message)

@@ -45,7 +45,7 @@ _ENDS = b',"logprobs":null,"finish_reason":%b,"stop_reason":%b'
 
 
 class CompletionBody(GenerationFields, kw_only=True):
-    """A request for completions of one prompt or of several."""
+    """The body of a completion request with one or several prompts."""
 
     prompt: str | list[int | str | list[int]]
     echo: bool = False
@@ -80,7 +80,7 @@ ENDPOINTS = [
 
 
 def asked_of(body: CompletionBody, services: Services, request: Request) -> Asked:
-    """What a body asks for. Raises ``RequestError``."""
+    """The body as a request for admission. Raises ``RequestError``."""
     check_generation_fields(body, services)
     echoed = body.logprobs if body.echo else None
     if body.prompt_logprobs is not None and body.stream:
@@ -88,7 +88,7 @@ def asked_of(body: CompletionBody, services: Services, request: Request) -> Aske
     asked_for = constraint(body)
     if asked_for is not None:
         services.need_tokenizer(asked_for.field)
-    # vLLM's own field and the echo ask the engine for the same thing; it gets the larger number.
+    # ``prompt_logprobs`` (vLLM) and ``echo`` need the same computation; the engine gets the larger number.
     scored = max((k for k in (echoed, body.prompt_logprobs) if k is not None), default=None)
     return Asked(
         caller=caller_of(request),
@@ -112,7 +112,7 @@ def asked_of(body: CompletionBody, services: Services, request: Request) -> Aske
 
 
 def _among_best_of(body: CompletionBody, params: SamplingParams) -> SamplingParams:
-    """Parameters for ``best_of`` texts, with what they are ranked by. Raises ``InvalidParameter``."""
+    """Parameters for ``best_of`` sequences, with the log-probabilities to rank them. Raises ``InvalidParameter``."""
     if body.best_of is None or body.best_of == params.n:
         return params
     if not params.n <= body.best_of <= MAX_N:
@@ -124,7 +124,7 @@ def _among_best_of(body: CompletionBody, params: SamplingParams) -> SamplingPara
 
 
 def best(taken: list[tuple[Choice, ChoiceUpdate]], num_each: int, num_shown: int) -> list[tuple[Choice, ChoiceUpdate]]:
-    """Of each prompt's ``num_each`` texts those of the highest mean log-probability of their tokens, best first."""
+    """Of each prompt's ``num_each`` choices the ``num_shown`` of highest mean token log-probability, best first."""
 
     def rank(pair: tuple[Choice, ChoiceUpdate]) -> float:
         logprobs = pair[1].logprobs
@@ -135,7 +135,7 @@ def best(taken: list[tuple[Choice, ChoiceUpdate]], num_each: int, num_shown: int
 
 
 def prompts_of(prompt: str | list[int | str | list[int]], field: str) -> list[str | list[int]]:
-    """One prompt, or a list of them all of one kind. Raises ``InvalidParameter`` about ``field``."""
+    """The prompts: one, or a list all of one kind. Raises ``InvalidParameter`` about ``field``."""
     if not prompt:
         raise InvalidParameter(field, f"'{field}' must not be empty.")
     if isinstance(prompt, str):
@@ -153,7 +153,7 @@ def prompts_of(prompt: str | list[int | str | list[int]], field: str) -> list[st
 
 
 class CompletionAnswer:
-    """Renders the choices of one request, whole or as chunks."""
+    """Renders the choices of one request, unstreamed or as chunks."""
 
     def __init__(self, services: Services, body: CompletionBody, choices: list[Choice]) -> None:
         self.body = body
@@ -171,7 +171,7 @@ class CompletionAnswer:
         self._logprobs = [CompletionLogprobs(self._names, hidden, body.logprobs or 0) for _ in choices]
         self._unopened = set(range(len(choices)))
 
-    # --- not streamed ---
+    # --- unstreamed ---
 
     def unstreamed(self, choices: list[Choice]) -> dict[str, Any]:
         taken = [(choice, choice.take()) for choice in choices]
@@ -194,7 +194,7 @@ class CompletionAnswer:
         return result
 
     def _details(self, choice: Choice, update: ChoiceUpdate, is_first: bool) -> dict[str, Any]:
-        """A choice, or a piece of it, with all that was asked for; the first piece has the echo."""
+        """A choice, or a piece of it, with the requested details; the first piece has the echoed prompt."""
         is_echo = is_first and self.body.echo
         result: dict[str, Any] = {
             "index": choice.index,
@@ -222,7 +222,7 @@ class CompletionAnswer:
     # --- streamed ---
 
     def frames(self, choice: Choice) -> bytes:
-        """The chunk for what is new about a choice, with its reason to finish at the end."""
+        """The chunk of a choice's new output, with the finish reason at the end."""
         if self._is_plain:
             return self._text_frame(choice, choice.take_text())
         update = choice.take()

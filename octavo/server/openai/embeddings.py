@@ -25,7 +25,7 @@ from octavo.text.vectors import check_dimensions, shortened
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
-    """A request for the vectors of one text or of several."""
+    """The body of an embedding request with one or several texts."""
 
     model: str = ""
     input: str | list[int | str | list[int]]
@@ -67,7 +67,7 @@ async def create_embeddings(request: Request) -> Response:
         }
         return json_response(answer, headers)
 
-    return await asyncio.to_thread(render)  # vectors of many texts are megabytes of JSON
+    return await asyncio.to_thread(render)  # may render megabytes of JSON
 
 
 ENDPOINTS = [

@@ -1,4 +1,4 @@
-"""GET /v1/models: the one model that this server serves, by each of its names, and its adapters.
+"""GET /v1/models: the served model, under each of its names, and its adapters.
 
 https://platform.openai.com/docs/api-reference/models, and https://docs.anthropic.com/en/api/models-list for clients
 that send the header of that API.
@@ -22,7 +22,7 @@ async def list_models(request: Request) -> Response:
     names = services.served_names
     if _is_anthropic(request):
         models = [_anthropic_model(services, name) for name in names]
-        # All on one page, whatever 'limit' says: there are as many as an operator has named.
+        # Always one page, regardless of 'limit': the operator's configuration bounds the number.
         return json_response({"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}, {})
     return json_response({"object": "list", "data": [_model(services, name) for name in names]}, {})
 
@@ -36,7 +36,7 @@ async def retrieve_model(request: Request) -> Response:
 
 ENDPOINTS = [
     Endpoint("GET", "/v1/models", list_models, "List the models"),
-    # A model's name may have slashes.
+    # Model names may contain slashes.
     Endpoint("GET", "/v1/models/{name:path}", retrieve_model, "Describe one model"),
 ]
 
@@ -54,7 +54,7 @@ def _model(services: Services, name: str) -> dict[str, Any]:
         "owned_by": "octavo",
         "max_model_len": services.engine.info.max_model_len,
         "sampling_defaults": services.engine.info.sampling_defaults,
-        # Load clients take their tokenizer from there.
+        # Load generators load their tokenizer from this path.
         "root": path or services.config.model.model,
         **({} if path is None else {"parent": services.model_name}),
     }

@@ -1,7 +1,7 @@
-"""POST /v1/score and /v1/rerank: how well texts go together, in the forms of vLLM and of Jina AI.
+"""POST /v1/score and /v1/rerank: similarity scores, in the formats of vLLM and of Jina AI.
 
-https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html, https://api.jina.ai/redoc. A judge reads both
-texts at once; with a model that makes vectors, the score is the cosine of the angle between the two.
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html, https://api.jina.ai/redoc. A cross-encoder
+reads both texts at once; with an embedding model, the score is the cosine similarity of the two vectors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.text.vectors import Floats, cosine, pairs_of
 
 
 class ScoreBody(msgspec.Struct, kw_only=True):
-    """A request for the scores of pairs: one text with each of several, or two lists of equal length."""
+    """The body of a scoring request: one text with each of several, or two lists of equal length."""
 
     model: str = ""
     text_1: str | list[str]
@@ -35,13 +35,13 @@ class ScoreBody(msgspec.Struct, kw_only=True):
 
 
 class Document(msgspec.Struct, kw_only=True):
-    """A text as an object."""
+    """A document given as an object."""
 
     text: str
 
 
 class RerankBody(msgspec.Struct, kw_only=True):
-    """A request to put documents in the order in which they suit a query."""
+    """The body of a request to rank documents by relevance to a query."""
 
     model: str = ""
     query: str
@@ -111,7 +111,7 @@ async def _scores(
     fields: tuple[str, str],
     body: ScoreBody | RerankBody,
 ) -> tuple[list[float], int]:
-    """The score of each pair, and the tokens that were read for them."""
+    """The score of each pair, and the total number of prompt tokens."""
     if "embed" not in services.engine.info.tasks:
         choices = await ask(
             services, request, "score", body.model, pairs, fields[1], priority=body.priority, user=body.user

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info, in the form of vLLM: what the model sees of a text or a chat."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def tokenize(request: Request) -> Response:
 
 
 def _source(body: TokenizeBody, services: Services) -> tuple[PromptSource, str, bool]:
-    """The text, the field it came in, and whether special tokens go around it unless told otherwise."""
+    """The text, its field's name, and the default of ``add_special_tokens``."""
     if body.messages is not None and body.prompt is not None:
         raise InvalidParameter("messages", "'prompt' and 'messages' cannot both be given.")
     if body.messages is not None:
@@ -89,7 +89,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """What evaluation harnesses without a tokenizer of their own ask before they tokenise here."""
+    """Tokenizer metadata, for evaluation harnesses that use this server's tokenizer."""
     services = services_of(request)
     tokenizer = services.need_tokenizer("tokenizer_info")
     info = {

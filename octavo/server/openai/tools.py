@@ -1,4 +1,4 @@
-"""Functions that a client offers, and which of them it wants to be called.
+"""``tools`` and ``tool_choice`` of a request.
 
 https://platform.openai.com/docs/guides/function-calling
 """
@@ -24,15 +24,15 @@ ToolChoice = str | dict[str, Any]
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request says of tools."""
+    """The tools of a request."""
 
     given: list[dict[str, Any]]
-    """As the client wrote them, for the chat template."""
+    """As sent by the client, for the chat template."""
     tools: tuple[Tool, ...]
     mode: Literal["auto", "required", "named"]
-    """Whether the model may call, must call, or must call the one function that ``wanted`` has."""
+    """Whether the model may call, must call, or must call the single function in ``allowed``."""
     allowed: tuple[Tool, ...]
-    """Those that may be called."""
+    """The functions that may be called."""
     is_parallel: bool
 
     @property
@@ -49,7 +49,7 @@ class ToolUse:
 
 
 def tool_use(tools: list[dict[str, Any]], choice: ToolChoice | None, is_parallel: bool) -> ToolUse | None:
-    """What a body's fields mean; ``None`` when nothing is to be called. Raises ``InvalidParameter``."""
+    """Parse ``tools`` and ``tool_choice``; ``None`` when no calls are possible. Raises ``InvalidParameter``."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidParameter("tool_choice", "'tool_choice' is only allowed when 'tools' are given.")
@@ -74,7 +74,7 @@ def tool_use(tools: list[dict[str, Any]], choice: ToolChoice | None, is_parallel
 
 
 def expected_message(form: Form | None, tools: ToolUse | None) -> Wanted | None:
-    """What the message must be when its content must have ``form``; ``None`` when it may be anything."""
+    """The constraint on the message for content of ``form`` and these tools; ``None`` if unconstrained."""
     if tools is None:
         return None if form is None else Wanted(form)
     if tools.must_call:

@@ -1,4 +1,4 @@
-"""/v1/responses: replies that are kept, can be followed up, fetched, deleted, and computed in the background."""
+"""/v1/responses: stored replies that can be continued, retrieved, deleted, and computed in the background."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from octavo.server.store import StoredItem, decoded
 
 KIND = "response"
 PENDING = "pending_response"
-"""Kind of what is kept of a background response until it is done."""
+"""Store kind of unfinished background responses."""
 PATH = "/v1/responses"
 
 
@@ -35,20 +35,20 @@ logger = logging.getLogger(__name__)
 
 
 class PreviousResponseNotFound(InvalidParameter):
-    """There is no response to follow up."""
+    """The previous response does not exist."""
 
     code = "previous_response_not_found"
 
 
 class Record(msgspec.Struct):
-    """A response as it is kept, with the items that it follows."""
+    """A stored response with its input items."""
 
     response: dict[str, Any]
     history: list[Item]
 
 
 class Pending(msgspec.Struct):
-    """A background response that is not done: with this, another process can go on with it."""
+    """An unfinished background response, stored so that another process can resume it."""
 
     body: ResponseBody
     record: Record
@@ -93,7 +93,7 @@ async def list_input_items(request: Request) -> Response:
     items = (await _record(request)).history
     items = [{"id": f"item_{place}", **item} for place, item in enumerate(items)]
     ids = [item["id"] for item in items] or [None]
-    # Newest first, as the API has it unless told otherwise.
+    # Newest first by default, as in the API.
     if request.query_params.get("order", "desc") == "desc":
         items, ids = items[::-1], ids[::-1]
     return json_response(
@@ -109,7 +109,7 @@ async def delete_response(request: Request) -> Response:
         await services.store.delete(PENDING, name, owner)
         await services.store.delete(KIND, name, owner)
 
-    # A job goes on unless the response could be forgotten, and may have kept more of it until it was cancelled.
+    # Delete first, so that the job continues if that fails; then again, as the job may have stored the response since.
     await forget()
     if await services.jobs.cancel(name):
         await forget()
@@ -139,7 +139,7 @@ ENDPOINTS = [
 
 
 async def resume_responses(app: Starlette) -> None:
-    """Go on with what an earlier process left undone in the background."""
+    """Resume background responses that an earlier process left unfinished."""
     services: Services = app.state.services
     for row, pending in decoded(PENDING, await services.store.list(PENDING), Pending):
         services.jobs.start(row.id, _in_background(app, services.keys.caller(row.owner), pending))
@@ -153,7 +153,7 @@ async def _keep(services: Services, caller: Caller, record: Record) -> None:
 
 
 async def _keep_end(services: Services, caller: Caller, record: Record) -> None:
-    """Keep a background response as it ended, as soon as the store has room."""
+    """Store a finished background response, retrying until the store has room."""
     await retry_while_unavailable(lambda: _keep(services, caller, record))
     await retry_while_unavailable(lambda: services.store.delete(PENDING, record.response["id"], caller.name))
 
@@ -175,7 +175,7 @@ async def _value(request: Request) -> bytes:
 
 
 async def _previous(services: Services, caller: Caller, name: str | None) -> list[Item]:
-    """The conversation up to and with an earlier response."""
+    """The conversation up to and including an earlier response."""
     if name is None:
         return []
     value = await services.store.get(KIND, name, caller.name)
@@ -198,7 +198,7 @@ async def _begin_in_background(app: Starlette, caller: Caller, pending: Pending)
 
 
 async def _in_background(app: Starlette, caller: Caller, pending: Pending) -> None:
-    """Have the reply computed, however often the server is full or shuts down before."""
+    """Compute the reply, retrying while the server is full or shutting down."""
     services: Services = app.state.services
     record = pending.record
 
@@ -208,7 +208,7 @@ async def _in_background(app: Starlette, caller: Caller, pending: Pending) -> No
         reply = await begin_reply(services, chat, request, record.response["id"])
         async with attended(reply.generation, request.receive):
             record.response["status"] = "in_progress"
-            with contextlib.suppress(Unavailable):  # the status alone is not worth waiting for room
+            with contextlib.suppress(Unavailable):  # the status update is optional
                 await _keep(services, caller, record)
             await reply.generation.result()
         return ResponseAnswer(record.response, reply).finish()
