@@ -103,13 +103,13 @@ class Keys:
         if found is None:
             raise AuthenticationError("Incorrect API key provided.")
         if is_shared and len(self._entries) > 1:
-            message = f"{path} tells of the requests of all keys, so it needs the admin key."
+            message = f"{path} reports on the requests of all keys, so it needs the admin key."
             raise HTTPRefusal(403, message, "permission_denied")
         return found
 
     def _check_admin(self, secret: bytes | None) -> Caller:
         if not self._admins:
-            raise HTTPRefusal(403, "This server has no admin key, so nobody may do this.", "permission_denied")
+            raise HTTPRefusal(403, "This server has no admin key, so this is disabled.", "permission_denied")
         if not self._is_admin(secret):
             raise AuthenticationError("This needs the admin key.")
         return Caller(sees_all=True)

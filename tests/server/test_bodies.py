@@ -1,4 +1,4 @@
-"""Bodies while they arrive: packings, bounds on one and on all, and what is decoded beside the event loop."""
+"""Bodies while they arrive: content codings, size limits, and decoding in threads."""
 
 from __future__ import annotations
 

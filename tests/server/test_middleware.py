@@ -1,4 +1,4 @@
-"""The outermost layer: request ids, the key, headers, unknown paths, and errors that nobody foresaw."""
+"""The outermost layer: request ids, the key, headers, unknown paths, and unexpected errors."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_listener_that_cannot_make_text_fails_its_own_request(
     serve_app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve_app()
-    take_in = Choice._take_in
+    take_in = Choice._apply
 
     def fail(choice: Choice, output: Output) -> None:
         if len(choice.prompt.tokens) == 5:
