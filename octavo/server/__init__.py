@@ -1,1 +1,1 @@
-"""The HTTP server: a front process that must not die, around an engine process that may."""
+"""The HTTP server: a long-lived front process that supervises a disposable engine process."""

@@ -1,4 +1,4 @@
-"""The adapters that a server takes requests for: what engine processes are told, and who may use whose blocks."""
+"""LoRA adapters that a server knows: their paths, content digests and cache salts."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from octavo.errors import ConfigError, ModelNotFound
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_DEATHS = 2
-"""Engine processes in a row that may die while they load an adapter; the next one does without it."""
+"""After this many consecutive engine deaths while loading an adapter, the next process skips it."""
 
 
 @dataclass
 class Adapter:
-    """An adapter, as it was when it was first loaded."""
+    """An adapter's path and content digest at its first load."""
 
     path: str
     digest: str
-    """Of the files' content."""
+    """SHA-256 over the contents of ``FILES``, in hexadecimal."""
     deaths: int = 0
-    """Engine processes that died while they loaded it, since the last one that did."""
+    """Engine processes that died while loading it, since its last successful load."""
 
 
 class AdapterTable:
-    """Adapters by name. Raises ``ConfigError`` for one of the settings that cannot be read."""
+    """Adapters by name. Raises ``ConfigError`` if a configured adapter cannot be read."""
 
     def __init__(self, settings: ModelSettings) -> None:
         self.is_enabled = settings.enable_lora
         self.paths = parse_lora_modules(settings.lora_modules) if settings.enable_lora else {}
-        """Where each is; a request whose ``model`` is one of these names gets it."""
+        """Name to folder of each served adapter; a request selects one by its ``model`` field."""
         self.known = {name: Adapter(path, digest(path)) for name, path in self.paths.items()}
-        """Those of ``paths``, and those that the engine process of now has to do without."""
+        """Adapters in ``paths``, plus those that the current engine process failed to load."""
 
     def add(self, name: str, path: str, content: str) -> None:
-        """``content`` is the digest of the files."""
+        """Register a loaded adapter; ``content`` is the digest of its files."""
         self.paths[name] = path
         self.known[name] = Adapter(path, content)
 
@@ -45,12 +45,12 @@ class AdapterTable:
         del self.known[name]
 
     def take_back(self, name: str) -> None:
-        """The engine process of now has it again."""
+        """Serve an adapter again after the current engine process loaded it."""
         self.known[name].deaths = 0
         self.paths[name] = self.known[name].path
 
     def leave_out(self, name: str) -> None:
-        """The engine process of now could not load it."""
+        """Stop serving an adapter that the current engine process could not load."""
         self.paths.pop(name, None)
 
     def check(self, name: str) -> None:
@@ -60,16 +60,16 @@ class AdapterTable:
             raise ModelNotFound(message, param="model")
 
     def salted(self, name: str, salt: str) -> str:
-        """The cache salt of a request for this adapter, or for none: blocks are shared by those of equal content.
+        """The prefix-cache salt of a request for adapter ``name`` ("" = base model): equal contents share blocks.
 
-        What a client calls its salt cannot make it another adapter's, as the part before the colon is not its own.
+        The digest precedes the colon, so no client salt can collide with another adapter's.
         """
         content = self.known[name].digest if name in self.known else ""
         return f"{content}:{salt}" if self.is_enabled else salt
 
 
 def digest(path: str) -> str:
-    """Of an adapter's content. Raises ``ConfigError`` when it cannot be read."""
+    """SHA-256 of an adapter's content. Raises ``ConfigError`` when it cannot be read."""
     found = hashlib.sha256()
     for name in FILES:
         file = Path(path) / name
@@ -80,6 +80,6 @@ def digest(path: str) -> str:
                 found.update(hashlib.file_digest(content, "sha256").digest())
         except OSError as error:
             raise ConfigError(f"{file}: {error.strerror or error}") from None
-        except ValueError as error:  # a path that no file can have
+        except ValueError as error:  # invalid path, such as one with a NUL byte
             raise ConfigError(f"{path!r}: {error}") from None
     return found.hexdigest()

@@ -1,4 +1,4 @@
-"""/admin: what only the operator may do, with a key of its own."""
+"""/admin: operator endpoints, protected by the admin key."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import ConfigError, InvalidParameter
-from octavo.server.front import front_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
+from octavo.server.services import services_of
 
 
 async def list_keys(request: Request) -> Response:
-    return json_response({"object": "list", "data": front_of(request).keys.usage()}, {})
+    return json_response({"object": "list", "data": services_of(request).keys.usage()}, {})
 
 
 async def reload_keys(request: Request) -> Response:
-    keys = front_of(request).keys
+    keys = services_of(request).keys
     try:
         await asyncio.to_thread(keys.load)
     except ConfigError as error:
@@ -27,6 +27,6 @@ async def reload_keys(request: Request) -> Response:
 
 
 ENDPOINTS = [
-    Endpoint("GET", "/admin/keys", list_keys, "What each API key used since the start"),
-    Endpoint("POST", "/admin/keys/reload", reload_keys, "Read the file of API keys again"),
+    Endpoint("GET", "/admin/keys", list_keys, "Usage of each API key since the start"),
+    Endpoint("POST", "/admin/keys/reload", reload_keys, "Reload the API key file"),
 ]

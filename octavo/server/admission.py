@@ -1,7 +1,7 @@
-"""The one door through which every request reaches the engine, whichever API it came by.
+"""Admission control: every request of every API passes through here before it reaches the engine.
 
-Everything is bounded and checked here, the cheap things first: room for the request before its text is
-tokenised, bytes before tokens, tokens before the engine. The engine trusts what this lets through.
+All limits are checked here, cheapest first: queue room before tokenisation, bytes before tokens, tokens before
+submission. The engine relies on these checks.
 """
 
 from __future__ import annotations
@@ -31,28 +31,27 @@ from octavo.text.tokenizer import Tokenizer
 from octavo.types import Request, Task
 
 THREAD_BYTES = 1 << 10
-"""Longer texts are tokenised in a thread: a millisecond for each of many at once would hold up every stream."""
+"""Longer texts are tokenised in a thread: a millisecond each for many requests would stall every stream."""
 THREAD_TOKENS = 64 << 10
 """Longer lists of token ids are checked in a thread."""
 
 PromptSource = str | list[int] | tuple[str, str] | Callable[[], str]
-"""Text, token ids, two texts for a judge, or a function that makes the text and may take its time: it is called in a
-thread."""
+"""Text, token ids, a text pair for a cross-encoder, or a slow function that returns the text, called in a thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a client asks for, the same for every API."""
+    """A client's request in the form that all APIs share."""
 
     caller: Caller
-    """Whose quota it counts for, and who may read what became of it."""
+    """Whose quota is charged, and who may read the request's timeline."""
     prompts: Sequence[PromptSource]
     prompt_field: str
-    """The field that the prompts came in, for error messages."""
+    """Name of the body field with the prompts, for error messages."""
     params: SamplingParams
-    """With ``max_tokens`` ``None`` when the client named none."""
+    """``max_tokens`` is ``None`` when the client did not set it."""
     default_max_tokens: int | None
-    """Used when the client named none, as far as the context has room; ``None`` is up to its end."""
+    """Used when the client set no ``max_tokens``, capped by the context; ``None`` = up to the context length."""
     add_special_tokens: bool
     priority: int = 0
     cache_salt: str = ""
@@ -62,20 +61,20 @@ class Asked:
     session: str = ""
     cache_ttl: float = 0.0
     timeout: float | None = None
-    """Seconds after which it ends with an error, wherever it stands then."""
+    """Deadline in seconds from arrival; the request then ends with ``DeadlineExceeded``."""
     grammar: Callable[[str], str] | None = None
-    """The grammar of what follows a prompt of a text, not tried out yet; it may raise ``FormError``."""
+    """Maps the prompt's text to the grammar of the output, not yet validated; may raise ``FormError``."""
     grammar_field: str = ""
-    """The field that the grammar came in."""
+    """Name of the body field with the grammar, for error messages."""
     task: Task = "generate"
     model: str = ""
-    """The model's name, or an adapter's."""
+    """Name of the model or of an adapter."""
     shown_ids: frozenset[int] = frozenset()
-    """Special tokens that the answer's reader must see, although they are no text."""
+    """Special tokens to keep in the output text because the message parser needs them."""
 
 
 class Admission:
-    """Lets requests in, or refuses them with the error that the client gets."""
+    """Admits requests, or rejects them with the error that the client receives."""
 
     def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None, max_num_queued_reqs: int) -> None:
         self.engine = engine
@@ -83,17 +82,17 @@ class Admission:
         self.max_num_queued_reqs = max_num_queued_reqs
         self.grammars = GrammarCompiler(self._vocabulary)
         self._num_reserved = 0
-        # Many at once would leave no core to the event loop, nor the interpreter's lock when they end.
+        # Unbounded, tokenisation would starve the event loop of cores and of the GIL.
         self._tokenising = asyncio.Semaphore(max(1, (os.cpu_count() or 1) // 2))
 
     def check_room(self, count: int = 1) -> None:
-        """Raise ``QueueFull`` when ``count`` more would be too many."""
+        """Raise ``QueueFull`` unless there is room for ``count`` more sequences."""
         room = self.engine.info.max_num_seqs + self.max_num_queued_reqs
         if self.engine.num_live + self._num_reserved + count > room:
             raise QueueFull(f"All {room} places are taken; try again shortly.", retry_after=RETRY_AFTER_SECONDS)
 
     async def admit(self, asked: Asked) -> Generation:
-        """Check ``asked`` and give it to the engine. Raises ``RequestError``; then nothing was started."""
+        """Validate ``asked`` and submit it to the engine. Raises ``RequestError``; nothing has been started then."""
         if asked.task not in (tasks := self.engine.info.tasks):
             raise InvalidParameter("model", f"This model can {' and '.join(tasks)}; it cannot {asked.task}.")
         count = len(asked.prompts) * asked.params.n
@@ -119,7 +118,7 @@ class Admission:
         return generation
 
     async def _with_grammar(self, asked: Asked, prompt: Prompt) -> Asked:
-        """``asked`` with its grammar, tried out, among the parameters. Other requests go on meanwhile."""
+        """``asked`` with its compiled grammar in ``params``. Compiles without blocking the event loop."""
         if asked.grammar is None:
             return asked
         try:
@@ -130,22 +129,22 @@ class Admission:
         return dataclasses.replace(asked, params=msgspec.structs.replace(asked.params, grammar=form))
 
     async def _banned_sequences(self, params: SamplingParams) -> Sequences:
-        """The tokens of its bad words. Raises ``InvalidParameter`` if these and other fields leave nothing."""
+        """Token sequences of ``bad_words``. Raises ``InvalidParameter`` if no token remains allowed."""
         banned: Sequences = ()
         if params.bad_words:
-            assert self.tokenizer is not None, "without a tokenizer, no words are let in"
+            assert self.tokenizer is not None, "bad_words requires a tokenizer"
             banned = await asyncio.to_thread(banned_sequences, params.bad_words, self.tokenizer)
         check_something_is_left(params, banned, {*self._eos_token_ids(params), *params.stop_token_ids})
         return banned
 
     def _vocabulary(self) -> PackedVocabulary:
-        assert self.tokenizer is not None, "without a tokenizer, no grammar is let in"
+        assert self.tokenizer is not None, "a grammar requires a tokenizer"
         _, special_ids, eos_ids, _ = self.tokenizer.vocabulary(self.engine.info.eos_token_ids)
         return PackedVocabulary(self.tokenizer.packed_tokens, special_ids, eos_ids)
 
     @contextlib.contextmanager
     def _reserved(self, count: int) -> Iterator[None]:
-        """Hold places between the check and the engine, while other requests are checked too."""
+        """Reserve ``count`` places from the room check until submission."""
         self.check_room(count)
         self._num_reserved += count
         try:
@@ -205,8 +204,7 @@ class Admission:
     # --- prompts ---
 
     async def _encode_all(self, asked: Asked) -> list[tuple[Prompt, int]]:
-        """Each prompt with the most tokens that may follow. The first that does not fit ends it: the others are not
-        tokenised in vain."""
+        """Each prompt with its ``max_tokens``; stops at the first prompt that does not fit."""
 
         def encode_one(source: PromptSource) -> tuple[Prompt, int]:
             prompt = self._encode(source, asked.prompt_field, asked.add_special_tokens)
@@ -223,7 +221,7 @@ class Admission:
             return await asyncio.to_thread(encode_all)
 
     async def encode(self, source: PromptSource, field: str, add_special_tokens: bool) -> Prompt:
-        """One prompt's tokens, checked. Raises ``RequestError`` about ``field``."""
+        """Tokenise and validate one prompt. Raises ``RequestError`` about ``field``."""
         return await asyncio.to_thread(self._encode, source, field, add_special_tokens)
 
     def _encode(self, source: PromptSource, field: str, adds_special: bool) -> Prompt:
@@ -246,7 +244,7 @@ class Admission:
         return Prompt(tokens, text)
 
     def _check_bytes(self, text: str, field: str) -> None:
-        """Refuse text that is too long for the context whatever its tokens are; tokenising it would cost much."""
+        """Reject, before tokenisation, text whose bytes cannot fit the context under any tokenisation."""
         assert self.tokenizer is not None
         limit = self.engine.info.max_model_len
         num_bytes = len(text.encode())
@@ -287,7 +285,7 @@ class Admission:
 
 
 def _size(source: PromptSource) -> int:
-    """About how many bytes there are to tokenise; token ids, which are only checked, count for less."""
+    """Approximate tokenisation cost in bytes; token ids, which are only validated, count less."""
     if isinstance(source, tuple):
         return sum(map(len, source))
     if isinstance(source, list):

@@ -1,4 +1,4 @@
-"""The HTTP application."""
+"""The Starlette application: routes, middleware and lifespan."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from octavo.config import ServeConfig, ServerSettings
 from octavo.errors import RequestError
 from octavo.server import admin, explanations, probes
 from octavo.server.admission import Admission
+from octavo.server.allowed_hosts import AllowedHosts
 from octavo.server.anthropic import messages
+from octavo.server.background_jobs import BackgroundJobs
 from octavo.server.batches import batches, files
 from octavo.server.bodies import Bodies
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import on_http_exception, on_request_error
-from octavo.server.front import Front
-from octavo.server.gate import Gate
-from octavo.server.hosts import Hosts
-from octavo.server.jobs import Jobs
 from octavo.server.keys import Keys
+from octavo.server.middleware import RequestMiddleware
 from octavo.server.model_name import served_model_names
 from octavo.server.native import generate, infer
 from octavo.server.openai import adapters, chat, completions, embeddings, models, scoring, tokenize
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import PAGE, openapi_document
 from octavo.server.responses import endpoints as responses
+from octavo.server.services import Services
 from octavo.server.store import Store
 from octavo.telemetry.metrics import Metrics
 from octavo.text.chat_template import load_chat_template
@@ -61,8 +61,8 @@ PARTS = (
 
 
 def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None) -> Starlette:
-    """The application around an engine, which need not be started yet. Raises ``ConfigError`` for a chat template
-    that cannot be read."""
+    """The application for ``engine``, which may be started later. Raises ``ConfigError`` for an unreadable chat
+    template."""
     endpoints = [endpoint for part in PARTS for endpoint in part.ENDPOINTS]
     documents = [Route("/openapi.json", _document), Route("/docs", _page)]
     keys = Keys(config.server)
@@ -72,12 +72,12 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
         lifespan=_life,
         exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )
-    # A redirect would be made from the Host header, which the client chooses.
+    # The redirect's target would contain the Host header, which the client controls.
     app.router.redirect_slashes = False
     chat_template = load_chat_template(config.model, tokenizer)
     special_ids = tokenizer.special_ids_by_text() if tokenizer is not None else {}
     settings = config.server
-    app.state.front = Front(
+    app.state.services = Services(
         config=config,
         engine=engine,
         tokenizer=tokenizer,
@@ -88,7 +88,7 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
         admission=Admission(engine, tokenizer, config.server.max_num_queued_reqs),
         bodies=Bodies(settings.max_request_bytes),
         store=_store(settings),
-        jobs=Jobs(),
+        jobs=BackgroundJobs(),
         keys=keys,
         model_names=served_model_names(config),
     )
@@ -97,26 +97,26 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
 
 @contextlib.asynccontextmanager
 async def _life(app: Starlette) -> AsyncIterator[None]:
-    """What an earlier process left undone goes on as soon as this one serves."""
-    front: Front = app.state.front
+    """Resume background responses and batches that an earlier process left unfinished."""
+    services: Services = app.state.services
     app.state.batches = batches.Batches(app, [endpoint for part in PARTS for endpoint in part.ENDPOINTS])
     await responses.resume_responses(app)
     await app.state.batches.resume()
     yield
-    await front.jobs.close()
+    await services.jobs.close()
 
 
 def _middleware(settings: ServerSettings, keys: Keys, metrics: Metrics) -> list[Middleware]:
-    gate = Middleware(Gate, keys=keys, hosts=Hosts(settings), metrics=metrics)
+    outermost = Middleware(RequestMiddleware, keys=keys, hosts=AllowedHosts(settings), metrics=metrics)
     if settings.allowed_origins is None:
-        return [gate]
+        return [outermost]
     origins = [origin.strip() for origin in settings.allowed_origins.split(",")]
-    # Around the gate, because browsers ask without a key what they may send with it.
+    # Outside the key check: CORS preflight requests carry no API key.
     shown = ["x-request-id", "retry-after"]
     cors = Middleware(
         CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown
     )
-    return [cors, gate]
+    return [cors, outermost]
 
 
 def _store(settings: ServerSettings) -> Store:

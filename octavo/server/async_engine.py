@@ -1,7 +1,7 @@
-"""The front process's engine: takes requests, tells their listeners, and outlives any engine process.
+"""The engine as the front process sees it: accepts requests, notifies listeners, survives engine restarts.
 
 Every accepted request is kept here with its output until it ends. When the engine process dies or hangs, the
-supervisor starts another, and what is live is submitted again as prompt + output so far; a listener notices a
+supervisor starts another, and all live requests are resubmitted as prompt + output so far; listeners only notice a
 pause. Everything here runs on one event loop.
 """
 
@@ -19,12 +19,12 @@ from octavo.config import EngineConfig, ServeConfig, to_flat
 from octavo.errors import ConfigError, InvalidParameter, OctavoError, RequestError, RequestFailed, Unavailable
 from octavo.server import wire
 from octavo.server.adapters import MAX_DEATHS, Adapter, AdapterTable, digest
+from octavo.server.crash_isolation import CrashIsolation
 from octavo.server.engine_client import OutputListener
 from octavo.server.engine_link import EngineLink
-from octavo.server.live import LiveRequest
+from octavo.server.live_request import LiveRequest
 from octavo.server.supervisor import Supervisor
 from octavo.server.timelines import KVEventRing, Timelines
-from octavo.server.trials import Trials
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.events import Event
 from octavo.telemetry.metrics import Metrics
@@ -32,11 +32,11 @@ from octavo.types import EngineInfo, EngineStats, FinishReason, Output, Request
 
 ENGINE_ARGV = (sys.executable, "-m", "octavo.server.engine_process")
 PATIENCE = 5
-"""Attempts in a row to start an engine process that may fail before new requests are refused."""
+"""Consecutive failed engine starts after which new requests are rejected."""
 READY_SECONDS = 5.0
-"""An engine that was silent for longer is not ready, though it may only be slow."""
+"""After this much silence the engine is reported as not ready, though it may only be slow."""
 STOP_GRACE = 5.0
-"""Seconds that the engine process gets to end when asked, before it is killed."""
+"""Seconds between the stop message and SIGKILL."""
 DRAIN_POLL_SECONDS = 0.02
 
 COUNTER_FIELDS = (
@@ -45,15 +45,15 @@ COUNTER_FIELDS = (
     *("num_offload_saved", "num_offload_dropped", "num_offload_prefetched", "num_offload_restored"),
     *("num_offload_bad_files", "num_evictions"),
 )
-"""Fields of ``EngineStats`` that start from 0 in each engine process."""
+"""Cumulative fields of ``EngineStats``; each engine process counts them from 0."""
 
 logger = logging.getLogger("octavo.server")
 
 
 class AsyncEngine:
-    """One engine for all that the server does, whatever happens to the process it runs in.
+    """The server's engine client, independent of any single engine process.
 
-    ``argv`` is the command of the engine process without its last argument, the number of the inherited socket.
+    ``argv`` is the engine process's command line without its last argument, the inherited socket's descriptor.
     """
 
     def __init__(self, config: ServeConfig, argv: list[str] | None = None) -> None:
@@ -62,21 +62,21 @@ class AsyncEngine:
         self.timelines = Timelines()
         self.kv_events = KVEventRing()
         self.failure: str | None = None
-        """Why requests are refused: several attempts in a row to start an engine process failed."""
+        """Why requests are rejected: ``PATIENCE`` consecutive engine starts failed. ``None`` otherwise."""
         self.adapters = AdapterTable(config.model)
         self._engine_settings = to_flat(config, EngineConfig)
-        """What the next engine process is told to build."""
+        """Flat ``EngineConfig`` sent to the next engine process."""
         self._supervisor = Supervisor(argv or ENGINE_ARGV, self._engine_settings, config.server.engine_timeout, self)
         self._ids = itertools.count(1)
         self._live: dict[int, LiveRequest] = {}
-        self._trials = Trials()
+        self._isolation = CrashIsolation()
         self._info: EngineInfo | None = None
         self._has_engine = False
-        """Whether an engine process takes requests, as far as the supervisor has told."""
+        """Between the supervisor's ``on_up`` and ``on_down``."""
         self._changing_adapters = asyncio.Lock()
         self._is_draining = False
         self._earlier = EngineStats()
-        """The counters that ended engine processes left."""
+        """Sum of the counters of all ended engine processes."""
 
     # --- life ---
 
@@ -84,12 +84,12 @@ class AsyncEngine:
         """Start the engine process and wait until it is ready.
 
         Raises ``ConfigError`` or ``CheckpointError`` with the engine process's own message when it cannot be
-        built, and ``OctavoError`` when the process ended some other way.
+        built, and ``OctavoError`` when the process ends for another reason.
         """
         await self._supervisor.start()
 
     async def stop(self, timeout: float) -> None:
-        """Take no more requests, give the live ones ``timeout`` seconds to end, then end everything."""
+        """Drain: reject new requests, wait up to ``timeout`` seconds for live ones, then stop the engine process."""
         self._is_draining = True
         deadline = time.monotonic() + timeout
         while self._live and time.monotonic() < deadline:
@@ -98,7 +98,7 @@ class AsyncEngine:
             self._fail(live, Unavailable("The server shut down before this request was finished."))
         await self._supervisor.stop(STOP_GRACE)
 
-    # --- what it is, and how it is ---
+    # --- state ---
 
     @property
     def info(self) -> EngineInfo:
@@ -108,12 +108,12 @@ class AsyncEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """The latest figures; counters go on over restarts of the engine process."""
+        """The latest statistics; counters accumulate over engine restarts."""
         return self.metrics.stats
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request accepted now would be computed at once."""
+        """Whether a request accepted now would be scheduled without waiting for a restart."""
         return self._accepts and self._is_up and self.seconds_since_progress < READY_SECONDS
 
     @property
@@ -127,13 +127,13 @@ class AsyncEngine:
 
     @property
     def seconds_since_progress(self) -> float:
-        """Age of the engine process's last sign of life: a step, or an answer while idle."""
+        """Seconds since the engine process's last message: a step's report, or a ping's answer while idle."""
         link = self._supervisor.link
         return 0.0 if link is None else time.monotonic() - link.last_sign
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine process of now."""
+        """Process id of the current engine process."""
         link = self._supervisor.link
         return None if link is None else link.pid
 
@@ -152,15 +152,14 @@ class AsyncEngine:
     # --- requests ---
 
     def next_id(self) -> int:
-        """An id that no other request of this server has."""
+        """A request id unique within this server."""
         return next(self._ids)
 
     def add(self, request: Request, listener: OutputListener) -> None:
-        """Accept a request; from here on it ends with an answer to ``listener``, whatever happens.
+        """Accept a request; ``listener`` is then guaranteed a final output or error, also across engine restarts.
 
-        Raises ``Unavailable`` when not started, draining or without an engine process that starts, and
-        ``InvalidParameter`` for a request that cannot be sent. While the engine process restarts, requests are
-        accepted and wait.
+        Raises ``Unavailable`` when not started, draining or failed, and ``InvalidParameter`` for a request that
+        cannot be encoded. While the engine process restarts, requests are accepted and wait.
         """
         if not self._accepts:
             what = "The server takes no requests now." if self.failure is None else "The engine does not start now."
@@ -168,7 +167,7 @@ class AsyncEngine:
         if request.id in self._live:
             raise ValueError(f"request id {request.id} is in use")
         live = LiveRequest(request, listener, Timing(request.arrival or time.monotonic()))
-        if self._is_up and not self._trials.holds_back:
+        if self._is_up and not self._isolation.holds_back:
             try:
                 self._submit(live)
             except wire.FrameError as error:
@@ -177,9 +176,9 @@ class AsyncEngine:
         self._live[request.id] = live
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
-        """End a request without another word to its listener; an id that is not live is ignored.
+        """End a request without notifying its listener; an id that is not live is ignored.
 
-        ``reason`` is what the metrics count it as: ``"stop"`` when the listener has all it wants.
+        ``reason`` is the finish reason in the metrics: ``"stop"`` when the listener found a stop string.
         """
         live = self._live.get(request_id)
         if live is not None:
@@ -190,40 +189,40 @@ class AsyncEngine:
     # --- adapters ---
 
     async def load_adapter(self, name: str, path: str, content: str) -> None:
-        """Have an adapter that requests can name from then on; see ``AdapterTable.add``.
+        """Load an adapter, so that requests can name it; see ``AdapterTable.add``.
 
-        Raises ``InvalidParameter`` for one that the engine does not take, and ``Unavailable`` while it restarts.
+        Raises ``InvalidParameter`` if the engine rejects it, and ``Unavailable`` while the engine restarts.
         """
         async with self._changing_adapters:
             if name in self.adapters.paths:
                 raise InvalidParameter("lora_name", f"An adapter called '{name}' is loaded already.")
-            link = self._link_to_tell()
-            error = await link.tell_adapter(wire.LoadAdapter(link.generation, name, path))
+            link = self._ready_link()
+            error = await link.change_adapter(wire.LoadAdapter(link.generation, name, path))
             if error:
                 raise InvalidParameter("lora_path", error)
             self.adapters.add(name, path, content)
 
     async def unload_adapter(self, name: str) -> None:
-        """Take no more requests for an adapter; when those that run have ended, forget it."""
+        """Reject new requests for an adapter, wait for its live ones, then unload it."""
         self.adapters.remove(name)
         while any(live.request.adapter == name for live in self._live.values()):
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         async with self._changing_adapters:
             if name not in self.adapters.paths:
-                link = self._link_to_tell()
-                await link.tell_adapter(wire.UnloadAdapter(link.generation, name))
+                link = self._ready_link()
+                await link.change_adapter(wire.UnloadAdapter(link.generation, name))
 
     async def prepare(self, link: EngineLink) -> None:
-        """Give a restarted engine process the adapters of the last one; leave out any that it cannot load again."""
+        """Load the previous process's adapters into a restarted engine process; drop those that fail to load."""
         if self._info is None:
-            return  # the first one built those of the settings
+            return  # the first process loads the configured adapters while it builds the engine
         for name, adapter in list(self.adapters.known.items()):
             error = await self._load_again(link, name, adapter)
             if link.closed.is_set():
                 adapter.deaths += 1
                 raise OctavoError(f"the engine process ended while it loaded the adapter {name}")
             if name not in self.adapters.known:  # unloaded meanwhile
-                await link.tell_adapter(wire.UnloadAdapter(link.generation, name))
+                await link.change_adapter(wire.UnloadAdapter(link.generation, name))
             elif error:
                 logger.error("the adapter %s is left out: %s", name, error)
                 self.adapters.leave_out(name)
@@ -237,9 +236,9 @@ class AsyncEngine:
 
     @staticmethod
     async def _load_again(link: EngineLink, name: str, adapter: Adapter) -> str:
-        """Load an adapter if it is what it was; return what went wrong, or ""."""
+        """Reload an adapter if its files are unchanged; return the error message, or ""."""
         if adapter.deaths >= MAX_DEATHS:
-            adapter.deaths = 0  # the next restart tries it again
+            adapter.deaths = 0  # retried at the next restart
             return "engine processes die while they load it"
         try:
             content = await asyncio.to_thread(digest, adapter.path)
@@ -247,9 +246,9 @@ class AsyncEngine:
             return str(error)
         if content != adapter.digest:
             return f"{adapter.path}: its files have changed since it was loaded"
-        return await link.tell_adapter(wire.LoadAdapter(link.generation, name, adapter.path))
+        return await link.change_adapter(wire.LoadAdapter(link.generation, name, adapter.path))
 
-    def _link_to_tell(self) -> EngineLink:
+    def _ready_link(self) -> EngineLink:
         link = self._supervisor.link
         if link is None or not self._is_up:
             raise Unavailable("The engine is restarting.", retry_after=5)
@@ -271,7 +270,7 @@ class AsyncEngine:
         self.metrics.observe_end(live.timing, reason, len(request.prompt_tokens), len(live.tokens), request.max_tokens)
 
     def _fail(self, live: LiveRequest, error: RequestError) -> None:
-        """End a request with an error, and tell its listener."""
+        """End a request with an error, and notify its listener."""
         self._end(live, "error")
         self._forget_in_engine(live)
         try:
@@ -280,9 +279,9 @@ class AsyncEngine:
             logger.exception("the listener of request %d failed on an error", live.id)
 
     def _admit_waiting(self) -> None:
-        """Submit those of the live requests that are not, as far as they may enter now."""
-        if self._trials.holds_back and self._is_up:
-            for live in self._trials.admit(self._live.values()):
+        """Submit the live requests that crash isolation now lets into the engine."""
+        if self._isolation.holds_back and self._is_up:
+            for live in self._isolation.admit(self._live.values()):
                 self._replay(live)
 
     def _replay(self, live: LiveRequest) -> None:
@@ -293,44 +292,44 @@ class AsyncEngine:
         except wire.FrameError as error:
             self._fail(live, InvalidParameter("request", str(error)))
 
-    # --- what the supervisor tells ---
+    # --- called by the supervisor ---
 
     def on_up(self, info: EngineInfo) -> None:
-        """An engine process is ready: submit what is live."""
+        """An engine process is ready: submit the live requests."""
         if self._info is not None:
             self.metrics.restarts += 1
         self._info = self.metrics.info = info
         if self.adapters.is_enabled:
-            self._engine_settings["lora_modules"] = None  # the next process gets them in ``prepare``
+            self._engine_settings["lora_modules"] = None  # ``prepare`` loads them into the next process
         self._has_engine, self.failure = True, None
         self._admit_waiting()
 
     def on_down(self, is_from_outside: bool) -> None:
-        """The engine process is gone: a request that is the reason ends, the others wait for the next."""
+        """The engine process ended: fail requests found to be the cause; the others wait for the next process."""
         self._has_engine = False
         self.metrics.hangs = self._supervisor.num_hangs
         self.kv_events.clear()
         self._earlier = self._settled(self.stats)
         self.metrics.stats = self._earlier
-        for live in self._trials.on_death(self._live.values(), is_from_outside):
+        for live in self._isolation.on_death(self._live.values(), is_from_outside):
             self.metrics.convictions += 1
             logger.error("request %d ends: %d engine processes ended with it", live.id, live.num_deaths)
             self._fail(live, RequestFailed("The engine fails whenever it computes this request."))
 
     def on_failed_restart(self, reason: str, count: int) -> None:
-        """The next engine process could not be started: what is live waits on, what is new is refused after a while."""
+        """An engine start failed: live requests keep waiting; from ``PATIENCE`` failures on, new ones are rejected."""
         if count >= PATIENCE:
             self.failure = f"The engine cannot be restarted: {reason}"
 
     def on_step(self, step: wire.StepDone) -> None:
-        """One step's news, in one pass."""
+        """Apply one step's report, in a single pass over its outputs."""
         now = time.monotonic()
         self.metrics.observe_step(self._total(step.stats))
         if step.events:
-            self.timelines.hear(step.events)
+            self.timelines.add(step.events)
             self._note_computed(step.events)
         if step.kv_events:
-            self.kv_events.hear(step.kv_events)
+            self.kv_events.add(step.kv_events)
         live_requests = self._live
         for output in step.outputs:
             live = live_requests.get(output.request_id)
@@ -349,7 +348,7 @@ class AsyncEngine:
                 live.note_computed(event.start + event.tokens)
 
     def _deliver(self, live: LiveRequest, output: Output, now: float) -> None:
-        """Journal first, then count, then tell the listener."""
+        """Journal the output, then update metrics, then notify the listener."""
         tokens = output.tokens
         if tokens:
             live.note_tokens(tokens)
@@ -379,7 +378,7 @@ class AsyncEngine:
     # --- counters over restarts ---
 
     def _total(self, stats: EngineStats) -> EngineStats:
-        """``stats`` with what earlier engine processes counted; the same object as long as there were none."""
+        """``stats``, modified in place to include the counters of earlier engine processes."""
         if self._earlier.num_steps:
             for name in COUNTER_FIELDS:
                 setattr(stats, name, getattr(stats, name) + getattr(self._earlier, name))
@@ -387,6 +386,6 @@ class AsyncEngine:
 
     @staticmethod
     def _settled(stats: EngineStats) -> EngineStats:
-        """The counters alone: nothing is running, and nothing is held."""
+        """``stats`` with gauges reset: only counters and the number of blocks remain."""
         kept = {name: getattr(stats, name) for name in COUNTER_FIELDS}
         return msgspec.structs.replace(EngineStats(num_blocks=stats.num_blocks), **kept)

@@ -1,4 +1,4 @@
-"""Bodies as they arrive: bounded in bytes and time, each and all together, and decoded beside the event loop."""
+"""Receives request bodies: bounds their size and time, singly and in total, and decodes large ones in a thread."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from starlette.requests import Request
 
 from octavo.errors import RequestTooLarge, Unavailable
 from octavo.server.body import SMALL_BYTES, BodyReader
+from octavo.server.byte_budget import ByteBudget, Share
 from octavo.server.errors import RETRY_AFTER_SECONDS, HTTPRefusal, printable
-from octavo.server.intake import Intake, Share
 
 BODY_SECONDS = 60
-"""A body must have arrived after this long; slower clients would hold memory for nothing."""
+"""Most seconds for a body to arrive; slower clients would hold memory."""
 SPARE_BYTES = 4 << 20
-"""For the bodies of others, beside one that is as large as it may be."""
+"""Room for other bodies in addition to one of the maximum size."""
 PIECE_BYTES = 64 << 10
-"""Of what a compressed body unpacks to, at a time."""
+"""Most bytes decompressed at a time."""
 PIECE_SECONDS = 0.002
-"""From one piece of a large body to the next, of all that are arriving: pieces have 64 to 320 KiB."""
+"""Pause after each piece (64 to 320 KiB) of a large body, shared by all arriving bodies."""
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 DECODED = ("gzip", "x-gzip", "deflate")
 
@@ -36,16 +36,16 @@ class Bodies:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._intake = Intake(max_bytes + SPARE_BYTES)
+        self._budget = ByteBudget(max_bytes + SPARE_BYTES)
         self._pace = asyncio.Lock()
-        # Two at once would hold the interpreter's lock twice as long, and take twice the memory.
+        # One at a time: decoding two at once would hold the GIL twice as long and take twice the memory.
         self._decoding = asyncio.Semaphore()
 
     async def read_json(self, request: Request, reader: BodyReader[Body], max_model_len: int) -> tuple[Body, list[str]]:
-        """What ``reader`` makes of the body, which must be said to be JSON. Raises ``RequestError``.
+        """Decode a JSON body with ``reader``; see ``BodyReader.read``. Raises ``RequestError``.
 
-        Other media types are refused: a web page can make a browser post a form or plain text to this server, but not
-        JSON.
+        Other media types are rejected as a defence against cross-site requests: a web page can make a browser post a
+        form or plain text to this server, but not JSON.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json" and not media_type.endswith("+json"):
@@ -54,7 +54,7 @@ class Bodies:
         return await self.read(request, lambda body: reader.read(body, max_model_len))
 
     async def read(self, request: Request, decode: Callable[[bytes], T]) -> T:
-        """What ``decode`` makes of the body; it runs in a thread unless the body is small. Raises ``RequestError``."""
+        """Apply ``decode`` to the body, in a thread unless it is small. Raises ``RequestError``."""
         async with self._received(request) as body:
             if len(body) <= SMALL_BYTES:
                 return decode(body)
@@ -63,10 +63,10 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def _received(self, request: Request) -> AsyncIterator[bytes]:
-        """The whole body, which counts as long as this lasts."""
+        """The complete body; it counts towards the byte budget until the context exits."""
         try:
             async with asyncio.timeout(BODY_SECONDS) as deadline:
-                share = self._intake.share(lambda: deadline.reschedule(0))
+                share = self._budget.share(lambda: deadline.reschedule(0))
                 try:
                     body = await self._receive(request, share)
                 except BaseException:
@@ -84,7 +84,7 @@ class Bodies:
             share.resize(0)
 
     async def _receive(self, request: Request, share: Share) -> bytes:
-        """Raises ``RequestTooLarge`` as soon as it passes the bound, before or after unpacking."""
+        """Read the body. Raises ``RequestTooLarge`` as soon as its compressed or decompressed size passes the limit."""
         too_large = RequestTooLarge(
             f"The body is larger than {self._max_bytes} bytes, the most that this server accepts."
         )
@@ -92,7 +92,7 @@ class Bodies:
         if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > self._max_bytes:
             raise too_large
         unpacking = _Unpacking(request.headers.get("content-encoding", ""))
-        # One growing buffer for each of many bodies would leave the heap in holes as large as the bodies.
+        # A growing buffer per body would fragment the heap.
         pieces: list[bytes] = []
         size = 0
         async for chunk in request.stream():
@@ -105,7 +105,7 @@ class Bodies:
                 if share.is_given_up:
                     raise _given_up()
                 if size > PIECE_BYTES:
-                    # However many connections send large bodies, the processor is mostly free for everything else.
+                    # Limits the CPU share of large bodies, however many connections send them.
                     async with self._pace:
                         await asyncio.sleep(PIECE_SECONDS)
         unpacking.end()
@@ -113,7 +113,7 @@ class Bodies:
 
 
 class _Unpacking:
-    """Undoes a content coding. Raises ``HTTPRefusal`` for one that is not known."""
+    """Decoder of a ``Content-Encoding``. Raises ``HTTPRefusal`` if it is unknown."""
 
     def __init__(self, coding: str) -> None:
         self._decompressor = None

@@ -1,8 +1,7 @@
-"""From the bytes of a body to a typed value, strictly, and nothing is built that no request needs.
+"""Strict decoding of JSON bodies into typed values; unused fields are not decoded.
 
-JSON is decoded by msgspec, which refuses NaN, Infinity, bad UTF-8 and lone surrogates, and never takes ``true``
-for 1 or ``"1"`` for 1. Fields are decoded one by one, so that an error can name its field; ``null`` counts as
-absent, as in the OpenAI API.
+msgspec rejects NaN, Infinity, bad UTF-8 and lone surrogates, and does not coerce ``true`` or ``"1"`` to 1. Fields are
+decoded one by one, so that an error can name its field; ``null`` counts as absent, as in the OpenAI API.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from octavo.server.errors import MissingParameter, UnsupportedParameter
 from octavo.server.json_size import Size, measure
 
 SMALL_BYTES = 32 << 10
-"""Reading so much takes less than a millisecond, whatever it is."""
+"""Bodies up to this size decode in under a millisecond, whatever their content."""
 MAX_DEPTH = 64
 MAX_VALUES = 1 << 20
-"""Besides one prompt of a whole context as token ids. So many keep the interpreter's lock for some 40 ms."""
+"""Most JSON values in addition to one full-context prompt of token ids; decoding them holds the GIL for about 40 ms."""
 MAX_CONTAINERS = 1 << 17
-"""Objects, arrays and members of objects, besides those of one prompt of a whole context: each message, part or tool is
-a few of them, and at least a token."""
+"""Most objects, arrays and object members in addition to ``CONTAINERS_PER_TOKEN`` for each token of the context: a
+message, part or tool is a few of them and at least one token."""
 CONTAINERS_PER_TOKEN = 4
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 ASKS_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
@@ -45,9 +44,9 @@ class MalformedJSON(RequestError):
 class BodyReader(Generic[T]):
     """Reads JSON objects as ``kind``.
 
-    ``refused`` names fields that the API defines and this server does not implement, each with the values that
-    ask for nothing (null, false, "", [] and {} never do). ``accepted`` names fields without an effect on the answer.
-    ``ignored`` names fields that are passed over, and the client is told, with the values that ask for nothing.
+    ``refused`` names API fields that this server does not implement, each with its values that have no effect (null,
+    false, "", [] and {} never have one); any other value is an error. ``accepted`` names fields without an effect on
+    the answer. ``ignored`` names fields that are ignored and reported to the client, with their neutral values.
     """
 
     def __init__(
@@ -66,8 +65,8 @@ class BodyReader(Generic[T]):
         self.required = [field.name for field in msgspec.structs.fields(kind) if field.required]
 
     def read(self, body: bytes, max_model_len: int = 0) -> tuple[T, list[str]]:
-        """The value, and the names of fields that are passed over: those that no API defines, which are not decoded,
-        and ``ignored`` ones that ask for something. Raises ``RequestError``."""
+        """The value, and the names of ignored fields: unknown ones, which are not decoded, and those of ``ignored``
+        with a value that would have an effect. Raises ``RequestError``."""
         if body.startswith(BYTE_ORDER_MARK):
             body = body[len(BYTE_ORDER_MARK) :]
         if not body or body.isspace():
@@ -78,7 +77,7 @@ class BodyReader(Generic[T]):
         if size is not None and size.depth > MAX_DEPTH + 1:
             raise _too_deep(next(name for name, raw in fields.items() if measure(bytes(raw)).depth > MAX_DEPTH))
         values: dict[str, Any] = {}
-        passed_over: list[str] = []
+        ignored_fields: list[str] = []
         for name, raw in fields.items():
             decoder = self.decoders.get(name)
             if name in self.refused:
@@ -91,11 +90,11 @@ class BodyReader(Generic[T]):
             elif name not in self.accepted and (
                 name not in self.ignored or _asks(_decode(name, raw, _any_value), self.ignored[name])
             ):
-                passed_over.append(name)
+                ignored_fields.append(name)
         for name in self.required:
             if name not in values:
                 raise MissingParameter(name)
-        return self.kind(**values), passed_over
+        return self.kind(**values), ignored_fields
 
 
 def _asks(value: Any, defaults: tuple[Any, ...]) -> bool:
@@ -103,7 +102,7 @@ def _asks(value: Any, defaults: tuple[Any, ...]) -> bool:
 
 
 def _bounded_size(body: bytes, max_model_len: int) -> Size:
-    """The size of ``body``. Raises ``RequestTooLarge``, early, when decoding it would cost too much."""
+    """The size of ``body``. Raises ``RequestTooLarge``, before decoding, when decoding would cost too much."""
     max_values = MAX_VALUES + max_model_len
     max_containers = MAX_CONTAINERS + CONTAINERS_PER_TOKEN * max_model_len
     size = measure(body, max_values, max_containers)
@@ -131,7 +130,7 @@ def _split(body: bytes) -> dict[str, msgspec.Raw]:
 
 
 def _malformed(body: bytes, reason: str) -> MalformedJSON:
-    """Say where JSON is broken, with the name of the last field before that place."""
+    """An error with the byte offset of the syntax error and the last field name before it."""
     place = re.search(r"\(byte (\d+)\)", reason)
     end = int(place.group(1)) if place else len(body)
     names = re.findall(rb'"(\w{1,64})"\s*:', body[max(0, end - 256) : end])

@@ -1,4 +1,4 @@
-"""Who sends a request."""
+"""The identity behind a request: the owner of its API key."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from starlette.requests import Request
 from octavo.server.quotas import Account
 
 CALLER = "octavo.caller"
-"""Key of the ASGI scope; the gate sets it."""
+"""Key of the ASGI scope; the middleware sets it."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """An API key's owner; without keys there is one, whose name is empty."""
+    """An API key's owner. A server without keys has one caller, with an empty name."""
 
     name: str = ""
     sees_all: bool = False
-    """Also what others have asked for."""
+    """Whether it may read reports on other callers' requests."""
     account: Account = field(default_factory=Account)
 
 

@@ -1,6 +1,6 @@
-"""What a client may send on one connection: heads, trailers and pauses are bounded while they arrive.
+"""Limits on what a client may send on one connection: sizes of heads and trailers, and time.
 
-The parser keeps the line that it reads, however long it becomes, and uvicorn every header; neither has a bound.
+The limits apply while data arrives, because the parser buffers a line and uvicorn all headers without a limit.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from octavo.errors import RequestError, Unavailable
+from octavo.server.byte_budget import ByteBudget
 from octavo.server.errors import HTTPRefusal, error_response
-from octavo.server.intake import Intake
 
 MAX_HEAD_BYTES = 32 << 10
-"""Of the request line and all headers, and of the trailers of a chunked body."""
+"""Of the URL and all headers together, and separately of the trailers of a chunked body."""
 MAX_HEADERS = 100
 HEAD_SECONDS = 30
 MESSAGE_SECONDS = 90
-"""From the end of the head to the end of the body. An application that reads the body has a closer bound."""
+"""From the end of the head to the end of the body; ``bodies`` sets a stricter limit when it reads the body."""
 MAX_PIPELINED = 16
-"""Requests on a connection that wait for the answer to an earlier one."""
+"""Pipelined requests on a connection that wait for an earlier response."""
 MAX_UNREAD_BYTES = 1 << 20
-"""Of a body that arrives after its answer was sent. Closing at once could lose the answer on its way."""
+"""Body bytes accepted after the response was sent. Closing at once could lose the response in transit."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection that is refused and closed as soon as it passes one of the bounds.
+    """A connection that is rejected and closed as soon as it exceeds a limit.
 
-    ``heads`` bounds the unfinished heads of all connections together, ``max_connections`` their number.
+    ``heads`` limits the incomplete heads of all connections in total, ``max_connections`` the number of connections.
     """
 
     def __init__(
@@ -44,25 +44,25 @@ class BoundedProtocol(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: Any = None,
         *,
-        heads: Intake,
+        heads: ByteBudget,
         max_connections: int,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._share = heads.share(lambda: self._refuse(_busy("too many unfinished requests")))
         self._max_connections = max_connections
         self._deadline: float | None = None
-        """When what is arriving must have arrived; ``None`` between requests."""
+        """Loop time by which the current head or body must be complete; ``None`` between requests."""
         self._is_in_head = False
         self._num_headers = 0
         self._num_head_bytes = 0
-        """Of whole headers and of the URL."""
+        """Of complete headers and of the URL."""
         self._num_pending_bytes = 0
-        """Received since anything of the message was whole: of one long line, for example."""
+        """Received since the parser last completed an element, for example of one long header line."""
         self._num_received = 0
-        """Of an unfinished head, and up to one packet more."""
+        """Bytes of an incomplete head, overcounted by at most one packet."""
         self._num_unread_bytes = 0
 
-    # --- what is received ---
+    # --- transport callbacks ---
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -108,15 +108,15 @@ class BoundedProtocol(HttpToolsProtocol):
                 method = self.parser.get_method()
                 if method == b"CONNECT":
                     raise httptools.HttpParserError("CONNECT") from None
-                # A server may pass over an offer of another protocol (RFC 9110, section 7.8), but the parser takes it
-                # for granted and stops. So it gets the head once more without the offer, and then what follows.
+                # A server may ignore an upgrade (RFC 9110, section 7.8), but the parser stops after one. So feed a new
+                # parser the head without the upgrade headers, and then the remaining data.
                 head = [b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())]
                 head += [name + b": " + value for name, value in _without_upgrade(self.headers)]
                 data = b"\r\n".join(head) + b"\r\n\r\n" + data[upgrade.args[0] :]
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
-    # --- what the parser finds in it ---
+    # --- parser callbacks ---
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -133,7 +133,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_headers += 1
         self._count_head(len(name) + len(value))
-        # Trailers come when the application has its headers already, and nothing here asks for any.
+        # Trailers are dropped: the application already has its headers.
         if self._is_in_head:
             super().on_header(name, value)
 
@@ -169,14 +169,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete:
-            # What was not read must not be kept as long as the connection.
+            # Free unread body bytes: the cycle lives as long as the connection.
             self.cycle.body = bytearray()
 
     # --- refusals ---
 
     def close_if_late(self, now: float) -> None:
-        """Close a connection whose client lets the server wait for the rest of a request. A pause that the server asked
-        for is none of the client's."""
+        """Close a connection whose request is past its deadline. Time in which the server paused reading does not
+        count."""
         if self._deadline is None or now < self._deadline or self.transport.is_closing():
             return
         if self.flow.read_paused:
@@ -188,7 +188,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer with ``error`` if nothing else is being answered, and close the connection."""
+        """Send ``error`` unless a response is in progress, and close the connection."""
         self._share.resize(0)
         if _is_idle(self) or (self.cycle.more_body and not self.cycle.response_started and not self.pipeline):
             self.transport.write(_answer(error))
@@ -196,7 +196,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _is_idle(connection: Any) -> bool:
-    """Whether no request of a connection is being answered."""
+    """Whether no response is in progress or pending on a connection."""
     return connection.cycle is None or (connection.cycle.response_complete and not connection.pipeline)
 
 
@@ -219,7 +219,7 @@ def _without_upgrade(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, by
 
 
 def _answer(error: RequestError) -> bytes:
-    """A whole answer, for requests that the application does not see."""
+    """A complete HTTP response, for requests that do not reach the application."""
     response: Response = error_response(error)
     response.headers["x-request-id"] = uuid.uuid4().hex
     response.headers["connection"] = "close"

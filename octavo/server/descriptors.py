@@ -1,4 +1,4 @@
-"""Files kept open so that an engine process can be started when connections have taken all other descriptors."""
+"""Reserved file descriptors, so that an engine process can start after connections used up all others."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 from collections.abc import Iterator
 
 NUM_RESERVED = 8
-"""To start a process takes a pair of sockets and two pipes' ends."""
+"""Starting a process takes a socket pair and the ends of two pipes."""
 
 
 class DescriptorReserve:
-    """File descriptors that connections cannot take."""
+    """File descriptors held open so that connections cannot use them."""
 
     def __init__(self) -> None:
         self._held: list[int] = []
 
     def fill(self) -> None:
-        """Take back what is missing, as far as there are descriptors."""
+        """Reopen missing descriptors, as far as available."""
         with contextlib.suppress(OSError):
             while len(self._held) < NUM_RESERVED:
                 self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
@@ -28,7 +28,7 @@ class DescriptorReserve:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """A block, without another task's turn in it, that may use the reserve."""
+        """Free the reserve within a block. The block must not await, or another task could take the descriptors."""
         self.close()
         try:
             yield

@@ -1,4 +1,4 @@
-"""How an engine process ended, and whether that is evidence against the requests it had."""
+"""Classifies how an engine process ended: by its own fault, or by a signal from outside."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 FAULT_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP}
 )
-"""Signals that a process brings upon itself."""
+"""Signals that a process usually causes itself."""
 VMSTAT = Path("/proc/vmstat")
 
 
 def num_oom_kills() -> int | None:
-    """Processes that the kernel has killed for want of memory since it booted; ``None`` where it does not say."""
+    """Number of out-of-memory kills by the kernel since boot; ``None`` where not reported."""
     try:
         with VMSTAT.open() as lines:
             return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
@@ -22,10 +22,10 @@ def num_oom_kills() -> int | None:
 
 
 def is_from_outside(status: int, is_out_of_memory: bool) -> bool:
-    """Whether another process ended this one by a signal, so that its requests had no part in it.
+    """Whether another process ended this one by a signal, so that its requests are not the cause.
 
-    ``status`` is that of ``subprocess``, negative for a signal. The kernel's out-of-memory killer sends SIGKILL too:
-    ``is_out_of_memory`` says that it was at work.
+    ``status`` is ``subprocess``'s return code, negative for a signal. ``is_out_of_memory``: the kernel's out-of-memory
+    killer, which sends SIGKILL too, was active meanwhile.
     """
     if status >= 0 or -status in FAULT_SIGNALS:
         return False

@@ -1,4 +1,4 @@
-"""What the HTTP side needs of the engine; ``AsyncEngine`` is it in a server, a fake in tests."""
+"""The engine's interface for the HTTP layer, implemented by ``AsyncEngine`` and by a fake in tests."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from octavo.types import EngineInfo, EngineStats, FinishReason, Output, Request
 
 
 class OutputListener(Protocol):
-    """Told about one request, on the event loop, in one pass over all listeners per step; must not block."""
+    """Receives one request's outputs on the event loop, in one pass over all listeners per step; must not block."""
 
     def on_output(self, output: Output) -> None: ...
     def on_error(self, error: RequestError) -> None: ...
 
 
 class EngineClient(Protocol):
-    """An engine that takes requests and tells listeners what comes of them."""
+    """Accepts requests and delivers their outputs to listeners; see ``AsyncEngine``."""
 
     metrics: Metrics
     adapters: AdapterTable
     timelines: Timelines
     kv_events: KVEventRing
     failure: str | None
-    """Why requests are refused: several attempts in a row to start an engine process failed."""
+    """Why requests are rejected: consecutive engine starts failed. ``None`` otherwise."""
 
     @property
     def info(self) -> EngineInfo: ...

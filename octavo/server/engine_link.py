@@ -1,4 +1,4 @@
-"""One engine process, as the front process holds it: the child, and the socket to it."""
+"""The front process's handle on one engine process: the child process and the socket to it."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ logger = logging.getLogger("octavo.server")
 
 
 class EngineLink(asyncio.Protocol):
-    """Starts one engine process and talks to it, until one of the two ends goes away.
+    """Starts one engine process and exchanges messages with it until either end closes the socket.
 
-    ``ready`` is done when the engine is built, or holds the error that says why it cannot be. ``closed`` is set
-    when the process is gone or of no more use; then nothing more is delivered.
+    ``ready`` resolves when the engine is built, or fails with the reason. ``closed`` is set when the connection ended;
+    nothing is delivered after that.
     """
 
     def __init__(self, generation: int, on_step: Callable[[wire.StepDone], None]) -> None:
         self.generation = generation
         self.last_sign = time.monotonic()
-        """When the engine process last reported, or was started."""
+        """Monotonic time of the engine process's last message, or of its start."""
         self.started = self.last_sign
         self.has_delivered = False
-        """Whether it ever brought a token."""
+        """Whether it ever delivered an output."""
         self.ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self.closed = asyncio.Event()
         self._adapters: dict[str, asyncio.Future[str]] = {}
-        """Adapters that the engine process was told about and has not answered for."""
+        """Pending load and unload requests by adapter name; each resolves to an error message or ""."""
         self._on_step = on_step
         self._reader = wire.FrameReader()
         self._transport: Any = None
@@ -48,7 +48,7 @@ class EngineLink(asyncio.Protocol):
         self._process: subprocess.Popen[bytes] | None = None
         self._was_killed = False
         self._num_oom_kills: int | None = None
-        """Those of the whole machine before the process was started."""
+        """The machine's number of out-of-memory kills before the process was started."""
 
     def start_process(self, argv: Sequence[str]) -> None:
         """Start ``argv + [FD]``; raise ``OSError`` when it cannot be started."""
@@ -57,7 +57,7 @@ class EngineLink(asyncio.Protocol):
         try:
             with theirs:
                 fd = theirs.fileno()
-                # A group of its own: Ctrl-C in a terminal is for the front process, which drains.
+                # A separate process group: only the front process gets Ctrl-C, and drains.
                 self._process = subprocess.Popen([*argv, str(fd)], pass_fds=[fd], process_group=0)
         except OSError:
             ours.close()
@@ -67,9 +67,9 @@ class EngineLink(asyncio.Protocol):
         self._socket = ours
 
     async def connect(self, config: dict[str, Any]) -> None:
-        """Tell the process what to build."""
+        """Open the connection and send the configuration."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
-        # It logs what this process logs.
+        # The child uses the same log level.
         self.send(wire.Start(self.generation, config, logging.getLevelName(logger.getEffectiveLevel())))
 
     @property
@@ -81,13 +81,13 @@ class EngineLink(asyncio.Protocol):
         return self.ready.done() and not self.closed.is_set() and self.ready.exception() is None
 
     def send(self, message: wire.ToEngine) -> None:
-        """Send one message; raise ``FrameError`` if it cannot be encoded. To a process that is gone: nothing."""
+        """Send one message, or drop it if the process is gone. Raises ``FrameError`` if it cannot be encoded."""
         frame = wire.pack(message)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
 
-    async def tell_adapter(self, message: wire.LoadAdapter | wire.UnloadAdapter) -> str:
-        """Send it, and wait for what went wrong: "" when nothing did. One at a time for each name."""
+    async def change_adapter(self, message: wire.LoadAdapter | wire.UnloadAdapter) -> str:
+        """Send a load or unload request and wait for its error message, "" on success. One at a time per name."""
         if self.closed.is_set():
             return GONE
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -100,7 +100,7 @@ class EngineLink(asyncio.Protocol):
         return self._process is None or self._process.poll() is not None
 
     def kill(self) -> None:
-        """End the process at once. Harmless when it is gone; never signals a process that is not our own child."""
+        """Send SIGKILL unless the process has exited; never signals a process that is not a child of this one."""
         if not self.has_exited():
             assert self._process is not None
             self._was_killed = True
@@ -108,12 +108,12 @@ class EngineLink(asyncio.Protocol):
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Close the socket, which asks the process to end; ``closed`` follows."""
+        """Close the socket, which makes the engine process end; ``closed`` follows."""
         if self._transport is not None:
             self._transport.abort()
 
     async def wait_exit(self, seconds: float) -> bool:
-        """Wait until the process is gone and reaped; say whether it is."""
+        """Wait up to ``seconds`` until the process has exited and is reaped; return whether it has."""
         deadline = time.monotonic() + seconds
         while not self.has_exited():
             if time.monotonic() > deadline:
@@ -123,7 +123,7 @@ class EngineLink(asyncio.Protocol):
 
     @property
     def is_ended_from_outside(self) -> bool:
-        """Whether the process was ended by another one than this, neither by its own fault nor for want of memory."""
+        """Whether a third process ended it: not this one, not its own fault, not out of memory."""
         status = None if self._process is None else self._process.poll()
         return status is not None and not self._was_killed and is_from_outside(status, self._may_have_run_out_of_memory)
 
@@ -133,7 +133,7 @@ class EngineLink(asyncio.Protocol):
         return before is not None and now is not None and now > before
 
     def describe_exit(self) -> str:
-        """How the process ended, in words."""
+        """How the process ended, for the log."""
         status = None if self._process is None else self._process.poll()
         if status is None:
             return "still running"
@@ -154,7 +154,7 @@ class EngineLink(asyncio.Protocol):
             for payload in self._reader.feed(data):
                 self._receive(wire.unpack_from_engine(payload))
         except wire.FrameError as error:
-            logger.error("engine process %s speaks nonsense and is killed: %s", self.pid, error)
+            logger.error("engine process %s sent an invalid message and is killed: %s", self.pid, error)
             self.kill()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -186,4 +186,4 @@ class EngineLink(asyncio.Protocol):
     def _fail(self, error: OctavoError) -> None:
         with contextlib.suppress(asyncio.InvalidStateError):
             self.ready.set_exception(error)
-            self.ready.exception()  # marked as seen: nobody may be waiting for it any more
+            self.ready.exception()  # marks it as retrieved, in case there is no waiter any more

@@ -1,8 +1,8 @@
-"""The engine process: builds an engine and steps it, for a front process at the other end of a socket.
+"""The engine process: builds an engine and runs its steps for a front process connected by a socket.
 
 Run as ``python -m octavo.server.engine_process FD``, where ``FD`` is an inherited socket. This process is
-disposable: it holds nothing that the front process does not have, and may be killed at any time. It ends
-when the socket closes, when its parent dies, and on SIGTERM; SIGINT is for the parent to act on.
+disposable: the front process can restore all of its state, so it may be killed at any time. It ends when the socket
+closes, when its parent dies, and on SIGTERM; it ignores SIGINT, which the parent handles.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from octavo.telemetry.phases import Phases, log_to_stderr
 from octavo.types import Adapters, EngineInfo, EngineStats, Output, Request
 
 SWITCH_INTERVAL = 0.0001
-"""Seconds for which a thread that computes keeps Python's lock from the one that runs steps, which needs it several
-times a step. By itself Python takes 5 ms, and there may be several such threads."""
+"""Seconds after which a thread yields the GIL. The step thread needs it several times per step and would wait 5 ms, the
+default, for each of several computing threads."""
 IDLE_WAIT = 0.001
-"""Seconds to wait for messages when a step found nothing to do although there is work."""
+"""Seconds to wait for messages after a step without progress."""
 
 logger = logging.getLogger("octavo.engine")
 
 
 class EngineLike(Protocol):
-    """What this loop needs of ``octavo.engine.Engine``."""
+    """The part of ``octavo.engine.Engine`` that this loop uses."""
 
     @property
     def adapters(self) -> Adapters: ...
@@ -63,21 +63,21 @@ class FrontGone(Exception):
 
 
 class Channel:
-    """The engine's end of the socket."""
+    """The engine process's end of the socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._reader = wire.FrameReader()
 
     def send(self, message: wire.FromEngine) -> None:
-        """Send one message; wait while the front process has no room for it."""
+        """Send one message; blocks while the socket's buffer is full."""
         try:
             self._socket.sendall(wire.pack(message))
         except (BrokenPipeError, ConnectionResetError):
             raise FrontGone from None
 
     def receive(self, wait: bool) -> list[wire.ToEngine]:
-        """The messages that arrived; with ``wait``, at least one. Raise ``FrontGone`` at the end of the stream."""
+        """The messages that arrived; with ``wait``, blocks for at least one. Raises ``FrontGone`` at end of stream."""
         while True:
             try:
                 data = self._socket.recv(1 << 18, 0 if wait else socket.MSG_DONTWAIT)
@@ -92,12 +92,12 @@ class Channel:
                 return [wire.unpack_to_engine(payload) for payload in payloads]
 
     def wait_readable(self, seconds: float) -> bool:
-        """Wait so long for something to receive; whether there is."""
+        """Wait up to ``seconds`` for data; return whether there is any."""
         return bool(select.select([self._socket], [], [], seconds)[0])
 
 
 class EngineLoop:
-    """Steps an engine, and does what the front process asks between the steps."""
+    """Runs engine steps, and handles the front process's messages between them."""
 
     def __init__(self, engine: EngineLike, channel: Channel, generation: int) -> None:
         self.engine = engine
@@ -108,7 +108,7 @@ class EngineLoop:
         self._stopped = False
 
     def run(self) -> None:
-        """Serve until told to stop; raise ``FrontGone`` when the front process is gone."""
+        """Run until a ``Stop`` message. Raises ``FrontGone`` when the front process closed the socket."""
         while not self._stopped:
             messages = self.channel.receive(wait=not self.engine.has_work)
             for message in messages:
@@ -157,7 +157,7 @@ class EngineLoop:
             self._progress = progress
             self._report(outputs, stats)
         else:
-            # Silence, so that an engine that never gets anywhere is seen to hang.
+            # Send no report, so that the supervisor detects an engine without progress as hanging.
             self.channel.wait_readable(IDLE_WAIT)
 
     def _report(self, outputs: list[Output], stats: EngineStats) -> None:
@@ -167,11 +167,11 @@ class EngineLoop:
 
 
 def main(build: Build | None = None) -> NoReturn:
-    """Run an engine process; ``build`` is ``octavo.build.build_engine`` unless a test brings its own."""
+    """Run an engine process; ``build`` is ``octavo.build.build_engine`` unless a test passes its own."""
     code = _serve(build)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads may be compiling kernels for later steps: an orderly end of the interpreter waits for them, or aborts.
+    # Skip the interpreter's shutdown, which would wait for threads that compile kernels, or abort.
     os._exit(code)
 
 
@@ -197,7 +197,7 @@ def _serve(build: Build | None) -> int:
 
 
 def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLike | None:
-    """Build the engine and say so, or say why not and return ``None``."""
+    """Build the engine and send ``Ready``; on failure send ``Failed`` and return ``None``."""
     try:
         config = EngineConfig.from_flat(start.config)
         engine, info = (build or _default_build(config.model.device))(config)
@@ -216,7 +216,7 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
 def _default_build(device: str) -> Build:
     phases = Phases()
     prepare_where_there_may_be_a_gpu(device)
-    from octavo.build import build_engine  # brings torch, which the front process must never import
+    from octavo.build import build_engine  # imports torch, which the front process must never import
 
     phases.done("imports of the engine process")
     return build_engine
@@ -227,7 +227,7 @@ def _settle_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
-        # Also in the middle of a long step or a long start, when nobody reads the socket.
+        # Takes effect also during a long step or start, when the socket is not read.
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 

@@ -1,7 +1,7 @@
-"""Errors as the OpenAI API words them: one object with four keys, a status and, when it helps, ``Retry-After``.
+"""Error responses in the OpenAI API's format: an object with four keys, a status and possibly ``Retry-After``.
 
-What a client sees is made here from a ``RequestError`` and from nothing else, so no stack trace, path or ``repr``
-of an unexpected exception can reach it.
+Error responses are made only from ``RequestError``, so no stack trace, path or ``repr`` of an unexpected exception
+can reach a client.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_SHOWN_LENGTH = 100
 
 
 class UnsupportedParameter(InvalidParameter):
-    """A field that the API defines and this server does not implement asks for something."""
+    """The request uses an API field that this server does not implement."""
 
     code = "unsupported_parameter"
 
@@ -60,7 +60,7 @@ class UnsupportedParameter(InvalidParameter):
 
 
 class UnknownParameter(InvalidParameter):
-    """A field that no API defines, on a server that was told to refuse such fields."""
+    """A field that no API defines, on a server with ``unknown_fields`` set to "reject"."""
 
     code = "unknown_parameter"
 
@@ -79,14 +79,14 @@ class MissingParameter(InvalidParameter):
 
 
 class NotFound(RequestError):
-    """Something that was asked for by its id is not there, or belongs to somebody else."""
+    """No object with this id exists, or it belongs to another API key."""
 
     status = 404
     code = "not_found"
 
 
 class StorageFull(Unavailable):
-    """There is no room to keep something. Jobs wait until there is."""
+    """The store is full. Background jobs retry until there is room."""
 
     status = 507
     type = "server_error"
@@ -94,13 +94,13 @@ class StorageFull(Unavailable):
 
 
 class StorageUnavailable(Unavailable):
-    """The database of what is kept cannot be used."""
+    """The store's database cannot be used at the moment."""
 
     code = "storage_unavailable"
 
 
 class UnexpectedError(RequestError):
-    """Something went wrong that nobody foresaw; the log has the details, the client gets an apology."""
+    """An unexpected exception; the details are in the log, the client receives a generic message."""
 
     status = 500
     type = "server_error"
@@ -111,7 +111,7 @@ class UnexpectedError(RequestError):
 
 
 class HTTPRefusal(RequestError):
-    """A request that is refused for its HTTP form: unknown path, wrong method, headers too large, too slow."""
+    """A request rejected at the HTTP level: unknown path, wrong method, headers too large, timeout."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -120,25 +120,25 @@ class HTTPRefusal(RequestError):
 
 
 def printable(text: str) -> str:
-    """Client text as it may be shown in a message, a header or a log: short, and plain visible characters."""
+    """Client text made safe for messages, headers and logs: truncated, printable ASCII only."""
     return "".join(char if " " <= char <= "~" else "?" for char in text[:MAX_SHOWN_LENGTH])
 
 
 def error_object(error: RequestError) -> dict[str, dict[str, str | None]]:
-    """The body of an error answer; all four keys are always there."""
+    """The body of an error response; all four keys are always present."""
     return {
         "error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code},
     }
 
 
 def anthropic_error(error: RequestError) -> dict[str, Any]:
-    """The body of an error answer of the Anthropic API, whose types say less than a status does."""
+    """The body of an Anthropic API error response; the type is derived from the status."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def error_response(error: RequestError, path: str = "") -> Response:
-    """The answer to a request of ``path`` that is refused or has failed."""
+    """The response to a rejected or failed request to ``path``."""
     headers: dict[str, str] = {}
     retry_after = error.retry_after
     if isinstance(error, QueueFull | Unavailable):
@@ -148,10 +148,10 @@ def error_response(error: RequestError, path: str = "") -> Response:
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, RequestTooLarge):
-        # The rest of the body is not wanted, so the connection cannot be used again.
+        # The rest of the body is not read, so the connection cannot be reused.
         headers["Connection"] = "close"
     if isinstance(error, DeadlineExceeded):
-        # Whoever set the time knows best whether to try again.
+        # The client chose the deadline, so its library must not retry automatically.
         headers["x-should-retry"] = "false"
     is_anthropic = path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
     body = msgspec.json.encode(anthropic_error(error) if is_anthropic else error_object(error))
@@ -159,7 +159,7 @@ def error_response(error: RequestError, path: str = "") -> Response:
 
 
 def rejection_of(error: RequestError) -> str:
-    """What a refused request counts as in the metrics."""
+    """The rejection reason used as a metrics label."""
     for kind, reason in _REJECTIONS.items():
         if isinstance(error, kind):
             return reason
@@ -167,14 +167,14 @@ def rejection_of(error: RequestError) -> str:
 
 
 async def on_request_error(request: Request, error: Exception) -> Response:
-    """The application's handler of ``RequestError``."""
+    """Exception handler for ``RequestError``."""
     assert isinstance(error, RequestError)
-    request.app.state.front.engine.metrics.observe_rejection(rejection_of(error))
+    request.app.state.services.engine.metrics.observe_rejection(rejection_of(error))
     return error_response(error, request.scope["path"])
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """The application's handler of what the router itself refuses: paths and methods."""
+    """Exception handler for unknown paths and methods, raised by the router."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers={"Allow": _methods(request)})
@@ -190,6 +190,6 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> str:
-    """All methods of a path: the router itself names only those of the first route with it."""
+    """All methods of a path; the router reports only those of the first matching route."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     return ", ".join(sorted({"OPTIONS", *(method for route in routes for method in route.methods)}))

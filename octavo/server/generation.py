@@ -1,8 +1,8 @@
-"""One HTTP request while the engine works on it: several choices, and the task that waits for their news.
+"""The output of one HTTP request's choices, buffered between the engine and the HTTP response.
 
-The engine's side calls ``Choice.on_output`` for every step, in one pass over all listeners. That detokenises,
-looks for stop strings and notes what is new. Who answers the client takes all of it after the pass, so a slow reader
-gets fewer and longer pieces instead of a growing queue.
+The engine client calls ``Choice.on_output`` for every step, in one pass over all listeners. It detokenises, checks stop
+strings and buffers the new output. The response task takes the buffered output after the pass, so a slow reader gets
+fewer and longer pieces instead of a growing queue.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ logger = logging.getLogger(__name__)
 
 
 class Prompt(NamedTuple):
-    """A prompt as the engine gets it; ``text`` is ``None`` when the client gave token ids."""
+    """A tokenised prompt; ``text`` is ``None`` when the client sent token ids."""
 
     tokens: list[int]
     text: str | None
     second_start: int | None = None
-    """Where the second of two texts begins."""
+    """Token index at which the second text of a pair begins."""
 
 
-class News(NamedTuple):
-    """What a choice got since it was last asked."""
+class ChoiceUpdate(NamedTuple):
+    """The output of a choice since the previous ``take``."""
 
     text: str
     tokens: list[int]
     logprobs: list[TokenLogprobs]
 
 
-def nobody() -> None:
-    """Listens where there is nobody to tell."""
+def ignore_updates() -> None:
+    """No-op listener."""
 
 
 class ClientGone(Exception):
-    """The client closed the connection; there is nobody to answer."""
+    """The client closed the connection."""
 
 
 class Choice:
-    """One continuation: tokens come in from the engine, text and counts go out to the client."""
+    """One continuation: turns the engine's tokens into text and counts for the client."""
 
     __slots__ = (
         *("finish_reason", "index", "is_noted", "num_cached_tokens", "num_reasoning_tokens", "num_tokens", "prompt"),
@@ -69,9 +69,9 @@ class Choice:
         self.num_cached_tokens = 0
         self.num_reasoning_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs | None] = []
-        """One entry for each prompt token once complete; the first has none. Empty when not asked for."""
+        """One entry per prompt token; ``None`` for the first and for pending ones. Empty unless requested."""
         self.values = b""
-        """The answer to a request whose task is not to generate."""
+        """Result of a pooling task (little-endian float32); empty for generation."""
         self.is_noted = False
         self._generation = generation
         self._text_stream = text_stream
@@ -82,16 +82,16 @@ class Choice:
             self.prompt_logprobs = [None] * len(prompt.tokens)
 
     def on_output(self, output: Output) -> None:
-        """Take the news of one step. Called on the event loop; does not block and does not raise."""
+        """Apply one step's output. Called on the event loop; does not block and does not raise."""
         if self.finish_reason is not None:
             return
         try:
-            self._take_in(output)
+            self._apply(output)
         except Exception:
             logger.exception("request %d: its output could not be turned into text", self.request.id)
             self.on_error(UnexpectedError())
 
-    def _take_in(self, output: Output) -> None:
+    def _apply(self, output: Output) -> None:
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
         if output.values is not None:
@@ -122,31 +122,31 @@ class Choice:
         self._generation.num_unfinished -= 1
 
     def on_error(self, error: RequestError) -> None:
-        """The engine gives this request up; the whole generation ends."""
+        """Fail the generation with all its choices, because the engine failed this request."""
         self._generation.fail(error)
 
     def take_text(self) -> str:
-        """The text that is new since the last call, when nothing else of the news is wanted."""
+        """The new text since the previous ``take``; discards new tokens and log-probabilities."""
         text = "".join(self._texts)
         self._texts.clear()
         self._tokens.clear()
         self.is_noted = False
         return text
 
-    def take(self) -> News:
-        """What is new since the last call."""
-        news = News("".join(self._texts), self._tokens, self._logprobs)
+    def take(self) -> ChoiceUpdate:
+        """The new output since the previous ``take``."""
+        update = ChoiceUpdate("".join(self._texts), self._tokens, self._logprobs)
         self._texts, self._tokens, self._logprobs = [], [], []
         self.is_noted = False
-        return news
+        return update
 
 
 class Generation:
-    """All choices of one HTTP request. ``close`` must be called, however it ends."""
+    """All choices of one HTTP request. ``close`` must always be called."""
 
     __slots__ = (
         *("account", "choices", "engine", "error", "num_unfinished"),
-        *("_expiry", "_listener", "_noted", "_tells_news"),
+        *("_expiry", "_listener", "_noted", "_reports_updates"),
     )
 
     def __init__(self, engine: EngineClient, account: Account | None = None) -> None:
@@ -156,12 +156,12 @@ class Generation:
         self.num_unfinished = 0
         self.error: Exception | None = None
         self._noted: list[Choice] = []
-        self._listener: Callable[[], None] = nobody
-        self._tells_news = True
+        self._listener: Callable[[], None] = ignore_updates
+        self._reports_updates = True
         self._expiry: asyncio.TimerHandle | None = None
 
     def expire_at(self, time: float, error: RequestError) -> None:
-        """End with an error at a time of the event loop's clock, unless it is over by then."""
+        """Fail with ``error`` at loop time ``time`` unless finished by then."""
         self._expiry = asyncio.get_running_loop().call_at(time, self.fail, error)
 
     def add(self, choice: Choice) -> None:
@@ -172,53 +172,53 @@ class Generation:
         """Wait until every choice is finished, and return them all. Raises the ``RequestError`` that ended the
         generation, or ``ClientGone``."""
         while self.num_unfinished:
-            await self._wait(for_news=False)
+            await self._wait(for_updates=False)
         self._noted = []
         if self.error is not None:
             raise self.error
         return self.choices
 
-    async def news(self) -> list[Choice]:
-        """Wait for news, and return the choices that have some. Raises as ``result`` does."""
+    async def updates(self) -> list[Choice]:
+        """Wait for new output, and return the choices that have some. Raises like ``result``."""
         if not self._noted and self.error is None:
-            await self._wait(for_news=True)
+            await self._wait(for_updates=True)
         noted = self.take_noted()
         if not noted and self.error is not None:
             raise self.error
         return noted
 
-    async def _wait(self, for_news: bool) -> None:
-        told = asyncio.Event()
-        self.listen(told.set, for_news)
-        await told.wait()
+    async def _wait(self, for_updates: bool) -> None:
+        updated = asyncio.Event()
+        self.listen(updated.set, for_updates)
+        await updated.wait()
 
-    def listen(self, listener: Callable[[], None], for_news: bool = True) -> None:
-        """Have ``listener`` called, in the pass over all listeners, whenever there is news, and at the end."""
+    def listen(self, listener: Callable[[], None], for_updates: bool = True) -> None:
+        """Call ``listener`` at the end and, with ``for_updates``, whenever there is new output; it must not block."""
         self._listener = listener
-        self._tells_news = for_news
+        self._reports_updates = for_updates
 
     def take_noted(self) -> list[Choice]:
-        """The choices with news since the last call."""
+        """The choices with new output since the previous call."""
         noted, self._noted = self._noted, []
         return noted
 
     def note(self, choice: Choice) -> None:
-        """A choice has news."""
+        """Record that a choice has new output, and notify the listener."""
         if not choice.is_noted:
             choice.is_noted = True
             self._noted.append(choice)
-        if self._tells_news or not self.num_unfinished:
+        if self._reports_updates or not self.num_unfinished:
             self._listener()
 
     def fail(self, error: Exception) -> None:
-        """End with an error; nothing of it goes on in the engine."""
+        """End with an error, and abort all choices in the engine."""
         if self.error is None and self.num_unfinished:
             self.error = error
             self.close()
             self._listener()
 
     def close(self) -> None:
-        """Abort what still runs; nobody wants more of it."""
+        """Abort unfinished choices, and charge the account for the output."""
         if self._expiry is not None:
             self._expiry.cancel()
         for choice in self.choices:
@@ -228,4 +228,4 @@ class Generation:
         self.num_unfinished = 0
         if self.account is not None:
             self.account.charge(sum(choice.num_tokens for choice in self.choices))
-        self.choices = []  # they hold this: without the cycle, nothing has to wait for a collection to be freed
+        self.choices = []  # breaks the reference cycle, so that memory is freed without a garbage collection

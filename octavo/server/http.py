@@ -1,4 +1,4 @@
-"""The HTTP server under the application: uvicorn, as this server needs it."""
+"""The HTTP server: uvicorn with custom connections, response writes and shutdown."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from octavo.config import ServerSettings
 from octavo.errors import ConfigError
+from octavo.server.byte_budget import ByteBudget
 from octavo.server.connection import BoundedProtocol
-from octavo.server.intake import Intake
 
 BACKLOG = 4096
 KEEP_ALIVE_SECONDS = 75
-"""Longer than clients keep idle connections, so that it is they who close them and no request is lost."""
+"""Longer than clients keep idle connections: if the server closed first, a request in transit would be lost."""
 FLUSH_SECONDS = 2
-"""Time for the last bytes of answers to leave after the drain."""
+"""Time to flush the last response bytes after the drain."""
 MAX_CONNECTIONS = 8192
 RESERVED_FILES = 64
-"""Open files that connections leave to everything else, the restart of the engine process above all."""
+"""File descriptors not available to connections, mainly for restarts of the engine process."""
 MAX_UNFINISHED_HEADS = 8 << 20
-"""Bytes of all of them together."""
+"""Bytes of all incomplete request heads in total."""
 TICKS_PER_SECOND = 10
 
 WRITE_PIECE = "octavo.write_piece"
 """Key of the ASGI scope: a ``WritePiece`` for the body of this response."""
 
 WritePiece = Callable[[bytes], bool]
-"""Writes more of a body without a length, once the head was sent. Returns false, with nothing written, when the client
-is slow or gone: ASGI's ``send`` knows how to wait."""
+"""Writes one piece of a chunked body, after the head. Returns false, with nothing written, when the client is slow or
+gone; the caller then uses ASGI's ``send``, which waits."""
 
 
 class ResponseTransport:
-    """A connection as one response writes to it: the head waits for the first piece of the body and leaves with it.
+    """A response's view of the transport: the head is held back and sent with the first piece of the body.
 
-    Apart they would be two packets, for which a client wakes twice before it has its first token.
+    Sent separately they would be two packets, and the client would wake twice before its first token.
     """
 
     def __init__(self, transport: asyncio.Transport, flow: FlowControl, joins_head: bool) -> None:
         self._transport = transport
         self._flow = flow
         self._head: bytes | None = b"" if joins_head else None
-        """Empty until there is one, ``None`` when it is sent."""
+        """Empty until the head is written, ``None`` once it was sent."""
         self.close = transport.close
         self.is_closing = transport.is_closing
 
@@ -64,7 +64,7 @@ class ResponseTransport:
             self._head = data
 
     def write_piece(self, data: bytes) -> bool:
-        """See ``WritePiece``; pieces are chunks of RFC 9112, section 7.1."""
+        """See ``WritePiece``; writes one chunk (RFC 9112, section 7.1)."""
         if self._flow.write_paused or self._transport.is_closing():
             return False
         self.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -72,13 +72,13 @@ class ResponseTransport:
 
 
 class PieceProtocol(BoundedProtocol):
-    """Bodies in many small pieces: ``send`` costs a coroutine, a message and its checks for each."""
+    """Adds ``WRITE_PIECE`` to the scope: ASGI's ``send`` costs a coroutine, a message and checks for each piece."""
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        if self._is_in_head:  # the head will come once more
+        if self._is_in_head:  # an upgrade was offered; the head is parsed again
             return
-        # What follows a head is nothing after HEAD, and what comes before it may be "100 Continue".
+        # Not joined when there is no body (HEAD), or when "100 Continue" precedes the head.
         joins_head = self.scope["method"] == "POST" and not self.expect_100_continue
         transport = ResponseTransport(self.transport, self.flow, joins_head)
         self.cycle.transport = transport  # type: ignore[assignment]
@@ -86,15 +86,15 @@ class PieceProtocol(BoundedProtocol):
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn without its own signal handlers, which would end streams before they are drained."""
+    """uvicorn without its signal handlers, which would end streams before the drain."""
 
     def __init__(self, app: Starlette, settings: ServerSettings) -> None:
-        logging.getLogger("uvicorn").setLevel("WARNING")
         """Raises ``ConfigError`` for certificates that cannot be read."""
+        logging.getLogger("uvicorn").setLevel("WARNING")
         config = uvicorn.Config(
             app,
             http=functools.partial(  # type: ignore[arg-type]
-                PieceProtocol, heads=Intake(MAX_UNFINISHED_HEADS), max_connections=_max_connections()
+                PieceProtocol, heads=ByteBudget(MAX_UNFINISHED_HEADS), max_connections=_max_connections()
             ),
             ws="none",
             proxy_headers=False,
@@ -126,7 +126,7 @@ class HTTPServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         if self.force_exit:
-            # uvicorn leaves it out then, and its task would end with a traceback when the event loop does.
+            # uvicorn skips this on a forced exit; the lifespan task would then end with a traceback.
             await self.lifespan.shutdown()
 
     @contextlib.contextmanager

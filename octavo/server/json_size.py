@@ -1,7 +1,7 @@
-"""How much there is in a text of JSON, found without building any of it.
+"""Measures the size of a JSON text without decoding it.
 
-Two bytes of JSON make an object of a hundred, in one call that holds the interpreter's lock. This goes through the text
-in pieces, between which other threads have their turn.
+Two bytes of JSON can decode to an object of a hundred bytes, in one call that holds the GIL. This scans the text in
+pieces, so that other threads run in between.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _STEPS = tuple({91: 1, 123: 1, 93: -1, 125: -1}.get(byte, 0) for byte in range(2
 
 
 class Size(NamedTuple):
-    """What is outside of strings; right for valid JSON, and some number for anything else."""
+    """Counts of syntax outside of strings; meaningful only for valid JSON."""
 
     num_values: int
-    """Commas: as many as values, without a few."""
+    """Number of commas, which approximates the number of values."""
     num_containers: int
     """Objects, arrays, and members of objects."""
     depth: int
 
 
 def measure(text: bytes, max_values: int = sys.maxsize, max_containers: int = sys.maxsize) -> Size:
-    """The size of ``text``, or of its beginning as soon as that passes one of the bounds."""
+    """The size of ``text``, or of a prefix that already exceeds one of the limits."""
     num_values = num_containers = depth = level = 0
     for piece in _outside_strings(text):
         num_values += piece.count(b",")

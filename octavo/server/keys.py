@@ -1,11 +1,11 @@
 """API keys: one in the settings, or several in a file that holds only their digests.
 
-Each line of the file is a key: a name, the SHA-256 of the key in hexadecimal, and what it may use::
+Each line of the file is a key: a name, the SHA-256 of the key in hexadecimal, and optional limits::
 
     alice 5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8 requests_per_minute=60 tokens_per_minute=9000
 
-Keys are long random strings, so a plain digest does not give them away. One with the word ``admin`` after its digest
-opens what the key of the setting ``admin_key`` opens, too.
+Keys are long random strings, so an unsalted digest does not reveal them. A key with the word ``admin`` after its digest
+has the same rights as that of the setting ``admin_key``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from octavo.server.errors import HTTPRefusal
 
 ADMIN_PREFIX = "/admin/"
 REPORTS_PREFIX = "/v1/requests/"
-"""Paths of reports on requests: each key's on its own, and the admin's key opens them too, on all."""
+"""Reports on single requests: a key reads those of its own requests, the admin key those of all."""
 SHARED_PATHS = frozenset({"/metrics", "/stats", "/v1/kv_events"})
-"""Reports on the requests of all keys: where there are several, only the admin's key opens them."""
+"""Reports over all keys' requests: with several keys, only the admin key may read them."""
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LIMITS = ("requests_per_minute", "tokens_per_minute")
@@ -34,7 +34,7 @@ _ADMIN = "admin"
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the file."""
+    """One line of the key file."""
 
     name: str
     digest: bytes
@@ -43,10 +43,10 @@ class Entry:
 
 
 class Keys:
-    """All keys of a server. Without any, everybody is let in, but not to the admin's paths."""
+    """The API keys of a server. Without keys all requests are allowed, except to admin paths."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Raises ``ConfigError`` for a file that cannot be read or has a bad line."""
+        """Raises ``ConfigError`` for a key file that cannot be read or has an invalid line."""
         self._file = None if settings.api_key_file is None else Path(settings.api_key_file).expanduser()
         self._admin = None if settings.admin_key is None else _digest(settings.admin_key.encode())
         self._admins: list[bytes] = []
@@ -56,7 +56,7 @@ class Keys:
         self.load()
 
     def load(self) -> None:
-        """Read the file, again perhaps: those who are still in it keep what they used. Raises ``ConfigError``."""
+        """Load or reload the file; names still in it keep their usage counts. Raises ``ConfigError``."""
         found = [] if self._file is None else _read(self._file)
         entries = [] if self._own is None else [(self._own, self._callers[""])]
         for entry in found:
@@ -73,18 +73,18 @@ class Keys:
         return self._own is not None or self._file is not None
 
     def caller(self, name: str) -> Caller:
-        """Whoever has this name, for work that the server does for them later."""
+        """The caller of this name, for background work on its behalf."""
         return self._callers.get(name) or Caller(name)
 
     def usage(self) -> list[dict[str, str | int]]:
-        """What everybody used since the start."""
+        """Requests and tokens of each caller since the start."""
         return [
             {"name": name, "num_requests": caller.account.num_requests, "num_tokens": caller.account.num_tokens}
             for name, caller in sorted(self._callers.items())
         ]
 
     def check(self, path: str, secret: bytes | None) -> Caller:
-        """Who has the key ``secret``, which must open ``path``. Raises ``RequestError``."""
+        """The caller with the key ``secret``. Raises ``RequestError`` unless it may use ``path``."""
         if path.startswith(ADMIN_PREFIX):
             return self._check_admin(secret)
         is_shared = path.rstrip("/") in SHARED_PATHS
@@ -96,20 +96,20 @@ class Keys:
             raise AuthenticationError("You didn't provide an API key. Send it as 'Authorization: Bearer YOUR_KEY'.")
         digest = _digest(secret)
         found = None
-        # Every key is compared, and digests at that, so the time says nothing about any of them.
+        # Compare digests, with every key, so that timing reveals nothing about the keys.
         for known, caller in self._entries:
             if hmac.compare_digest(digest, known):
                 found = caller
         if found is None:
             raise AuthenticationError("Incorrect API key provided.")
         if is_shared and len(self._entries) > 1:
-            message = f"{path} tells of the requests of all keys, so it needs the admin key."
+            message = f"{path} reports on the requests of all keys, so it needs the admin key."
             raise HTTPRefusal(403, message, "permission_denied")
         return found
 
     def _check_admin(self, secret: bytes | None) -> Caller:
         if not self._admins:
-            raise HTTPRefusal(403, "This server has no admin key, so nobody may do this.", "permission_denied")
+            raise HTTPRefusal(403, "This server has no admin key, so this is disabled.", "permission_denied")
         if not self._is_admin(secret):
             raise AuthenticationError("This needs the admin key.")
         return Caller(sees_all=True)
@@ -141,7 +141,7 @@ def _read(path: Path) -> list[Entry]:
 
 
 def _entry(words: list[str], where: str) -> Entry:
-    """A line's key; messages never repeat what might be a key."""
+    """Parse a line; error messages never repeat its content, which might be a plain key."""
     if len(words) < 2 or not _NAME.fullmatch(words[0]) or not _DIGEST.fullmatch(words[1]):
         raise ConfigError(f"{where}: must be a name, a space, and the SHA-256 of the key as 64 hexadecimal digits")
     limits = {}

@@ -1,4 +1,4 @@
-"""What a served model is called."""
+"""The API names of the served model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from octavo.config import ServeConfig
 
 
 def served_model_names(config: ServeConfig) -> tuple[str, ...]:
-    """The model's names in the API: those of the setting, the id as given, or the name of the folder or file."""
+    """``served_model_name`` split at commas; by default the Hub id, or the name of the model's folder or file."""
     listed = (name.strip() for name in (config.server.served_model_name or "").split(","))
     if names := tuple(dict.fromkeys(name for name in listed if name)):
         return names

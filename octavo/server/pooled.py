@@ -1,4 +1,4 @@
-"""Requests that ask for a vector or a score of texts, however many these are."""
+"""Pooling requests: embeddings and scores of many texts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from octavo.errors import InvalidParameter
 from octavo.sampling_params import SamplingParams
 from octavo.server.admission import Asked, PromptSource
 from octavo.server.caller import caller_of
-from octavo.server.front import Front
 from octavo.server.generation import Choice
-from octavo.server.sse import whole
+from octavo.server.services import Services
+from octavo.server.sse import finished_choices
 from octavo.text.vectors import Floats
 from octavo.types import Task
 
 MAX_TEXTS = 2048
-"""Most texts of one request, as in the OpenAI API."""
+"""Most texts per request, as in the OpenAI API."""
 
 
 async def ask(
-    front: Front,
+    services: Services,
     request: Request,
     task: Task,
     model: str,
@@ -33,11 +33,11 @@ async def ask(
     priority: int = 0,
     user: str | None = None,
 ) -> list[Choice]:
-    """Have the task done on each text, as many at a time as run together. Raises ``RequestError``, about ``field``."""
+    """Run ``task`` on each text, ``max_num_seqs`` at a time. Raises ``RequestError`` about ``field``."""
     if len(sources) > MAX_TEXTS:
         raise InvalidParameter(field, f"'{field}' must have at most {MAX_TEXTS} texts, not {len(sources)}.")
     choices: list[Choice] = []
-    size = front.engine.info.max_num_seqs
+    size = services.engine.info.max_num_seqs
     for first in range(0, len(sources), size):
         asked = Asked(
             caller=caller_of(request),
@@ -47,19 +47,19 @@ async def ask(
             default_max_tokens=None,
             add_special_tokens=add_special_tokens,
             priority=priority,
-            tenant=front.tenant(request, user, model),
+            tenant=services.tenant(request, user, model),
             task=task,
             model=model,
         )
-        choices += await whole(await front.admission.admit(asked), request)
+        choices += await finished_choices(await services.admission.admit(asked), request)
     return choices
 
 
 def numbers(choice: Choice) -> Floats:
-    """The vector or the score that was computed."""
+    """The embedding or score, as float32."""
     return np.frombuffer(choice.values, dtype="<f4")
 
 
 def num_tokens(choices: Sequence[Choice]) -> int:
-    """Tokens of all texts."""
+    """Total prompt tokens of all texts."""
     return sum(len(choice.prompt.tokens) for choice in choices)

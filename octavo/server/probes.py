@@ -1,4 +1,4 @@
-"""What operators and their tools ask: liveness, readiness, metrics, statistics, version."""
+"""Monitoring endpoints: liveness, readiness, metrics, statistics, version."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from octavo.config import to_flat
 from octavo.errors import Unavailable
-from octavo.server.front import Front, front_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
+from octavo.server.services import Services, services_of
 from octavo.setting import SECRETS
 from octavo.telemetry.metrics import CONTENT_TYPE
 
@@ -27,27 +27,27 @@ def version() -> str:
 
 
 async def health(request: Request) -> Response:
-    if front_of(request).engine.failure is not None:
+    if services_of(request).engine.failure is not None:
         raise Unavailable("The engine does not start; it is tried again.")
     return json_response({"status": "ok"}, {})
 
 
 async def ready(request: Request) -> Response:
-    engine = front_of(request).engine
+    engine = services_of(request).engine
     if not engine.is_ready:
         raise Unavailable(f"The engine is not ready: last sign of life {engine.seconds_since_progress:.1f} s ago.")
     return json_response({"ready": True}, {})
 
 
 async def metrics(request: Request) -> Response:
-    return Response(front_of(request).engine.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+    return Response(services_of(request).engine.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def stats(request: Request) -> Response:
-    engine = front_of(request).engine
+    engine = services_of(request).engine
     return json_response(
         {
-            **_short_stats(front_of(request)),
+            **_short_stats(services_of(request)),
             **msgspec.structs.asdict(engine.stats),
             "num_live": engine.num_live,
             "num_restarts": engine.num_restarts,
@@ -59,13 +59,13 @@ async def stats(request: Request) -> Response:
     )
 
 
-def _short_stats(front: Front) -> dict[str, Any]:
-    """The names that small clients know; with nothing to do, ``used_pages`` is 0."""
-    engine, stats, info = front.engine, front.engine.stats, front.engine.info
+def _short_stats(services: Services) -> dict[str, Any]:
+    """A summary under alternative names; ``used_pages`` is 0 while idle."""
+    engine, stats, info = services.engine, services.engine.stats, services.engine.info
     used = stats.num_used_blocks
     return {
         "running": engine.is_ready,
-        "model": front.model_name,
+        "model": services.model_name,
         "waiting_requests": stats.num_waiting,
         "active_requests": stats.num_running,
         "completed_requests": sum(engine.metrics.finished[reason] for reason in ("stop", "length")),
@@ -83,15 +83,15 @@ def _short_stats(front: Front) -> dict[str, Any]:
             "evictions": stats.num_evictions,
             "preemptions": stats.num_preemptions,
             "utilization": round(used / max(1, stats.num_blocks), 4),
-            "policy": front.config.cache.eviction_policy,
+            "policy": services.config.cache.eviction_policy,
         },
-        "config": {name: value for name, value in to_flat(front.config).items() if name not in SECRETS},
+        "config": {name: value for name, value in to_flat(services.config).items() if name not in SECRETS},
     }
 
 
 async def load(request: Request) -> Response:
-    """For routers that send to whoever has least to do, in vLLM's form."""
-    return json_response({"server_load": front_of(request).engine.num_live}, {})
+    """The number of live requests, for least-loaded routing; vLLM's format."""
+    return json_response({"server_load": services_of(request).engine.num_live}, {})
 
 
 async def get_version(request: Request) -> Response:

@@ -1,7 +1,7 @@
-"""How much each API key may use: requests and tokens a minute, as buckets that fill steadily.
+"""Rate limits per API key: requests and tokens per minute, as token buckets.
 
-A token bucket as in ITU-T I.371, but tokens are known only when they are there: an account goes into debt and is
-closed until it is out of it, so over time nobody gets more than the rate.
+A token bucket as in ITU-T I.371. The cost of a request is known only afterwards, so an account may go into debt; it is
+then blocked until the debt is paid, so that the average rate never exceeds the limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MINUTE = 60.0
 
 
 class Bucket:
-    """Holds a minute's worth, full at first."""
+    """A token bucket with a capacity of one minute; initially full."""
 
     def __init__(self, per_minute: float) -> None:
         self.per_minute = per_minute
@@ -23,12 +23,12 @@ class Bucket:
         self._time = 0.0
 
     def wait(self, now: float, needed: float) -> float:
-        """Seconds until ``needed`` is in it; 0 if it is."""
+        """Seconds until the level reaches ``needed``; 0 if it already has."""
         self._fill(now)
         return max(0.0, (needed - self._level) * MINUTE / self.per_minute)
 
     def take(self, now: float, amount: float) -> None:
-        """Take ``amount`` out; it may then hold less than nothing."""
+        """Remove ``amount``; the level may become negative."""
         self._fill(now)
         self._level -= amount
 
@@ -39,7 +39,7 @@ class Bucket:
 
 
 class Account:
-    """What one API key uses."""
+    """Usage and rate limits of one API key."""
 
     def __init__(self, requests_per_minute: int | None = None, tokens_per_minute: int | None = None) -> None:
         self.num_requests = 0
@@ -47,12 +47,12 @@ class Account:
         self.limit(requests_per_minute, tokens_per_minute)
 
     def limit(self, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
-        """Set the rates; ``None`` is without bounds."""
+        """Set the rates; ``None`` = unlimited."""
         self._requests = None if requests_per_minute is None else Bucket(requests_per_minute)
         self._tokens = None if tokens_per_minute is None else Bucket(tokens_per_minute)
 
     def admit(self) -> None:
-        """Count one request. Raises ``QueueFull`` with the seconds to wait when it is one too many."""
+        """Count one request. Raises ``QueueFull`` with ``retry_after`` when over a limit."""
         now = time.monotonic()
         for bucket, what, needed in ((self._requests, "requests", 1.0), (self._tokens, "tokens", 1.0)):
             wait = 0.0 if bucket is None else bucket.wait(now, needed)
@@ -64,7 +64,7 @@ class Account:
         self.num_requests += 1
 
     def charge(self, num_tokens: int) -> None:
-        """Count tokens of a prompt or of an answer."""
+        """Count tokens of a prompt or of an output."""
         self.num_tokens += num_tokens
         if self._tokens is not None:
             self._tokens.take(time.monotonic(), num_tokens)

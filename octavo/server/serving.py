@@ -1,7 +1,7 @@
-"""The life of a serving process: socket, engine, HTTP server, signals, drain.
+"""Lifecycle of a serving process: socket, engine, HTTP server, signals, drain.
 
-SIGTERM and SIGINT drain: ``/ready`` turns false and new requests get 503, while those that run have
-``shutdown_timeout`` seconds to end. A second signal ends everything at once.
+SIGTERM and SIGINT drain: ``/ready`` fails and new requests get 503, while running ones have ``shutdown_timeout``
+seconds to finish. A second signal stops the server at once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from octavo.telemetry.phases import Phases, log_to_stderr
 from octavo.weights.hub import resolve_model
 
 if TYPE_CHECKING:
-    # Loaded while the engine process starts, which takes longer.
-    from octavo.server.front import Front
+    # Imported at run time while the engine process starts, which takes longer.
     from octavo.server.http import HTTPServer
+    from octavo.server.services import Services
 
 MAX_OPEN_FILES = 65536
 
@@ -37,13 +37,13 @@ logger = logging.getLogger("octavo.server")
 
 
 def run(config: ServeConfig, engine_argv: list[str] | None = None) -> int:
-    """Serve until told to stop; return the exit code. Raises ``ConfigError`` and ``CheckpointError``.
+    """Serve until a signal stops the server; return the exit code. Raises ``ConfigError`` and ``CheckpointError``.
 
-    ``engine_argv`` is the command of another engine process than the usual one.
+    ``engine_argv`` replaces the default command of the engine process.
     """
     log_to_stderr(config.server.log_level)
     _raise_file_limit()
-    # Each text is tokenised by the thread that asks for it: handing it to another one only costs time.
+    # Each text is tokenised in the calling thread; the library's thread pool only adds overhead.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with _listening_socket(config.server.host, config.server.port) as listener:
         server = dataclasses.replace(config.server, served_model_name=",".join(served_model_names(config)))
@@ -60,7 +60,7 @@ class _Serving:
         self.config = config
         self.listener = listener
         self.engine = AsyncEngine(config, engine_argv)
-        self.front: Front | None = None
+        self.services: Services | None = None
         self.server: HTTPServer | None = None
         self.starting: asyncio.Task[HTTPServer] | None = None
         self.drain: asyncio.Task[None] | None = None
@@ -80,12 +80,12 @@ class _Serving:
                 await self.engine.stop(timeout=0)
             else:
                 await self.drain
-            if self.front is not None:
-                self.front.close()
+            if self.services is not None:
+                self.services.close()
         return 0
 
     async def _start(self) -> HTTPServer:
-        """Start the engine process; what the front process needs is loaded beside it."""
+        """Start the engine process while loading the front process's own modules and tokenizer."""
         engine = asyncio.create_task(self.engine.start())
         try:
             server = await asyncio.to_thread(self._load)
@@ -97,7 +97,7 @@ class _Serving:
         return server
 
     def _load(self) -> HTTPServer:
-        """Load what answers requests, and compute what is computed once, so that no request pays for it."""
+        """Import the HTTP stack, build the application and warm it up."""
         phases = Phases()
         from octavo.server.app import create_app
         from octavo.server.http import HTTPServer
@@ -107,9 +107,9 @@ class _Serving:
         settings = self.config.model
         tokenizer = load_tokenizer(Path(settings.tokenizer or settings.model))
         app = create_app(self.config, self.engine, tokenizer)
-        front: Front = app.state.front
-        self.front = front
-        front.warm_up()
+        services: Services = app.state.services
+        self.services = services
+        services.warm_up()
         phases.done("tokenizer and chat template")
         return HTTPServer(app, self.config.server)
 
@@ -121,8 +121,11 @@ class _Serving:
     async def _announce(self, server: HTTPServer) -> None:
         while not server.started:
             await asyncio.sleep(0.01)
-        assert self.front is not None
-        print(_greeting(self.front, _url(self.listener, self.config.server.ssl_certfile is not None)), flush=True)
+        assert self.services is not None
+        print(
+            _startup_message(self.services, _url(self.listener, self.config.server.ssl_certfile is not None)),
+            flush=True,
+        )
 
     def _on_signal(self) -> None:
         if self.server is None:
@@ -145,7 +148,7 @@ class _Serving:
             server.should_exit = True
 
 
-# --- pieces ---
+# --- helpers ---
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
@@ -157,7 +160,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:
-    """Bound at once, so that a port in use is found before a model is loaded for minutes. Raises ``ConfigError``."""
+    """A socket bound before the model is loaded, so that a port in use fails early. Raises ``ConfigError``."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -175,23 +178,23 @@ def _url(listener: socket.socket, is_secure: bool) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _greeting(front: Front, url: str) -> str:
-    """What a person needs to send a first request."""
-    model, tokenizer = front.model_name, front.tokenizer
-    if tokenizer is not None and (tokenizer.chat_template or front.config.model.chat_template):
+def _startup_message(services: Services, url: str) -> str:
+    """The startup message with an example request."""
+    model, tokenizer = services.model_name, services.tokenizer
+    if tokenizer is not None and (tokenizer.chat_template or services.config.model.chat_template):
         path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is 2+2?"}]}
     else:
         prompt = "Once upon a time" if tokenizer is not None else [1, 2, 3]
         path, asked = "/v1/completions", {"prompt": prompt}  # type: ignore[dict-item]
     body = json.dumps({"model": model, **asked, "max_tokens": 50})
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if front.keys.are_asked_for else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if services.keys.are_asked_for else ""
     curl = f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
     return f"Serving {model} on {url}\nTry:\n  {curl}"
 
 
 def _raise_file_limit() -> None:
-    """Every connection is an open file, and the usual soft limit of 1,024 is soon reached."""
+    """Raise the soft limit of open files: each connection takes one, and the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

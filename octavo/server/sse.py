@@ -1,7 +1,7 @@
-"""Answers over time: server-sent events, and waiting for a whole answer while watching for a client that leaves.
+"""Responses of a generation, as server-sent events or unstreamed, with detection of client disconnects.
 
-Format: https://html.spec.whatwg.org/multipage/server-sent-events.html, with the OpenAI API's habits: frames of one
-``data:`` line, ``data: [DONE]`` at the end, comments as signs of life.
+Format: https://html.spec.whatwg.org/multipage/server-sent-events.html, with the OpenAI API's conventions: frames of one
+``data:`` line, ``data: [DONE]`` at the end, comments as keep-alives.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import RequestError
 from octavo.server.errors import error_object
-from octavo.server.generation import Choice, ClientGone, Generation, nobody
+from octavo.server.generation import Choice, ClientGone, Generation, ignore_updates
 from octavo.server.http import WRITE_PIECE, WritePiece
 
 KEEP_ALIVE_SECONDS = 10.0
-"""How often it is looked whether anything was sent; so a stream is silent for at most twice as long."""
+"""Interval of the check for silence; a stream is thus silent for at most twice as long."""
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class EventWriter(Protocol):
-    """Turns news into frames; each API has its own."""
+    """Renders new output as frames; each API has its own."""
 
     def frames(self, choice: Choice) -> bytes:
-        """Everything that is new about a choice; its end, when it ended."""
+        """The frames of a choice's new output, including its end once finished."""
         ...
 
     def last_frames(self) -> bytes:
-        """What follows the end of all choices, but for the stream's own end."""
+        """Frames after the end of all choices, before the stream's end marker."""
         ...
 
 
 @contextlib.asynccontextmanager
 async def attended(generation: Generation, receive: Receive) -> AsyncIterator[None]:
-    """Answer a generation inside this: it fails with ``ClientGone`` when the client leaves; at the end it is closed."""
+    """Context of a response: fails the generation with ``ClientGone`` on disconnect, and closes it at the end."""
     watcher = asyncio.create_task(_watch(generation, receive))
     try:
         yield
@@ -57,8 +57,8 @@ async def _watch(generation: Generation, receive: Receive) -> None:
     generation.fail(ClientGone())
 
 
-async def whole(generation: Generation, request: Request) -> list[Choice]:
-    """All choices, once they are finished. Raises ``RequestError`` or ``ClientGone``."""
+async def finished_choices(generation: Generation, request: Request) -> list[Choice]:
+    """Wait until all choices are finished, and return them. Raises ``RequestError`` or ``ClientGone``."""
     async with attended(generation, request.receive):
         return await generation.result()
 
@@ -66,11 +66,11 @@ async def whole(generation: Generation, request: Request) -> list[Choice]:
 class EventStream(Response):
     """Streams a generation.
 
-    The status goes out with the first event, so that whatever goes wrong before it has a status of its own. An
-    error after that is an event. ``END`` closes the stream, also after an error.
+    The status is sent with the first event, so that earlier errors get their own status. Later errors are sent as
+    events. ``END`` closes the stream, also after an error.
 
-    What a step brings is written by a callback of the event loop. The task that answers the request only wakes to wait
-    for a client that reads slowly, and for the end: waking it for every token would cost more than making the event.
+    Output is written by event loop callbacks (see ``Pump``). The response task wakes only for a slow client and at the
+    end: waking it for every token would cost more than rendering the event.
     """
 
     END = DONE
@@ -84,7 +84,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, frames = self.generation, self.writer.frames
         async with attended(generation, receive):
-            data = b"".join(map(frames, await generation.news()))
+            data = b"".join(map(frames, await generation.updates()))
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             pump = Pump(generation, frames, scope.get(WRITE_PIECE, _leave_all))
             try:
@@ -101,21 +101,21 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data + self.END, "more_body": False})
 
     async def last_frames(self, error: RequestError | None) -> bytes:
-        """What follows the news of all choices, which ended well or with ``error``, but for the stream's own end."""
+        """Frames after all output, on success or with ``error``, before the stream's end marker."""
         return self.writer.last_frames() if error is None else self.error_frames(error)
 
     def error_frames(self, error: RequestError) -> bytes:
-        """The events that tell of an error."""
+        """The events that report an error."""
         return b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n"
 
 
 def _leave_all(data: bytes) -> bool:
-    """Where the server has no ``WRITE_PIECE``."""
+    """Substitute for servers without ``WRITE_PIECE``: write nothing."""
     return False
 
 
 class Pump:
-    """Writes what is new about a generation whenever there is something, without a task."""
+    """Writes a generation's new output from event loop callbacks, without waking a task."""
 
     __slots__ = (
         *("_call_soon", "_frames", "_generation", "_is_called", "_is_silent", "_left", "_loop", "_timer", "_write"),
@@ -128,28 +128,28 @@ class Pump:
         self._loop = asyncio.get_running_loop()
         self._call_soon = self._loop.call_soon
         self._is_called = False
-        """Whether ``_pump`` is about to be called."""
+        """Whether a call of ``_pump`` is scheduled."""
         self._is_silent = False
-        """Whether nothing was written since ``_watch_silence`` looked."""
+        """Whether nothing was written since the last ``_watch_silence``."""
         self._timer: asyncio.TimerHandle
         self._left: asyncio.Future[bytes]
-        """What could not be written at once; empty at the end."""
+        """Resolves to data that could not be written at once, or to b"" at the end."""
 
     async def run(self) -> bytes:
-        """Return when the generation is over, or earlier with what the client is too slow for."""
+        """Run until the generation ends (returns b"") or the client is slow (returns the unwritten data)."""
         self._left = self._loop.create_future()
         self._is_silent = False
         self._watch_silence()
         self._generation.listen(self._call)
-        self._pump()  # what came before there was this listener
+        self._pump()  # output from before this listener was set
         try:
             return await self._left
         finally:
             self._timer.cancel()
-            self._generation.listen(nobody)
+            self._generation.listen(ignore_updates)
 
     def _call(self) -> None:
-        """Write when all of this pass over the listeners is known."""
+        """Schedule ``_pump`` after the current pass over the listeners."""
         if not self._is_called:
             self._is_called = True
             self._call_soon(self._pump)
@@ -175,7 +175,7 @@ class Pump:
             self._left.set_result(data)
 
     def _watch_silence(self) -> None:
-        """Send a comment when nothing was sent since this looked last."""
+        """Send a comment if nothing was sent since the last check."""
         if self._is_silent and not self._left.done():
             self._send(KEEP_ALIVE)
         self._is_silent = True

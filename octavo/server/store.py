@@ -1,7 +1,7 @@
-"""What outlives a request: answers that may be asked for again, files, and batches, in one SQLite database.
+"""Persistent storage of responses, files and batches in one SQLite database.
 
-Everything belongs to an owner, the name of an API key, and nobody else finds it. Without a folder the database is in
-memory, and what it holds ends with the process.
+Each item belongs to an owner, the name of an API key, and is visible only to that owner. Without a folder the database
+is in memory and lost at exit.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from octavo.server.errors import StorageFull, StorageUnavailable, printable
 
 FILE_NAME = "octavo.sqlite3"
 MAX_BYTES = 1 << 30
-"""Most bytes that all items have together; more are refused until some are deleted or expire."""
+"""Most bytes of all items in total; further writes fail until items are deleted or expire."""
 
 RETRY_SECONDS = 5
-"""When to try again what could not be kept."""
+"""``Retry-After`` of a failed operation."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS items (
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class StoredItem(NamedTuple):
-    """What is put in."""
+    """An item to store."""
 
     kind: str
     id: str
@@ -51,7 +51,7 @@ class StoredItem(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What is listed."""
+    """A listed item."""
 
     id: str
     owner: str
@@ -59,18 +59,17 @@ class Row(NamedTuple):
 
 
 class Store:
-    """Values by kind and id. All work is done by one thread of its own, so that the event loop goes on.
+    """Values by kind and id. A dedicated thread runs all queries, so that the event loop is not blocked.
 
-    Each method raises ``StorageFull`` or ``StorageUnavailable`` when the database cannot do it; then nothing of it was
-    done.
+    Each method raises ``StorageFull`` or ``StorageUnavailable`` on failure, and has no effect then.
     """
 
     def __init__(self, folder: Path | None, retention_seconds: float) -> None:
-        """Open the database in ``folder``, or make it. Raises ``ConfigError`` when that is not possible."""
+        """Open or create the database in ``folder``. Raises ``ConfigError`` on failure."""
         self._retention = retention_seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._problem = ""
-        """Why the last statement failed; empty if it did not."""
+        """Error of the last operation, or ""; avoids logging the same error repeatedly."""
         try:
             self._database, self._size = self._thread.submit(_connect, folder).result()
         except (OSError, sqlite3.Error) as error:
@@ -78,25 +77,25 @@ class Store:
             raise ConfigError(f"state_dir: {folder} cannot hold the database: {error}") from None
 
     async def put(self, kind: str, id: str, owner: str, value: bytes) -> None:
-        """Keep ``value``; one of the same kind and id is replaced, and keeps its age."""
+        """Store ``value``; replaces an item of the same kind and id, whose creation time is kept."""
         await self.put_all(owner, [StoredItem(kind, id, value)])
 
     async def put_all(self, owner: str, items: Iterable[StoredItem], instead_of: str | None = None) -> None:
-        """Keep all of ``items`` or none, in place of all that the owner has of the kind ``instead_of``."""
+        """Store all of ``items`` or none, replacing the owner's items of kind ``instead_of``."""
         await self._do(lambda: self._put_all(owner, items, instead_of))
 
     async def get(self, kind: str, id: str, owner: str) -> bytes | None:
-        """The value, if ``owner`` has it and it is not too old."""
+        """The value, or ``None`` if ``owner`` has no such item or it expired."""
         sql = "SELECT CAST(value AS BLOB) FROM items WHERE kind = ? AND id = ? AND owner = ? AND created >= ?"
         row = await self._do(lambda: self._database.execute(sql, (kind, id, owner, self._oldest())).fetchone())
         return None if row is None else bytes(row[0])
 
     async def delete(self, kind: str, id: str, owner: str) -> bool:
-        """Forget a value; whether there was one."""
+        """Delete an item; return whether it existed."""
         return await self._do(lambda: self._delete(kind, id, owner))
 
     async def list(self, kind: str, owner: str | None = None) -> list[Row]:
-        """All of a kind, newest first; of one owner or of all."""
+        """All items of a kind, newest first; of one owner or, with ``None``, of all."""
         sql = (
             "SELECT id, owner, CAST(value AS BLOB) FROM items "
             "WHERE kind = ? AND created >= ? AND (?3 IS NULL OR owner = ?3) ORDER BY created DESC, id"
@@ -111,7 +110,7 @@ class Store:
     async def _do(self, work: Callable[[], T]) -> T:
         try:
             result = await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except sqlite3.OperationalError as error:  # what may pass; a damaged database raises DatabaseError
+        except sqlite3.OperationalError as error:  # transient errors; a damaged database raises DatabaseError
             if str(error) != self._problem:
                 self._problem = str(error)
                 logger.error("the database of responses, files and batches: %s", error)
@@ -166,7 +165,7 @@ class Store:
 
 
 def decoded(kind: str, rows: Iterable[Row], value_type: type[T]) -> Iterator[tuple[Row, T]]:
-    """Rows with their values decoded; those that cannot be are left out and named in the log."""
+    """Rows with their decoded values; undecodable rows are skipped and logged."""
     for row in rows:
         try:
             value = msgspec.json.decode(row.value, type=value_type)
@@ -177,16 +176,16 @@ def decoded(kind: str, rows: Iterable[Row], value_type: type[T]) -> Iterator[tup
 
 
 def _connect(folder: Path | None) -> tuple[sqlite3.Connection, int]:
-    """The database, and how many bytes all values in it have."""
+    """The open database, and the total size of its values in bytes."""
     place = ":memory:"
     if folder is not None:
         make_private_folder(folder, lambda name: name.startswith(FILE_NAME))
         make_private_database(folder / FILE_NAME)
         place = str(folder / FILE_NAME)
     database = sqlite3.connect(place, isolation_level=None)
-    # One name that is not UTF-8 must not make all rows unreadable.
+    # A name that is not valid UTF-8 must not make all rows unreadable.
     database.text_factory = lambda text: text.decode(errors="replace")
-    # Every transaction is on the disk when it is committed.
+    # Every committed transaction is durable.
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = FULL")
     database.executescript(_SCHEMA)
@@ -194,6 +193,6 @@ def _connect(folder: Path | None) -> tuple[sqlite3.Connection, int]:
 
 
 def _sum(database: sqlite3.Connection, sql: str, *values: object) -> int:
-    """The one number that a query finds; 0 if there is none."""
+    """The single number that a query returns; 0 if none."""
     row = database.execute(sql, values).fetchone()
     return int(row[0] or 0) if row is not None else 0

@@ -1,14 +1,13 @@
 """Keeps one engine process running.
 
-An engine process that dies is replaced at once. One from which nothing was heard for ``hang_timeout`` seconds
-is killed, and then replaced: with work it reports every step, and without work it is asked to report.
-Lives that brought no token are followed by a growing pause of at most ``LONGEST_PAUSE`` seconds.
+An engine process that dies is replaced at once. One that sent no message for ``hang_timeout`` seconds is killed and
+replaced: a busy engine reports every step, an idle one answers pings. Consecutive engine processes that delivered no
+output are separated by an exponential backoff of at most ``LONGEST_PAUSE`` seconds.
 
-Once an engine process was ready, no failure is permanent: starting the next one is tried for ever. A first start is
-over with the first error that the engine process reports, be it of the configuration or of the checkpoint, and with
-the first crash; when the process was killed from outside, or could not be created, it is tried ``MAX_FIRST_STARTS``
-times.
-Requests are not its concern: the owner submits them again when told that a new engine is up.
+After the first successful start no failure is permanent: restarts are retried indefinitely. The first start fails with
+the first error that the engine process reports (of the configuration or the checkpoint) or with its first crash; if the
+process was killed from outside or could not be created, the start is tried up to ``MAX_FIRST_STARTS`` times.
+The supervisor does not handle requests: its owner resubmits them in ``on_up``.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 5.0
 YOUNG_SECONDS = 60.0
 EXIT_SECONDS = 1.0
-"""How long a process that closed its socket may take to end by itself, so that its exit status says why."""
+"""How long to wait for the exit of a process that closed its socket, to learn its exit status before killing it."""
 KILL_SECONDS = 10.0
-"""How long a killed process may take to disappear before the next one is started anyway."""
+"""How long to wait for the exit of a killed process before starting the next one anyway."""
 WATCH_SECONDS = 1.0
-"""How often an idle engine is asked for a sign of life."""
+"""Longest interval between pings."""
 
 logger = logging.getLogger("octavo.server")
 
 
 class Owner(Protocol):
-    """Who is told what happens to the engine process."""
+    """Receives events of the engine process."""
 
     async def prepare(self, link: EngineLink) -> None:
-        """An engine process is built: give it what it needs before requests. Raise ``OctavoError`` if it fails."""
+        """Prepare a built engine process for requests. Raises ``OctavoError`` on failure."""
         ...
 
     def on_up(self, info: EngineInfo) -> None: ...
@@ -56,11 +55,11 @@ class Owner(Protocol):
 
 
 class Supervisor:
-    """Starts the engine process, notices when it died or hangs, and starts the next."""
+    """Starts the engine process, detects its death or hang, and starts the next."""
 
     def __init__(self, argv: Sequence[str], config: dict[str, Any], hang_timeout: float, owner: Owner) -> None:
         self.link: EngineLink | None = None
-        """The engine process of now, ready or not; ``None`` before the first."""
+        """The current engine process, ready or not; ``None`` before the first."""
         self.num_hangs = 0
         self.generation = 0
         self._argv = argv
@@ -92,7 +91,7 @@ class Supervisor:
         self._tasks = [asyncio.create_task(self._keep_running()), asyncio.create_task(self._watch())]
 
     async def stop(self, grace: float) -> None:
-        """End the engine process: ask, and kill it when it is still there after ``grace`` seconds."""
+        """Ask the engine process to end; kill it after ``grace`` seconds."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -108,9 +107,9 @@ class Supervisor:
         link.disconnect()
 
     async def _start_next(self, seconds: float | None) -> None:
-        """Start an engine process and hand it to the owner; it must be ready in so many seconds.
+        """Start an engine process and hand it to the owner; it must be ready within ``seconds``.
 
-        One that fails is gone before this raises ``OctavoError``, ``OSError`` or ``TimeoutError``.
+        A process that fails is reaped before this raises ``OctavoError``, ``OSError`` or ``TimeoutError``.
         """
         self.generation += 1
         link = self.link = EngineLink(self.generation, self._owner.on_step)
@@ -122,11 +121,11 @@ class Supervisor:
             await self._owner.prepare(link)
             self._owner.on_up(info)
         except BaseException:
-            await self._bury(link)
+            await self._reap(link)
             raise
 
-    async def _bury(self, link: EngineLink) -> None:
-        """Wait for the end of an engine process that is of no more use."""
+    async def _reap(self, link: EngineLink) -> None:
+        """Make sure that an engine process that failed or closed its socket has exited; kill it if needed."""
         if link.closed.is_set() and await link.wait_exit(EXIT_SECONDS):
             logger.error("engine process %s is gone (%s)", link.pid, link.describe_exit())
             return
@@ -137,27 +136,27 @@ class Supervisor:
     async def _keep_running(self) -> None:
         while True:
             try:
-                await self._outlive()
+                await self._wait_for_end()
             except Exception:
                 logger.exception("the end of an engine process was not handled")
             await self._restart()
 
-    async def _outlive(self) -> None:
-        """Wait for the end of the engine process of now, and bury it."""
+    async def _wait_for_end(self) -> None:
+        """Wait until the current engine process ends, reap it and notify the owner."""
         link = self.link
         assert link is not None
         await link.closed.wait()
-        await self._bury(link)
+        await self._reap(link)
         was_useful = link.has_delivered or time.monotonic() - link.started > YOUNG_SECONDS
         self._fruitless = 0 if was_useful else self._fruitless + 1
         self._owner.on_down(link.is_ended_from_outside)
 
     async def _restart(self) -> None:
-        """Start the next engine process, however often that has to be tried."""
+        """Start the next engine process, with retries until one is ready."""
         for count in itertools.count(1):
             await self._pause()
             try:
-                # A start is not a step; but one that takes several times as long as the first did will not end.
+                # A start takes longer than a step, so the timeout scales with the first start's duration.
                 await self._start_next((self._hang_timeout + 3 * self._start_seconds) * count)
             except Exception as error:
                 is_known = isinstance(error, OctavoError | OSError | TimeoutError)
@@ -175,7 +174,7 @@ class Supervisor:
             await asyncio.sleep(min(FIRST_PAUSE * 2 ** min(self._fruitless - 1, 10), LONGEST_PAUSE))
 
     async def _watch(self) -> None:
-        """Look after the engine process at regular times."""
+        """Periodically check that the engine process lives and responds; ping it when it does."""
         while True:
             await asyncio.sleep(min(WATCH_SECONDS, self._hang_timeout / 4))
             self._reserve.fill()
@@ -183,7 +182,7 @@ class Supervisor:
             if link is None or not link.is_ready:
                 continue
             if link.has_exited():
-                # Its socket may stay open in a process that it started.
+                # A child of the engine process may still hold the socket open.
                 link.disconnect()
             elif time.monotonic() - link.last_sign > self._hang_timeout:
                 logger.error("nothing heard from engine process %s for %g s", link.pid, self._hang_timeout)

@@ -1,4 +1,4 @@
-"""The events of recent requests, kept where engine processes come and go."""
+"""Events of recent requests and of the KV cache, kept in the front process across engine restarts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ MAX_KV_EVENTS_AT_ONCE = 1000
 
 
 class Timelines:
-    """What was decided about the latest requests, by the ids that clients know."""
+    """Events of the latest ``MAX_REQUESTS`` requests, by response id."""
 
     def __init__(self) -> None:
         self._events: OrderedDict[int, list[Event]] = OrderedDict()
         self._names: OrderedDict[str, list[int]] = OrderedDict()
         self._owners: OrderedDict[int, str] = OrderedDict()
 
-    def hear(self, events: Iterable[Event]) -> None:
-        """Take events of a step."""
+    def add(self, events: Iterable[Event]) -> None:
+        """Record a step's events."""
         for event in events:
             known = self._events.get(event.request_id)
             if known is None:
                 if event.kind != "arrived":
-                    continue  # it was forgotten since then
+                    continue  # the request was already dropped
                 known = self._events[event.request_id] = []
                 if len(self._events) > MAX_REQUESTS:
                     self._events.popitem(last=False)
@@ -40,20 +40,20 @@ class Timelines:
                 known.append(event)
 
     def own(self, request_id: int, owner: str) -> None:
-        """The request is that of ``owner``, the name of a key."""
+        """Record the owner of a request, the name of an API key."""
         self._owners[request_id] = owner
         if len(self._owners) > MAX_REQUESTS:
             self._owners.popitem(last=False)
 
     def name(self, name: str, request_ids: Sequence[int]) -> None:
-        """The answer called ``name`` is that of these requests."""
+        """Register the response id ``name`` for these requests."""
         self._names[name] = list(request_ids)
         if len(self._names) > MAX_REQUESTS:
             self._names.popitem(last=False)
 
     def report(self, name: str, reader: str | None = None) -> list[dict[str, Any]] | None:
-        """What happened to each choice of an answer, or to the request of a number; ``None``: nothing is known, or
-        nothing that a ``reader`` owns."""
+        """The timeline of each choice of the response ``name``, or of request number ``name``. ``None`` if unknown,
+        or if not owned by ``reader`` (when given)."""
         request_ids = self._names.get(name) or ([int(name)] if name.isascii() and name.isdigit() else [])
         found = {
             request_id: self._events[request_id]
@@ -67,18 +67,18 @@ class Timelines:
 
 
 class KVEventRing:
-    """The latest events of the cache, numbered by this server."""
+    """The latest ``MAX_KV_EVENTS`` KV-cache events, numbered from 1."""
 
     def __init__(self) -> None:
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_KV_EVENTS)
         self._last = 0
 
-    def hear(self, events: Iterable[KVEvent]) -> None:
+    def add(self, events: Iterable[KVEvent]) -> None:
         for event in events:
             self._append({**msgspec.to_builtins(event)})
 
     def clear(self) -> None:
-        """The engine process is gone, and all that it cached."""
+        """Record that the cache was lost with its engine process."""
         self._append({"type": "cleared"})
 
     def _append(self, event: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class KVEventRing:
         self._events.append({**event, "number": self._last})
 
     def after(self, number: int) -> dict[str, Any]:
-        """Events with greater numbers, the first of them, and whether some before those are lost."""
+        """The first ``MAX_KV_EVENTS_AT_ONCE`` events with greater numbers, and whether none before them was dropped."""
         first = self._events[0]["number"] if self._events else self._last + 1
         skipped = max(0, number + 1 - first)
         chosen = [

@@ -1,9 +1,9 @@
-"""What the front process and the engine process say to each other.
+"""The protocol between the front process and the engine process.
 
 Messages are msgpack arrays, each in a frame: four bytes of length (unsigned, little endian), then that many
-bytes. They travel over a private socket pair that the engine process inherits, so there is no listener and
-nothing to authenticate. Each message carries the generation of the engine process it belongs to: the first
-one is 1, a restarted one is one more, and a message of another generation is dropped.
+bytes. They are sent over a private socket pair that the engine process inherits, so there is no listener and
+no authentication. Each message carries the generation of its engine process (1 for the first, incremented by each
+restart); messages of other generations are dropped.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ HEADER = struct.Struct("<I")
 
 
 class FrameError(OctavoError, ValueError):
-    """Bytes that are no frame, or a message that is not one of ours. The connection is of no more use."""
+    """An invalid frame or message. The connection cannot be used any more."""
 
 
 # --- front to engine ---
 
 
 class Start(msgspec.Struct, tag="start", array_like=True):
-    """The first message: what to build. ``config`` is ``octavo.config.to_flat`` of an ``EngineConfig``."""
+    """The first message: the configuration. ``config`` is ``octavo.config.to_flat`` of an ``EngineConfig``."""
 
     generation: int
     config: dict[str, Any]
@@ -49,33 +49,33 @@ class Start(msgspec.Struct, tag="start", array_like=True):
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, gc=False):
-    """A new request, or one that an earlier generation left unfinished, with its output so far."""
+    """A new request, or an unfinished one of an earlier generation, with its output so far."""
 
     generation: int
     request: Request
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, gc=False):
-    """Nobody listens to this request any more; no answer is sent."""
+    """End a request; no output is sent for it."""
 
     generation: int
     request_id: int
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True, gc=False):
-    """Ask an idle engine for a sign of life; it answers with a ``StepDone`` of no outputs."""
+    """Check that an idle engine responds; it answers with a ``StepDone`` without outputs."""
 
     generation: int
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True, gc=False):
-    """End the process in order."""
+    """Shut the process down cleanly."""
 
     generation: int
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", array_like=True, gc=False):
-    """Read an adapter from a folder; answered with an ``AdapterDone``."""
+    """Load an adapter from a folder; answered with an ``AdapterDone``."""
 
     generation: int
     name: str
@@ -83,7 +83,7 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter", array_like=True, gc=False)
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter", array_like=True, gc=False):
-    """Forget an adapter that no request needs; answered with an ``AdapterDone``."""
+    """Unload an adapter that no live request uses; answered with an ``AdapterDone``."""
 
     generation: int
     name: str
@@ -114,7 +114,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
 
 
 class Refusal(msgspec.Struct, array_like=True, gc=False):
-    """A request that the engine did not take. ``kind`` is the name of an error class."""
+    """A request that the engine rejected. ``kind`` is the name of an error class."""
 
     request_id: int
     kind: str
@@ -128,7 +128,7 @@ class Refusal(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepDone(msgspec.Struct, tag="step", array_like=True, gc=False):
-    """Everything that one step brought, in one message."""
+    """The report of one step."""
 
     generation: int
     outputs: list[Output]
@@ -139,7 +139,7 @@ class StepDone(msgspec.Struct, tag="step", array_like=True, gc=False):
 
 
 class AdapterDone(msgspec.Struct, tag="adapter", array_like=True, gc=False):
-    """An adapter was loaded or forgotten, or why not."""
+    """An adapter was loaded or unloaded, or ``error`` says why not."""
 
     generation: int
     name: str
@@ -159,7 +159,7 @@ _from_engine = msgspec.msgpack.Decoder(FromEngine)
 
 
 def pack(message: ToEngine | FromEngine) -> bytes:
-    """One message as a frame; raise ``FrameError`` when it is too long or holds what msgpack cannot."""
+    """Encode a message as a frame. Raises ``FrameError`` if it is too long or not encodable."""
     try:
         payload = _encoder.encode(message)
     except (TypeError, ValueError, OverflowError) as error:
@@ -170,7 +170,7 @@ def pack(message: ToEngine | FromEngine) -> bytes:
 
 
 def unpack_to_engine(payload: bytes) -> ToEngine:
-    """The message in a frame that the engine process got; raise ``FrameError``."""
+    """Decode a frame received by the engine process. Raises ``FrameError``."""
     try:
         message: ToEngine = _to_engine.decode(payload)
         return message
@@ -179,7 +179,7 @@ def unpack_to_engine(payload: bytes) -> ToEngine:
 
 
 def unpack_from_engine(payload: bytes) -> FromEngine:
-    """The message in a frame that the front process got; raise ``FrameError``."""
+    """Decode a frame received by the front process. Raises ``FrameError``."""
     try:
         message: FromEngine = _from_engine.decode(payload)
         return message
@@ -188,13 +188,13 @@ def unpack_from_engine(payload: bytes) -> FromEngine:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames."""
+    """Splits a byte stream into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take what arrived; return the payloads that are now whole. Raise ``FrameError`` on a bad length."""
+        """Add received bytes; return the payloads of all completed frames. Raises ``FrameError`` on a bad length."""
         buffer = self._buffer
         buffer += data
         payloads = []

@@ -75,12 +75,12 @@ class Served:
         self.client.close()
         self.loop.call_soon_threadsafe(self._server.end)
         self._thread.join(10)
-        self.app.state.front.close()
+        self.app.state.services.close()
 
 
 def execute(served: Served, sql: str) -> Any:
     """Run a statement on the database of what is kept; returns the first number of its first row."""
-    store = served.app.state.front.store
+    store = served.app.state.services.store
 
     def run() -> Any:
         row = store._database.execute(sql).fetchone()

@@ -77,7 +77,7 @@ def test_a_prompt_and_a_limit_that_do_not_fit_are_refused_not_clamped(served: Se
 
 def test_text_beyond_all_measure_is_refused_without_tokenising(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     served = serve_app()
-    admitting = served.app.state.front.admission
+    admitting = served.app.state.services.admission
     longest = admitting.tokenizer.longest_token_bytes
 
     class NeverCalled:
@@ -93,7 +93,7 @@ def test_long_texts_and_conversations_are_tokenised_beside_the_event_loop(
     serve_app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve_app()
-    admitting = served.app.state.front.admission
+    admitting = served.app.state.services.admission
     seen: list[bool] = []
     encode = admitting.tokenizer.encode
 
@@ -113,7 +113,7 @@ def test_long_texts_and_conversations_are_tokenised_beside_the_event_loop(
 def test_long_texts_leave_cores_to_the_event_loop(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission.os, "cpu_count", lambda: 4)
     served = serve_app()
-    admitting = served.app.state.front.admission
+    admitting = served.app.state.services.admission
     encode, lock, together = admitting.tokenizer.encode, threading.Lock(), threading.Semaphore(2)
     seen = []
 

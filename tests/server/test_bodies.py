@@ -1,4 +1,4 @@
-"""Bodies while they arrive: packings, bounds on one and on all, and what is decoded beside the event loop."""
+"""Bodies while they arrive: content codings, size limits, and decoding in threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from octavo.server import bodies
 from octavo.server.body import BodyReader
-from octavo.server.intake import Intake, Share
+from octavo.server.byte_budget import ByteBudget, Share
 from octavo.server.json_size import PIECE_BYTES, measure
 from tests.server.conftest import Served
 from tests.server.in_process import MAX_MODEL_LEN
@@ -188,20 +188,20 @@ def test_measuring_ends_at_the_bound() -> None:
 
 def test_the_largest_share_is_given_up() -> None:
     gone: list[str] = []
-    intake = Intake(100)
-    shares: dict[str, Share] = {name: intake.share(lambda name=name: gone.append(name)) for name in "abc"}
+    budget = ByteBudget(100)
+    shares: dict[str, Share] = {name: budget.share(lambda name=name: gone.append(name)) for name in "abc"}
     shares["a"].resize(60)
     shares["b"].resize(40)
     assert gone == []
     shares["c"].resize(10)
-    assert (gone, intake.num_bytes) == (["a"], 50)
+    assert (gone, budget.num_bytes) == (["a"], 50)
     shares["a"].resize(99)
-    assert intake.num_bytes == 50, "it no longer counts"
+    assert budget.num_bytes == 50, "it no longer counts"
     shares["b"].settle()
     shares["c"].resize(61)
     assert gone == ["a", "c"], "what is whole stays"
     shares["b"].resize(0)
-    assert intake.num_bytes == 0
+    assert budget.num_bytes == 0
 
 
 def test_unfinished_bodies_together(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,16 +223,16 @@ def test_unfinished_bodies_together(serve_app: Any, monkeypatch: pytest.MonkeyPa
     assert len(answers) == 6, "two have room"
     assert all(answer.startswith(b"HTTP/1.1 503 ") for answer in answers.values())
     assert all(b"retry-after: 1" in answer.lower() for answer in answers.values())
-    intake = served.app.state.front.bodies._intake
-    assert served.call(lambda: intake.num_bytes) <= MiB
+    budget = served.app.state.services.bodies._budget
+    assert served.call(lambda: budget.num_bytes) <= MiB
     small.sendall(whole[-5:])
     assert small.recv(4096).startswith(b"HTTP/1.1 200 ")
     for client in (*clients, small):
         client.close()
     deadline = time.monotonic() + 10
-    while served.call(lambda: intake.num_bytes) and time.monotonic() < deadline:
+    while served.call(lambda: budget.num_bytes) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert served.call(lambda: intake.num_bytes) == 0
+    assert served.call(lambda: budget.num_bytes) == 0
 
 
 def test_a_form_of_many_parts_is_refused_early(served: Served) -> None:

@@ -29,14 +29,14 @@ def test_a_timeline_by_the_id_of_the_answer(serve_app: Any) -> None:
     served = serve_app()
     answer = served.complete(n=2).json()
     for request in served.engine.requests:
-        served.engine.timelines.hear(life(request.id))
+        served.engine.timelines.add(life(request.id))
     body = served.client.get(f"/v1/requests/{answer['id']}/timeline").json()
     assert body["id"] == answer["id"]
     assert [choice["request"] for choice in body["choices"]] == [request.id for request in served.engine.requests]
     assert body["choices"][0]["seconds"] == {"waiting": 1.0, "prefill": 1.0, "decode": 2.0}
     assert body["choices"][0]["mean_sequences_per_step"] == 1.5
     chat = served.chat().json()
-    served.engine.timelines.hear(life(served.engine.requests[-1].id))
+    served.engine.timelines.add(life(served.engine.requests[-1].id))
     assert served.client.get(f"/v1/requests/{chat['id']}/timeline").status_code == 200
 
 
@@ -55,7 +55,7 @@ def test_timelines_of_the_other_apis(serve_app: Any) -> None:
         assert found, answer.text
         while '"usage":null' in served.client.get(f"/v1/responses/{found[1]}").text:
             pass  # it is computed in the background
-        served.engine.timelines.hear(life(served.engine.requests[-1].id))
+        served.engine.timelines.add(life(served.engine.requests[-1].id))
         timeline = served.client.get(f"/v1/requests/{found[1]}/timeline").json()
         assert timeline["id"] == found[1]
         assert [choice["request"] for choice in timeline["choices"]] == [served.engine.requests[-1].id]
@@ -68,7 +68,7 @@ def test_a_timeline_is_for_the_key_that_asked_and_for_the_admin(serve_app: Any, 
     for key, others in (("a", ("b", "own")), ("b", ("a", "own")), ("own", ("a", "b"))):
         answer = served.client.post("/v1/completions", json=body, headers=bearer(key)).json()
         number = served.engine.requests[-1].id
-        served.engine.timelines.hear(life(number))
+        served.engine.timelines.add(life(number))
         for name in (answer["id"], str(number), f"0{number}"):
             timeline = f"/v1/requests/{name}/timeline"
             assert served.client.get(timeline, headers=bearer(key)).status_code == 200
@@ -98,7 +98,7 @@ def test_requests_of_every_api_are_owned(serve_app: Any, tmp_path: Path, path: s
     served = serve_app(api_key_file=key_file(tmp_path, line("alice", "a"), line("bob", "b")))
     assert served.client.post(path, json=body, headers=bearer("a")).status_code == 200
     number = served.engine.requests[-1].id
-    served.engine.timelines.hear(life(number))
+    served.engine.timelines.add(life(number))
     assert served.client.get(f"/v1/requests/{number}/timeline", headers=bearer("a")).status_code == 200
     assert served.client.get(f"/v1/requests/{number}/timeline", headers=bearer("b")).status_code == 404
 
@@ -106,7 +106,7 @@ def test_requests_of_every_api_are_owned(serve_app: Any, tmp_path: Path, path: s
 def test_an_admin_key_alone_closes_no_timeline(serve_app: Any) -> None:
     served = serve_app(admin_key="root")
     answer = served.complete().json()
-    served.engine.timelines.hear(life(served.engine.requests[0].id))
+    served.engine.timelines.add(life(served.engine.requests[0].id))
     for headers in ({}, bearer("root"), bearer("anything")):
         assert served.client.get(f"/v1/requests/{answer['id']}/timeline", headers=headers).status_code == 200
 
@@ -122,7 +122,7 @@ def test_the_command(serve_app: Any, capsys: pytest.CaptureFixture[str]) -> None
     served = serve_app(api_key="secret")
     served.client.headers["Authorization"] = "Bearer secret"
     answer = served.complete().json()
-    served.engine.timelines.hear(life(served.engine.requests[0].id))
+    served.engine.timelines.add(life(served.engine.requests[0].id))
     url = f"http://127.0.0.1:{served.port}/"
     assert main(["explain", answer["id"], "--url", url, "--api-key", "secret"]) == 0
     assert "waiting 1.000 s behind 0 others, prefill 1.000 s, decode 2.000 s" in capsys.readouterr().out
@@ -138,7 +138,7 @@ def test_timelines_are_bounded() -> None:
     timelines = Timelines()
     for number in range(MAX_REQUESTS + 50):
         timelines.own(number, "alice")
-        timelines.hear(life(number))
+        timelines.add(life(number))
         timelines.name(f"a{number}", [number])
     assert timelines.report("a0") is None
     assert timelines.report("0") is None
@@ -148,13 +148,13 @@ def test_timelines_are_bounded() -> None:
     assert timelines.report("50", "alice") is not None, "owners are known for as long as what happened"
     assert timelines.report("50", "bob") is None
     assert len(timelines._owners) == MAX_REQUESTS
-    timelines.hear([Event(1, "ended", 9.0, 0, 0)])
+    timelines.add([Event(1, "ended", 9.0, 0, 0)])
     assert timelines.report("1") is None, "the end of a request that was forgotten is no request"
 
 
 def test_events_of_the_cache(serve_app: Any) -> None:
     served = serve_app(enable_kv_events=True)
-    served.engine.kv_events.hear([Stored(1, 11, 0, [1, 2], "salt"), Removed(2, 11)])
+    served.engine.kv_events.add([Stored(1, 11, 0, [1, 2], "salt"), Removed(2, 11)])
     served.engine.kv_events.clear()
     body = served.client.get("/v1/kv_events").json()
     assert body["events"] == [
@@ -171,13 +171,13 @@ def test_events_of_the_cache(serve_app: Any) -> None:
 def test_a_router_sees_what_it_missed() -> None:
     ring = KVEventRing()
     ring._events = type(ring._events)(maxlen=5)
-    ring.hear([Removed(0, number) for number in range(8)])
+    ring.add([Removed(0, number) for number in range(8)])
     late = ring.after(0)
     assert [event["number"] for event in late["events"]] == [4, 5, 6, 7, 8]
     assert late["is_complete"] is False
     assert ring.after(3)["is_complete"] is True
     assert ring.after(8)["events"] == []
     many = KVEventRing()
-    many.hear([Removed(0, number) for number in range(MAX_KV_EVENTS_AT_ONCE + 7)])
+    many.add([Removed(0, number) for number in range(MAX_KV_EVENTS_AT_ONCE + 7)])
     assert len(many.after(0)["events"]) == MAX_KV_EVENTS_AT_ONCE
     assert len(many.after(MAX_KV_EVENTS_AT_ONCE)["events"]) == 7

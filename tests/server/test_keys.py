@@ -15,7 +15,7 @@ import pytest
 from octavo.config import ServeConfig, ServerSettings
 from octavo.errors import ConfigError, QueueFull
 from octavo.server import quotas
-from octavo.server.hosts import Hosts
+from octavo.server.allowed_hosts import AllowedHosts
 from octavo.server.http import HTTPServer
 from octavo.server.keys import Keys
 from octavo.server.quotas import Account
@@ -228,9 +228,9 @@ def test_only_names_of_the_machine_reach_a_server_for_the_machine(serve_app: Any
 
 
 def test_names_that_are_allowed() -> None:
-    assert Hosts(ServerSettings(host="0.0.0.0")).allowed is None
-    assert Hosts(ServerSettings(allowed_hosts="*")).allowed is None
-    allowed = Hosts(ServerSettings(host="0.0.0.0", allowed_hosts="a.example, B.example")).allowed
+    assert AllowedHosts(ServerSettings(host="0.0.0.0")).allowed is None
+    assert AllowedHosts(ServerSettings(allowed_hosts="*")).allowed is None
+    allowed = AllowedHosts(ServerSettings(host="0.0.0.0", allowed_hosts="a.example, B.example")).allowed
     assert allowed is not None
     assert {"a.example", "b.example", "localhost"} <= allowed
 

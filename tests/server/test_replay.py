@@ -17,7 +17,7 @@ from octavo.config import ModelSettings, ServeConfig
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.server.async_engine import AsyncEngine
-from octavo.server.live import LiveRequest
+from octavo.server.live_request import LiveRequest
 from octavo.telemetry.counts import Timing
 from octavo.types import Output, Request, TokenLogprobs
 from tests.oracle import VOCAB_SIZE, digest, empty_digest, expected_output, logprob_at

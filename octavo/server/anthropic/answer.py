@@ -1,4 +1,4 @@
-"""Messages as answers: whole, or as events.
+"""Rendering of messages, unstreamed or as events.
 
 https://docs.anthropic.com/en/docs/build-with-claude/streaming
 """
@@ -12,36 +12,36 @@ from typing import Any
 from pydantic_core import from_json
 
 from octavo.errors import RequestError
+from octavo.server.chat_reply import ChatReply
 from octavo.server.errors import anthropic_error
 from octavo.server.generation import Choice
 from octavo.server.openai.rendering import encode_line
-from octavo.server.reply import Reply
 from octavo.server.sse import EventStream
 from octavo.text.reader import Call, Piece
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 OPEN: dict[str, str | None] = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))
-"""What a message says of its end while it goes on. The API has every key in every message, those too that are null
-wherever no tools run on the server."""
+"""Fields of an unfinished message. The API includes every key in every message, also those that are always null without
+server-side tools."""
 
 
 class MessageAnswer:
-    """Renders one reply, whole or as events. Reasoning is shown when ``shows_thinking``."""
+    """Renders one reply, unstreamed or as events. Includes reasoning if ``shows_thinking``."""
 
-    def __init__(self, reply: Reply, id: str, model: str, shows_thinking: bool) -> None:
+    def __init__(self, reply: ChatReply, id: str, model: str, shows_thinking: bool) -> None:
         self._reply = reply
         self._model = model
         self._shows_thinking = shows_thinking
         self._id = id
         self._has_calls = False
         self._kind = ""
-        """Type of the block that is open."""
+        """Type of the open block, or ""."""
         self._index = -1
 
-    # --- not streamed ---
+    # --- unstreamed ---
 
-    def whole(self) -> dict[str, Any]:
+    def unstreamed(self) -> dict[str, Any]:
         """The message, once its choice is finished."""
         blocks: list[dict[str, Any]] = []
         for piece in self._pieces():
@@ -52,7 +52,7 @@ class MessageAnswer:
                 last[key] += piece.text
             else:
                 if isinstance(piece, Call):
-                    # Of a call that was cut, the members that are whole.
+                    # A truncated call keeps its complete members.
                     block["input"] = from_json(piece.arguments or "{}", allow_partial=piece.is_cut)
                 else:
                     block[_text_key(block)] = piece.text
@@ -69,7 +69,7 @@ class MessageAnswer:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
 
     def _end(self, choice: Choice) -> dict[str, str | None]:
-        """Why the message ended."""
+        """The fields that say why the message ended."""
         reason, sequence = choice.finish_reason, choice.stop_reason
         if reason == "stop" and isinstance(sequence, str):
             return {**OPEN, "stop_reason": "stop_sequence", "stop_sequence": sequence}
@@ -79,7 +79,7 @@ class MessageAnswer:
 
     @staticmethod
     def _usage(choice: Choice) -> dict[str, Any]:
-        """Tokens that were in the cache are counted apart from the others of the prompt."""
+        """Token counts; cached prompt tokens are counted separately from the other prompt tokens."""
         return {
             "input_tokens": len(choice.prompt.tokens) - choice.num_cached_tokens,
             "cache_creation_input_tokens": 0,
@@ -92,7 +92,7 @@ class MessageAnswer:
     # --- streamed ---
 
     def frames(self, choice: Choice) -> bytes:
-        """The events for what is new."""
+        """The events for new output."""
         data = b""
         if self._index < 0:
             self._index = 0
@@ -122,7 +122,7 @@ class MessageAnswer:
         yield event("content_block_delta", index=self._index, delta=delta)
 
     def _close(self) -> bytes:
-        """End the block that is open."""
+        """End the open block, if any."""
         if not self._kind:
             return b""
         data = event("content_block_stop", index=self._index)
@@ -135,7 +135,7 @@ class MessageAnswer:
 
 
 class MessageStream(EventStream):
-    """Events with names, and no ``[DONE]`` after them."""
+    """Named events without a final ``[DONE]``."""
 
     END = b""
 
@@ -144,7 +144,7 @@ class MessageStream(EventStream):
 
 
 def event(kind: str, **members: Any) -> bytes:
-    """One event; its type is its name too."""
+    """One event, named by its type."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_line({"type": kind, **members}))
 
 
@@ -153,11 +153,11 @@ def _text_key(block: dict[str, Any]) -> str:
 
 
 def _block(piece: Piece) -> dict[str, Any]:
-    """The block that a piece begins, still empty."""
+    """The empty block that a piece begins."""
     if isinstance(piece, Call):
         id = f"toolu_{uuid.uuid4().hex[:24]}"
         return {"type": "tool_use", "id": id, "name": piece.name, "input": {}, "caller": {"type": "direct"}}
     if piece.kind == "reasoning":
-        # Clients send reasoning back with its signature; this server takes it without one.
+        # Clients send reasoning back with its signature, which this server does not check.
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": "", "citations": None}

@@ -1,7 +1,7 @@
-"""Content blocks to the messages of a chat completion.
+"""Conversion of content blocks to chat completion messages.
 
-A message of the user may have results of tools, which are messages of their own there; one of the assistant may have
-its reasoning and its calls, which are other members of the message there.
+Tool results in a user message become separate messages; reasoning and calls in an assistant message become members of
+the message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def system_text(system: str | list[dict[str, Any]]) -> str:
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation as chat completions have it. Raises ``InvalidParameter``."""
+    """The conversation as chat completion messages. Raises ``InvalidParameter``."""
     if not messages:
         raise InvalidParameter("messages", "'messages' must not be empty.")
     found: list[dict[str, Any]] = []
@@ -53,7 +53,7 @@ def _message(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _of_user(blocks: list[tuple[Any, str]]) -> list[dict[str, Any]]:
-    """Results of tools first, as they must follow their calls."""
+    """Messages of a user turn: tool results first, as they must follow their calls."""
     results, texts = [], []
     for block, where in blocks:
         if _kind(block, where) == "tool_result":

@@ -1,4 +1,4 @@
-"""The body of a message request, and its way to the body of a chat completion.
+"""The body of a message request, and its conversion to a chat completion body.
 
 https://docs.anthropic.com/en/api/messages
 """
@@ -14,8 +14,8 @@ from octavo.sampling_params import MAX_TOKEN_ID
 from octavo.server.anthropic.blocks import chat_messages, system_text
 from octavo.server.body import BodyReader
 from octavo.server.errors import UnsupportedParameter
-from octavo.server.front import Front
 from octavo.server.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
+from octavo.server.services import Services
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "container": (),
@@ -25,13 +25,13 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "speed": ("standard",),
 }
 ACCEPTED = frozenset({"service_tier", "cache_control", "anthropic_version", "anthropic_beta"})
+"""Where a request is computed, and caching hints, which are ignored because caching is automatic."""
 CONFIG_KEYS = ("effort", "format")
-"""Where a request is computed, and hints on caching, which is automatic here."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class Counted(msgspec.Struct, kw_only=True):
-    """A conversation whose tokens are to be counted."""
+    """The body of a token count request."""
 
     model: str = ""
     messages: list[dict[str, Any]]
@@ -44,7 +44,7 @@ class Counted(msgspec.Struct, kw_only=True):
 
 
 class MessageBody(Counted, kw_only=True):
-    """A request for the next message of a conversation."""
+    """The body of a message request."""
 
     max_tokens: int
     stop_sequences: list[str] = []
@@ -60,20 +60,20 @@ counted_reader = BodyReader(Counted, REFUSED, ACCEPTED)
 message_reader = BodyReader(MessageBody, refused_elsewhere(MessageBody, ACCEPTED) | REFUSED, ACCEPTED, IGNORED_IN_CHAT)
 
 
-def without_effect(body: Counted, front: Front) -> list[str]:
-    """Fields that are passed over in this request."""
+def without_effect(body: Counted, services: Services) -> list[str]:
+    """Fields that are ignored in this request."""
     named = [f"output_config.{name}" for name in body.output_config if name not in CONFIG_KEYS]
-    if effort(_effort(body), front) is None:
+    if effort(_effort(body), services) is None:
         named.append("output_config.effort")
-    return [*named, "thinking"] if wants_thinking(body) and not front.message_format.can_reason else named
+    return [*named, "thinking"] if wants_thinking(body) and not services.message_format.can_reason else named
 
 
-def chat_body(body: Counted, front: Front) -> ChatBody:
-    """The same conversation as a chat completion's. Raises ``InvalidParameter``."""
+def chat_body(body: Counted, services: Services) -> ChatBody:
+    """Convert the conversation to a chat completion body. Raises ``InvalidParameter``."""
     system = system_text(body.system)
     messages = [{"role": "system", "content": system}] if system else []
     messages += chat_messages(body.messages)
-    # A last message of the assistant is the beginning of the reply.
+    # A final assistant message is the beginning of the reply (prefill).
     is_begun = messages[-1]["role"] == "assistant"
     choice, is_parallel = _tool_choice(body.tool_choice)
     return ChatBody(
@@ -84,21 +84,21 @@ def chat_body(body: Counted, front: Front) -> ChatBody:
         parallel_tool_calls=is_parallel,
         add_generation_prompt=not is_begun,
         continue_final_message=is_begun,
-        chat_template_kwargs=_thinking(body.thinking, front),
+        chat_template_kwargs=_thinking(body.thinking, services),
         response_format=_response_format(body),
         reasoning_effort=_effort(body),
     )
 
 
-def message_chat_body(body: MessageBody, front: Front) -> ChatBody:
-    """The same request as a chat completion's. Raises ``InvalidParameter``."""
+def message_chat_body(body: MessageBody, services: Services) -> ChatBody:
+    """Convert the request to a chat completion body. Raises ``InvalidParameter``."""
     if not 1 <= body.max_tokens <= MAX_TOKEN_ID:
         raise InvalidParameter("max_tokens", f"'max_tokens' must be a whole number from 1 to {MAX_TOKEN_ID}.")
     user = body.metadata.get("user_id")
     if not isinstance(user, str | None):
         raise InvalidParameter("metadata", "'metadata.user_id' must be a string.")
     return msgspec.structs.replace(
-        chat_body(body, front),
+        chat_body(body, services),
         max_tokens=body.max_tokens,
         stop=body.stop_sequences,
         stream=body.stream,
@@ -111,16 +111,16 @@ def message_chat_body(body: MessageBody, front: Front) -> ChatBody:
 
 
 def wants_thinking(body: Counted) -> bool:
-    """Whether the client asked to see the reasoning."""
+    """Whether the response includes reasoning."""
     return body.thinking is not None and body.thinking.get("type") != "disabled"
 
 
-def _thinking(thinking: dict[str, Any] | None, front: Front) -> dict[str, Any]:
-    """The variables of the template for what a client says of reasoning. Raises ``InvalidParameter``."""
+def _thinking(thinking: dict[str, Any] | None, services: Services) -> dict[str, Any]:
+    """Template variables for the ``thinking`` field. Raises ``InvalidParameter``."""
     kind = "disabled" if thinking is None else thinking.get("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidParameter("thinking", "'thinking.type' must be 'enabled', 'adaptive' or 'disabled'.")
-    if "enable_thinking" in (front.chat_template.source or ""):
+    if "enable_thinking" in (services.chat_template.source or ""):
         return {"enable_thinking": kind != "disabled"}
     return {}
 
@@ -133,7 +133,7 @@ def _effort(body: Counted) -> str | None:
 
 
 def _response_format(body: Counted) -> dict[str, Any] | None:
-    """The form of the content in the words of chat completions; ``output_format`` is its older name."""
+    """``output_config.format`` or the older ``output_format`` as a chat completion ``response_format``."""
     given, where = body.output_config.get("format"), "output_config.format"
     if given is None:
         given, where = body.output_format, "output_format"
@@ -161,7 +161,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
-    """The choice in the words of chat completions, and whether there may be several calls, if that is said."""
+    """``tool_choice`` as in chat completions, and ``parallel_tool_calls``, ``None`` if not given."""
     if choice is None:
         return None, None
     kind, is_single = choice.get("type"), choice.get("disable_parallel_tool_use")

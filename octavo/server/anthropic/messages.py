@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: the Anthropic API's way to converse."""
+"""POST /v1/messages and /v1/messages/count_tokens: the Anthropic Messages API."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from octavo.server.anthropic.body import (
     wants_thinking,
     without_effect,
 )
-from octavo.server.front import front_of
+from octavo.server.chat_reply import begin_reply
 from octavo.server.openai.chat import conversation, tools_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
-from octavo.server.reply import begin_reply
-from octavo.server.sse import whole
+from octavo.server.services import services_of
+from octavo.server.sse import finished_choices
 
 
 async def create_message(request: Request) -> Response:
-    front = front_of(request)
-    front.admission.check_room()
-    body, headers = await front.read(request, message_reader, without_effect)
+    services = services_of(request)
+    services.admission.check_room()
+    body, headers = await services.read(request, message_reader, without_effect)
     id = f"msg_{uuid.uuid4().hex}"
-    reply = await begin_reply(front, message_chat_body(body, front), request, id)
-    answer = MessageAnswer(reply, id, front.answering_name(body.model), wants_thinking(body))
+    reply = await begin_reply(services, message_chat_body(body, services), request, id)
+    answer = MessageAnswer(reply, id, services.answering_name(body.model), wants_thinking(body))
     if body.stream:
         return MessageStream(reply.generation, answer, headers)
-    await whole(reply.generation, request)
-    return json_response(answer.whole(), headers)
+    await finished_choices(reply.generation, request)
+    return json_response(answer.unstreamed(), headers)
 
 
 async def count_tokens(request: Request) -> Response:
-    front = front_of(request)
-    body, headers = await front.read(request, counted_reader, without_effect)
-    front.check_model(body.model)
-    chat = chat_body(body, front)
-    source = conversation(chat.messages, chat, front, tools_of(chat, front)).prompt
-    prompt = await front.admission.encode(source, "messages", chat.add_special_tokens)
+    services = services_of(request)
+    body, headers = await services.read(request, counted_reader, without_effect)
+    services.check_model(body.model)
+    chat = chat_body(body, services)
+    source = conversation(chat.messages, chat, services, tools_of(chat, services)).prompt
+    prompt = await services.admission.encode(source, "messages", chat.add_special_tokens)
     return json_response({"input_tokens": len(prompt.tokens)}, headers)
 
 

@@ -1,8 +1,8 @@
-"""/v1/batches: many requests in a file, answered when there is room, in another file.
+"""/v1/batches: requests from a file, processed at low load, with results in another file.
 
 https://platform.openai.com/docs/api-reference/batch
 
-What is done of a batch is in the store line by line, so another process goes on where one ended.
+Results are stored line by line, so another process can resume an unfinished batch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
+from octavo.server.background_jobs import retry_while_unavailable
 from octavo.server.batches.files import CONTENT, items_of, new_file, page
 from octavo.server.batches.runner import BadLine, Line, LineRunner, Outcome, read_lines
 from octavo.server.body import BodyReader
 from octavo.server.caller import caller_of
 from octavo.server.errors import NotFound, UnexpectedError, printable
-from octavo.server.front import Front, front_of
-from octavo.server.jobs import patiently
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
+from octavo.server.services import Services, services_of
 from octavo.server.store import Row, StoredItem, decoded
 
 KIND = "batch"
@@ -40,11 +40,11 @@ DONE = ("completed", "failed", "expired", "cancelled")
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
-"""What the API says of a batch."""
+"""The API's batch object."""
 
 
 class BatchBody(msgspec.Struct, kw_only=True):
-    """A request for a batch."""
+    """The body of a request to create a batch."""
 
     input_file_id: str
     endpoint: str
@@ -56,14 +56,14 @@ reader = BodyReader(BatchBody, {"output_expires_after": ()}, frozenset())
 
 
 async def create_batch(request: Request) -> Response:
-    front, owner = front_of(request), caller_of(request).name
-    body, headers = await front.read(request, reader)
+    services, owner = services_of(request), caller_of(request).name
+    body, headers = await services.read(request, reader)
     served = request.app.state.batches.endpoints
     if body.endpoint not in served:
         raise InvalidParameter("endpoint", f"'endpoint' must be one of {', '.join(served)}.")
     if body.completion_window != WINDOW:
         raise InvalidParameter("completion_window", f"'completion_window' must be '{WINDOW}'.")
-    if await front.store.get(CONTENT, body.input_file_id, owner) is None:
+    if await services.store.get(CONTENT, body.input_file_id, owner) is None:
         raise InvalidParameter("input_file_id", f"There is no file '{printable(body.input_file_id)}'.")
     batch = _begun(body)
     await request.app.state.batches.begin(batch, owner)
@@ -71,7 +71,7 @@ async def create_batch(request: Request) -> Response:
 
 
 async def list_batches(request: Request) -> Response:
-    kept = await front_of(request).store.list(KIND, caller_of(request).name)
+    kept = await services_of(request).store.list(KIND, caller_of(request).name)
     live = request.app.state.batches.live
     return json_response(page(request, [live.get(row.id) or batch for row, batch in decoded(KIND, kept, dict)]), {})
 
@@ -97,7 +97,7 @@ ENDPOINTS = [
 
 async def _batch(request: Request) -> Batch:
     name, owner = request.path_params["batch_id"], caller_of(request).name
-    value = await front_of(request).store.get(KIND, name, owner)
+    value = await services_of(request).store.get(KIND, name, owner)
     if value is None:
         raise NotFound(f"There is no batch '{printable(name)}'.", param="batch_id")
     batch: Batch = request.app.state.batches.live.get(name) or msgspec.json.decode(value)
@@ -126,38 +126,38 @@ def _begun(body: BatchBody) -> Batch:
 
 
 class Batches:
-    """All batches that are not done. Their jobs wait while the store has no room."""
+    """Runs the unfinished batches as background jobs, which wait while the store is full."""
 
     def __init__(self, app: Starlette, endpoints: list[Endpoint]) -> None:
         self.endpoints = {each.path: each for each in endpoints if each.method == "POST" and each.path in SERVED}
         self.live: dict[str, Batch] = {}
-        self._front: Front = app.state.front
+        self._services: Services = app.state.services
         self._runner = LineRunner(app, self.endpoints)
 
     async def resume(self) -> None:
-        """Go on with what an earlier process left undone."""
-        for row, batch in decoded(KIND, await self._front.store.list(KIND), dict):
+        """Resume batches that an earlier process left unfinished."""
+        for row, batch in decoded(KIND, await self._services.store.list(KIND), dict):
             if batch["status"] not in DONE:
                 self._start(batch, row.owner)
 
     async def begin(self, batch: Batch, owner: str) -> None:
-        """Keep a new batch, and start to answer its lines."""
-        await self._front.store.put_all(owner, [_item(batch)])
+        """Store a new batch, and start its job."""
+        await self._services.store.put_all(owner, [_item(batch)])
         self._start(batch, owner)
 
     async def cancel(self, batch: Batch, owner: str) -> None:
-        """End a batch with what is done of it."""
+        """Cancel a batch; results so far are kept."""
         _mark(batch, "cancelling")
-        await self._front.jobs.cancel(batch["id"])
+        await self._services.jobs.cancel(batch["id"])
         if batch["status"] == "cancelling":
-            await self._front.jobs.settle(batch["id"], self._do(self._finish_cancelled, batch, owner))
+            await self._services.jobs.settle(batch["id"], self._do(self._finish_cancelled, batch, owner))
 
     def _start(self, batch: Batch, owner: str) -> None:
         self.live[batch["id"]] = batch
-        self._front.jobs.start(batch["id"], self._do(self._answer_lines, batch, owner))
+        self._services.jobs.start(batch["id"], self._do(self._answer_lines, batch, owner))
 
     async def _do(self, work: Callable[[Batch, str], Awaitable[None]], batch: Batch, owner: str) -> None:
-        """Do ``work`` on a batch, which ends as failed, with the reason, if that raises."""
+        """Run ``work`` on a batch; if it raises, the batch fails with that reason."""
         try:
             await work(batch, owner)
             return
@@ -171,7 +171,9 @@ class Batches:
         await self._end(batch, owner, "failed", {}, [])
 
     async def _answer_lines(self, batch: Batch, owner: str) -> None:
-        content = await patiently(lambda: self._front.store.get(CONTENT, batch["input_file_id"], owner))
+        content = await retry_while_unavailable(
+            lambda: self._services.store.get(CONTENT, batch["input_file_id"], owner)
+        )
         lines = await asyncio.to_thread(read_lines, content or b"", batch["endpoint"])
         kept = await self._outcomes(batch, owner)
         done = {outcome.custom_id for _, outcome in kept}
@@ -199,11 +201,11 @@ class Batches:
 
     async def _outcomes(self, batch: Batch, owner: str) -> list[tuple[Row, Outcome]]:
         kind = _lines_kind(batch)
-        rows = await patiently(lambda: self._front.store.list(kind, owner))
+        rows = await retry_while_unavailable(lambda: self._services.store.list(kind, owner))
         return await asyncio.to_thread(lambda: list(decoded(kind, rows, Outcome)))
 
     async def _finish(self, batch: Batch, owner: str, status: str) -> None:
-        """Write the files of results, and say that it is done."""
+        """Write the result files, and mark the batch as done."""
         results: dict[str, list[bytes]] = {"output": [], "error": []}
         for row, outcome in sorted(await self._outcomes(batch, owner), key=lambda pair: pair[0].value):
             results["output" if outcome.response["status_code"] == 200 else "error"].append(row.value + b"\n")
@@ -217,17 +219,17 @@ class Batches:
         await self._end(batch, owner, status, names, items)
 
     async def _finish_cancelled(self, batch: Batch, owner: str) -> None:
-        value = await patiently(lambda: self._front.store.get(KIND, batch["id"], owner))
+        value = await retry_while_unavailable(lambda: self._services.store.get(KIND, batch["id"], owner))
         kept = {} if value is None else msgspec.json.decode(value)
         if kept.get("status") in DONE:
-            # The job was cancelled after it had written down that it was done.
+            # The job was cancelled after it had stored the final status.
             batch.update(kept)
             self.live.pop(batch["id"], None)
         else:
             await self._finish(batch, owner, "cancelled")
 
     async def _end(self, batch: Batch, owner: str, status: str, names: dict[str, str], items: list[StoredItem]) -> None:
-        """Keep the batch as it ends, with its files, in place of what is kept of its lines."""
+        """Store the final batch and its files, replacing the per-line results."""
         ended: Batch = {**batch, **names}
         _mark(ended, status)
         await self._put(owner, [*items, _item(ended)], instead_of=_lines_kind(batch))
@@ -235,7 +237,7 @@ class Batches:
         self.live.pop(batch["id"], None)
 
     async def _put(self, owner: str, items: list[StoredItem], instead_of: str | None = None) -> None:
-        await patiently(lambda: self._front.store.put_all(owner, items, instead_of))
+        await retry_while_unavailable(lambda: self._services.store.put_all(owner, items, instead_of))
 
 
 def _item(batch: Batch) -> StoredItem:

@@ -1,4 +1,4 @@
-"""/v1/files: what batches read and write.
+"""/v1/files: input and output files of batches.
 
 https://platform.openai.com/docs/api-reference/files
 """
@@ -18,21 +18,21 @@ from starlette.responses import Response
 from octavo.errors import InvalidParameter
 from octavo.server.caller import caller_of
 from octavo.server.errors import HTTPRefusal, MissingParameter, NotFound, printable
-from octavo.server.front import front_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
+from octavo.server.services import services_of
 from octavo.server.store import StoredItem, decoded
 
 KIND = "file"
 CONTENT = "file_content"
 MAX_NAME = 255
 MAX_PARTS = 32
-"""Of a form. Two are read, and each costs far more than its bytes."""
+"""Most parts of a multipart form. Two are used; parsing a part costs far more than its bytes suggest."""
 PIECE_BYTES = 256 << 10
 
 
 class FileObject(msgspec.Struct, kw_only=True):
-    """What the API says of a file. ``bytes`` is its size, ``created_at`` seconds since 1970."""
+    """The API's file object. ``bytes`` is its size, ``created_at`` seconds since 1970."""
 
     id: str
     object: str = "file"
@@ -45,24 +45,24 @@ class FileObject(msgspec.Struct, kw_only=True):
 
 
 async def create_file(request: Request) -> Response:
-    front = front_of(request)
+    services = services_of(request)
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         message = "A file must be sent with 'Content-Type: multipart/form-data'."
         raise HTTPRefusal(400, message, "unsupported_media_type")
     content_type = request.headers["content-type"]
-    fields, files = await front.bodies.read(request, lambda body: _form(content_type, body))
+    fields, files = await services.bodies.read(request, lambda body: _form(content_type, body))
     if "file" not in files:
         raise MissingParameter("file")
     if fields.get("purpose") != "batch":
         raise InvalidParameter("purpose", "'purpose' must be 'batch'.")
     name, content = files["file"]
     file = new_file(name, content, "batch")
-    await front.store.put_all(caller_of(request).name, items_of(file, content))
+    await services.store.put_all(caller_of(request).name, items_of(file, content))
     return json_response(msgspec.to_builtins(file), {})
 
 
 def new_file(name: str, content: bytes, purpose: str) -> FileObject:
-    """A file with an id of its own."""
+    """A new file object with a fresh id."""
     return FileObject(
         id=f"file-{uuid.uuid4().hex}",
         bytes=len(content),
@@ -73,12 +73,12 @@ def new_file(name: str, content: bytes, purpose: str) -> FileObject:
 
 
 def items_of(file: FileObject, content: bytes) -> list[StoredItem]:
-    """A file as it is kept."""
+    """The store items of a file."""
     return [StoredItem(CONTENT, file.id, content), StoredItem(KIND, file.id, msgspec.json.encode(file))]
 
 
 async def list_files(request: Request) -> Response:
-    kept = await front_of(request).store.list(KIND, caller_of(request).name)
+    kept = await services_of(request).store.list(KIND, caller_of(request).name)
     purpose = request.query_params.get("purpose")
     files: list[dict[str, Any]] = [file for _, file in decoded(KIND, kept, dict)]
     return json_response(page(request, [file for file in files if purpose in (None, file["purpose"])]), {})
@@ -94,9 +94,9 @@ async def file_content(request: Request) -> Response:
 
 async def delete_file(request: Request) -> Response:
     await _value(request, KIND)
-    front, owner, name = front_of(request), caller_of(request).name, request.path_params["file_id"]
-    await front.store.delete(CONTENT, name, owner)
-    await front.store.delete(KIND, name, owner)
+    services, owner, name = services_of(request), caller_of(request).name, request.path_params["file_id"]
+    await services.store.delete(CONTENT, name, owner)
+    await services.store.delete(KIND, name, owner)
     return json_response({"id": name, "object": "file", "deleted": True}, {})
 
 
@@ -110,7 +110,7 @@ ENDPOINTS = [
 
 
 def page(request: Request, items: list[dict[str, Any]]) -> dict[str, Any]:
-    """A list of what has ids, by the query's ``limit`` and ``after``. Raises ``InvalidParameter``."""
+    """One page of ``items``, by the query's ``limit`` and ``after``. Raises ``InvalidParameter``."""
     after, limit = request.query_params.get("after"), request.query_params.get("limit", "100")
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and 1 <= int(limit) <= 10_000):
         raise InvalidParameter("limit", "'limit' must be a whole number from 1 to 10000.")
@@ -129,14 +129,14 @@ def page(request: Request, items: list[dict[str, Any]]) -> dict[str, Any]:
 
 async def _value(request: Request, kind: str) -> bytes:
     name = request.path_params["file_id"]
-    value = await front_of(request).store.get(kind, name, caller_of(request).name)
+    value = await services_of(request).store.get(kind, name, caller_of(request).name)
     if value is None:
         raise NotFound(f"There is no file '{printable(name)}'.", param="file_id")
     return value
 
 
 def _form(content_type: str, body: bytes) -> tuple[dict[str, str], dict[str, tuple[str, bytes]]]:
-    """Fields, and files with their names, of a form. Raises ``HTTPRefusal``."""
+    """Parse a multipart form into fields and (file name, content) by field. Raises ``HTTPRefusal``."""
     fields: dict[str, str] = {}
     files: dict[str, tuple[str, bytes]] = {}
     num_parts = 0
@@ -156,7 +156,7 @@ def _form(content_type: str, body: bytes) -> tuple[dict[str, str], dict[str, tup
         file.file_object.seek(0)
         files[_text(file.field_name)] = (_text(file.file_name), file.file_object.read())
 
-    # Everything is in memory already, so nothing of it goes to the disk.
+    # The body is in memory already, so do not spool files to disk.
     limits = {"MAX_MEMORY_FILE_SIZE": len(body) + 1}
     try:
         parser = create_form_parser({"Content-Type": content_type.encode()}, on_field, on_file, config=limits)

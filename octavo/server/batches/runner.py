@@ -1,4 +1,4 @@
-"""Works off the lines of a batch, each through the same function that answers a client's request."""
+"""Runs the lines of a batch through the endpoint handlers that serve clients."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 
 from octavo.errors import QueueFull, RequestError, Unavailable
+from octavo.server.background_jobs import inner_request, retry_while_unavailable
 from octavo.server.caller import Caller
 from octavo.server.errors import UnexpectedError, error_object
-from octavo.server.front import Front
-from octavo.server.jobs import inner_request, patiently
 from octavo.server.openai.schema import Endpoint
+from octavo.server.services import Services
 
 MAX_LINES = 50_000
 
@@ -34,7 +34,7 @@ class Line(msgspec.Struct, kw_only=True):
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """What became of a line, as the file of results has it."""
+    """The result of a line, in the format of the result file."""
 
     id: str
     custom_id: str
@@ -44,7 +44,7 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 
 class BadLine(ValueError):
-    """A line that is no request; the message says why. ``number`` is ``None`` when it is about all lines."""
+    """An invalid line; the message says why. ``number`` is ``None`` when it concerns the file."""
 
     def __init__(self, message: str, number: int | None = None) -> None:
         super().__init__(message)
@@ -52,13 +52,13 @@ class BadLine(ValueError):
 
 
 class _Streamed(msgspec.Struct):
-    """The one field of a body that is looked at before it is answered."""
+    """The only field of a body that is read before the body is handled."""
 
     stream: Any = None
 
 
 def read_lines(content: bytes, url: str) -> list[Line]:
-    """The requests in a file. Raises ``BadLine`` naming the line by its number."""
+    """Parse the requests in a file. Raises ``BadLine`` with the line number."""
     lines: list[Line] = []
     seen: set[str] = set()
     for number, text in enumerate(content.splitlines(), 1):
@@ -84,7 +84,7 @@ def read_lines(content: bytes, url: str) -> list[Line]:
 
 
 def _is_streamed(line: Line) -> bool:
-    """Whether the body asks for a stream. One that cannot be read does not: it is refused as a client's would be."""
+    """Whether the body has ``stream`` set. False for an invalid body, which the endpoint rejects later."""
     try:
         return bool(msgspec.json.decode(line.body, type=_Streamed).stream)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -92,21 +92,21 @@ def _is_streamed(line: Line) -> bool:
 
 
 class LineRunner:
-    """Answers lines, at most half as many at once as the engine computes: the other half is always left to clients."""
+    """Runs lines, at most ``max_num_seqs / 2`` at a time: the other half is reserved for clients."""
 
     def __init__(self, app: Starlette, endpoints: Mapping[str, Endpoint]) -> None:
-        front: Front = app.state.front
+        services: Services = app.state.services
         self._app = app
-        self._keys = front.keys
+        self._keys = services.keys
         self._endpoints = endpoints
-        self.num_places = max(1, front.engine.info.max_num_seqs // 2)
+        self.num_places = max(1, services.engine.info.max_num_seqs // 2)
         self._places = asyncio.Semaphore(self.num_places)
 
     async def run(self, line: Line, owner: str) -> Outcome:
-        """What became of ``line``; a server that is full, or shuts down, makes it wait."""
+        """Run ``line`` and return its outcome; waits while the server is full or shutting down."""
         caller = self._keys.caller(owner)
         async with self._places:
-            response = await patiently(lambda: self._answer(line, caller))
+            response = await retry_while_unavailable(lambda: self._answer(line, caller))
         return Outcome(id=f"batch_req_{uuid.uuid4().hex}", custom_id=line.custom_id, response=response)
 
     async def _answer(self, line: Line, caller: Caller) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Errors with the statuses that a dialect of its own gives them."""
+"""Endpoint-specific HTTP statuses of errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 
 def with_statuses(answer: Answer, statuses: Mapping[type[RequestError], int]) -> Answer:
-    """``answer``, whose refusals have the status of the first class in ``statuses`` that they belong to."""
+    """Wrap ``answer``: errors get the status of the first class in ``statuses`` that they are an instance of."""
 
     async def worded(request: Request) -> Response:
         try:

@@ -1,4 +1,4 @@
-"""POST /v1/generate and POST /generate: a text in, its continuation out, in the fewest words."""
+"""POST /v1/generate and POST /generate: minimal text completion."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from starlette.responses import Response
 
 from octavo.errors import ContextLengthExceeded, InvalidParameter, QueueFull
 from octavo.server.body import BodyReader, MalformedJSON
-from octavo.server.front import Front, front_of
 from octavo.server.generation import Choice
 from octavo.server.native.dialect import with_statuses
 from octavo.server.openai.completions import CompletionBody, asked_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
-from octavo.server.sse import whole
+from octavo.server.services import Services, services_of
+from octavo.server.sse import finished_choices
 
 MAX_PROMPT_CHARACTERS = 8000
 MAX_NEW_TOKENS = 512
@@ -26,7 +26,7 @@ STOPPED = "Sequences generated EOS token."
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
-    """A request for exactly so many tokens: an end of the text does not end it."""
+    """The body of a request for exactly ``max_new_tokens`` tokens; end-of-text is ignored."""
 
     prompt: str
     max_new_tokens: int = 64
@@ -34,7 +34,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
 
 class PlainBody(msgspec.Struct, kw_only=True):
-    """A request for a continuation of at most so many tokens."""
+    """The body of a request for at most ``max_tokens`` tokens."""
 
     prompt: str
     max_tokens: int
@@ -46,35 +46,35 @@ plain_reader = BodyReader(PlainBody, {}, frozenset())
 
 
 async def generate(request: Request) -> Response:
-    front, start = front_of(request), time.monotonic()
-    front.admission.check_room()
-    body, headers = await front.read(request, generate_reader)
+    services, start = services_of(request), time.monotonic()
+    services.admission.check_room()
+    body, headers = await services.read(request, generate_reader)
     if not 1 <= len(body.prompt) <= MAX_PROMPT_CHARACTERS:
         raise InvalidParameter("prompt", f"'prompt' must have 1 to {MAX_PROMPT_CHARACTERS} characters.")
     if not 1 <= body.max_new_tokens <= MAX_NEW_TOKENS:
         raise InvalidParameter("max_new_tokens", f"'max_new_tokens' must be from 1 to {MAX_NEW_TOKENS}.")
     asked = CompletionBody(prompt=body.prompt, max_tokens=body.max_new_tokens, ignore_eos=True, timeout=body.timeout)
-    choice = await _finished(front, asked, request)
+    choice = await _finished(services, asked, request)
     result = {
         "request_id": str(uuid.uuid4()),
         "text": choice.take().text,
         "generated_tokens": choice.num_tokens,
         "latency_ms": round((time.monotonic() - start) * 1000, 3),
         "finish_reason": choice.finish_reason,
-        "model": front.model_name,
+        "model": services.model_name,
     }
     return json_response(result, headers)
 
 
 async def generate_plainly(request: Request) -> Response:
-    front = front_of(request)
-    front.admission.check_room()
-    body, headers = await front.read(request, plain_reader)
+    services = services_of(request)
+    services.admission.check_room()
+    body, headers = await services.read(request, plain_reader)
     for field, is_bad in (("prompt", not body.prompt.strip()), ("max_tokens", body.max_tokens < 1)):
         if is_bad:
             raise BadValue(field, f"'{field}' must not be empty." if field == "prompt" else f"'{field}' is below 1.")
     asked = CompletionBody(prompt=body.prompt, max_tokens=body.max_tokens, timeout=body.timeout)
-    choice = await _finished(front, asked, request)
+    choice = await _finished(services, asked, request)
     is_cut = choice.finish_reason == "length"
     result = {
         "request_id": str(uuid.uuid4()),
@@ -87,11 +87,11 @@ async def generate_plainly(request: Request) -> Response:
 
 
 class BadValue(InvalidParameter):
-    """A value of the right type that is not allowed."""
+    """A value of the right type that is out of range."""
 
 
-async def _finished(front: Front, body: CompletionBody, request: Request) -> Choice:
-    choices = await whole(await front.admission.admit(asked_of(body, front, request)), request)
+async def _finished(services: Services, body: CompletionBody, request: Request) -> Choice:
+    choices = await finished_choices(await services.admission.admit(asked_of(body, services, request)), request)
     return choices[0]
 
 

@@ -1,4 +1,4 @@
-"""POST /infer/v1/completions: always a stream, with an event for each token and one for the end."""
+"""POST /infer/v1/completions: always streamed, with one event per token and a final event."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from starlette.responses import Response
 from octavo.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound, QueueFull, RequestError
 from octavo.server.body import BodyReader, MalformedJSON
 from octavo.server.errors import UnknownParameter
-from octavo.server.front import front_of
 from octavo.server.generation import Choice
 from octavo.server.native.dialect import with_statuses
 from octavo.server.openai.completions import CompletionBody, asked_of
 from octavo.server.openai.rendering import encode_line, usage
 from octavo.server.openai.schema import Endpoint
+from octavo.server.services import services_of
 from octavo.server.sse import EventStream
 
 
 class InferBody(msgspec.Struct, kw_only=True):
-    """A request for a continuation of text or token ids."""
+    """The body of a completion request for text or token ids."""
 
     model: str
     prompt: str | list[int]
@@ -31,7 +31,7 @@ class InferBody(msgspec.Struct, kw_only=True):
     top_k: int | None = None
     repetition_penalty: float = 1.0
     stream: bool = True
-    """Without an effect: there always is a stream."""
+    """Ignored: the response is always streamed."""
     stop: str | list[str] = []
     seed: int | None = None
     response_format: dict[str, Any] | None = None
@@ -39,16 +39,16 @@ class InferBody(msgspec.Struct, kw_only=True):
 
 
 class EmptyPrompt(InvalidParameter):
-    """There is nothing to continue."""
+    """The prompt is empty."""
 
 
 reader = BodyReader(InferBody, {}, frozenset())
 
 
 async def infer(request: Request) -> Response:
-    front = front_of(request)
-    front.admission.check_room()
-    body, unknown = await front.bodies.read_json(request, reader, front.engine.info.max_model_len)
+    services = services_of(request)
+    services.admission.check_room()
+    body, unknown = await services.bodies.read_json(request, reader, services.engine.info.max_model_len)
     if unknown:
         raise UnknownParameter(unknown)
     if not body.prompt:
@@ -70,7 +70,7 @@ async def infer(request: Request) -> Response:
         timeout=body.timeout,
         **_constraint(body.response_format),
     )
-    generation = await front.admission.admit(asked_of(asked, front, request))
+    generation = await services.admission.admit(asked_of(asked, services, request))
     return InferStream(generation, InferEvents(), {})
 
 
@@ -95,7 +95,7 @@ ENDPOINTS = [
 
 
 def _constraint(given: dict[str, Any] | None) -> dict[str, Any]:
-    """``response_format`` in the fields of completions. Raises ``InvalidParameter``."""
+    """``response_format`` as fields of a completion body. Raises ``InvalidParameter``."""
     if given is None:
         return {}
     if given.get("type") == "json_schema" and isinstance(given.get("schema"), dict):
@@ -109,14 +109,15 @@ def _constraint(given: dict[str, Any] | None) -> dict[str, Any]:
 
 
 class InferEvents:
-    """Writes the events of one choice."""
+    """Renders the events of one choice."""
 
     def frames(self, choice: Choice) -> bytes:
-        """An event for each token; text that several of them make comes with the last one."""
-        news = choice.take()
-        texts = [*[""] * (len(news.tokens) - 1), news.text]
+        """One event per token; text that several tokens produce together is in the last one's."""
+        update = choice.take()
+        texts = [*[""] * (len(update.tokens) - 1), update.text]
         data = b"".join(
-            _event("token", {"token": text, "token_id": token}) for text, token in zip(texts, news.tokens, strict=False)
+            _event("token", {"token": text, "token_id": token})
+            for text, token in zip(texts, update.tokens, strict=False)
         )
         if choice.finish_reason is not None:
             is_end = choice.finish_reason == "stop" and choice.stop_reason is None
@@ -134,7 +135,7 @@ class InferEvents:
 
 
 class InferStream(EventStream):
-    """Events with names; the last one is ``done`` or ``error``."""
+    """Named events; the last one is ``done`` or ``error``."""
 
     END = b""
 

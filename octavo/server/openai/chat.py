@@ -19,8 +19,7 @@ from octavo.server.admission import Asked
 from octavo.server.body import BodyReader
 from octavo.server.caller import caller_of
 from octavo.server.errors import UnsupportedParameter
-from octavo.server.front import Front, front_of
-from octavo.server.generation import Choice, News
+from octavo.server.generation import Choice, ChoiceUpdate
 from octavo.server.openai import fields
 from octavo.server.openai.chat_message import ChatMessage, chat_message
 from octavo.server.openai.constraints import constraint
@@ -38,8 +37,9 @@ from octavo.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logp
 from octavo.server.openai.messages import Conversation, TemplateOptions
 from octavo.server.openai.rendering import ChunkFrame, Identity, encode, encode_line, json_response, usage
 from octavo.server.openai.schema import Endpoint
-from octavo.server.openai.tools import ToolUse, tool_use, wanted_message
-from octavo.server.sse import EventStream, whole
+from octavo.server.openai.tools import ToolUse, expected_message, tool_use
+from octavo.server.services import Services, services_of
+from octavo.server.sse import EventStream, finished_choices
 
 REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = REFUSED | {
     "audio": (),
@@ -77,7 +77,7 @@ class ChatBody(GenerationFields, kw_only=True):
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    """``None`` is true, and false for a model whose chat template has no place for tools: such repeat their calls."""
+    """``None`` = true, but false for a model whose chat template does not support tools: such models repeat calls."""
     reasoning_effort: str | None = None
 
 
@@ -85,7 +85,7 @@ reader = BodyReader(ChatBody, REFUSED_IN_CHAT, ACCEPTED, IGNORED_IN_CHAT)
 
 
 def refused_elsewhere(own: type[msgspec.Struct], accepted: frozenset[str]) -> dict[str, tuple[Any, ...]]:
-    """What a chat completion may be asked and a body of type ``own`` may not: refused by name, never passed over."""
+    """Chat completion fields that a body of type ``own`` lacks: they are rejected by name, not ignored."""
     plain = [field for field in msgspec.structs.fields(ChatBody) if not field.required]
     defaults = {field.name: () if field.default is msgspec.NODEFAULT else (field.default,) for field in plain}
     own_names = {*own.__struct_fields__, *accepted, *IGNORED_IN_CHAT}
@@ -93,65 +93,65 @@ def refused_elsewhere(own: type[msgspec.Struct], accepted: frozenset[str]) -> di
 
 
 async def create_chat_completion(request: Request) -> Response:
-    front = front_of(request)
-    front.admission.check_room()
-    body, headers = await front.read(request, reader, without_effect)
-    tools = tools_of(body, front)
-    generation = await front.admission.admit(asked(body, front, request, tools))
-    answer = ChatAnswer(front, body, generation.choices, tools)
-    front.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
+    services = services_of(request)
+    services.admission.check_room()
+    body, headers = await services.read(request, reader, without_effect)
+    tools = tools_of(body, services)
+    generation = await services.admission.admit(asked(body, services, request, tools))
+    answer = ChatAnswer(services, body, generation.choices, tools)
+    services.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
     if body.stream:
         return EventStream(generation, answer, headers)
-    choices = await whole(generation, request)
+    choices = await finished_choices(generation, request)
     if not body.logprobs and body.prompt_logprobs is None:
-        return json_response(answer.whole(choices), headers)
+        return json_response(answer.unstreamed(choices), headers)
     # Log-probabilities of long texts are megabytes of JSON.
-    return await asyncio.to_thread(lambda: json_response(answer.whole(choices), headers))
+    return await asyncio.to_thread(lambda: json_response(answer.unstreamed(choices), headers))
 
 
 ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", create_chat_completion, "Answer a conversation", ChatBody)]
 
 
-def tools_of(body: ChatBody, front: Front) -> ToolUse | None:
-    """What a body says of tools. Raises ``InvalidParameter``."""
+def tools_of(body: ChatBody, services: Services) -> ToolUse | None:
+    """The tools and tool choice of a body. Raises ``InvalidParameter``."""
     is_parallel = body.parallel_tool_calls
     return tool_use(
-        body.tools, body.tool_choice, front.message_format.is_parallel if is_parallel is None else is_parallel
+        body.tools, body.tool_choice, services.message_format.is_parallel if is_parallel is None else is_parallel
     )
 
 
 def conversation(
     messages: list[dict[str, Any]],
     options: TemplateOptions,
-    front: Front,
+    services: Services,
     tools: ToolUse | None = None,
     **template_kwargs: Any,
 ) -> Conversation:
-    """The conversation in a body. Raises ``InvalidParameter``, also when the model cannot take any."""
-    front.need_tokenizer("messages")
-    given, write_calls = None if tools is None else tools.given, front.message_format.write_calls
-    return Conversation(messages, options, front.chat_template, given, template_kwargs, write_calls)
+    """The conversation of a body. Raises ``InvalidParameter``, also when the model does not support chat."""
+    services.need_tokenizer("messages")
+    given, write_calls = None if tools is None else tools.given, services.message_format.write_calls
+    return Conversation(messages, options, services.chat_template, given, template_kwargs, write_calls)
 
 
-def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None) -> Asked:
-    """What a body asks for. Raises ``RequestError``."""
-    check_generation_fields(body, front)
+def asked(body: ChatBody, services: Services, request: Request, tools: ToolUse | None) -> Asked:
+    """The body as a request for admission. Raises ``RequestError``."""
+    check_generation_fields(body, services)
     if body.prompt_logprobs is not None and body.stream:
         raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
-    field, grammar = _grammar(body, front, tools)
+    field, grammar = _grammar(body, services, tools)
     max_tokens = _max_tokens(body)
-    variables = {**(effort(body.reasoning_effort, front) or {}), **_documents(body, front)}
+    variables = {**(effort(body.reasoning_effort, services) or {}), **_documents(body, services)}
     return Asked(
         caller=caller_of(request),
-        prompts=[conversation(body.messages, body, front, tools, **variables).prompt],
+        prompts=[conversation(body.messages, body, services, tools, **variables).prompt],
         prompt_field="messages",
-        params=sampling_params(body, front, max_tokens, _logprobs(body), body.prompt_logprobs),
-        default_max_tokens=default_max_tokens(front, max_tokens),
+        params=sampling_params(body, services, max_tokens, _logprobs(body), body.prompt_logprobs),
+        default_max_tokens=default_max_tokens(services, max_tokens),
         add_special_tokens=body.add_special_tokens,
         model=body.model,
         priority=body.priority,
-        cache_salt=front.cache_salt(request, body.cache_salt),
-        tenant=front.tenant(request, body.user, body.model),
+        cache_salt=services.cache_salt(request, body.cache_salt),
+        tenant=services.tenant(request, body.user, body.model),
         ttft_target=body.ttft_target or 0.0,
         tpot_target=body.tpot_target or 0.0,
         session=body.prompt_cache_key or "",
@@ -159,30 +159,30 @@ def asked(body: ChatBody, front: Front, request: Request, tools: ToolUse | None)
         timeout=body.timeout,
         grammar=grammar,
         grammar_field=field,
-        shown_ids=front.message_format.shown_ids,
+        shown_ids=services.message_format.shown_ids,
     )
 
 
-def _grammar(body: ChatBody, front: Front, tools: ToolUse | None) -> tuple[str, Callable[[str], str] | None]:
-    """The field that binds the message, and the grammar that it makes for one after a prompt."""
-    format, asked_for = front.message_format, constraint(body)
-    reads_calls = format.tools is not None and front.config.server.enable_auto_tool_choice
+def _grammar(body: ChatBody, services: Services, tools: ToolUse | None) -> tuple[str, Callable[[str], str] | None]:
+    """The field that constrains the message, and a function from the prompt to the message's grammar, if any."""
+    format, asked_for = services.message_format, constraint(body)
+    reads_calls = format.tools is not None and services.config.server.enable_auto_tool_choice
     if tools is not None and not tools.must_call and not reads_calls:
         message = (
             "'tools' with 'tool_choice' auto are not supported: this server was started with --tool-call-parser none "
             "or with --no-enable-auto-tool-choice."
         )
         raise UnsupportedParameter("tools", message)
-    wanted = wanted_message(None if asked_for is None else asked_for.form, tools)
-    if wanted is None:
+    expected = expected_message(None if asked_for is None else asked_for.form, tools)
+    if expected is None:
         return "", None
-    field = "tools" if asked_for is None or wanted.form is None else asked_for.field
-    return field, lambda prompt: format.grammar(wanted, prompt)
+    field = "tools" if asked_for is None or expected.form is None else asked_for.field
+    return field, lambda prompt: format.grammar(expected, prompt)
 
 
-def effort(asked: str | None, front: Front) -> dict[str, Any] | None:
-    """The variables of the template that say how much the model should reason; ``None`` if it cannot be told."""
-    template, format = front.chat_template.source or "", front.message_format
+def effort(asked: str | None, services: Services) -> dict[str, Any] | None:
+    """Template variables for a reasoning effort; ``None`` if the model has no such variable."""
+    template, format = services.chat_template.source or "", services.message_format
     if asked is None:
         return {}
     if "reasoning_effort" in template:
@@ -192,22 +192,22 @@ def effort(asked: str | None, front: Front) -> dict[str, Any] | None:
     return {} if asked == "none" and not format.can_reason else None
 
 
-def without_effect(body: ChatBody, front: Front) -> list[str]:
-    """Fields that are passed over in this request."""
-    named = fields.without_effect(body, front)
-    return named if effort(body.reasoning_effort, front) is not None else [*named, "reasoning_effort"]
+def without_effect(body: ChatBody, services: Services) -> list[str]:
+    """Fields that are ignored in this request."""
+    named = fields.without_effect(body, services)
+    return named if effort(body.reasoning_effort, services) is not None else [*named, "reasoning_effort"]
 
 
-def _documents(body: ChatBody, front: Front) -> dict[str, Any]:
-    """The variable of the template with texts to answer from. Raises ``UnsupportedParameter``."""
-    if body.documents and "documents" not in (front.chat_template.source or ""):
+def _documents(body: ChatBody, services: Services) -> dict[str, Any]:
+    """The template variable for ``documents``. Raises ``UnsupportedParameter``."""
+    if body.documents and "documents" not in (services.chat_template.source or ""):
         message = "'documents' is not supported: this model's chat template does not know them."
         raise UnsupportedParameter("documents", message)
     return {"documents": body.documents} if body.documents else {}
 
 
 def _max_tokens(body: ChatBody) -> int | None:
-    """The newer name of the limit wins."""
+    """``max_completion_tokens`` takes precedence over the older ``max_tokens``."""
     check_max_tokens("max_tokens", body.max_tokens)
     check_max_tokens("max_completion_tokens", body.max_completion_tokens)
     return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -223,27 +223,27 @@ def _logprobs(body: ChatBody) -> int | None:
 
 
 class ChatAnswer:
-    """Renders the choices of one request, whole or as chunks."""
+    """Renders the choices of one request, unstreamed or as chunks."""
 
-    def __init__(self, front: Front, body: ChatBody, choices: list[Choice], tools: ToolUse | None) -> None:
+    def __init__(self, services: Services, body: ChatBody, choices: list[Choice], tools: ToolUse | None) -> None:
         self.body = body
-        self._front = front
-        self._messages = [chat_message(front.message_format, tools, choice.prompt.text or "") for choice in choices]
+        self._services = services
+        self._messages = [chat_message(services.message_format, tools, choice.prompt.text or "") for choice in choices]
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self.identity = Identity("chatcmpl", kind, front.answering_name(body.model))
-        self._names = TokenNames(front.tokenizer, body.return_tokens_as_token_ids)
+        self.identity = Identity("chatcmpl", kind, services.answering_name(body.model))
+        self._names = TokenNames(services.tokenizer, body.return_tokens_as_token_ids)
         self._has_details = body.logprobs or body.return_token_ids
         self._frame = ChunkFrame(self.identity, choices, body.includes_usage, body.has_continuous_usage)
         self._starts = [self._frame.start + b'"index":%d,"delta":{"content":' % choice.index for choice in choices]
         self._empty_starts = [self._frame.start + b'"index":%d,"delta":{' % choice.index for choice in choices]
         self._unopened = set(range(len(choices)))
 
-    # --- not streamed ---
+    # --- unstreamed ---
 
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+    def unstreamed(self, choices: list[Choice]) -> dict[str, Any]:
         result = {
             **self.identity.as_dict(),
-            "choices": [self._whole_choice(choice) for choice in choices],
+            "choices": [self._unstreamed_choice(choice) for choice in choices],
         }
         result["usage"] = usage(choices)
         if self.body.prompt_logprobs is not None:
@@ -253,40 +253,40 @@ class ChatAnswer:
             result["prompt_token_ids"] = choices[0].prompt.tokens
         return result
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        news, message = choice.take(), self._messages[choice.index]
-        whole: dict[str, Any] = {"role": "assistant", "content": news.text, "refusal": None}
+    def _unstreamed_choice(self, choice: Choice) -> dict[str, Any]:
+        update, message = choice.take(), self._messages[choice.index]
+        rendered: dict[str, Any] = {"role": "assistant", "content": update.text, "refusal": None}
         reason: str | None = choice.finish_reason
         if message is not None:
-            whole = message.whole(message.pieces(news.text, reason))
+            rendered = message.unstreamed(message.pieces(update.text, reason))
             reason = message.finish_reason(reason)
             self._count_reasoning(choice, message)
         return {
             "index": choice.index,
-            "message": whole,
-            **self._details(news),
+            "message": rendered,
+            **self._details(update),
             "finish_reason": reason,
             "stop_reason": choice.stop_reason,
         }
 
     def _count_reasoning(self, choice: Choice, message: ChatMessage) -> None:
-        """Reasoning is counted as the text that it is: its marks belong to neither side."""
-        if message.reasoning and self._front.tokenizer is not None:
-            tokens = self._front.tokenizer.encode(message.reasoning, add_special_tokens=False)
+        """Count reasoning tokens from the reasoning text, without its delimiters."""
+        if message.reasoning and self._services.tokenizer is not None:
+            tokens = self._services.tokenizer.encode(message.reasoning, add_special_tokens=False)
             choice.num_reasoning_tokens = min(len(tokens), choice.num_tokens)
 
-    def _details(self, news: News) -> dict[str, Any]:
+    def _details(self, update: ChoiceUpdate) -> dict[str, Any]:
         details: dict[str, Any] = {"logprobs": None}
         if self.body.logprobs:
-            details["logprobs"] = chat_logprobs(news.logprobs, self._names, self.body.top_logprobs or 0)
+            details["logprobs"] = chat_logprobs(update.logprobs, self._names, self.body.top_logprobs or 0)
         if self.body.return_token_ids:
-            details["token_ids"] = news.tokens
+            details["token_ids"] = update.tokens
         return details
 
     # --- streamed ---
 
     def frames(self, choice: Choice) -> bytes:
-        """The chunks for what is new about a choice: its role at first, its reason to finish with the last."""
+        """The chunks of a choice's new output: the role in the first, the finish reason in the last."""
         data = b""
         if choice.index in self._unopened:
             self._unopened.discard(choice.index)
@@ -296,7 +296,7 @@ class ChatAnswer:
         return data + self._delta_frames(choice, choice.take())
 
     def _text_frame(self, choice: Choice, text: str) -> bytes:
-        """The chunk of a message that is content alone."""
+        """The chunk of a message without reasoning or tool calls."""
         reason = choice.finish_reason
         if reason is None:
             if not text:
@@ -305,27 +305,27 @@ class ChatAnswer:
         start = self._starts[choice.index] + encode_line(text) if text else self._empty_starts[choice.index]
         return start + _ENDS % (encode(reason), encode_line(choice.stop_reason)) + self._frame.end()
 
-    def _delta_frames(self, choice: Choice, news: News) -> bytes:
-        """What is not content alone. Details of tokens come with the first chunk of those that they made certain."""
+    def _delta_frames(self, choice: Choice, update: ChoiceUpdate) -> bytes:
+        """Chunks with reasoning, tool calls or token details; the details are in the first of them."""
         message, reason = self._messages[choice.index], choice.finish_reason
         if message is not None:
-            deltas = list(message.deltas(message.pieces(news.text, reason)))
+            deltas = list(message.deltas(message.pieces(update.text, reason)))
         else:
-            deltas = [{"content": news.text}] if news.text or (self._has_details and news.tokens) else []
-        if self._has_details and news.tokens and not deltas:
+            deltas = [{"content": update.text}] if update.text or (self._has_details and update.tokens) else []
+        if self._has_details and update.tokens and not deltas:
             deltas.append({})
         end: dict[str, Any] = {}
         if reason is not None:
             if not deltas or "content" not in deltas[-1]:
-                deltas.append({})  # after a call or reasoning, clients know the end as a chunk of its own
+                deltas.append({})  # after a tool call or reasoning, clients expect the end in a separate chunk
             end = {"finish_reason": reason, "stop_reason": choice.stop_reason}
             if message is not None:
                 self._count_reasoning(choice, message)
                 end["finish_reason"] = message.finish_reason(reason)
         empty = {"logprobs": None, "finish_reason": None}
         chunks: list[dict[str, Any]] = [{"index": choice.index, "delta": delta, **empty} for delta in deltas]
-        if chunks and news.tokens:
-            chunks[0] |= self._details(news)
+        if chunks and update.tokens:
+            chunks[0] |= self._details(update)
         if chunks:
             chunks[-1] |= end
         return b"".join([self._frame.start + encode_line(chunk)[1:-1] + self._frame.end() for chunk in chunks])

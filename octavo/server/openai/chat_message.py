@@ -1,4 +1,4 @@
-"""The assistant's message of a chat completion, when there may be more in it than content."""
+"""The assistant's message of a chat completion that may contain reasoning or tool calls."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from octavo.text.message_format import MessageFormat
 from octavo.text.reader import Call, MessageParser, Piece, Text
 
 REASONING_KEYS = ("reasoning_content", "reasoning")
-"""Clients read the one or the other."""
+"""Both are sent: clients read one or the other."""
 
 
 class ChatMessage:
-    """One choice's message, from the text that the model wrote."""
+    """Parses one choice's text into a message."""
 
     def __init__(self, parser: MessageParser, new_id: Callable[[], str], tools: ToolUse | None) -> None:
         self._parser = parser
@@ -22,10 +22,10 @@ class ChatMessage:
         self._tools = tools
         self._num_calls = 0
         self.reasoning = ""
-        """All of it so far."""
+        """All reasoning text so far."""
 
     def pieces(self, text: str, finish_reason: str | None) -> list[Piece]:
-        """What ``text`` makes certain; of several calls, only the first one when the client wants no more.
+        """Pieces that became unambiguous with ``text``; only the first call unless parallel calls are allowed.
 
         ``finish_reason`` is ``None`` while more text may come.
         """
@@ -46,18 +46,18 @@ class ChatMessage:
         return kept
 
     def _without_markup(self, pieces: list[Piece]) -> list[Piece]:
-        """The last pieces of a message that was cut. Where a call was asked for, what is no call is the beginning of
-        one, before its name is whole."""
+        """The last pieces of a truncated message. If a call is required, text that is not a call is the truncated
+        beginning of one, before its name is complete."""
         if self._tools is None or not self._tools.must_call:
             return pieces
         kept = [piece for piece in pieces if isinstance(piece, Call) or piece.kind != "content"]
         has_begun = len(kept) < len(pieces) and not self._num_calls and not any(isinstance(p, Call) for p in kept)
-        if has_begun and len(self._tools.wanted) == 1:
-            kept.append(Call(self._tools.wanted[0].name, "", is_cut=True))
+        if has_begun and len(self._tools.allowed) == 1:
+            kept.append(Call(self._tools.allowed[0].name, "", is_cut=True))
         return kept
 
     def deltas(self, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
-        """The deltas of a stream: for a call its id and name first, then its arguments."""
+        """Stream deltas; a call's id and name precede its arguments."""
         index = self._num_calls - sum(isinstance(piece, Call) for piece in pieces)
         for piece in pieces:
             if isinstance(piece, Call):
@@ -70,8 +70,8 @@ class ChatMessage:
             else:
                 yield {"content": piece.text}
 
-    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        """The message as one."""
+    def unstreamed(self, pieces: list[Piece]) -> dict[str, Any]:
+        """The complete message."""
         content = "".join(piece.text for piece in pieces if isinstance(piece, Text) and piece.kind == "content")
         calls = [piece for piece in pieces if isinstance(piece, Call)]
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -92,6 +92,6 @@ class ChatMessage:
 
 
 def chat_message(format: MessageFormat, tools: ToolUse | None, prompt: str) -> ChatMessage | None:
-    """The message that follows ``prompt``; ``None`` when all of its text is content."""
+    """A parser for the message after ``prompt``; ``None`` when all of its text is content."""
     reader = format.reader(None if tools is None else tools.names, prompt)
     return None if reader is None else ChatMessage(MessageParser(reader), format.new_id, tools)

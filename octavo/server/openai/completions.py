@@ -20,8 +20,7 @@ from octavo.server.admission import Asked
 from octavo.server.body import BodyReader
 from octavo.server.caller import caller_of
 from octavo.server.errors import UnsupportedParameter
-from octavo.server.front import Front, front_of
-from octavo.server.generation import Choice, News
+from octavo.server.generation import Choice, ChoiceUpdate
 from octavo.server.openai.constraints import constraint
 from octavo.server.openai.fields import (
     ACCEPTED,
@@ -36,7 +35,8 @@ from octavo.server.openai.fields import (
 from octavo.server.openai.logprobs import CompletionLogprobs, TokenNames, finite, prompt_logprobs
 from octavo.server.openai.rendering import ChunkFrame, Identity, encode, encode_line, json_response, usage
 from octavo.server.openai.schema import Endpoint
-from octavo.server.sse import EventStream, whole
+from octavo.server.services import Services, services_of
+from octavo.server.sse import EventStream, finished_choices
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -45,7 +45,7 @@ _ENDS = b',"logprobs":null,"finish_reason":%b,"stop_reason":%b'
 
 
 class CompletionBody(GenerationFields, kw_only=True):
-    """A request for completions of one prompt or of several."""
+    """The body of a completion request with one or several prompts."""
 
     prompt: str | list[int | str | list[int]]
     echo: bool = False
@@ -58,20 +58,20 @@ reader = BodyReader(CompletionBody, REFUSED | {"suffix": ()}, ACCEPTED, IGNORED)
 
 
 async def create_completion(request: Request) -> Response:
-    front = front_of(request)
-    front.admission.check_room()
-    body, headers = await front.read(request, reader, without_effect)
-    asked = asked_of(body, front, request)
-    generation = await front.admission.admit(asked)
-    answer = CompletionAnswer(front, body, generation.choices)
-    front.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
+    services = services_of(request)
+    services.admission.check_room()
+    body, headers = await services.read(request, reader, without_effect)
+    asked = asked_of(body, services, request)
+    generation = await services.admission.admit(asked)
+    answer = CompletionAnswer(services, body, generation.choices)
+    services.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
     if body.stream:
         return EventStream(generation, answer, headers)
-    choices = await whole(generation, request)
+    choices = await finished_choices(generation, request)
     if asked.params.logprobs is None and asked.params.prompt_logprobs is None:
-        return json_response(answer.whole(choices), headers)
+        return json_response(answer.unstreamed(choices), headers)
     # Log-probabilities of long texts are megabytes of JSON.
-    return await asyncio.to_thread(lambda: json_response(answer.whole(choices), headers))
+    return await asyncio.to_thread(lambda: json_response(answer.unstreamed(choices), headers))
 
 
 ENDPOINTS = [
@@ -79,28 +79,28 @@ ENDPOINTS = [
 ]
 
 
-def asked_of(body: CompletionBody, front: Front, request: Request) -> Asked:
-    """What a body asks for. Raises ``RequestError``."""
-    check_generation_fields(body, front)
+def asked_of(body: CompletionBody, services: Services, request: Request) -> Asked:
+    """The body as a request for admission. Raises ``RequestError``."""
+    check_generation_fields(body, services)
     echoed = body.logprobs if body.echo else None
     if body.prompt_logprobs is not None and body.stream:
         raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
     asked_for = constraint(body)
     if asked_for is not None:
-        front.need_tokenizer(asked_for.field)
-    # vLLM's own field and the echo ask the engine for the same thing; it gets the larger number.
+        services.need_tokenizer(asked_for.field)
+    # ``prompt_logprobs`` (vLLM) and ``echo`` need the same computation; the engine gets the larger number.
     scored = max((k for k in (echoed, body.prompt_logprobs) if k is not None), default=None)
     return Asked(
         caller=caller_of(request),
         prompts=prompts_of(body.prompt, "prompt"),
         prompt_field="prompt",
-        params=_among_best_of(body, sampling_params(body, front, body.max_tokens, body.logprobs, scored)),
+        params=_among_best_of(body, sampling_params(body, services, body.max_tokens, body.logprobs, scored)),
         default_max_tokens=None if body.max_tokens == NO_LIMIT else DEFAULT_MAX_TOKENS,
         add_special_tokens=body.add_special_tokens,
         model=body.model,
         priority=body.priority,
-        cache_salt=front.cache_salt(request, body.cache_salt),
-        tenant=front.tenant(request, body.user, body.model),
+        cache_salt=services.cache_salt(request, body.cache_salt),
+        tenant=services.tenant(request, body.user, body.model),
         ttft_target=body.ttft_target or 0.0,
         tpot_target=body.tpot_target or 0.0,
         session=body.prompt_cache_key or "",
@@ -112,7 +112,7 @@ def asked_of(body: CompletionBody, front: Front, request: Request) -> Asked:
 
 
 def _among_best_of(body: CompletionBody, params: SamplingParams) -> SamplingParams:
-    """Parameters for ``best_of`` texts, with what they are ranked by. Raises ``InvalidParameter``."""
+    """Parameters for ``best_of`` sequences, with the log-probabilities to rank them. Raises ``InvalidParameter``."""
     if body.best_of is None or body.best_of == params.n:
         return params
     if not params.n <= body.best_of <= MAX_N:
@@ -123,10 +123,10 @@ def _among_best_of(body: CompletionBody, params: SamplingParams) -> SamplingPara
     return msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
 
 
-def best(taken: list[tuple[Choice, News]], num_each: int, num_shown: int) -> list[tuple[Choice, News]]:
-    """Of each prompt's ``num_each`` texts those of the highest mean log-probability of their tokens, best first."""
+def best(taken: list[tuple[Choice, ChoiceUpdate]], num_each: int, num_shown: int) -> list[tuple[Choice, ChoiceUpdate]]:
+    """Of each prompt's ``num_each`` choices the ``num_shown`` of highest mean token log-probability, best first."""
 
-    def rank(pair: tuple[Choice, News]) -> float:
+    def rank(pair: tuple[Choice, ChoiceUpdate]) -> float:
         logprobs = pair[1].logprobs
         return -sum(finite(entry.logprob) for entry in logprobs) / max(len(logprobs), 1)
 
@@ -135,7 +135,7 @@ def best(taken: list[tuple[Choice, News]], num_each: int, num_shown: int) -> lis
 
 
 def prompts_of(prompt: str | list[int | str | list[int]], field: str) -> list[str | list[int]]:
-    """One prompt, or a list of them all of one kind. Raises ``InvalidParameter`` about ``field``."""
+    """The prompts: one, or a list all of one kind. Raises ``InvalidParameter`` about ``field``."""
     if not prompt:
         raise InvalidParameter(field, f"'{field}' must not be empty.")
     if isinstance(prompt, str):
@@ -153,38 +153,38 @@ def prompts_of(prompt: str | list[int | str | list[int]], field: str) -> list[st
 
 
 class CompletionAnswer:
-    """Renders the choices of one request, whole or as chunks."""
+    """Renders the choices of one request, unstreamed or as chunks."""
 
-    def __init__(self, front: Front, body: CompletionBody, choices: list[Choice]) -> None:
+    def __init__(self, services: Services, body: CompletionBody, choices: list[Choice]) -> None:
         self.body = body
-        self.identity = Identity("cmpl", "text_completion", front.answering_name(body.model))
-        self._tokenizer = front.tokenizer
-        self._names = TokenNames(front.tokenizer, body.return_tokens_as_token_ids)
-        self._shows_ids = body.return_token_ids or front.tokenizer is None
+        self.identity = Identity("cmpl", "text_completion", services.answering_name(body.model))
+        self._tokenizer = services.tokenizer
+        self._names = TokenNames(services.tokenizer, body.return_tokens_as_token_ids)
+        self._shows_ids = body.return_token_ids or services.tokenizer is None
         self._has_details = body.logprobs is not None or self._shows_ids
         self._is_plain = not self._has_details and not body.echo
         self._frame = ChunkFrame(self.identity, choices, body.includes_usage, body.has_continuous_usage)
         self._starts = [self._frame.start + b'"index":%d,"text":' % choice.index for choice in choices]
         hidden = frozenset[int]()
-        if front.tokenizer is not None and body.skip_special_tokens:
-            hidden = front.tokenizer.special_token_ids
+        if services.tokenizer is not None and body.skip_special_tokens:
+            hidden = services.tokenizer.special_token_ids
         self._logprobs = [CompletionLogprobs(self._names, hidden, body.logprobs or 0) for _ in choices]
         self._unopened = set(range(len(choices)))
 
-    # --- not streamed ---
+    # --- unstreamed ---
 
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+    def unstreamed(self, choices: list[Choice]) -> dict[str, Any]:
         taken = [(choice, choice.take()) for choice in choices]
         if self.body.best_of is not None and self.body.best_of > self.body.n:
             taken = best(taken, self.body.best_of, self.body.n)
         return {
             **self.identity.as_dict(),
-            "choices": [self._whole_choice(index, *pair) for index, pair in enumerate(taken)],
+            "choices": [self._unstreamed_choice(index, *pair) for index, pair in enumerate(taken)],
             "usage": usage(choices),
         }
 
-    def _whole_choice(self, index: int, choice: Choice, news: News) -> dict[str, Any]:
-        result = self._details(choice, news, is_first=True)
+    def _unstreamed_choice(self, index: int, choice: Choice, update: ChoiceUpdate) -> dict[str, Any]:
+        result = self._details(choice, update, is_first=True)
         result["index"] = index
         result["finish_reason"] = choice.finish_reason
         result["stop_reason"] = choice.stop_reason
@@ -193,22 +193,22 @@ class CompletionAnswer:
             result["prompt_logprobs"] = prompt_logprobs(entries, self._names, self.body.prompt_logprobs)
         return result
 
-    def _details(self, choice: Choice, news: News, is_first: bool) -> dict[str, Any]:
-        """A choice, or a piece of it, with all that was asked for; the first piece has the echo."""
+    def _details(self, choice: Choice, update: ChoiceUpdate, is_first: bool) -> dict[str, Any]:
+        """A choice, or a piece of it, with the requested details; the first piece has the echoed prompt."""
         is_echo = is_first and self.body.echo
         result: dict[str, Any] = {
             "index": choice.index,
-            "text": (self._prompt_text(choice) if is_echo else "") + news.text,
+            "text": (self._prompt_text(choice) if is_echo else "") + update.text,
             "logprobs": None,
             "finish_reason": None,
             "stop_reason": None,
         }
         if self.body.logprobs is not None:
             entries = list(zip(choice.prompt.tokens, choice.prompt_logprobs, strict=True)) if is_echo else []
-            entries += zip(news.tokens, news.logprobs, strict=True)
+            entries += zip(update.tokens, update.logprobs, strict=True)
             result["logprobs"] = self._logprobs[choice.index].render(entries)
         if self._shows_ids:
-            result["token_ids"] = news.tokens
+            result["token_ids"] = update.tokens
             if is_first:
                 result["prompt_token_ids"] = choice.prompt.tokens
         return result
@@ -222,17 +222,17 @@ class CompletionAnswer:
     # --- streamed ---
 
     def frames(self, choice: Choice) -> bytes:
-        """The chunk for what is new about a choice, with its reason to finish at the end."""
+        """The chunk of a choice's new output, with the finish reason at the end."""
         if self._is_plain:
             return self._text_frame(choice, choice.take_text())
-        news = choice.take()
+        update = choice.take()
         if is_first := choice.index in self._unopened:
             self._unopened.discard(choice.index)
-        if is_first or (self._has_details and news.tokens):
-            details = self._details(choice, news, is_first)
+        if is_first or (self._has_details and update.tokens):
+            details = self._details(choice, update, is_first)
             details["finish_reason"], details["stop_reason"] = choice.finish_reason, choice.stop_reason
             return self._frame.start + encode_line(details)[1:-1] + self._frame.end()
-        return self._text_frame(choice, news.text)
+        return self._text_frame(choice, update.text)
 
     def _text_frame(self, choice: Choice, text: str) -> bytes:
         if choice.finish_reason is not None:

@@ -1,6 +1,6 @@
-"""What the content of an answer must be: ``response_format``, ``structured_outputs`` and the ``guided_*`` before it.
+"""Structured output fields: ``response_format``, ``structured_outputs`` and the older ``guided_*``.
 
-https://platform.openai.com/docs/guides/structured-outputs and vLLM's extra parameters, which mean what they mean there.
+https://platform.openai.com/docs/guides/structured-outputs and vLLM's extra parameters, with vLLM's semantics.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ MAX_NAME_LENGTH = 64
 
 
 class Constraint(NamedTuple):
-    """A form for the content, and the field that asked for it."""
+    """The form required of the content, and the field that requires it."""
 
     field: str
     form: Form
 
 
 class ConstraintFields(Protocol):
-    """The fields of a body that say what the content must be."""
+    """The fields of a body that constrain the content."""
 
     response_format: dict[str, Any] | None
     structured_outputs: dict[str, Any] | None
@@ -38,7 +38,7 @@ class ConstraintFields(Protocol):
 
 
 def constraint(body: ConstraintFields) -> Constraint | None:
-    """What ``body`` asks for, if anything. Raises ``InvalidParameter`` naming the field, also when there are two."""
+    """The constraint in ``body``, if any. Raises ``InvalidParameter`` about its field, also if there are two."""
     found = list(_given(body))
     if len(found) > 1:
         fields = " and ".join(f"'{each.field}'" for each in found[:2])
@@ -76,7 +76,7 @@ def _response_format(given: Mapping[str, Any]) -> Form | None:
 
 
 def _json_schema(given: Any) -> Form:
-    """``strict`` makes no difference: a schema is kept to whether it is set or not."""
+    """``strict`` is ignored: schemas are always enforced."""
     where = "'response_format.json_schema"
     if not isinstance(given, Mapping):
         raise InvalidParameter("response_format", f"{where}' must be an object with 'name' and 'schema'.")
@@ -115,7 +115,7 @@ def _json_object(value: Any) -> Form:
 
 
 def _structural_tag(value: Any) -> Form:
-    """``structures`` of ``begin``, ``schema`` and ``end``, and ``triggers``."""
+    """Parse ``structures`` (each with ``begin``, ``schema`` and ``end``) and ``triggers``."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -14,18 +14,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.body import BodyReader
-from octavo.server.front import front_of
 from octavo.server.generation import Choice
 from octavo.server.openai.completions import prompts_of
 from octavo.server.openai.fields import ACCEPTED, check_labels
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.pooled import ask, num_tokens, numbers
+from octavo.server.services import services_of
 from octavo.text.vectors import check_dimensions, shortened
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
-    """A request for the vectors of one text or of several."""
+    """The body of an embedding request with one or several texts."""
 
     model: str = ""
     input: str | list[int | str | list[int]]
@@ -40,13 +40,13 @@ reader = BodyReader(EmbeddingBody, {"truncate_prompt_tokens": (), "messages": ()
 
 
 async def create_embeddings(request: Request) -> Response:
-    front = front_of(request)
-    front.admission.check_room()
-    body, headers = await front.read(request, reader)
-    check_labels(front, body.model, body.priority, body.user)
-    check_dimensions(body.dimensions, front.engine.info.embedding_size)
+    services = services_of(request)
+    services.admission.check_room()
+    body, headers = await services.read(request, reader)
+    check_labels(services, body.model, body.priority, body.user)
+    check_dimensions(body.dimensions, services.engine.info.embedding_size)
     choices = await ask(
-        front,
+        services,
         request,
         "embed",
         body.model,
@@ -62,12 +62,12 @@ async def create_embeddings(request: Request) -> Response:
         answer = {
             "object": "list",
             "data": [_entry(index, choice, body) for index, choice in enumerate(choices)],
-            "model": front.answering_name(body.model),
+            "model": services.answering_name(body.model),
             "usage": {"prompt_tokens": count, "total_tokens": count},
         }
         return json_response(answer, headers)
 
-    return await asyncio.to_thread(render)  # vectors of many texts are megabytes of JSON
+    return await asyncio.to_thread(render)  # may render megabytes of JSON
 
 
 ENDPOINTS = [

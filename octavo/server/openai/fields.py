@@ -1,6 +1,6 @@
-"""The fields of a generation request: those that are served, refused by name, or without effect.
+"""The fields of a generation request: supported, rejected by name, or without effect.
 
-Field names and defaults are OpenAI's, then vLLM's for what OpenAI has no name for.
+Field names and defaults are OpenAI's, or vLLM's where OpenAI has none.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from octavo.config import SchedulerSettings
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_TOKEN_ID, SamplingParams
 from octavo.server.errors import UnsupportedParameter
-from octavo.server.front import Front
+from octavo.server.services import Services
 
 MAX_CACHE_SALT = 256
 MAX_USER = 256
 CACHE_RETENTIONS = {"in_memory": 0.0, "in-memory": 0.0, "24h": 86400.0}
-"""Values of ``prompt_cache_retention``, and for how many seconds cached blocks are then given up after all others."""
+"""Values of ``prompt_cache_retention`` and the seconds for which cached blocks are then evicted last."""
 MAX_TARGET = 86400.0
 MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0
 
@@ -55,10 +55,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": (),
     "watermarking": (),
 }
-"""Defined by an API and not served: the values beside each name are its defaults, which ask for nothing."""
+"""API fields that are not supported, with their default values, which are accepted."""
 
 IGNORED: dict[str, tuple[Any, ...]] = {"service_tier": ("auto", "default"), "store": ()}
-"""Wishes that no answer tells apart: a header names them, with any other value than these."""
+"""Fields without an effect on the answer; values other than these are reported in a response header."""
 
 ACCEPTED = frozenset(
     {"metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier", "session_id"}
@@ -66,14 +66,14 @@ ACCEPTED = frozenset(
 """Labels and hints for the operator of a service; no answer depends on them."""
 
 NO_LIMIT = -1
-"""``max_tokens`` of a request for as many tokens as fit."""
+"""Value of ``max_tokens`` for as many tokens as fit the context."""
 
 OPEN_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields that a model's generation config fills in where a request leaves them open."""
+"""Fields whose default comes from the model's generation config."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a stream tells besides text."""
+    """What a stream includes besides text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -81,9 +81,9 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
-    """What completions and chat completions have in common. Ranges are those of ``SamplingParams``.
+    """Fields common to completions and chat completions. Ranges are those of ``SamplingParams``.
 
-    ``None`` in a field of ``OPEN_FIELDS`` is what the model recommends, or else OpenAI's default.
+    ``None`` in a field of ``OPEN_FIELDS`` is the value in the model's generation config, or else OpenAI's default.
     """
 
     model: str = ""
@@ -129,12 +129,12 @@ class GenerationFields(msgspec.Struct, kw_only=True):
 
     @property
     def cache_ttl(self) -> float:
-        """Seconds for which the cached prompt is to be kept, if that can be."""
+        """Seconds for which the cached prompt is preferably retained."""
         return CACHE_RETENTIONS[self.prompt_cache_retention or "in_memory"]
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with its usage; asked for in every chunk, it comes at the end too."""
+        """Whether a stream ends with a usage chunk; continuous usage implies one."""
         options = self.stream_options
         return options is not None and bool(options.include_usage or options.continuous_usage_stats)
 
@@ -143,25 +143,25 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
-def check_labels(front: Front, model: str, priority: int, user: str | None) -> None:
-    """Check what every request may say about itself. Raises ``RequestError``."""
-    front.check_model(model)
+def check_labels(services: Services, model: str, priority: int, user: str | None) -> None:
+    """Validate the fields that all endpoints share. Raises ``RequestError``."""
+    services.check_model(model)
     if abs(priority) > MAX_TOKEN_ID:
         raise InvalidParameter("priority", f"'priority' must be from -{MAX_TOKEN_ID} to {MAX_TOKEN_ID}.")
-    if priority and front.config.scheduler.scheduling_policy != "priority":
+    if priority and services.config.scheduler.scheduling_policy != "priority":
         raise UnsupportedParameter("priority", "'priority' needs a server with --scheduling-policy priority.")
     if len(user or "") > MAX_USER:
         raise InvalidParameter("user", f"'user' must have at most {MAX_USER} characters.")
 
 
-def without_effect(body: GenerationFields, front: Front) -> list[str]:
-    """Fields that are passed over in this request."""
+def without_effect(body: GenerationFields, services: Services) -> list[str]:
+    """Fields that are ignored in this request."""
     return [] if body.stream or body.stream_options is None else ["stream_options"]
 
 
-def check_generation_fields(body: GenerationFields, front: Front) -> None:
-    """Checks that ``SamplingParams`` does not make. Raises ``RequestError``."""
-    check_labels(front, body.model, body.priority, body.user)
+def check_generation_fields(body: GenerationFields, services: Services) -> None:
+    """Validate what ``SamplingParams`` does not. Raises ``RequestError``."""
+    check_labels(services, body.model, body.priority, body.user)
     if body.stream and body.stream_options is not None and body.stream_options.include_obfuscation:
         raise UnsupportedParameter("stream_options", "'stream_options.include_obfuscation' is not supported.")
     if len(body.cache_salt) > MAX_CACHE_SALT:
@@ -172,12 +172,12 @@ def check_generation_fields(body: GenerationFields, front: Front) -> None:
         raise InvalidParameter("prompt_cache_retention", "'prompt_cache_retention' must be 'in_memory' or '24h'.")
     for name, target in (("ttft_target", body.ttft_target), ("tpot_target", body.tpot_target)):
         if target is not None:
-            _check_target(name, target, front.config.scheduler)
+            _check_target(name, target, services.config.scheduler)
     if body.timeout is not None and not MIN_TIMEOUT <= body.timeout <= MAX_TIMEOUT:
         raise InvalidParameter("timeout", f"'timeout' must be from {MIN_TIMEOUT:g} to {MAX_TIMEOUT:g} seconds.")
     for name in ("stop", "bad_words"):
         if getattr(body, name):
-            front.need_tokenizer(name)
+            services.need_tokenizer(name)
 
 
 def _check_target(name: str, seconds: float, scheduler: SchedulerSettings) -> None:
@@ -190,11 +190,15 @@ def _check_target(name: str, seconds: float, scheduler: SchedulerSettings) -> No
 
 
 def sampling_params(
-    body: GenerationFields, front: Front, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    body: GenerationFields,
+    services: Services,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """The body's own fields, and those that the two endpoints word differently. Raises ``InvalidParameter``."""
+    """Sampling parameters from the body and from the endpoint's own fields. Raises ``InvalidParameter``."""
     given = {name: value for name in OPEN_FIELDS if (value := getattr(body, name)) is not None}
-    recommended = front.engine.info.sampling_defaults
+    recommended = services.engine.info.sampling_defaults
     chosen: dict[str, Any] = {name: recommended[name] for name in OPEN_FIELDS if name in recommended} | given
     return SamplingParams(
         n=body.n,
@@ -218,20 +222,20 @@ def sampling_params(
 
 
 def check_max_tokens(name: str, value: int | None) -> None:
-    """Raise ``InvalidParameter`` about the field ``name`` of a request for a message."""
+    """Validate the token limit of a chat request. Raises ``InvalidParameter`` about the field ``name``."""
     if value is not None and value != NO_LIMIT and not 1 <= value <= MAX_TOKEN_ID:
         message = f"'{name}' must be a whole number from 1 to {MAX_TOKEN_ID}, or {NO_LIMIT} for as many as fit."
         raise InvalidParameter(name, message)
 
 
-def default_max_tokens(front: Front, asked: int | None) -> int | None:
-    """The most tokens of a message that the client does not limit, if the model recommends a limit."""
-    recommended = front.engine.info.sampling_defaults.get("max_tokens")
+def default_max_tokens(services: Services, asked: int | None) -> int | None:
+    """The default token limit of a message: the one in the model's generation config, if any."""
+    recommended = services.engine.info.sampling_defaults.get("max_tokens")
     return None if recommended is None or asked == NO_LIMIT else int(recommended)
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
-    """JSON has only string keys: each must be a token id in digits."""
+    """Parse the keys, which are strings in JSON and must be decimal token ids."""
     bias = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):

@@ -1,4 +1,4 @@
-"""Log-probabilities in the three forms that clients know: chat's, completions' and vLLM's for prompts."""
+"""Log-probabilities in three formats: chat completions, completions, and vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from octavo.text.tokenizer import Tokenizer
 from octavo.types import TokenLogprobs
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
 
 def finite(logprob: float) -> float:
-    """The value itself, or ``LOWEST`` for what is below it or no number."""
+    """``logprob``, or ``LOWEST`` if it is lower or NaN."""
     return logprob if logprob > LOWEST else LOWEST
 
 
 class TokenNames:
-    """How tokens are shown in answers: as text, or as ``token_id:7`` when asked so or when there is no tokenizer."""
+    """Renders tokens as text, or as ``token_id:7`` on request or without a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
         self.tokenizer = None if as_ids else tokenizer
@@ -29,12 +29,12 @@ class TokenNames:
         return f"token_id:{token}" if self.tokenizer is None else self.tokenizer.token_text(token)
 
     def bytes(self, token: int) -> bytes:
-        """The token's true bytes, which need not be whole characters."""
+        """The token's bytes, which may be incomplete UTF-8."""
         return b"" if self._bytes_of is None else self._bytes_of.token_bytes(token)
 
 
 def _ranked(entry: TokenLogprobs) -> list[tuple[int, float]]:
-    """The most likely tokens, best first, with the sampled token's own number wherever it is among them."""
+    """The most likely tokens, best first; the sampled token's entry has its own log-probability."""
     return [
         (token, entry.logprob if token == entry.token_id else logprob)
         for token, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
@@ -66,18 +66,18 @@ def _chat_entry(token: int, logprob: float, names: TokenNames) -> dict[str, Any]
 
 
 class CompletionLogprobs:
-    """``choices[].logprobs`` of a completion, piece by piece: ``text_offset`` counts characters of the whole text."""
+    """``choices[].logprobs`` of a completion, incrementally: ``text_offset`` counts from the start of the text."""
 
     def __init__(self, names: TokenNames, hidden: frozenset[int], num_top: int) -> None:
         self._names = names
         self._num_top = num_top
         self._hidden = hidden
-        """Special tokens, when the text does not show them."""
+        """Special tokens that the text omits."""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
     def render(self, entries: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, list[Any]]:
-        """Go on with these (token, its entry); the first token of an echoed prompt has no entry."""
+        """Render the next (token, entry) pairs; the first token of an echoed prompt has no entry."""
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, entry in entries:
             lists["tokens"].append(self._names.name(token))
@@ -89,7 +89,7 @@ class CompletionLogprobs:
         return lists
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """Token to log-probability, always with the sampled token. Where texts are equal, ids tell them apart."""
+        """Token to log-probability, including the sampled token. Tokens of equal text are shown by id."""
         top = {self._names.name(entry.token_id): finite(entry.logprob)}
         for token, logprob in _ranked(entry)[: self._num_top]:
             if token != entry.token_id:

@@ -1,4 +1,4 @@
-"""A conversation as clients send it, and the way from it to a prompt."""
+"""Conversion of a conversation to a prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning")
 
 
 class TemplateOptions(Protocol):
-    """The fields of a body that say how a conversation becomes a prompt."""
+    """The fields of a body with options for the chat template."""
 
     add_generation_prompt: bool
     continue_final_message: bool
@@ -27,16 +27,16 @@ class TemplateOptions(Protocol):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages with the way to put them into a prompt. Raises ``InvalidParameter`` when they cannot be served."""
+    """Messages and how to render them as a prompt. Raises ``InvalidParameter`` for unsupported messages."""
 
     messages: list[dict[str, Any]]
     options: TemplateOptions
     template: ChatTemplate
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the template that a field of the body sets."""
+    """Template variables set by fields of the body."""
     write_calls: WriteCalls | None = None
-    """Form of calls in the text, for a template without a place for tools."""
+    """Format of tool calls as text, for a template without tool support."""
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -50,18 +50,18 @@ class Conversation:
             )
 
     def prompt(self) -> str:
-        """The text for the model. Runs the template, so call it in a thread. Raises ``InvalidParameter``."""
+        """Render the prompt. Runs the template, so call it in a thread. Raises ``InvalidParameter``."""
         messages = normalise_messages(self.messages)
         if self.write_calls is None:
             return self._rendered(messages, self.tools)
         tools = self.tools or []
-        told = with_tools_in_text(messages, tools, self.write_calls)
+        updated = with_tools_in_text(messages, tools, self.write_calls)
         try:
-            return self._rendered(told, None)
+            return self._rendered(updated, None)
         except InvalidParameter:
             if not tools or any(message["role"] == "system" for message in messages):
                 raise
-            # The template may refuse just the system message that was added.
+            # The template may reject only the added system message.
             return self._rendered(with_tools_in_text(messages, tools, self.write_calls, has_system=False), None)
 
     def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
@@ -75,7 +75,7 @@ class Conversation:
 
     @staticmethod
     def _without_end(text: str, last: dict[str, Any]) -> str:
-        """``text`` up to the end of the final message, without what the template closes it with."""
+        """``text`` up to the end of the last message's content, without the template's closing tokens."""
         final = (last["content"] or "").strip()
         place = text.rfind(final)
         if place < 0:
@@ -85,7 +85,7 @@ class Conversation:
 
 
 def _checked(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """``message`` in the form that templates are written for: arguments of calls as values, one name for reasoning."""
+    """``message`` normalised for templates: call arguments as objects, reasoning under a fixed name."""
     role = message.get("role")
     if role not in ROLES:
         raise InvalidParameter("messages", f"'{where}.role' must be one of {', '.join(ROLES)}.")
@@ -104,7 +104,7 @@ def _checked(message: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(thought, str | None):
         raise InvalidParameter("messages", f"'{where}.reasoning_content' must be a string.")
     if thought:
-        # Most templates know the first name, gpt-oss's the second, which it refuses beside content.
+        # Most templates use the first name; gpt-oss's uses the second, and rejects it together with content.
         message["reasoning_content"] = thought
         if calls and not message.get("content"):
             message["thinking"] = thought

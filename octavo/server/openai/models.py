@@ -1,4 +1,4 @@
-"""GET /v1/models: the one model that this server serves, by each of its names, and its adapters.
+"""GET /v1/models: the served model, under each of its names, and its adapters.
 
 https://platform.openai.com/docs/api-reference/models, and https://docs.anthropic.com/en/api/models-list for clients
 that send the header of that API.
@@ -12,31 +12,31 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.server.front import Front, front_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
+from octavo.server.services import Services, services_of
 
 
 async def list_models(request: Request) -> Response:
-    front = front_of(request)
-    names = front.served_names
+    services = services_of(request)
+    names = services.served_names
     if _is_anthropic(request):
-        models = [_anthropic_model(front, name) for name in names]
-        # All on one page, whatever 'limit' says: there are as many as an operator has named.
+        models = [_anthropic_model(services, name) for name in names]
+        # Always one page, regardless of 'limit': the operator's configuration bounds the number.
         return json_response({"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}, {})
-    return json_response({"object": "list", "data": [_model(front, name) for name in names]}, {})
+    return json_response({"object": "list", "data": [_model(services, name) for name in names]}, {})
 
 
 async def retrieve_model(request: Request) -> Response:
-    front = front_of(request)
+    services = services_of(request)
     name = request.path_params["name"]
-    front.check_model(name)
-    return json_response(_anthropic_model(front, name) if _is_anthropic(request) else _model(front, name), {})
+    services.check_model(name)
+    return json_response(_anthropic_model(services, name) if _is_anthropic(request) else _model(services, name), {})
 
 
 ENDPOINTS = [
     Endpoint("GET", "/v1/models", list_models, "List the models"),
-    # A model's name may have slashes.
+    # Model names may contain slashes.
     Endpoint("GET", "/v1/models/{name:path}", retrieve_model, "Describe one model"),
 ]
 
@@ -45,30 +45,30 @@ def _is_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-def _model(front: Front, name: str) -> dict[str, Any]:
-    path = front.engine.adapters.paths.get(name)
+def _model(services: Services, name: str) -> dict[str, Any]:
+    path = services.engine.adapters.paths.get(name)
     return {
         "id": name,
         "object": "model",
-        "created": front.created,
+        "created": services.created,
         "owned_by": "octavo",
-        "max_model_len": front.engine.info.max_model_len,
-        "sampling_defaults": front.engine.info.sampling_defaults,
-        # Load clients take their tokenizer from there.
-        "root": path or front.config.model.model,
-        **({} if path is None else {"parent": front.model_name}),
+        "max_model_len": services.engine.info.max_model_len,
+        "sampling_defaults": services.engine.info.sampling_defaults,
+        # Load generators load their tokenizer from this path.
+        "root": path or services.config.model.model,
+        **({} if path is None else {"parent": services.model_name}),
     }
 
 
-def _anthropic_model(front: Front, name: str) -> dict[str, Any]:
-    created = datetime.datetime.fromtimestamp(front.created, datetime.UTC)
+def _anthropic_model(services: Services, name: str) -> dict[str, Any]:
+    created = datetime.datetime.fromtimestamp(services.created, datetime.UTC)
     return {
         "type": "model",
         "id": name,
         "display_name": name,
         "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "max_input_tokens": front.engine.info.max_model_len,
-        "max_tokens": front.engine.info.max_model_len,
+        "max_input_tokens": services.engine.info.max_model_len,
+        "max_tokens": services.engine.info.max_model_len,
         "lifecycle": "active",
         **dict.fromkeys(("capabilities", "deprecated_at", "line", "retires_at")),
     }

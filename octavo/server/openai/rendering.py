@@ -1,4 +1,4 @@
-"""What answers of both endpoints are made of: identity, usage, and chunks whose constant parts are rendered once."""
+"""Common parts of responses: identity, usage, and chunks with pre-rendered constant parts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from octavo.server.generation import Choice
 encode = msgspec.json.encode
 
 _LINE_BREAKS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
-"""Characters that JSON leaves alone and that some readers of event streams take for the end of a line."""
+"""Characters that JSON does not escape and that some event stream readers treat as line breaks."""
 
 
 def encode_line(value: object) -> bytes:
-    """``value`` as JSON that every reader of event streams takes for one line."""
+    """``value`` as JSON on a single line for all event stream readers."""
     data = encode(value)
     if not data.isascii():
         for line_break, escape in _LINE_BREAKS:
@@ -30,7 +30,7 @@ def encode_line(value: object) -> bytes:
 
 @dataclass(frozen=True)
 class Identity:
-    """What every chunk of an answer repeats."""
+    """The fields that every chunk of a response repeats."""
 
     prefix: str
     kind: str
@@ -46,7 +46,7 @@ class Identity:
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Token counts; a prompt counts once, however many choices it has."""
+    """Token counts; a prompt with several choices counts once."""
     firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()
     prompt_tokens = sum(len(choice.prompt.tokens) for choice in firsts)
     completion_tokens = sum(choice.num_tokens for choice in choices)
@@ -64,7 +64,7 @@ def json_response(body: dict[str, Any], headers: dict[str, str]) -> Response:
 
 
 class ChunkFrame:
-    """The part of a chunk around the members of its one choice, rendered once for a whole stream."""
+    """The constant part of a chunk around its single choice, rendered once per stream."""
 
     def __init__(
         self, identity: Identity, choices: Sequence[Choice], includes_usage: bool, has_continuous_usage: bool
@@ -78,11 +78,11 @@ class ChunkFrame:
         self._has_continuous_usage = has_continuous_usage
 
     def end(self) -> bytes:
-        """What follows the choice; with continuous usage it has the counts so far."""
+        """The end of a chunk; with continuous usage it contains the counts so far."""
         if self._has_continuous_usage:
             return b'}],"usage":' + encode(usage(self._choices)) + b"}\n\n"
         return self._end
 
     def usage_chunk(self) -> bytes:
-        """The last chunk of a stream that was asked for its usage; nothing otherwise."""
+        """The final usage chunk if requested, else empty."""
         return self._usage_start + encode(usage(self._choices)) + b"}\n\n" if self._includes_usage else b""

@@ -1,4 +1,4 @@
-"""Routes with what the OpenAPI document says of them, and the document, from the same types that read the bodies.
+"""Routes with OpenAPI metadata, and the OpenAPI document, generated from the types that decode the bodies.
 
 https://spec.openapis.org/oas/v3.1.0
 """
@@ -67,11 +67,11 @@ PAGE = """<!DOCTYPE html>
 </body>
 </html>
 """
-"""The document for people, shown by Swagger UI."""
+"""HTML page that shows the document with Swagger UI."""
 
 
 class Endpoint(Route):
-    """A route, and what the document says of it; ``body`` is the type that it reads from JSON."""
+    """A route with its OpenAPI metadata; ``body`` is the type of its JSON body."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Endpoint(Route):
         self.body = body
 
     def operation(self) -> dict[str, Any]:
-        """The operation object."""
+        """The OpenAPI operation object."""
         failure = _json("AnthropicError" if self.path.startswith("/v1/messages") else "Error")
         responses: dict[str, Any] = {"200": {"description": "Done"}}
         if self.body is not None:
@@ -124,7 +124,7 @@ def openapi_document(endpoints: Iterable[Endpoint], version: str) -> dict[str, A
 
 
 def _let_be_null(schema: dict[str, Any]) -> None:
-    """Say of every field that need not be there that it may be null, which is the same."""
+    """Allow null in the schema of every optional field, where it counts as absent."""
     for name, field in schema["properties"].items():
         if name not in schema.get("required", ()):
             default = {"default": field.pop("default")} if "default" in field else {}

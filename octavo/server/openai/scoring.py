@@ -1,7 +1,7 @@
-"""POST /v1/score and /v1/rerank: how well texts go together, in the forms of vLLM and of Jina AI.
+"""POST /v1/score and /v1/rerank: similarity scores, in the formats of vLLM and of Jina AI.
 
-https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html, https://api.jina.ai/redoc. A judge reads both
-texts at once; with a model that makes vectors, the score is the cosine of the angle between the two.
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html, https://api.jina.ai/redoc. A cross-encoder
+reads both texts at once; with an embedding model, the score is the cosine similarity of the two vectors.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from starlette.responses import Response
 from octavo.errors import InvalidParameter
 from octavo.server.admission import PromptSource
 from octavo.server.body import BodyReader
-from octavo.server.front import Front, front_of
 from octavo.server.openai.fields import ACCEPTED, check_labels
 from octavo.server.openai.rendering import Identity, json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.pooled import ask, num_tokens, numbers
+from octavo.server.services import Services, services_of
 from octavo.text.vectors import Floats, cosine, pairs_of
 
 
 class ScoreBody(msgspec.Struct, kw_only=True):
-    """A request for the scores of pairs: one text with each of several, or two lists of equal length."""
+    """The body of a scoring request: one text with each of several, or two lists of equal length."""
 
     model: str = ""
     text_1: str | list[str]
@@ -35,13 +35,13 @@ class ScoreBody(msgspec.Struct, kw_only=True):
 
 
 class Document(msgspec.Struct, kw_only=True):
-    """A text as an object."""
+    """A document given as an object."""
 
     text: str
 
 
 class RerankBody(msgspec.Struct, kw_only=True):
-    """A request to put documents in the order in which they suit a query."""
+    """The body of a request to rank documents by relevance to a query."""
 
     model: str = ""
     query: str
@@ -58,14 +58,14 @@ rerank_reader = BodyReader(RerankBody, REFUSED, ACCEPTED)
 
 
 async def score(request: Request) -> Response:
-    front = front_of(request)
-    front.admission.check_room()
-    body, headers = await front.read(request, score_reader)
-    check_labels(front, body.model, body.priority, body.user)
+    services = services_of(request)
+    services.admission.check_room()
+    body, headers = await services.read(request, score_reader)
+    check_labels(services, body.model, body.priority, body.user)
     pairs = pairs_of(body.text_1, body.text_2)
-    scores, count = await _scores(front, request, pairs, ("text_1", "text_2"), body)
+    scores, count = await _scores(services, request, pairs, ("text_1", "text_2"), body)
     answer = {
-        **Identity("score", "list", front.model_name).as_dict(),
+        **Identity("score", "list", services.model_name).as_dict(),
         "data": [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)],
         "usage": {"prompt_tokens": count, "total_tokens": count},
     }
@@ -73,17 +73,17 @@ async def score(request: Request) -> Response:
 
 
 async def rerank(request: Request) -> Response:
-    front = front_of(request)
-    front.admission.check_room()
-    body, headers = await front.read(request, rerank_reader)
-    check_labels(front, body.model, body.priority, body.user)
+    services = services_of(request)
+    services.admission.check_room()
+    body, headers = await services.read(request, rerank_reader)
+    check_labels(services, body.model, body.priority, body.user)
     if not body.documents:
         raise InvalidParameter("documents", "'documents' must not be empty.")
     if body.top_n is not None and body.top_n < 1:
         raise InvalidParameter("top_n", f"'top_n' must be at least 1, not {body.top_n}.")
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     pairs = [(body.query, text) for text in texts]
-    scores, count = await _scores(front, request, pairs, ("query", "documents"), body)
+    scores, count = await _scores(services, request, pairs, ("query", "documents"), body)
     order = sorted(range(len(texts)), key=lambda i: (-scores[i], i))[: body.top_n]
     results = [
         {"index": i, "relevance_score": scores[i]} | ({"document": {"text": texts[i]}} if body.return_documents else {})
@@ -91,7 +91,7 @@ async def rerank(request: Request) -> Response:
     ]
     answer = {
         "id": f"rerank-{uuid.uuid4().hex}",
-        "model": front.model_name,
+        "model": services.model_name,
         "usage": {"prompt_tokens": count, "total_tokens": count},
         "results": results,
     }
@@ -105,19 +105,25 @@ ENDPOINTS = [
 
 
 async def _scores(
-    front: Front, request: Request, pairs: list[tuple[str, str]], fields: tuple[str, str], body: ScoreBody | RerankBody
+    services: Services,
+    request: Request,
+    pairs: list[tuple[str, str]],
+    fields: tuple[str, str],
+    body: ScoreBody | RerankBody,
 ) -> tuple[list[float], int]:
-    """The score of each pair, and the tokens that were read for them."""
-    if "embed" not in front.engine.info.tasks:
+    """The score of each pair, and the total number of prompt tokens."""
+    if "embed" not in services.engine.info.tasks:
         choices = await ask(
-            front, request, "score", body.model, pairs, fields[1], priority=body.priority, user=body.user
+            services, request, "score", body.model, pairs, fields[1], priority=body.priority, user=body.user
         )
         return [float(numbers(choice)[0]) for choice in choices], num_tokens(choices)
     vectors: dict[PromptSource, Floats] = {}
     count = 0
     for field, texts in zip(fields, zip(*pairs, strict=True), strict=True):
         sources: list[PromptSource] = list(dict.fromkeys(texts))
-        choices = await ask(front, request, "embed", body.model, sources, field, priority=body.priority, user=body.user)
+        choices = await ask(
+            services, request, "embed", body.model, sources, field, priority=body.priority, user=body.user
+        )
         count += num_tokens(choices)
         vectors |= dict(zip(sources, map(numbers, choices), strict=True))
     return [cosine(vectors[first], vectors[second]) for first, second in pairs], count

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info, in the form of vLLM: what the model sees of a text or a chat."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from octavo.errors import InvalidParameter
 from octavo.server.admission import PromptSource
 from octavo.server.body import BodyReader
 from octavo.server.errors import MissingParameter
-from octavo.server.front import Front, front_of
 from octavo.server.openai.chat import conversation
 from octavo.server.openai.fields import ACCEPTED
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
+from octavo.server.services import Services, services_of
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -48,17 +48,17 @@ detokenize_reader = BodyReader(DetokenizeBody, {}, ACCEPTED | {"user"})
 
 
 async def tokenize(request: Request) -> Response:
-    front = front_of(request)
-    body, headers = await front.read(request, tokenize_reader)
-    front.check_model(body.model)
-    tokenizer = front.need_tokenizer("prompt" if body.messages is None else "messages")
-    source, field, adds_special = _source(body, front)
+    services = services_of(request)
+    body, headers = await services.read(request, tokenize_reader)
+    services.check_model(body.model)
+    tokenizer = services.need_tokenizer("prompt" if body.messages is None else "messages")
+    source, field, adds_special = _source(body, services)
     if body.add_special_tokens is not None:
         adds_special = body.add_special_tokens
-    prompt = await front.admission.encode(source, field, adds_special)
+    prompt = await services.admission.encode(source, field, adds_special)
     result: dict[str, Any] = {
         "count": len(prompt.tokens),
-        "max_model_len": front.engine.info.max_model_len,
+        "max_model_len": services.engine.info.max_model_len,
         "tokens": prompt.tokens,
         "token_strs": None,
     }
@@ -67,37 +67,37 @@ async def tokenize(request: Request) -> Response:
     return json_response(result, headers)
 
 
-def _source(body: TokenizeBody, front: Front) -> tuple[PromptSource, str, bool]:
-    """The text, the field it came in, and whether special tokens go around it unless told otherwise."""
+def _source(body: TokenizeBody, services: Services) -> tuple[PromptSource, str, bool]:
+    """The text, its field's name, and the default of ``add_special_tokens``."""
     if body.messages is not None and body.prompt is not None:
         raise InvalidParameter("messages", "'prompt' and 'messages' cannot both be given.")
     if body.messages is not None:
-        return conversation(body.messages, body, front).prompt, "messages", False
+        return conversation(body.messages, body, services).prompt, "messages", False
     if body.prompt is None:
         raise MissingParameter("prompt")
     return body.prompt, "prompt", True
 
 
 async def detokenize(request: Request) -> Response:
-    front = front_of(request)
-    body, headers = await front.read(request, detokenize_reader)
-    front.check_model(body.model)
-    tokenizer = front.need_tokenizer("tokens")
-    front.admission.check_in_vocabulary(body.tokens, "tokens")
+    services = services_of(request)
+    body, headers = await services.read(request, detokenize_reader)
+    services.check_model(body.model)
+    tokenizer = services.need_tokenizer("tokens")
+    services.admission.check_in_vocabulary(body.tokens, "tokens")
     text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
     return json_response({"prompt": text}, headers)
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """What evaluation harnesses without a tokenizer of their own ask before they tokenise here."""
-    front = front_of(request)
-    tokenizer = front.need_tokenizer("tokenizer_info")
+    """Tokenizer metadata, for evaluation harnesses that use this server's tokenizer."""
+    services = services_of(request)
+    tokenizer = services.need_tokenizer("tokenizer_info")
     info = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **dict.fromkeys(("bos_token", "eos_token", "pad_token")),
         **tokenizer.special_tokens,
-        "model_max_length": front.engine.info.max_model_len,
-        "chat_template": front.chat_template.source,
+        "model_max_length": services.engine.info.max_model_len,
+        "chat_template": services.chat_template.source,
     }
     return json_response(info, {})
 

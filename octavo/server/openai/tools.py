@@ -1,4 +1,4 @@
-"""Functions that a client offers, and which of them it wants to be called.
+"""``tools`` and ``tool_choice`` of a request.
 
 https://platform.openai.com/docs/guides/function-calling
 """
@@ -24,24 +24,24 @@ ToolChoice = str | dict[str, Any]
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request says of tools."""
+    """The tools of a request."""
 
     given: list[dict[str, Any]]
-    """As the client wrote them, for the chat template."""
+    """As sent by the client, for the chat template."""
     tools: tuple[Tool, ...]
     mode: Literal["auto", "required", "named"]
-    """Whether the model may call, must call, or must call the one function that ``wanted`` has."""
-    wanted: tuple[Tool, ...]
-    """Those that may be called."""
+    """Whether the model may call, must call, or must call the single function in ``allowed``."""
+    allowed: tuple[Tool, ...]
+    """The functions that may be called."""
     is_parallel: bool
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(tool.name for tool in self.wanted)
+        return frozenset(tool.name for tool in self.allowed)
 
     @property
     def is_strict(self) -> bool:
-        return any(tool.is_strict for tool in self.wanted)
+        return any(tool.is_strict for tool in self.allowed)
 
     @property
     def must_call(self) -> bool:
@@ -49,7 +49,7 @@ class ToolUse:
 
 
 def tool_use(tools: list[dict[str, Any]], choice: ToolChoice | None, is_parallel: bool) -> ToolUse | None:
-    """What a body's fields mean; ``None`` when nothing is to be called. Raises ``InvalidParameter``."""
+    """Parse ``tools`` and ``tool_choice``; ``None`` when no calls are possible. Raises ``InvalidParameter``."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidParameter("tool_choice", "'tool_choice' is only allowed when 'tools' are given.")
@@ -67,20 +67,20 @@ def tool_use(tools: list[dict[str, Any]], choice: ToolChoice | None, is_parallel
         return ToolUse(tools, found, "auto", found, is_parallel)
     if choice == "required":
         return ToolUse(tools, found, "required", found, is_parallel)
-    wanted = tuple(tool for tool in found if tool.name == _named(choice))
-    if not wanted:
+    allowed = tuple(tool for tool in found if tool.name == _named(choice))
+    if not allowed:
         raise InvalidParameter("tool_choice", "'tool_choice' names a function that 'tools' does not have.")
-    return ToolUse(tools, found, "named", wanted, False)
+    return ToolUse(tools, found, "named", allowed, False)
 
 
-def wanted_message(form: Form | None, tools: ToolUse | None) -> Wanted | None:
-    """What the message must be when its content must have ``form``; ``None`` when it may be anything."""
+def expected_message(form: Form | None, tools: ToolUse | None) -> Wanted | None:
+    """The constraint on the message for content of ``form`` and these tools; ``None`` if unconstrained."""
     if tools is None:
         return None if form is None else Wanted(form)
     if tools.must_call:
-        return Wanted(None, tools.wanted, tools.is_parallel)
+        return Wanted(None, tools.allowed, tools.is_parallel)
     if form is not None or tools.is_strict:
-        return Wanted(form, tools.wanted, tools.is_parallel, may_talk=form is None)
+        return Wanted(form, tools.allowed, tools.is_parallel, may_talk=form is None)
     return None
 
 

@@ -1,4 +1,4 @@
-"""Responses as answers: whole, or as events with sequence numbers.
+"""Rendering of responses, unstreamed or as events with sequence numbers.
 
 https://platform.openai.com/docs/api-reference/responses-streaming
 """
@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from octavo.errors import RequestError
+from octavo.server.chat_reply import ChatReply
 from octavo.server.generation import Choice
 from octavo.server.openai.rendering import encode_line
-from octavo.server.reply import Reply
 from octavo.server.responses.body import ResponseBody
 from octavo.server.responses.items import Item
 from octavo.server.sse import EventStream
@@ -27,8 +27,8 @@ def new_id(prefix: str) -> str:
 
 
 def begun(body: ResponseBody, model: str, sampling_defaults: Mapping[str, float], is_parallel: bool) -> dict[str, Any]:
-    """The response object before anything is computed; clients expect to find in it what they asked for, and what
-    was chosen where they did not say."""
+    """The response object at the start; it echoes the request's fields, with the defaults that were chosen for absent
+    ones."""
     chosen = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, **sampling_defaults}
     return {
         "id": new_id("resp"),
@@ -67,40 +67,40 @@ def begun(body: ResponseBody, model: str, sampling_defaults: Mapping[str, float]
 
 
 def failed(response: dict[str, Any], error: RequestError) -> None:
-    """Note in the response object that there will be no answer."""
+    """Mark the response object as failed."""
     response["status"] = "failed"
-    # The API has a closed list of codes, these two among them.
+    # The API defines a fixed list of codes, which includes these two.
     code = "server_error" if error.status >= 500 else "invalid_prompt"
     response["error"] = {"code": code, "message": error.message}
     response["completed_at"] = None
 
 
 class ResponseAnswer:
-    """Puts one reply into its response object, and tells of it as events."""
+    """Renders one reply as a response object and as events."""
 
-    def __init__(self, response: dict[str, Any], reply: Reply) -> None:
+    def __init__(self, response: dict[str, Any], reply: ChatReply) -> None:
         self.response = response
         self._reply = reply
         self._number = 0
         self._is_open = False
-        """Whether the last item of the output may still grow."""
+        """Whether the last output item is unfinished."""
 
     def finish(self) -> dict[str, Any]:
-        """The response object, once the choice is finished."""
+        """The final response object, once the choice is finished."""
         for _ in self._events():
             pass
         return self.response
 
     def frames(self, choice: Choice) -> bytes:
-        """The events for what is new."""
+        """The events for new output."""
         return b"".join(self._events())
 
     def last_frames(self) -> bytes:
-        """The event that tells of the end, once the choice is finished."""
+        """The final event, once the choice is finished."""
         return self._event(f"response.{self.response['status']}", response=self.response)
 
     def failure(self, error: RequestError) -> bytes:
-        """The event that tells of an error."""
+        """The event that reports an error."""
         failed(self.response, error)
         return self._event("response.failed", response=self.response)
 
@@ -148,7 +148,7 @@ class ResponseAnswer:
         yield self._event(f"response.{PART_TYPES[kind]}.delta", **self._place(), delta=piece.text, **extra)
 
     def _open(self, kind: str) -> Iterator[bytes]:
-        """Begin an item with one part of text."""
+        """Begin an output item with one text part."""
         part: dict[str, Any] = {"type": PART_TYPES[kind], "text": ""}
         if kind == "message":
             part |= {"annotations": [], "logprobs": []}
@@ -161,7 +161,7 @@ class ResponseAnswer:
         yield self._event("response.content_part.added", **self._place(), part=part)
 
     def _close(self, status: str) -> Iterator[bytes]:
-        """End the item that is open."""
+        """End the open output item."""
         if not self._is_open:
             return
         self._is_open = False
@@ -210,15 +210,15 @@ class ResponseAnswer:
 
 
 class ResponseStream(EventStream):
-    """Events with names, and no ``[DONE]`` after them."""
+    """Named events without a final ``[DONE]``."""
 
     END = b""
 
     def __init__(
-        self, reply: Reply, answer: ResponseAnswer, headers: Mapping[str, str], keep: Callable[[], Awaitable[None]]
+        self, reply: ChatReply, answer: ResponseAnswer, headers: Mapping[str, str], keep: Callable[[], Awaitable[None]]
     ) -> None:
-        """``keep`` is called before the last event, which says that the response can be asked for; or that it failed,
-        if ``keep`` raises ``RequestError``."""
+        """``keep`` stores the response before the final event is sent, which reports a failure if ``keep`` raises
+        ``RequestError``."""
         super().__init__(reply.generation, answer, headers)
         self._answer = answer
         self._keep = keep
@@ -231,6 +231,6 @@ class ResponseStream(EventStream):
         try:
             await self._keep()
         except RequestError as problem:
-            # A client that has been told of one error needs no second.
+            # Report only the first error.
             frames = frames or self.error_frames(problem)
         return frames or self._answer.last_frames()

@@ -1,4 +1,4 @@
-"""The body of a response request, and its way to the body of a chat completion."""
+"""The body of a response request, and its conversion to a chat completion body."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.server.body import BodyReader
 from octavo.server.errors import UnsupportedParameter, printable
-from octavo.server.front import Front
 from octavo.server.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
 from octavo.server.openai.fields import check_max_tokens
 from octavo.server.responses.items import Item, chat_messages
+from octavo.server.services import Services
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "context_management": (),
@@ -23,14 +23,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt": (),
 }
 IGNORED: dict[str, tuple[Any, ...]] = IGNORED_IN_CHAT | {"max_tool_calls": (), "truncation": ("disabled",)}
-"""No tools run on this server, and a conversation that does not fit is refused, never cut."""
+"""No tools run on this server, and a conversation that does not fit is rejected, never truncated."""
 ACCEPTED = frozenset({"prompt_cache_retention", "client_metadata", "request_id", "session_id"})
 INCLUDED = ("reasoning.encrypted_content",)
-"""What may be asked for beside the answer: reasoning is shown as it is here, so nothing of it is encrypted."""
+"""Accepted values of ``include``; without effect, as reasoning is returned unencrypted."""
 
 
 class Reasoning(msgspec.Struct, kw_only=True, frozen=True):
-    """How much the model should reason."""
+    """Options for reasoning."""
 
     effort: str | None = None
     summary: str | None = None
@@ -38,20 +38,20 @@ class Reasoning(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class TextOptions(msgspec.Struct, kw_only=True, frozen=True):
-    """What the text must be."""
+    """Options for the output text."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream tells besides events."""
+    """Options for streams."""
 
     include_obfuscation: bool | None = None
 
 
 class ResponseBody(msgspec.Struct, kw_only=True):
-    """A request for a response."""
+    """The body of a response request."""
 
     model: str = ""
     input: str | list[Item] = []
@@ -83,14 +83,14 @@ class ResponseBody(msgspec.Struct, kw_only=True):
 reader = BodyReader(ResponseBody, refused_elsewhere(ResponseBody, ACCEPTED) | REFUSED, ACCEPTED, IGNORED)
 
 
-def without_effect(body: ResponseBody, front: Front) -> list[str]:
-    """Fields that are passed over in this request."""
-    named = [] if effort(body.reasoning.effort, front) is not None else ["reasoning.effort"]
+def without_effect(body: ResponseBody, services: Services) -> list[str]:
+    """Fields that are ignored in this request."""
+    named = [] if effort(body.reasoning.effort, services) is not None else ["reasoning.effort"]
     return named if body.text.verbosity in (None, "medium") else [*named, "text.verbosity"]
 
 
 def check(body: ResponseBody) -> None:
-    """Checks that are not those of a chat completion. Raises ``RequestError``."""
+    """Validate what chat completions do not. Raises ``RequestError``."""
     check_max_tokens("max_output_tokens", body.max_output_tokens)
     for name in body.include:
         if name not in INCLUDED:
@@ -110,7 +110,7 @@ def check(body: ResponseBody) -> None:
 
 
 def chat_body(body: ResponseBody, history: list[Item]) -> ChatBody:
-    """The same request as a chat completion's, behind the items of ``history``. Raises ``InvalidParameter``."""
+    """Convert the request, preceded by ``history``, to a chat completion body. Raises ``InvalidParameter``."""
     messages = chat_messages(history)
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
@@ -148,7 +148,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
 
 
 def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The format in the words of chat completions, where a schema has an object of its own."""
+    """``text.format`` as a chat completion ``response_format``, which nests the schema in an object."""
     if given is not None and given.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
     return given

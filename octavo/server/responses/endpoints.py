@@ -1,4 +1,4 @@
-"""/v1/responses: replies that are kept, can be followed up, fetched, deleted, and computed in the background."""
+"""/v1/responses: stored replies that can be continued, retrieved, deleted, and computed in the background."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter, RequestError, Unavailable
+from octavo.server.background_jobs import inner_request, retry_while_unavailable
 from octavo.server.caller import Caller, caller_of
+from octavo.server.chat_reply import begin_reply
 from octavo.server.errors import NotFound, UnexpectedError, printable
-from octavo.server.front import Front, front_of
-from octavo.server.jobs import inner_request, patiently
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
-from octavo.server.reply import begin_reply
 from octavo.server.responses.answer import ResponseAnswer, ResponseStream, begun, failed
 from octavo.server.responses.body import ResponseBody, chat_body, check, reader, without_effect
 from octavo.server.responses.items import Item, input_items
-from octavo.server.sse import attended, whole
+from octavo.server.services import Services, services_of
+from octavo.server.sse import attended, finished_choices
 from octavo.server.store import StoredItem, decoded
 
 KIND = "response"
 PENDING = "pending_response"
-"""Kind of what is kept of a background response until it is done."""
+"""Store kind of unfinished background responses."""
 PATH = "/v1/responses"
 
 
@@ -35,48 +35,48 @@ logger = logging.getLogger(__name__)
 
 
 class PreviousResponseNotFound(InvalidParameter):
-    """There is no response to follow up."""
+    """The previous response does not exist."""
 
     code = "previous_response_not_found"
 
 
 class Record(msgspec.Struct):
-    """A response as it is kept, with the items that it follows."""
+    """A stored response with its input items."""
 
     response: dict[str, Any]
     history: list[Item]
 
 
 class Pending(msgspec.Struct):
-    """A background response that is not done: with this, another process can go on with it."""
+    """An unfinished background response, stored so that another process can resume it."""
 
     body: ResponseBody
     record: Record
 
 
 async def create_response(request: Request) -> Response:
-    front, caller = front_of(request), caller_of(request)
-    front.admission.check_room()
-    body, headers = await front.read(request, reader, without_effect)
+    services, caller = services_of(request), caller_of(request)
+    services.admission.check_room()
+    body, headers = await services.read(request, reader, without_effect)
     check(body)
-    front.check_model(body.model)
-    history = await _previous(front, caller, body.previous_response_id) + input_items(body.input)
+    services.check_model(body.model)
+    history = await _previous(services, caller, body.previous_response_id) + input_items(body.input)
     chat = chat_body(body, history)
-    model, is_parallel = front.answering_name(body.model), front.message_format.is_parallel
-    record = Record(begun(body, model, front.engine.info.sampling_defaults, is_parallel), history)
+    model, is_parallel = services.answering_name(body.model), services.message_format.is_parallel
+    record = Record(begun(body, model, services.engine.info.sampling_defaults, is_parallel), history)
     if body.background:
         await _begin_in_background(request.app, caller, Pending(body, record))
         return json_response(record.response, headers)
 
     async def keep() -> None:
         if body.store:
-            await _keep(front, caller, record)
+            await _keep(services, caller, record)
 
-    reply = await begin_reply(front, chat, request, record.response["id"])
+    reply = await begin_reply(services, chat, request, record.response["id"])
     answer = ResponseAnswer(record.response, reply)
     if body.stream:
         return ResponseStream(reply, answer, headers, keep)
-    await whole(reply.generation, request)
+    await finished_choices(reply.generation, request)
     answer.finish()
     await keep()
     return json_response(record.response, headers)
@@ -93,7 +93,7 @@ async def list_input_items(request: Request) -> Response:
     items = (await _record(request)).history
     items = [{"id": f"item_{place}", **item} for place, item in enumerate(items)]
     ids = [item["id"] for item in items] or [None]
-    # Newest first, as the API has it unless told otherwise.
+    # Newest first by default, as in the API.
     if request.query_params.get("order", "desc") == "desc":
         items, ids = items[::-1], ids[::-1]
     return json_response(
@@ -102,30 +102,30 @@ async def list_input_items(request: Request) -> Response:
 
 
 async def delete_response(request: Request) -> Response:
-    front, name, owner = front_of(request), request.path_params["response_id"], caller_of(request).name
+    services, name, owner = services_of(request), request.path_params["response_id"], caller_of(request).name
     await _value(request)
 
     async def forget() -> None:
-        await front.store.delete(PENDING, name, owner)
-        await front.store.delete(KIND, name, owner)
+        await services.store.delete(PENDING, name, owner)
+        await services.store.delete(KIND, name, owner)
 
-    # A job goes on unless the response could be forgotten, and may have kept more of it until it was cancelled.
+    # Delete first, so that the job continues if that fails; then again, as the job may have stored the response since.
     await forget()
-    if await front.jobs.cancel(name):
+    if await services.jobs.cancel(name):
         await forget()
     return json_response({"id": name, "object": "response", "deleted": True}, {})
 
 
 async def cancel_response(request: Request) -> Response:
-    front, caller = front_of(request), caller_of(request)
+    services, caller = services_of(request), caller_of(request)
     name = (await _record(request)).response["id"]
-    is_cancelled = await front.jobs.cancel(name)
+    is_cancelled = await services.jobs.cancel(name)
     record = await _record(request)
     if not record.response["background"]:
         raise InvalidParameter("response_id", "Only responses that were begun in the background can be cancelled.")
     if is_cancelled and record.response["status"] in ("queued", "in_progress"):
         record.response["status"] = "cancelled"
-        await front.jobs.settle(name, _keep_end(front, caller, record))
+        await services.jobs.settle(name, _keep_end(services, caller, record))
     return json_response(record.response, {})
 
 
@@ -139,23 +139,23 @@ ENDPOINTS = [
 
 
 async def resume_responses(app: Starlette) -> None:
-    """Go on with what an earlier process left undone in the background."""
-    front: Front = app.state.front
-    for row, pending in decoded(PENDING, await front.store.list(PENDING), Pending):
-        front.jobs.start(row.id, _in_background(app, front.keys.caller(row.owner), pending))
+    """Resume background responses that an earlier process left unfinished."""
+    services: Services = app.state.services
+    for row, pending in decoded(PENDING, await services.store.list(PENDING), Pending):
+        services.jobs.start(row.id, _in_background(app, services.keys.caller(row.owner), pending))
 
 
 # --- the store ---
 
 
-async def _keep(front: Front, caller: Caller, record: Record) -> None:
-    await front.store.put_all(caller.name, [_item(record)])
+async def _keep(services: Services, caller: Caller, record: Record) -> None:
+    await services.store.put_all(caller.name, [_item(record)])
 
 
-async def _keep_end(front: Front, caller: Caller, record: Record) -> None:
-    """Keep a background response as it ended, as soon as the store has room."""
-    await patiently(lambda: _keep(front, caller, record))
-    await patiently(lambda: front.store.delete(PENDING, record.response["id"], caller.name))
+async def _keep_end(services: Services, caller: Caller, record: Record) -> None:
+    """Store a finished background response, retrying until the store has room."""
+    await retry_while_unavailable(lambda: _keep(services, caller, record))
+    await retry_while_unavailable(lambda: services.store.delete(PENDING, record.response["id"], caller.name))
 
 
 def _item(record: Record) -> StoredItem:
@@ -168,17 +168,17 @@ async def _record(request: Request) -> Record:
 
 async def _value(request: Request) -> bytes:
     name = request.path_params["response_id"]
-    value = await front_of(request).store.get(KIND, name, caller_of(request).name)
+    value = await services_of(request).store.get(KIND, name, caller_of(request).name)
     if value is None:
         raise NotFound(f"There is no response '{printable(name)}'.", param="response_id")
     return value
 
 
-async def _previous(front: Front, caller: Caller, name: str | None) -> list[Item]:
-    """The conversation up to and with an earlier response."""
+async def _previous(services: Services, caller: Caller, name: str | None) -> list[Item]:
+    """The conversation up to and including an earlier response."""
     if name is None:
         return []
-    value = await front.store.get(KIND, name, caller.name)
+    value = await services.store.get(KIND, name, caller.name)
     if value is None:
         message = f"There is no response '{printable(name)}' to follow up."
         raise PreviousResponseNotFound("previous_response_id", message)
@@ -190,34 +190,34 @@ async def _previous(front: Front, caller: Caller, name: str | None) -> list[Item
 
 
 async def _begin_in_background(app: Starlette, caller: Caller, pending: Pending) -> None:
-    front: Front = app.state.front
+    services: Services = app.state.services
     name = pending.record.response["id"]
     items = [StoredItem(PENDING, name, msgspec.json.encode(pending)), _item(pending.record)]
-    await front.store.put_all(caller.name, items)
-    front.jobs.start(name, _in_background(app, caller, pending))
+    await services.store.put_all(caller.name, items)
+    services.jobs.start(name, _in_background(app, caller, pending))
 
 
 async def _in_background(app: Starlette, caller: Caller, pending: Pending) -> None:
-    """Have the reply computed, however often the server is full or shuts down before."""
-    front: Front = app.state.front
+    """Compute the reply, retrying while the server is full or shutting down."""
+    services: Services = app.state.services
     record = pending.record
 
     async def attempt() -> dict[str, Any]:
         request = inner_request(app, PATH, b"", caller)
         chat = chat_body(pending.body, record.history)
-        reply = await begin_reply(front, chat, request, record.response["id"])
+        reply = await begin_reply(services, chat, request, record.response["id"])
         async with attended(reply.generation, request.receive):
             record.response["status"] = "in_progress"
-            with contextlib.suppress(Unavailable):  # the status alone is not worth waiting for room
-                await _keep(front, caller, record)
+            with contextlib.suppress(Unavailable):  # the status update is optional
+                await _keep(services, caller, record)
             await reply.generation.result()
         return ResponseAnswer(record.response, reply).finish()
 
     try:
-        await patiently(attempt)
+        await retry_while_unavailable(attempt)
     except RequestError as error:
         failed(record.response, error)
     except Exception:
         logger.exception("%s failed", record.response["id"])
         failed(record.response, UnexpectedError())
-    await _keep_end(front, caller, record)
+    await _keep_end(services, caller, record)

@@ -1,4 +1,4 @@
-"""Input and output items of responses, and their way to the messages of a chat completion.
+"""Input and output items of responses, and their conversion to chat completion messages.
 
 https://platform.openai.com/docs/api-reference/responses
 """
@@ -16,16 +16,16 @@ TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", 
 
 
 def input_items(given: str | list[Item]) -> list[Item]:
-    """Items as they are kept. Raises ``InvalidParameter``."""
+    """Input items in stored form. Raises ``InvalidParameter``."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
     return [{"type": "message", **item} if "role" in item else item for item in given]
 
 
 def chat_messages(items: list[Item]) -> list[dict[str, Any]]:
-    """The conversation as chat completions have it. Raises ``InvalidParameter``.
+    """Convert items to chat completion messages. Raises ``InvalidParameter``.
 
-    There, the reasoning and the calls of one turn of the assistant are members of one message.
+    Reasoning, calls and text of one assistant turn become members of one message.
     """
     if not items:
         raise InvalidParameter("input", "'input' must not be empty.")
@@ -53,10 +53,10 @@ def chat_messages(items: list[Item]) -> list[dict[str, Any]]:
 
 
 def _merge(messages: list[dict[str, Any]], members: dict[str, Any]) -> None:
-    """Add members to the assistant's turn that ``messages`` ends with, or begin one."""
+    """Add members to the assistant message at the end of ``messages``, or append one."""
     last = messages[-1] if messages else None
     begins = last is None or last["role"] != "assistant" or ("content" in members and bool(last["content"]))
-    # Reasoning comes before what it led to.
+    # Reasoning begins a new turn after calls or content.
     if last is None or begins or ("reasoning_content" in members and ("tool_calls" in last or last["content"])):
         messages.append({"role": "assistant", "content": "", **members})
         return

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from octavo.server import jobs as jobs_module
+from octavo.server import background_jobs
 from octavo.server import store as store_module
 from octavo.server.batches import batches as batches_module
 from tests.server.conftest import Served, execute, fill, make_room
@@ -193,7 +193,7 @@ def test_a_damaged_database_ends_the_batch(serve_app: Any, monkeypatch: pytest.M
     def damaged(*args: Any) -> Any:
         raise sqlite3.DatabaseError("database disk image is malformed")
 
-    monkeypatch.setattr(served.app.state.front.store, "_put_all", damaged)
+    monkeypatch.setattr(served.app.state.services.store, "_put_all", damaged)
     engine.runs = True
     served.call(engine._schedule)
     done = until_done(served, batch.id)
@@ -224,7 +224,7 @@ def test_a_batch_waits_while_the_disk_is_full(serve_app: Any, monkeypatch: pytes
 
 def test_a_batch_is_cancelled_while_the_disk_is_full(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "RETRY_SECONDS", 0.05)
-    monkeypatch.setattr(jobs_module, "SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(background_jobs, "SETTLE_SECONDS", 0.1)
     engine = InProcessEngine(max_num_seqs=4, runs=False)
     served = serve_app(engine)
     batch = begin_and_do_two(served, engine)

@@ -233,7 +233,7 @@ def test_what_is_kept_expires(serve_app: Any) -> None:
     served = serve_app(retention_hours=0.001)
     name = post(served).json()["id"]
     assert served.client.get(f"/v1/responses/{name}").status_code == 200
-    served.app.state.front.store._retention = 0.0
+    served.app.state.services.store._retention = 0.0
     assert served.client.get(f"/v1/responses/{name}").status_code == 404
 
 

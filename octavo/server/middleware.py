@@ -1,8 +1,7 @@
-"""The outermost layer, plain ASGI: paths, request ids, API keys, and the last net under everything.
+"""The outermost ASGI middleware: normalises paths, assigns request ids, checks hosts and API keys, handles exceptions.
 
-Nothing but the paths in ``OPEN_PATHS`` is served without a key, when keys are asked for, or under a name that is not
-allowed: what is not known to be harmless is closed. The path is the one that the router will use, so there is no
-second reading of it.
+Only the paths in ``OPEN_PATHS`` are exempt from the checks of API key and host name. The checked path is the one that
+the router uses, so the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -16,33 +15,33 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import RequestError
+from octavo.server.allowed_hosts import AllowedHosts
 from octavo.server.caller import CALLER
 from octavo.server.errors import UnexpectedError, error_response, rejection_of
 from octavo.server.generation import ClientGone
-from octavo.server.hosts import Hosts
 from octavo.server.http import WRITE_PIECE
 from octavo.server.keys import Keys
-from octavo.server.turnstile import Turnstile
+from octavo.server.pacing import RequestPacer
 from octavo.telemetry.metrics import Metrics
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""What probes ask, which have no key and often no more than the address as a name."""
+"""Health probes have no key, and often use the address as the host name."""
 MAX_REQUEST_ID_BYTES = 128
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status, for the log and the metrics, of a request whose client left before its answer."""
+"""nginx's status for a client that disconnected before the response; used in the log and the metrics."""
 
 logger = logging.getLogger(__name__)
 
 
-class Gate:
-    """ASGI middleware around the whole application."""
+class RequestMiddleware:
+    """ASGI middleware around the application."""
 
-    def __init__(self, app: ASGIApp, *, keys: Keys, hosts: Hosts, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Keys, hosts: AllowedHosts, metrics: Metrics) -> None:
         self.app = app
         self._metrics = metrics
         self._keys = keys
         self._hosts = hosts
-        self._turnstile = Turnstile()
+        self._pacer = RequestPacer()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -68,7 +67,7 @@ class Gate:
 
         try:
             self._check(scope, headers)
-            await self._turnstile.enter()
+            await self._pacer.enter()
             await self.app(scope, receive, send_named)
         except (ClientGone, ClientDisconnect):
             logger.debug("%s: the client left", request_id)
@@ -80,8 +79,8 @@ class Gate:
             logger.exception("%s: unexpected error", request_id)
             if not status:
                 await error_response(UnexpectedError(), scope["path"])(scope, receive, send_named)
-        scope.pop(WRITE_PIECE, None)  # it leads to the connection, and that to the scope
-        # The route's pattern, not the path: labels must not grow with what clients send.
+        scope.pop(WRITE_PIECE, None)  # breaks a reference cycle: it refers to the connection, which refers to the scope
+        # The route's pattern, not the path: clients must not be able to create metric labels.
         handler = getattr(scope.get("route"), "path", "other")
         self._metrics.observe_http(handler, scope["method"], status, time.monotonic() - start)
 
@@ -92,23 +91,23 @@ class Gate:
 
 
 def _tidy(path: str) -> str:
-    """``path`` without doubled slashes and without one at its end: what base addresses with a slash too many make."""
+    """``path`` without doubled or trailing slashes, which result from base URLs with an extra slash."""
     if "//" in path or path.endswith("/"):
         return "/" + "/".join(filter(None, path.split("/")))
     return path
 
 
 def _secret(headers: Headers) -> bytes | None:
-    """The key that came with a request, as OpenAI's clients send it or as Anthropic's do."""
+    """The API key from ``Authorization: Bearer`` (OpenAI) or ``x-api-key`` (Anthropic)."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
         key = headers.get("x-api-key", "")
-    # Header values were decoded as Latin-1; encoding them so gives back the bytes that were sent.
+    # Header values were decoded as Latin-1; encoding restores the original bytes.
     return key.strip().encode("latin-1") or None
 
 
 def _request_id(headers: Headers) -> str:
-    """The client's own id when it is fit to be echoed, else a new one."""
+    """The client's ``x-request-id`` if it is safe to echo, else a new one."""
     given = headers.get("x-request-id", "")
     if 1 <= len(given) <= MAX_REQUEST_ID_BYTES and given.isascii() and given.isprintable():
         return given

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.sampling_params import SamplingParams
-from octavo.server.live import LiveRequest
-from octavo.server.trials import CONVICTION, FAULT, KILL, MOST_EVIDENCE, SUSPICION, Trials
+from octavo.server.crash_isolation import CONVICTION, FAULT, KILL, MOST_EVIDENCE, SUSPICION, CrashIsolation
+from octavo.server.live_request import LiveRequest
 from octavo.telemetry.counts import Timing
 from octavo.types import Request
 
@@ -28,7 +28,7 @@ class World:
 
     def __init__(self, count: int, poisons: dict[int, int], batch: int, need: int = 6, is_killed: bool = False) -> None:
         self.is_killed = is_killed
-        self.trials = Trials()
+        self.isolation = CrashIsolation()
         self.live = {i: make_live(i) for i in range(count)}
         self.inside: list[LiveRequest] = []
         self.poisons = poisons
@@ -37,16 +37,16 @@ class World:
         self.deaths = 0
         self.convicted: list[int] = []
         self.finished: list[int] = []
-        self.trials.holds_back = True
+        self.isolation.holds_back = True
 
     def admit(self) -> None:
-        if self.trials.holds_back:
-            self.inside += self.trials.admit(self.live.values())
+        if self.isolation.holds_back:
+            self.inside += self.isolation.admit(self.live.values())
 
     def die(self, is_from_outside: bool = False) -> None:
         self.deaths += 1
         self.inside.clear()
-        for live in self.trials.on_death(self.live.values(), is_from_outside):
+        for live in self.isolation.on_death(self.live.values(), is_from_outside):
             self.convicted.append(live.id)
             del self.live[live.id]
 
@@ -105,38 +105,38 @@ def test_kills_from_outside_convict_nobody_who_makes_progress() -> None:
 
 
 def test_nobody_joins_a_suspect_who_is_alone() -> None:
-    trials = Trials()
+    isolation = CrashIsolation()
     suspect, newcomer = make_live(1), make_live(2)
     suspect.evidence = SUSPICION
-    assert trials.admit([suspect]) == [suspect]
-    assert trials.holds_back
-    assert trials.admit([suspect, newcomer]) == []
+    assert isolation.admit([suspect]) == [suspect]
+    assert isolation.holds_back
+    assert isolation.admit([suspect, newcomer]) == []
     suspect.evidence = 0
-    assert trials.admit([suspect, newcomer]) == [newcomer]
-    assert not trials.holds_back
+    assert isolation.admit([suspect, newcomer]) == [newcomer]
+    assert not isolation.holds_back
 
 
 def test_innocents_run_beside_the_second_suspect() -> None:
-    trials = Trials()
+    isolation = CrashIsolation()
     first, second, innocent = make_live(1), make_live(2), make_live(3)
     first.evidence = second.evidence = SUSPICION
     everyone = [first, second, innocent]
-    assert trials.admit(everyone) == [second]
+    assert isolation.admit(everyone) == [second]
     second.evidence = 0
-    assert trials.admit(everyone) == [innocent, first]
-    assert trials.on_death(everyone, is_from_outside=False) == []
-    assert trials.admit(everyone) == [first], "who was on trial is tried next, alone"
-    assert trials.on_death(everyone, is_from_outside=False) == [first]
+    assert isolation.admit(everyone) == [innocent, first]
+    assert isolation.on_death(everyone, is_from_outside=False) == []
+    assert isolation.admit(everyone) == [first], "who was on trial is tried next, alone"
+    assert isolation.on_death(everyone, is_from_outside=False) == [first]
 
 
 def test_a_request_that_lives_on_by_one_token_a_life_ends_at_last() -> None:
-    trials = Trials()
+    isolation = CrashIsolation()
     live = make_live(1)
     most = MOST_EVIDENCE // FAULT
     for death in range(1, most + 1):
-        trials.admit([live])
+        isolation.admit([live])
         live.note_tokens([0])
-        assert trials.on_death([live], is_from_outside=False) == ([live] if death == most else [])
+        assert isolation.on_death([live], is_from_outside=False) == ([live] if death == most else [])
 
 
 def test_a_request_at_which_the_engine_is_killed_each_time_is_convicted_alone() -> None:
@@ -158,24 +158,24 @@ def test_kills_from_outside_before_any_progress_convict_nobody_for_long() -> Non
 
 
 def test_a_finished_step_makes_a_kill_no_evidence_but_not_a_crash() -> None:
-    trials, live = Trials(), make_live(1)
+    isolation, live = CrashIsolation(), make_live(1)
     for _ in range(200):
-        trials.admit([live])
+        isolation.admit([live])
         live.note_computed(64)  # a stretch of the prompt, the same in each engine process
-        assert trials.on_death([live], is_from_outside=True) == []
+        assert isolation.on_death([live], is_from_outside=True) == []
     assert live.evidence == 0
     for death in range(3):
-        trials.admit([live])
+        isolation.admit([live])
         live.note_computed(64)
-        assert trials.on_death([live], is_from_outside=False) == ([live] if death == 2 else [])
+        assert isolation.on_death([live], is_from_outside=False) == ([live] if death == 2 else [])
 
 
 def test_a_stretch_of_the_prompt_that_was_never_computed_before_is_progress() -> None:
-    trials, live = Trials(), make_live(1)
+    isolation, live = CrashIsolation(), make_live(1)
     for _ in range(2):
-        trials.admit([live])
-        trials.on_death([live], is_from_outside=False)
+        isolation.admit([live])
+        isolation.on_death([live], is_from_outside=False)
     assert live.evidence == SUSPICION
-    trials.admit([live])
+    isolation.admit([live])
     live.note_computed(64)
     assert live.evidence == 0

@@ -1,29 +1,28 @@
-"""Which request kills the engine? Who may enter a restarted engine, and when, so that the guilty one is found.
+"""Finds requests that crash the engine, by controlling which requests enter a restarted engine and when.
 
-A request that is in the engine when the engine dies may be the reason, or just be there. Progress is the proof of
-innocence, a token or a stretch of the prompt that no engine process computed before: it shows that the engine survives
-the step that came next for this request. So a request gathers evidence from the deaths since its last progress:
+A request that was in the engine when the engine died may be the cause or a bystander. Progress clears a request (a
+token, or part of the prompt that no engine process computed before), since the engine survived the next step of that
+request. So a request accumulates evidence from engine deaths since its last progress:
 
-- ``FAULT`` from an engine process that ended by its own fault: a crash, a hang, or memory that ran out;
-- ``KILL``, far less, from one that another process ended by a signal, unless it had finished a step with the request.
-  Such a signal says nothing of the request by itself, but whoever ends processes that take too much memory, other
-  than the kernel, sends the same one.
+- ``FAULT`` if the engine process caused its own end: a crash, a hang, or running out of memory;
+- ``KILL``, far less, if another process ended it by a signal, unless it had finished a step with the request. Such a
+  signal is weak evidence: a user-space out-of-memory killer sends the same one.
 
-From ``SUSPICION`` on it is a suspect. After a death every request enters again at once as long as there is no suspect.
-Suspects enter one at a time: the next one when the one on trial made progress or ended. If the engine dies during a
-trial, that suspect is the first to enter the next engine, alone. A suspect that was alone in the engine when it died is
-convicted when the evidence against it reaches ``CONVICTION``. The others only ever wait for a trial, most of them not
-even that: once the first suspect is through, they run beside the trials.
+At ``SUSPICION`` a request becomes a suspect. While there is no suspect, all requests are resubmitted at once after a
+death. Suspects are resubmitted one at a time (a trial), the next one when the one on trial made progress or ended. If
+the engine dies during a trial, that suspect is the first to enter the next engine, alone. A suspect that was alone in
+the engine when it died is convicted, that is failed, once its evidence reaches ``CONVICTION``. Other requests wait at
+most for the first suspect's trial; after it they run concurrently with the trials.
 
-So a request that crashes the engine each time costs at most 4 restarts, and one at which it is killed each time at most
-50. ``MOST_EVIDENCE`` bounds what is left: a request that lives on by a token or two each time.
+So a request that always crashes the engine costs at most 4 restarts, and one during which it is always killed at most
+50. ``MOST_EVIDENCE`` bounds the remaining case: a request that progresses by a token or two before each death.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from octavo.server.live import LiveRequest
+from octavo.server.live_request import LiveRequest
 
 FAULT = 16
 KILL = 1
@@ -36,18 +35,18 @@ def _is_suspect(live: LiveRequest) -> bool:
     return live.evidence >= SUSPICION
 
 
-class Trials:
-    """Decides who enters the engine."""
+class CrashIsolation:
+    """Decides which live requests are submitted to the engine."""
 
     def __init__(self) -> None:
         self.holds_back = False
-        """Whether a request may not simply enter, so that ``admit`` must be asked."""
+        """Whether new requests must go through ``admit`` instead of being submitted directly."""
         self._on_trial: LiveRequest | None = None
         self._is_alone = False
         self._prime: LiveRequest | None = None
 
     def admit(self, everyone: Collection[LiveRequest]) -> list[LiveRequest]:
-        """Those of the live requests that enter the engine now, in this order; they count as submitted from here."""
+        """The live requests to submit now, in this order; marks them as submitted."""
         if self._on_trial is not None and (self._on_trial not in everyone or not _is_suspect(self._on_trial)):
             self._on_trial = None
         if self._on_trial is not None and self._is_alone:
@@ -66,9 +65,9 @@ class Trials:
         return entering
 
     def on_death(self, everyone: Iterable[LiveRequest], is_from_outside: bool) -> list[LiveRequest]:
-        """The engine died; return the convicted requests. None counts as submitted any more.
+        """Record an engine death: mark all requests as not submitted, and return the convicted ones.
 
-        ``is_from_outside``: another process ended it.
+        ``is_from_outside``: another process ended the engine process by a signal.
         """
         accused = self._on_trial if self._on_trial is not None and _is_suspect(self._on_trial) else None
         convicted = []
@@ -89,7 +88,8 @@ class Trials:
         return convicted
 
     def _choose(self, suspects: list[LiveRequest]) -> LiveRequest:
-        """Who is tried next: who was on trial at the last death; else the newest, for the engine lived before it."""
+        """The next suspect to try: the one on trial at the last death; else that with the most evidence, newest first,
+        as the engine ran without it before."""
         if self._prime in suspects:
             return self._prime
         return max(suspects, key=lambda live: (live.evidence, live.id))

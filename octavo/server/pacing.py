@@ -1,7 +1,7 @@
-"""Lets one request in for each round of the event loop.
+"""Starts at most one request per event loop iteration.
 
-A request's first stretch, from its headers to its prompt on the way to the tokenizer, takes part of a millisecond.
-Fifty that come together would be one long round, and the tokens of everybody else would wait for its end.
+The synchronous start of a request, from its headers until its prompt goes to the tokenizer, takes a fraction of a
+millisecond. Fifty at once would make one long iteration and delay the tokens of all streams.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import asyncio
 from collections import deque
 
 
-class Turnstile:
-    """First come, first served; between two, the event loop looks what else there is."""
+class RequestPacer:
+    """First come, first served; the event loop runs other callbacks between two requests."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_taken = False
-        """Whether somebody was let in in this round."""
+        """Whether a request was started in this iteration."""
 
     async def enter(self) -> None:
-        """Wait for this one's turn; alone, it need not wait."""
+        """Wait for this request's turn; returns at once without contention."""
         loop = asyncio.get_running_loop()
         if not self._is_taken:
             self._is_taken = True
@@ -32,7 +32,7 @@ class Turnstile:
     def _turn(self) -> None:
         while self._waiting:
             turn = self._waiting.popleft()
-            if not turn.done():  # who was cancelled has no turn
+            if not turn.done():  # skip cancelled requests
                 turn.set_result(None)
                 asyncio.get_running_loop().call_soon(self._turn)
                 return

@@ -1,4 +1,4 @@
-"""A request that somebody is waiting for: the journal that its replay is made from."""
+"""A live request and the journal of its output, from which it is replayed after an engine restart."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from octavo.types import Output, Request
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """One accepted request, what it has emitted so far, and who listens."""
+    """One accepted request with its output so far and its listener."""
 
     request: Request
     listener: OutputListener
     timing: Timing
     tokens: list[int] = field(init=False)
-    """All output so far; complete before the listener hears of it."""
+    """All output tokens so far; updated before the listener is notified."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when it was first admitted."""
     prompt_logprobs_end: int = 0
-    """Prompt positions below this have had their log-probabilities delivered."""
+    """Log-probabilities of prompt positions below this were delivered."""
     num_computed: int = 0
-    """Prompt tokens that were computed or found in the cache, at most, by any engine process."""
+    """Most prompt tokens that any engine process has computed or found in the cache."""
     is_submitted: bool = False
-    """Whether the engine process of now has it."""
+    """Whether the current engine process has it."""
     num_deaths: int = 0
     """Engine processes that ended while they had it."""
     has_advanced: bool = False
-    """Whether the engine process of now has finished a step with it."""
+    """Whether the current engine process has finished a step with it."""
     evidence: int = 0
-    """What the deaths of engine processes since its last progress weigh; see ``octavo.server.trials``."""
+    """Weight of the engine deaths since its last progress; see ``octavo.server.crash_isolation``."""
     total_evidence: int = 0
-    """The same of its whole life."""
+    """Weight of all engine deaths during its lifetime."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.output_tokens)
@@ -45,26 +45,26 @@ class LiveRequest:
         return self.request.id
 
     def replay(self) -> Request:
-        """The request as a new engine process must get it, to go on where this one stands."""
+        """The request to resubmit to a new engine process: with the output so far, from which it continues."""
         if len(self.tokens) == len(self.request.output_tokens):
             return self.request
         return msgspec.structs.replace(self.request, output_tokens=list(self.tokens))
 
     def note_tokens(self, tokens: list[int]) -> None:
-        """It got output."""
+        """Journal new output tokens; this is progress."""
         self.tokens += tokens
         self.has_advanced = True
         self.evidence = 0
 
     def note_computed(self, num_computed: int) -> None:
-        """So many of its prompt's tokens are computed; with more than ever before, it has made progress."""
+        """Record the number of computed prompt tokens; more than ever before is progress."""
         self.has_advanced = True
         if num_computed > self.num_computed:
             self.num_computed = num_computed
             self.evidence = 0
 
     def drop_delivered_prompt_logprobs(self, output: Output) -> None:
-        """Take out of ``output`` the prompt positions that an earlier engine process already answered."""
+        """Remove from ``output`` the prompt log-probabilities that an earlier engine process delivered."""
         rows = output.prompt_logprobs
         if not rows:
             return

@@ -1,4 +1,4 @@
-"""Work that no connection waits for: background responses and batches."""
+"""Jobs that run independently of any connection: background responses and batches."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from octavo.server.caller import CALLER, Caller
 
 RETRY_SECONDS = 1
 SETTLE_SECONDS = 1
-"""How long a client waits for a job that only has to be written down."""
+"""Most seconds that a client waits for a job that only has to store its result."""
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class Jobs:
-    """The running ones, by id."""
+class BackgroundJobs:
+    """The running jobs, by id."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self, id: str, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work`` on the event loop; what it raises is logged."""
+        """Run ``work`` as a task; exceptions are logged."""
         task = asyncio.create_task(work)
         self._tasks[id] = task
         task.add_done_callback(lambda _: self._end(id, task))
@@ -42,7 +42,7 @@ class Jobs:
             logger.error("%s failed", id, exc_info=task.exception())
 
     async def cancel(self, id: str) -> bool:
-        """End a job, and wait until it has ended; whether there was one."""
+        """Cancel a job and wait for its end; return whether it was running."""
         task = self._tasks.get(id)
         if task is None:
             return False
@@ -51,18 +51,18 @@ class Jobs:
         return True
 
     async def settle(self, id: str, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``, and wait for a moment: it goes on when it takes longer."""
+        """Start ``work`` and wait up to ``SETTLE_SECONDS`` for it; it continues if it takes longer."""
         self.start(id, work)
         await asyncio.wait([self._tasks[id]], timeout=SETTLE_SECONDS)
 
     async def close(self) -> None:
-        """End all of them."""
+        """Cancel all jobs."""
         for id in list(self._tasks):
             await self.cancel(id)
 
 
-async def patiently(attempt: Callable[[], Awaitable[T]]) -> T:
-    """``attempt``, again and again while the server has no room for it, in its queue or on its disk, or no engine."""
+async def retry_while_unavailable(attempt: Callable[[], Awaitable[T]]) -> T:
+    """Call ``attempt`` until it no longer raises ``QueueFull`` or ``Unavailable`` (full queue or disk, no engine)."""
     while True:
         try:
             return await attempt()
@@ -71,13 +71,13 @@ async def patiently(attempt: Callable[[], Awaitable[T]]) -> T:
 
 
 def inner_request(app: Starlette, path: str, body: bytes, caller: Caller) -> Request:
-    """A request that comes from the server itself, for the same functions that answer those of clients."""
+    """A request made by the server itself, for the handlers that serve clients."""
     is_read = False
 
     async def receive() -> Message:
         nonlocal is_read
         if is_read:
-            await asyncio.Event().wait()  # nobody is there to leave
+            await asyncio.Event().wait()  # no client, so never a disconnect
         is_read = True
         return {"type": "http.request", "body": body, "more_body": False}
 

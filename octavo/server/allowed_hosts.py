@@ -1,7 +1,7 @@
-"""Which names of this server clients may use.
+"""Validation of the ``Host`` header, as a defence against DNS rebinding.
 
-A web page can make the browser of somebody beside this server connect to it under a name of the page's own (DNS
-rebinding), and would then be told everything; the header ``Host`` gives such a page away.
+A web page can point its own host name at this server's address, so that a browser on the local network sends requests
+and lets the page read the responses. Such requests carry the page's name in ``Host``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from octavo.server.errors import HTTPRefusal
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 CONTAINER_NAMES = frozenset({"host.docker.internal", "host.containers.internal"})
-"""The machine's names in its own containers; only their resolvers know them, so no page can have them."""
+"""Names of the host inside its containers. They resolve only there, so no web page can own them."""
 LOCAL = LOOPBACK | CONTAINER_NAMES
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\s/@:\[\]]+))(?::\d{1,5})?")
 
 
-class Hosts:
-    """The names that are allowed; ``None`` is any."""
+class AllowedHosts:
+    """Checks ``Host`` against ``allowed``, a set of lower-case names; ``None`` allows any name."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.allowed: frozenset[str] | None = LOCAL if settings.host in LOOPBACK else None

@@ -1,4 +1,4 @@
-"""The outermost layer: request ids, the key, headers, unknown paths, and errors that nobody foresaw."""
+"""The outermost layer: request ids, the key, headers, unknown paths, and unexpected errors."""
 
 from __future__ import annotations
 
@@ -156,14 +156,14 @@ def test_a_listener_that_cannot_make_text_fails_its_own_request(
     serve_app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve_app()
-    take_in = Choice._take_in
+    take_in = Choice._apply
 
     def fail(choice: Choice, output: Output) -> None:
         if len(choice.prompt.tokens) == 5:
             raise RuntimeError("no text")
         take_in(choice, output)
 
-    monkeypatch.setattr(Choice, "_take_in", fail)
+    monkeypatch.setattr(Choice, "_apply", fail)
     assert served.complete(prompt="12345").status_code == 500
     assert served.complete(prompt="1234").status_code == 200
     assert served.engine.num_live == 0

@@ -1,4 +1,4 @@
-"""What all endpoints share."""
+"""The services that endpoints share, and helpers that need several of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from starlette.requests import Request
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, InvalidParameter, ModelNotFound
 from octavo.server.admission import Admission
+from octavo.server.background_jobs import BackgroundJobs
 from octavo.server.bodies import Bodies
 from octavo.server.body import BodyReader
 from octavo.server.caller import caller_of
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import UnknownParameter, printable
-from octavo.server.jobs import Jobs
 from octavo.server.keys import Keys
 from octavo.server.store import Store
 from octavo.text.chat_template import ChatTemplate
@@ -37,8 +37,8 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Front:
-    """The parts that the endpoints of one application work with."""
+class Services:
+    """The shared services of one application."""
 
     config: ServeConfig
     engine: EngineClient
@@ -48,15 +48,15 @@ class Front:
     admission: Admission
     bodies: Bodies
     store: Store
-    jobs: Jobs
+    jobs: BackgroundJobs
     keys: Keys
     model_names: tuple[str, ...]
-    """Names of the model in the API; the first one is told in answers."""
+    """API names of the model; responses contain the first."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def warm_up(self) -> None:
-        """Compute what is computed once, so that no request pays for it. Raises ``ConfigError`` for a chat template of
-        the settings that is not sound; without the model's own, all but chat can still be served."""
+        """Do one-time work before the first request. Raises ``ConfigError`` for an invalid configured chat template; an
+        invalid template of the model only disables chat."""
         if self.tokenizer is not None:
             Detokenizer(self.tokenizer)
             _ = self.tokenizer.packed_tokens
@@ -69,7 +69,7 @@ class Front:
             logger.warning("there will be no chat completions: %s", error)
 
     def close(self) -> None:
-        """End the child processes, and close the database."""
+        """Stop the child processes, and close the database."""
         self.chat_template.close()
         self.admission.grammars.close()
         self.store.close()
@@ -80,11 +80,11 @@ class Front:
 
     @property
     def served_names(self) -> list[str]:
-        """What a request may name as its model: the model's names, and the adapters."""
+        """Valid values of ``model`` in requests: the model's names, and the adapters."""
         return [*self.model_names, *self.engine.adapters.paths]
 
     def check_model(self, name: str) -> None:
-        """Raise ``ModelNotFound`` unless ``name`` is this server's model or an adapter, or was not given."""
+        """Raise ``ModelNotFound`` unless ``name`` is this server's model, an adapter, or empty."""
         self.engine.adapters.check(name)
         if name and name not in self.model_names and name not in self.engine.adapters.paths:
             served = ", ".join(f"`{printable(each)}`" for each in self.served_names[:MAX_SHOWN_MODELS])
@@ -92,11 +92,11 @@ class Front:
             raise ModelNotFound(message, param="model")
 
     def answering_name(self, asked: str) -> str:
-        """The name in the answer to a request for the model ``asked``: that of the adapter, or the model's first."""
+        """``model`` in the response to a request for ``asked``: the adapter's name, or the model's first name."""
         return asked if asked in self.engine.adapters.paths else self.model_name
 
     def tenant(self, request: Request, user: str | None, model: str) -> str:
-        """Who is charged for a request, which says ``user`` and asks for ``model``: what the settings look at."""
+        """The tenant of a request with these ``user`` and ``model`` fields, according to the settings."""
         server = self.config.server
         if server.tenant_header is not None:
             return request.headers.get(server.tenant_header, "")[:MAX_TENANT]
@@ -107,14 +107,14 @@ class Front:
         return user or ""
 
     def cache_salt(self, request: Request, own: str) -> str:
-        """Only requests of equal salts share cached blocks: of the body's ``own``, and of one key if keys are isolated.
+        """The prefix-cache salt: the body's ``own``, prefixed with the key's name if keys are isolated.
 
-        No name of a key has a slash, so whatever a client calls its salt, it is not that of another key.
+        Key names contain no slash, so no client salt can collide with another key's.
         """
         return f"{caller_of(request).name}/{own}" if self.config.server.isolate_keys else own
 
     def need_tokenizer(self, field: str) -> Tokenizer:
-        """The tokenizer, for the sake of ``field``. Raises ``InvalidParameter`` when the model has none."""
+        """The tokenizer. Raises ``InvalidParameter`` about ``field`` when the model has none."""
         if self.tokenizer is None:
             raise InvalidParameter(field, f"This model has no tokenizer, so '{field}' cannot be used.")
         return self.tokenizer
@@ -123,25 +123,25 @@ class Front:
         self,
         request: Request,
         reader: BodyReader[Body],
-        without_effect: Callable[[Body, Front], list[str]] = lambda body, front: [],
+        without_effect: Callable[[Body, Services], list[str]] = lambda body, services: [],
     ) -> tuple[Body, dict[str, str]]:
-        """The request's checked body, and response headers about it. Raises ``RequestError``.
+        """The validated body, and response headers that report ignored fields. Raises ``RequestError``.
 
-        ``without_effect`` names the fields of a body that this model or this request has no use for.
+        ``without_effect`` returns the fields of a body that have no effect for this model or request.
         """
-        body, passed_over = await self.bodies.read_json(request, reader, self.engine.info.max_model_len)
-        return body, self._headers_for([*passed_over, *without_effect(body, self)])
+        body, ignored_fields = await self.bodies.read_json(request, reader, self.engine.info.max_model_len)
+        return body, self._headers_for([*ignored_fields, *without_effect(body, self)])
 
-    def _headers_for(self, passed_over: list[str]) -> dict[str, str]:
-        """Response headers about fields that are passed over; raise ``UnknownParameter`` if they are refused."""
+    def _headers_for(self, ignored_fields: list[str]) -> dict[str, str]:
+        """Response headers that report ignored fields. Raises ``UnknownParameter`` if the policy rejects them."""
         policy = self.config.server.unknown_fields
-        if not passed_over or policy == "ignore":
+        if not ignored_fields or policy == "ignore":
             return {}
         if policy == "reject":
-            raise UnknownParameter(passed_over[:MAX_SHOWN_FIELDS])
-        return {"x-octavo-unknown-fields": ", ".join(printable(name) for name in passed_over[:MAX_SHOWN_FIELDS])}
+            raise UnknownParameter(ignored_fields[:MAX_SHOWN_FIELDS])
+        return {"x-octavo-unknown-fields": ", ".join(printable(name) for name in ignored_fields[:MAX_SHOWN_FIELDS])}
 
 
-def front_of(request: Request) -> Front:
-    front: Front = request.app.state.front
-    return front
+def services_of(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services

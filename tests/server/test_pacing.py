@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import asyncio
 
-from octavo.server.turnstile import Turnstile
+from octavo.server.pacing import RequestPacer
 
 
 def test_one_enters_in_each_round_and_others_run_in_between() -> None:
     seen: list[str] = []
 
-    async def request(turnstile: Turnstile, number: int) -> None:
-        await turnstile.enter()
+    async def request(pacer: RequestPacer, number: int) -> None:
+        await pacer.enter()
         seen.append(f"request {number}")
 
     async def check() -> None:
-        loop, turnstile = asyncio.get_running_loop(), Turnstile()
+        loop, pacer = asyncio.get_running_loop(), RequestPacer()
 
         def step() -> None:
             seen.append("step")
             if sum(name != "step" for name in seen) < 20:
                 loop.call_soon(step)
 
-        requests = [asyncio.create_task(request(turnstile, number)) for number in range(20)]
+        requests = [asyncio.create_task(request(pacer, number)) for number in range(20)]
         loop.call_soon(step)
         await asyncio.gather(*requests)
 
@@ -34,9 +34,9 @@ def test_one_enters_in_each_round_and_others_run_in_between() -> None:
 
 def test_who_is_alone_does_not_wait_and_who_leaves_keeps_nobody_out() -> None:
     async def check() -> None:
-        turnstile = Turnstile()
+        pacer = RequestPacer()
         for _ in range(3):
-            entering = turnstile.enter()
+            entering = pacer.enter()
             try:
                 entering.send(None)
             except StopIteration:
@@ -44,7 +44,7 @@ def test_who_is_alone_does_not_wait_and_who_leaves_keeps_nobody_out() -> None:
             else:
                 raise AssertionError("it waited")
             await asyncio.sleep(0)
-        first, gone, last = [asyncio.create_task(turnstile.enter()) for _ in range(3)]
+        first, gone, last = [asyncio.create_task(pacer.enter()) for _ in range(3)]
         await asyncio.sleep(0)
         gone.cancel()
         await asyncio.wait_for(asyncio.gather(first, last), 5)

@@ -1,0 +1,41 @@
+"""A chat reply for APIs other than chat completions (Anthropic messages, OpenAI responses).
+
+They convert their body to a chat completion's, so that each field is validated in one place, and render the parsed
+pieces of the reply in their own format.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from octavo.server.generation import Choice, Generation
+from octavo.server.openai.chat import ChatBody, asked, tools_of
+from octavo.server.openai.chat_message import chat_message
+from octavo.server.services import Services
+from octavo.text.reader import Piece, Text
+
+
+class ChatReply:
+    """The single choice of a generation, parsed into pieces: content, reasoning and tool calls."""
+
+    def __init__(self, services: Services, body: ChatBody, generation: Generation) -> None:
+        self.generation = generation
+        self.choice: Choice = generation.choices[0]
+        tools = tools_of(body, services)
+        self._message = chat_message(services.message_format, tools, self.choice.prompt.text or "")
+
+    def pieces(self) -> list[Piece]:
+        """The pieces that became unambiguous since the last call."""
+        text = self.choice.take().text
+        if self._message is not None:
+            return self._message.pieces(text, self.choice.finish_reason)
+        return [Text("content", text)] if text else []
+
+
+async def begin_reply(services: Services, body: ChatBody, request: Request, id: str) -> ChatReply:
+    """Submit a conversation; its timeline is registered under ``id``. Raises ``RequestError``; nothing has been started
+    then."""
+    tools = tools_of(body, services)
+    generation = await services.admission.admit(asked(body, services, request, tools))
+    services.engine.timelines.name(id, [choice.request.id for choice in generation.choices])
+    return ChatReply(services, body, generation)
