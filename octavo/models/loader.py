@@ -26,7 +26,7 @@ from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish
 from octavo.quant.methods import QuantMethod
 from octavo.quant.plain import PLAIN
-from octavo.quant.shard import WHOLE, Section, Shard
+from octavo.quant.shard import UNSHARDED, Section, Shard
 from octavo.quant.stored import (
     DenseStored,
     DenseWeight,
@@ -89,7 +89,7 @@ class WeightLoader:
         make_linear: Callable[[Sequence[LinearWeight], Tensor | None], Linear] = Linear,
         *,
         method: QuantMethod = PLAIN,
-        shard: Shard = WHOLE,
+        shard: Shard = UNSHARDED,
     ) -> None:
         self.form = form
         self.maps: dict[str, MapPart] = {}

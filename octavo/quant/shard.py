@@ -61,5 +61,5 @@ class Shard(NamedTuple):
         return rows.shard(0, self.rank * parts // self.size, parts)
 
 
-WHOLE = Shard(0, 1)
+UNSHARDED = Shard(0, 1)
 """One device that holds everything."""
