@@ -1,1 +1,1 @@
-"""The parts that models are made of. They hold weights and no state."""
+"""The layers that models are built from. They hold weights but no state."""

@@ -11,11 +11,11 @@ from octavo.quant.stored import LinearWeight
 
 
 class Embedding:
-    """Rows of a table [V, D], by token id. In a packed table the rows asked for are made dense."""
+    """Looks up rows of a table [V, D] by token id. Rows of a quantised table are dequantised on lookup."""
 
     def __init__(self, weight: LinearWeight) -> None:
         self.weight = weight
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
-        """Embeddings [T, D] of int64 ids; on a CPU raise ``IndexError`` when one is not in the vocabulary."""
+        """Embeddings [T, D] of int64 ids; on a CPU raises ``IndexError`` for an id outside the vocabulary."""
         return self.weight.rows(token_ids_T)

@@ -1,6 +1,6 @@
-"""The experts of a layer, with their weights packed or dense.
+"""The experts of a layer, with quantised (packed) or dense weights.
 
-Shapes: T tokens, R rows of one expert, D model, X experts, S chosen for a token, F the width of an expert.
+Shapes: T tokens, R rows of one expert, D model, X experts, S experts selected per token, F the width of an expert.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from octavo.quant.stored import StoredWeight, WeightFormat, fill, make_weights
 
 
 class Mixture(Protocol):
-    """All experts of a layer; ``ops.moe`` says what is computed."""
+    """All experts of a layer; ``ops.moe`` defines the computation."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the weights take."""
+        """Bytes of the weights."""
         ...
 
     def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor) -> Tensor: ...
 
 
 class DenseMixture:
-    """Experts whose weights are dense."""
+    """Experts with dense weights, computed together by ``ops.moe``."""
 
     def __init__(self, experts: Experts) -> None:
         self.experts = experts
@@ -47,7 +47,7 @@ class DenseMixture:
 
 
 class PackedMixture:
-    """Experts whose weights are packed: each is a pair of linear maps, computed by the kernel of their format."""
+    """Experts with quantised weights: each is a pair of linear maps, computed by the kernel of their format."""
 
     def __init__(self, experts: Sequence[tuple[Linear, Linear]], activation: Activation | ClampedSwish) -> None:
         self.experts = experts
@@ -73,7 +73,7 @@ class StoredExperts:
 
     count: int
     gate_up: Callable[[int], Sequence[StoredWeight]]
-    """Rows of an expert's gates, then of its ups: together [2 F, D]."""
+    """Rows of an expert's gate projection, then of its up projection: together [2 F, D]."""
     down: Callable[[int], Sequence[StoredWeight]]
     """[D, F]"""
     activation: Activation | ClampedSwish
@@ -84,7 +84,7 @@ class StoredExperts:
 
 
 def make_mixture(stored: StoredExperts, form: WeightFormat) -> Mixture:
-    """Experts ready to be computed: packed where all are and no kernel computes them together, dense otherwise."""
+    """Prepare experts: packed if all can be and ``ops.moe`` has no kernel for this device, dense otherwise."""
     packed = _packed(stored, form)
     if packed is not None:
         return PackedMixture(packed, stored.activation)

@@ -17,9 +17,9 @@ from octavo.quant.stored import LinearWeight
 
 
 class Linear:
-    """A linear map, where the weight may be several side by side (query, key and value, say).
+    """A linear map, possibly fused from several matrices (such as query, key and value).
 
-    Parts that are stored alike are one weight; the outputs of the others are put beside each other.
+    Parts with the same layout form one weight; outputs of several weights are concatenated.
     """
 
     def __init__(self, weights: Sequence[LinearWeight], bias_N: Tensor | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Linear maps that adapters change for some rows of a step.
+"""Linear maps to which LoRA adapters are applied for some rows of a step.
 
 Shapes: T tokens, K inputs, N outputs.
 """
@@ -20,22 +20,22 @@ from octavo.quant.stored import LinearWeight
 
 
 class AdapterRows:
-    """Which rows of the step that is being computed ask for which adapter; one for all maps of a model."""
+    """The adapter of each row of the current step; shared by all linear maps of a model."""
 
     max_rank: int | None = None
-    """The highest rank that there is room for; ``None``: any."""
+    """The largest supported rank; ``None``: any."""
 
     def __init__(self) -> None:
         self.by_number: Mapping[int, Tensor] = {}
-        """Row numbers, int64, of each adapter that is asked for."""
+        """Adapter number to the indices (int64) of the rows that use it."""
 
     def make_linear(self, weights: Sequence[LinearWeight], bias_N: Tensor | None = None) -> AdaptedLinear:
-        """A map whose rows these are."""
+        """A linear map that applies the adapters of these rows."""
         return AdaptedLinear(self, weights, bias_N)
 
     @contextlib.contextmanager
     def of_rows(self, adapters_T: Tensor) -> Iterator[None]:
-        """Within this block, rows ask for the adapters of these numbers (int32); -1 is none."""
+        """Within this block, rows use the adapters with these numbers (int32); -1: no adapter."""
         numbers = [number for number in torch.unique(adapters_T).tolist() if number >= 0]
         self.by_number = {number: (adapters_T == number).nonzero()[:, 0] for number in numbers}
         try:
@@ -45,9 +45,9 @@ class AdapterRows:
 
 
 class AdaptedLinear(Linear):
-    """A linear map with the changes that each adapter makes to it.
+    """A linear map with the low-rank updates of each adapter.
 
-    Rows without a change are computed as by ``Linear``, to the bit.
+    Rows without an adapter have bitwise the same results as with ``Linear``.
     """
 
     def __init__(self, rows: AdapterRows, weights: Sequence[LinearWeight], bias_N: Tensor | None = None) -> None:
@@ -56,11 +56,11 @@ class AdaptedLinear(Linear):
         self._rows = rows
 
     def add(self, number: int, change: LowRank) -> None:
-        """Let an adapter change some of the outputs."""
+        """Add an adapter's update of some of the outputs."""
         self.changes.setdefault(number, []).append(change)
 
     def remove(self, number: int) -> None:
-        """Forget what an adapter changes, if anything."""
+        """Remove an adapter's updates, if there are any."""
         self.changes.pop(number, None)
 
     def __call__(
@@ -99,7 +99,7 @@ class AdaptedLinear(Linear):
         activation: Activation | None,
         groups: Sequence[RowGroup],
     ) -> Tensor:
-        """All of these rows are changed: before the activation, and before the residual is added."""
+        """Compute rows that all use an adapter: updates are added before the activation and the residual."""
         norm_K, eps = (None, 0.0) if norm is None else (norm.weight_D, norm.eps)
         plain = super().__call__
         return compose(

@@ -13,7 +13,7 @@ from octavo.ops.linear import Activation
 
 
 class GatedMLP:
-    """``x + down(act(gate(norm(x))) * up(norm(x)))``; ``gate_up`` computes the F gates and then the F ups."""
+    """``x + down(act(gate(norm(x))) * up(norm(x)))``; ``gate_up`` is the fused projection of F gates, then F ups."""
 
     def __init__(self, norm: RMSNorm, gate_up: Linear, down: Linear, activation: Activation = "silu") -> None:
         self.norm = norm

@@ -1,6 +1,6 @@
-"""Feed-forward layers made of experts, of which a router chooses some for each token.
+"""Mixture-of-experts feed-forward layers: a router selects some experts for each token.
 
-Shapes: T tokens, D model, X experts, S chosen for a token.
+Shapes: T tokens, D model, X experts, S experts selected per token.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from octavo.layers.norm import RMSNorm
 from octavo.ops.linear import Activation
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""From normalised rows [T, D] to the experts of each, int64 [T, S], and their shares, float32 [T, S]."""
+"""Maps normalised rows [T, D] to each row's experts, int64 [T, S], and routing weights ("shares"), float32 [T, S]."""
 
 
 class SoftmaxRouter:
-    """The most probable experts by a softmax over all; with ``normalises`` their shares are made to sum to 1."""
+    """Selects the top experts by softmax over all; with ``normalises`` their weights are normalised to sum to 1."""
 
     def __init__(self, weight_XD: Tensor, num_chosen: int, normalises: bool) -> None:
         self.weight_XD = weight_XD
@@ -37,7 +37,7 @@ class SoftmaxRouter:
 
 
 class TopLogitsRouter:
-    """The experts of the highest logits; their shares are a softmax over these alone."""
+    """Selects the experts with the highest logits; their weights are the softmax over the selected logits alone."""
 
     def __init__(self, weight_XD: Tensor, bias_X: Tensor, num_chosen: int) -> None:
         self.weight_XD = weight_XD
@@ -51,10 +51,10 @@ class TopLogitsRouter:
 
 
 class GroupRouter:
-    """The best experts among those of the best groups; experts that follow each other are a group.
+    """Selects the best experts within the best groups (group-limited routing); groups are consecutive experts.
 
-    Without a bias scores are a softmax over all experts, and a group counts as much as its best. With one they are
-    sigmoids, the bias is added for choosing alone, and a group counts as much as its two best together.
+    Without a bias, scores are a softmax over all experts and a group's score is that of its best expert. With a bias,
+    scores are sigmoids, the bias is added for selection only, and a group's score is the sum of its two best.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class GroupRouter:
         return ids_TS, shares_TS * self.share_scale
 
     def _hide_groups(self, worth_TX: Tensor) -> Tensor:
-        """Put the experts of all but the best groups out of reach."""
+        """Set the scores of experts outside the best groups to -inf."""
         by_group = worth_TX.view(len(worth_TX), self.num_groups, worth_TX.shape[1] // self.num_groups)
         worth_TG = by_group.topk(1 if self.bias_X is None else 2, dim=-1).values.sum(dim=-1)
         best = worth_TG.topk(self.num_chosen_groups, dim=-1).indices
@@ -95,12 +95,12 @@ class GroupRouter:
 
 
 def router_logits(x_TD: Tensor, weight_XD: Tensor) -> Tensor:
-    """Float32 [T, X] whatever the dtype of x: a logit rounded to 16 bits may choose another expert."""
+    """Float32 [T, X] for any dtype of x: rounding logits to 16 bits could change the selected experts."""
     return ops.linear(x_TD.float(), weight_XD)
 
 
 class SharedExpert:
-    """``down(act(gate(x)) * up(x))`` for all tokens, times ``sigmoid(x @ share)`` where there is such a map."""
+    """``down(act(gate(x)) * up(x))`` for all tokens, times ``sigmoid(share(x))`` if there is a gate ``share``."""
 
     def __init__(self, gate_up: Linear, down: Linear, activation: Activation, share: Linear | None = None) -> None:
         self.gate_up = gate_up
@@ -114,7 +114,7 @@ class SharedExpert:
 
 
 class MoE:
-    """``x + experts(norm(x))``, and what all tokens share beside the experts, if there is such a thing."""
+    """``x + experts(norm(x)) + shared(norm(x))``, the last term if there is a shared expert."""
 
     def __init__(
         self, norm: RMSNorm, router: Router, experts: Mixture, shared: Callable[[Tensor], Tensor] | None = None

@@ -1,4 +1,4 @@
-"""Angles of the rotary position embedding, with the ways to stretch it over longer contexts.
+"""Angles of the rotary position embedding, with its scaling methods for longer contexts.
 
 Shapes: T tokens, R rotated pairs = rotary width / 2.
 """
@@ -16,26 +16,26 @@ from octavo.ops import rotary_angles
 
 @dataclass(frozen=True)
 class DefaultRope:
-    """Pair i turns by ``theta ** (-i / R)`` radians a position (arXiv 2104.09864)."""
+    """Pair i rotates by ``theta ** (-i / R)`` radians per position (arXiv 2104.09864)."""
 
     theta: float
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Factor applied to cosines and sines."""
         return 1.0
 
     def frequencies(self, width: int) -> Tensor:
-        """Radians a position of each pair of a head's first ``width`` numbers; float32 [R].
+        """Radians per position for each pair of a head's first ``width`` numbers; float32 [R].
 
-        Computed in the types and order that checkpoints were trained with.
+        Uses the same types and order of operations as in training.
         """
         return 1.0 / self.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
 
 
 @dataclass(frozen=True)
 class LinearRope(DefaultRope):
-    """Every position counts ``1 / factor`` (position interpolation, arXiv 2306.15595)."""
+    """Positions are divided by ``factor`` (position interpolation, arXiv 2306.15595)."""
 
     factor: float
 
@@ -45,10 +45,10 @@ class LinearRope(DefaultRope):
 
 @dataclass(frozen=True)
 class Llama3Rope(DefaultRope):
-    """Llama 3.1's: slow pairs are slowed by ``factor``, fast ones stay, those between are blended.
+    """Llama 3.1 scaling: low frequencies are divided by ``factor``, high ones kept, those between interpolated.
 
-    A pair is slow when it turns less than ``low_freq_factor`` times over the original context, and fast when it
-    turns more than ``high_freq_factor`` times. Source: ``apply_scaling`` in Meta's reference implementation.
+    A frequency is low if it makes fewer than ``low_freq_factor`` turns over the original context, and high if it makes
+    more than ``high_freq_factor``. Source: ``apply_scaling`` in Meta's reference implementation.
     """
 
     factor: float
@@ -66,16 +66,16 @@ class Llama3Rope(DefaultRope):
 
 @dataclass(frozen=True)
 class YarnRope(DefaultRope):
-    """YaRN (arXiv 2309.00071): pairs that turn often stay, those that turn rarely are slowed, a ramp between.
+    """YaRN (arXiv 2309.00071): high frequencies are kept, low ones divided by ``factor``, with a ramp between.
 
-    ``fast`` and ``slow`` are turns over the original context between which the ramp lies (beta in the paper); with
-    ``truncate`` its ends are moved outwards to whole pairs.
+    ``fast`` and ``slow`` are the ends of the ramp in turns over the original context (beta in the paper); with
+    ``truncate`` they are rounded outwards to integer pair indices.
     """
 
     factor: float
     original_max_len: int
     scale: float
-    """Of cosines and sines: the paper's way to sharpen attention over longer contexts."""
+    """Factor of cosines and sines, which sharpens attention over longer contexts."""
     fast: float = 32.0
     slow: float = 1.0
     truncate: bool = True
@@ -95,13 +95,13 @@ class YarnRope(DefaultRope):
         return plain / self.factor * (1 - share) + plain * share
 
     def _pair(self, turns: float, width: int) -> float:
-        """The pair, as a real number, that turns this often over the original context."""
+        """The fractional index of the pair that makes ``turns`` turns over the original context."""
         return width * math.log(self.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
 @dataclass(frozen=True)
 class FactorsRope(DefaultRope):
-    """Each pair has a number of its own that its frequency is divided by (LongRoPE, arXiv 2402.13753)."""
+    """The frequency of each pair is divided by its own factor (LongRoPE, arXiv 2402.13753)."""
 
     factors: tuple[float, ...]
     scale: float = 1.0
@@ -116,7 +116,7 @@ class FactorsRope(DefaultRope):
 
 
 class Rotary:
-    """Cosines and sines for the positions of a step; computed once and used by every layer."""
+    """Computes cosines and sines for the positions of a step, once for all layers."""
 
     def __init__(self, rope: DefaultRope, width: int, device: torch.device) -> None:
         self.frequencies_R = rope.frequencies(width).to(device)

@@ -1,6 +1,6 @@
-"""Linear maps that adapters change for some rows of a step, where only the device knows for which.
+"""Linear maps to which LoRA adapters are applied for some rows of a step, where adapter numbers stay on the device.
 
-Each adapter's number is its place in stacks that are made once, so that captured graphs serve those that come later.
+An adapter's number is its index in preallocated stacks, so that captured graphs also serve adapters loaded later.
 
 Shapes: T tokens, K inputs, N outputs.
 """
@@ -25,14 +25,14 @@ from octavo.quant.stored import LinearWeight
 
 
 class StackedRows(AdapterRows):
-    """Which adapter each row of a step asks for; ``max_rank`` is the rank that every stack has room for."""
+    """The adapter of each row of the current step; ``max_rank`` is the rank allocated in every stack."""
 
     def __init__(self, max_adapters: int, max_rank: int) -> None:
         super().__init__()
         self.max_adapters = max_adapters
         self.max_rank: int = max_rank
         self._of_thread = threading.local()
-        """Its ``adapters_T``: while one thread runs steps, another may compile what others will launch."""
+        """Holds ``adapters_T`` per thread: while one thread runs steps, another may compile kernels."""
 
     def make_linear(self, weights: Sequence[LinearWeight], bias_N: Tensor | None = None) -> StackedLinear:
         """See ``AdapterRows``."""
@@ -40,7 +40,7 @@ class StackedRows(AdapterRows):
 
     @contextlib.contextmanager
     def of_rows(self, adapters_T: Tensor) -> Iterator[None]:
-        """See ``AdapterRows``; the numbers are read when kernels run."""
+        """See ``AdapterRows``; kernels read the numbers when they run."""
         self._of_thread.adapters_T = adapters_T
         try:
             yield
@@ -49,13 +49,13 @@ class StackedRows(AdapterRows):
 
     @property
     def adapters_T(self) -> Tensor | None:
-        """The adapter of each row of the step, ``None`` where no row asks for any."""
+        """The adapter number of each row of the step, ``None`` for steps without adapters."""
         given_T: Tensor | None = getattr(self._of_thread, "adapters_T", None)
         return given_T
 
 
 class StackedLinear(AdaptedLinear):
-    """A linear map with a stack of changes. In a step without adapters it is computed as by ``Linear``."""
+    """A linear map with a stack of low-rank updates; in a step without adapters it is the same as ``Linear``."""
 
     def __init__(self, rows: StackedRows, weights: Sequence[LinearWeight], bias_N: Tensor | None = None) -> None:
         super().__init__(rows, weights, bias_N)
@@ -63,7 +63,10 @@ class StackedLinear(AdaptedLinear):
         self._stack: LowRankStack | None = None
 
     def make_room(self, parts: Sequence[tuple[int, int]], num_inputs: int, like: Tensor) -> int:
-        """Make the stack, of the type and on the device of ``like``; its bytes. ``parts`` are starts and sizes."""
+        """Allocate the stack with the dtype and device of ``like`` and return its bytes.
+
+        ``parts`` are (start, size) of each fused part of the outputs.
+        """
         places, rank = self._stacked_rows.max_adapters, self._stacked_rows.max_rank
         self._stack = LowRankStack(
             like.new_zeros(places, len(parts), rank, num_inputs),
@@ -74,15 +77,15 @@ class StackedLinear(AdaptedLinear):
         return self._stack.down_APRK.nbytes + self._stack.up_ANR.nbytes
 
     def add(self, number: int, change: LowRank) -> None:
-        """See ``AdaptedLinear``; the change is done when this returns."""
-        assert self._stack is not None, "there is no room for adapters of this map"
+        """See ``AdaptedLinear``."""
+        assert self._stack is not None, "make_room was not called for this linear map"
         rank = len(change.down_RK)
         part = self._stack.parts_P2[:, 0].tolist().index(change.start)
         self._stack.down_APRK[number, part, :rank].copy_(change.down_RK)
         self._stack.up_ANR[number, change.start : change.start + len(change.up_NR), :rank].copy_(change.up_NR)
 
     def remove(self, number: int) -> None:
-        """See ``AdaptedLinear``. Steps that are still running may have it or not: their results are not used."""
+        """See ``AdaptedLinear``. Steps still running may or may not use it; their results are discarded."""
         if self._stack is not None:
             self._stack.down_APRK[number].zero_()
             self._stack.up_ANR[number].zero_()
@@ -95,7 +98,7 @@ class StackedLinear(AdaptedLinear):
         residual: Tensor | None = None,
         activation: Activation | None = None,
     ) -> Tensor:
-        """See ``Linear``. A residual is added first where nothing is between it and the change."""
+        """See ``Linear``. Without an activation, the residual is added before the low-rank update."""
         stack, adapters_T = self._stack, self._stacked_rows.adapters_T
         if stack is None or adapters_T is None:
             return Linear.__call__(self, x_TK, norm=norm, residual=residual, activation=activation)

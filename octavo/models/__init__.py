@@ -1,1 +1,1 @@
-"""Model families: each base file stands alone and reads from top to bottom."""
+"""Model families. Each base file is self-contained; other files state only their differences from it."""

@@ -1,4 +1,4 @@
-"""The adapters of a loaded model: beside its weights, or added to them.
+"""LoRA adapters of a loaded model: applied next to its weights, or merged into them.
 
 Shapes: K inputs, N outputs, R rank.
 """
@@ -27,7 +27,7 @@ HEAD = "lm_head"
 
 
 class Adapters:
-    """Adapters by number, in the maps of one model."""
+    """Loads and unloads numbered adapters in the linear maps of one model."""
 
     def __init__(self, maps: Mapping[str, MapPart], rows: AdapterRows, form: WeightFormat) -> None:
         self.rows = rows
@@ -35,7 +35,7 @@ class Adapters:
         self._form = form
 
     def load(self, number: int, path: str) -> None:
-        """Add the adapter in the folder ``path``, or nothing of it. Raises ``CheckpointError``."""
+        """Load the adapter in the folder ``path``; raises ``CheckpointError``, leaving the model unchanged."""
         changes = list(changes_of(Path(path), self.maps, self._form))
         rank = max(len(change.down_RK) for _, change in changes)
         if self.rows.max_rank is not None and rank > self.rows.max_rank:
@@ -44,17 +44,17 @@ class Adapters:
             assert isinstance(linear, AdaptedLinear), "this model was not loaded for adapters"
             linear.add(number, change)
         if self._form.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # steps run on a stream of their own
+            torch.cuda.current_stream().synchronize()  # steps run on another stream
 
     def unload(self, number: int) -> None:
-        """Forget an adapter, which no step asks for any more."""
+        """Remove an adapter, which no later step may use."""
         for part in self.maps.values():
             if isinstance(part.linear, AdaptedLinear):
                 part.linear.remove(number)
 
 
 def make_stacks(maps: Mapping[str, MapPart], form: WeightFormat) -> int:
-    """Make room for adapters of every map; the bytes it takes."""
+    """Allocate room for adapters in every linear map; returns its bytes."""
     parts: dict[StackedLinear, list[MapPart]] = {}
     for name, part in maps.items():
         if isinstance(part.linear, StackedLinear) and name != HEAD:
@@ -67,7 +67,7 @@ def make_stacks(maps: Mapping[str, MapPart], form: WeightFormat) -> int:
 
 
 def merge(path: Path, maps: Mapping[str, MapPart], form: WeightFormat) -> None:
-    """Add an adapter to the model's own weights, in float32. Raises ``CheckpointError``, also for weights in blocks."""
+    """Merge an adapter into the model's weights, in float32. Raises ``CheckpointError``, also for quantised weights."""
     for linear, change in changes_of(path, maps, form):
         [weight, *others] = linear.weights
         weight_NK = weight.dense_NK
@@ -76,20 +76,20 @@ def merge(path: Path, maps: Mapping[str, MapPart], form: WeightFormat) -> None:
         merged_NK = weight_NK.float()
         rows = slice(change.start, change.start + len(change.up_NR))
         if merged_NK.data_ptr() == weight_NK.data_ptr():
-            merged_NK = merged_NK.clone()  # it may be mapped from the file
+            merged_NK = merged_NK.clone()  # it may be a mapped file
         merged_NK[rows] += change.up_NR.float() @ change.down_RK.float()
         linear.weights[0] = DenseWeight(merged_NK.to(form.dtype))
 
 
 def changes_of(path: Path, maps: Mapping[str, MapPart], form: WeightFormat) -> Iterator[tuple[Linear, LowRank]]:
-    """The change that the adapter in a folder makes to each map. Raises ``CheckpointError``."""
+    """The low-rank update of each linear map by the adapter in a folder. Raises ``CheckpointError``."""
     for name, (down, up, scale) in read_adapter(path).factors.items():
         part = maps.get(name)
         if part is None or name == HEAD:
             raise CheckpointError(f"{path}: {name} cannot be adapted: it is not a linear map of the model's layers")
-        found, wanted = (len(up), down.shape[1]), (part.size, part.num_inputs)
-        if found != wanted:
-            raise CheckpointError(f"{path}: {name} is changed by {list(found)}; the model's own is {list(wanted)}")
+        found, expected = (len(up), down.shape[1]), (part.size, part.num_inputs)
+        if found != expected:
+            raise CheckpointError(f"{path}: {name} has an update of shape {list(found)}; expected {list(expected)}")
         scaled = up.float() * scale
         if part.order is not None:
             scaled = scaled[part.order]
@@ -100,9 +100,9 @@ def changes_of(path: Path, maps: Mapping[str, MapPart], form: WeightFormat) -> I
 def load_with_adapters(
     settings: ModelSettings, config: ModelConfig, source: Source, form: WeightFormat
 ) -> tuple[LoadedModel, Adapters | None]:
-    """The model, with room for adapters, or with the adapter of the settings merged into it; see ``load_model``.
+    """Load the model, with room for adapters or with the configured adapter merged into it; see ``load_model``.
 
-    Raises ``ConfigError`` for settings that cannot work.
+    Raises ``ConfigError`` for settings that contradict each other.
     """
     modules = parse_lora_modules(settings.lora_modules)
     if not settings.enable_lora:
@@ -113,7 +113,7 @@ def load_with_adapters(
             merge(Path(path), loaded.maps, form)
         return loaded, None
     if settings.merge_lora:
-        raise ConfigError("merge_lora: adapters are in the weights or beside them; leave out enable_lora")
+        raise ConfigError("merge_lora: cannot be combined with enable_lora; leave out one of them")
     rows = AdapterRows() if form.device.type == "cpu" else StackedRows(settings.max_loras, settings.max_lora_rank)
     loaded = load_model(config, source, form, rows)
     if isinstance(rows, StackedRows):

@@ -1,7 +1,6 @@
-"""BERT (arXiv 1810.04805) as an encoder of texts, and as a judge of one text or of two.
+"""BERT (arXiv 1810.04805) as an encoder of texts, and as a cross-encoder that scores one text or a pair.
 
-Each sublayer's output is added to its input and normalised after that. Learned positions; a text's second part, if
-there is one, has a token type of its own.
+Post-norm layers, learned positions; the second text of a pair has a token type of its own.
 
 Shapes: T tokens of several texts, S texts, D model, L labels.
 """
@@ -22,52 +21,52 @@ from octavo.models.loader import WeightLoader
 from octavo.ops.attention import HeadLayout
 
 GELUS = {"gelu": False, "gelu_python": False, "gelu_new": True, "gelu_pytorch_tanh": True, "gelu_fast": True}
-"""Names of GELU, and whether it is the approximate one."""
+"""Names of GELU, and whether each is the tanh approximation."""
 
 
 class Texts(NamedTuple):
-    """Whole texts, one after the other."""
+    """Complete texts, packed one after the other."""
 
     token_ids_T: Tensor
     """int64."""
     positions_T: Tensor
     """int64, from 0 in each text."""
     types_T: Tensor
-    """int64: 0, and 1 in the second part of a text of two."""
+    """int64 token types: 0, and 1 in the second text of a pair."""
     ends: list[int]
-    """Where each text's rows end."""
+    """End of each text's rows: the running sum of the lengths."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig(ModelConfig):
-    """The shape and arithmetic of BERT and of encoders that differ little."""
+    """The configuration of BERT and of its variants."""
 
     num_types: int
     first_position: int = 0
-    """Index of the first position's row in the table of positions, whose rows before it are not used."""
+    """Row of position 0 in the position embeddings; rows before it are unused."""
     is_approximate: bool
-    """The form of GELU."""
+    """Whether GELU is the tanh approximation."""
     is_judge: bool
-    """Whether it gives scores instead of vectors."""
+    """Whether the model is a cross-encoder, which returns scores instead of embeddings."""
     squashes: bool
-    """Scores go through the logistic function."""
+    """Whether scores pass through a sigmoid."""
 
 
 def read_bert(keys: ConfigKeys, *, first_position: int = 0) -> EncoderConfig:
-    """The keys of BERT. Raises ``CheckpointError`` for what is missing, wrong or not supported, naming the key."""
+    """Read BERT's configuration. Raises ``CheckpointError`` naming a key that is missing, wrong or not supported."""
     hidden_size, num_heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     if hidden_size % num_heads:
         raise wrong("hidden_size", hidden_size, f"a multiple of num_attention_heads, {num_heads}")
     if keys.flag("is_decoder"):
-        raise wrong("is_decoder", True, "false: texts are seen as a whole")
+        raise wrong("is_decoder", True, "false: encoder attention is bidirectional")
     keys.choice("position_embedding_type", {"absolute": None}, "absolute")
     for key in ("classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "gradient_checkpointing"):
-        keys.get(key)  # of training
-    keys.get("eos_token_id")  # it is in the text
+        keys.get(key)  # used in training only
+    keys.get("eos_token_id")  # the tokenizer adds it to the text
     name = architecture(keys)
     is_judge = name.endswith("ForSequenceClassification")
     if is_judge and (count := keys.size("num_labels", len(keys.get("id2label", {0: "", 1: ""})))) != 1:
-        raise wrong("num_labels", count, "1: scores are made by models of one label")
+        raise wrong("num_labels", count, "1: only models with one label can score texts")
     return EncoderConfig(
         architecture=name,
         vocab_size=keys.size("vocab_size"),
@@ -90,7 +89,7 @@ def read_bert(keys: ConfigKeys, *, first_position: int = 0) -> EncoderConfig:
 
 
 def _squashes(keys: ConfigKeys) -> bool:
-    """What sentence-transformers does with the scores of one label: the logistic function, or what it wrote down."""
+    """Whether sentence-transformers applies a sigmoid to the score: by default, unless the configuration says not."""
     newer = keys.child("sentence_transformers")
     name = newer.get("activation_fn") if newer is not None else keys.get("sbert_ce_default_activation_function")
     known = {"Sigmoid": True, "Identity": False}
@@ -122,7 +121,7 @@ class BertLayer:
 
 
 class BertModel:
-    """Token vectors of whole texts."""
+    """Computes the token vectors of texts."""
 
     root = "bert."
 
@@ -147,11 +146,11 @@ class BertModel:
         self.head = self.read_head(weights) if config.is_judge else None
         if self.head is None:
             weights.tensors.leave_out(f"{start}pooler.")
-            for head in ("cls.", "lm_head."):  # what it was trained with
+            for head in ("cls.", "lm_head."):  # pre-training heads
                 weights.tensors.leave_out(head)
 
     def read_head(self, weights: WeightLoader) -> tuple[Linear, Linear]:
-        """From a text's first vector to what the score is made of, and from there to the score."""
+        """The classification head: the pooler for a text's first vector, and the map from its output to the score."""
         D = self.config.hidden_size
         pooler = weights.replicated(f"{self.root}pooler.dense", D, D, True)
         return pooler, weights.replicated("classifier", 1, D, True)
@@ -167,8 +166,8 @@ class BertModel:
         return x_TD
 
     def scores(self, first_SD: Tensor) -> Tensor:
-        """The score of each text [S] in float32, from the vectors of the first tokens; only of a judge."""
-        assert self.head is not None, "this model gives no scores"
+        """The score of each text [S] in float32, from the vectors of the first tokens; requires ``is_judge``."""
+        assert self.head is not None, "this model has no classification head"
         dense, out = self.head
         logits_S = out(torch.tanh(dense(first_SD)))[:, 0].float()
         return torch.sigmoid(logits_S) if self.config.squashes else logits_S

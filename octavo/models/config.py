@@ -1,4 +1,4 @@
-"""What is common to the configurations of all decoder-only models; each family adds what it needs."""
+"""The configuration fields common to all models; each family adds its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What the runtime knows of a model. ``ffn_size`` is the widest feed-forward layer that a token passes through."""
+    """The configuration that the runtime uses. ``ffn_size`` is the widest feed-forward layer that a token uses."""
 
     architecture: str
     vocab_size: int
@@ -41,17 +41,17 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     """Sliding window of each layer, 0 for full attention; empty where all layers have full attention."""
     quantization: QuantMethod = PLAIN
-    """How the checkpoint stores the matrices."""
+    """How the checkpoint stores its matrices."""
 
     @property
     def cache(self) -> tuple[LayerCacheSpec, ...]:
-        """What each layer caches; a family whose layers differ in more than windows says so itself."""
+        """What each layer caches; overridden by families whose layers differ in more than windows."""
         windows = self.windows or (0,) * self.num_layers
         return tuple(LayerCacheSpec(self.num_kv_heads, self.head_dim, window) for window in windows)
 
 
 class Common(TypedDict):
-    """The fields of ``ModelConfig`` that are read from the same keys in nearly every family."""
+    """The fields of ``ModelConfig`` that nearly every family reads from the same keys."""
 
     architecture: str
     vocab_size: int
@@ -68,7 +68,7 @@ class Common(TypedDict):
 
 
 def read_common(keys: ConfigKeys, *, tied: bool = False, head_dim: int | None = None, eps: float = 1e-6) -> Common:
-    """Read them, with a family's own defaults for tied embeddings, the width of a head and the norms' epsilon."""
+    """Read the common fields, with a family's defaults for tied embeddings, head dimension and norm epsilon."""
     hidden_size, num_heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     num_kv_heads = keys.size("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -106,12 +106,12 @@ def read_layer_types(keys: ConfigKeys, default: Sequence[str]) -> tuple[str, ...
 
 
 def layer_windows(types: Sequence[str], window: int | None, max_len: int) -> tuple[int, ...]:
-    """Positions that each layer's rows see, 0 for all of them.
+    """The sliding window of each layer in positions, 0 for full attention.
 
-    ``window`` is the width of the sliding layers, ``None`` where the configuration has none; one as long as the
-    longest context hides nothing.
+    ``window`` is that of the sliding layers, ``None`` if the configuration has none; a window of at least ``max_len``
+    is full attention.
     """
     if window is None and SLIDING in types:
-        raise wrong("sliding_window", None, "a whole number, as layer_types has sliding_attention")
+        raise wrong("sliding_window", None, "an integer, as layer_types has sliding_attention")
     width = 0 if window is None or window >= max_len else window
     return tuple(width if kind == SLIDING else 0 for kind in types)

@@ -1,8 +1,8 @@
-"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention, and experts chosen by groups.
+"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): multi-head latent attention (MLA), group-limited routing.
 
-Keys and values of all heads are linear maps of one short vector, the latent, beside which a rotated key is kept that
-all heads share. Queries are brought into the space of the latent and outputs out of it, so that attention is that of
-one kv head whose key is (rotated part, latent) and whose value is that key: the cache holds nothing else.
+Keys and values of all heads are linear maps of one latent vector; all heads share one rotated key. With the weights
+absorbed, queries are projected into the latent space and outputs back out of it, so attention has a single KV head
+whose key is (rotated part, latent) and whose value is that key. The cache holds nothing else.
 
 Shapes: T tokens of the step, D model, N heads, L latent, P unrotated part of a head, R rotated part, H = R + L,
 V value part of a head, X experts, G groups of experts.
@@ -27,30 +27,30 @@ from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.latent_attention import join_heads
 
 LATENT_EPS = 1e-6
-"""Of the norms within the attention, whatever ``rms_norm_eps`` says."""
+"""Epsilon of the norms within attention, independent of ``rms_norm_eps``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekConfig(LlamaConfig):
-    """``head_dim`` is that of what is cached: the rotated part and the latent."""
+    """``head_dim`` is the width of a cached entry: the rotated part and the latent."""
 
     query_rank: int
-    """Width of the vector that queries are made of; 0: they are made of the residual stream."""
+    """Rank of the query projection; 0: queries are projected directly from the residual stream."""
     latent_size: int
     plain_size: int
-    """The part of a head that is not rotated."""
+    """Width of the part of a head that is not rotated."""
     value_size: int
     scale: float
     is_interleaved: bool
-    """Neighbouring numbers are rotated together."""
+    """Whether rotated pairs are adjacent numbers, not half a width apart."""
     scoring: str
     """"softmax" or "sigmoid"."""
     num_groups: int
     num_chosen_groups: int
     share_scale: float
-    """What the experts' shares are multiplied by."""
+    """Scaling factor of the routing weights."""
     num_extra_layers: int
-    """Layers of the checkpoint that predict further tokens, which are not loaded."""
+    """Multi-token prediction layers of the checkpoint, which are not loaded."""
 
     @property
     def cache(self) -> tuple[LayerCacheSpec, ...]:
@@ -58,7 +58,7 @@ class DeepseekConfig(LlamaConfig):
 
 
 def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str) -> DeepseekConfig:
-    """The keys of V2 (``scoring`` "softmax") and V3 ("sigmoid")."""
+    """Read the configuration of V2 (``scoring`` "softmax") or V3 ("sigmoid")."""
     rotated, plain = keys.size("qk_rope_head_dim"), keys.size("qk_nope_head_dim")
     latent = keys.size("kv_lora_rank", 512)
     common = read_common(keys, head_dim=rotated)
@@ -108,7 +108,7 @@ def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str) -> Deepse
 
 
 def _groups(keys: ConfigKeys, moe: MoESettings, scoring: str) -> tuple[int, int]:
-    """Groups of experts, and those of them that a token may choose from; refuse what neither version does."""
+    """The number of expert groups, and of groups selected per token; refuses values that neither version uses."""
     methods = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc",)}[scoring]
     method = keys.choice("topk_method", {name: name for name in methods}, methods[0])
     keys.choice("scoring_func", {scoring: None}, scoring)
@@ -116,7 +116,7 @@ def _groups(keys: ConfigKeys, moe: MoESettings, scoring: str) -> tuple[int, int]
         raise wrong("moe_layer_freq", keys.get("moe_layer_freq"), "1")
     if scoring == "softmax" and moe.normalises:
         raise wrong("norm_topk_prob", True, "false for this version")
-    for key in ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"):  # of training, or following from others
+    for key in ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"):  # training only, or implied by other keys
         keys.get(key)
     groups, chosen = keys.size("n_group", 1), keys.size("topk_group", 1)
     if method == "greedy":
@@ -124,7 +124,7 @@ def _groups(keys: ConfigKeys, moe: MoESettings, scoring: str) -> tuple[int, int]
     if moe.num_experts % groups or chosen > groups:
         raise wrong("n_group", groups, f"a divisor of the {moe.num_experts} experts and at least topk_group")
     if scoring == "sigmoid" and moe.num_experts < 2 * groups:
-        raise wrong("n_group", groups, "such that a group has two experts at least")
+        raise wrong("n_group", groups, "such that each group has at least two experts")
     return groups, chosen
 
 

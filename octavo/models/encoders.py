@@ -1,4 +1,4 @@
-"""Encoders by the name that a checkpoint gives, and how one is loaded."""
+"""Encoder architectures by their name in a checkpoint, and their loading."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ ENCODERS: dict[str, type[BertModel]] = {
 
 
 class LoadedEncoder(NamedTuple):
-    """An encoder with its weights."""
+    """An encoder with its loaded weights."""
 
     model: BertModel
     num_parameters: int
     num_bytes: int
-    """Memory that the weights take."""
+    """Bytes of the weights."""
 
 
 def load_encoder(config: EncoderConfig, source: Source, form: WeightFormat) -> LoadedEncoder:
-    """Build the model and load it; raise ``CheckpointError`` for weights that do not fit the configuration."""
+    """Build the model and load its weights; raises ``CheckpointError`` if they do not match the configuration."""
     weights = WeightLoader(source, form, method=config.quantization)
     model = ENCODERS[config.architecture](config, weights)
     weights.tensors.finish()

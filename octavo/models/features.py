@@ -1,4 +1,4 @@
-"""What each architecture can do, found out by building a small model of it by the code that loads checkpoints."""
+"""The features of each architecture, detected by building a small model with the code that loads checkpoints."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ KEYS: dict[str, Any] = {
     "use_sliding_window": True,
     "max_window_layers": 1,
 }
-"""Sizes by the names of all families: each reads its own."""
+"""Sizes under the config keys of all families; each family reads its own."""
 
 
 LAYER = re.compile(r"\.\d+\.")
-"""In the names of what a layer has."""
+"""Matches the layer index in a parameter name."""
 
 
 class Nothing:
-    """Weights of any name and shape, without content; notes which matrices were asked for."""
+    """A weight source with any name and shape but no content; records which matrices were loaded."""
 
     is_dummy = True
 
@@ -72,16 +72,16 @@ class Nothing:
 
 @dataclass(frozen=True)
 class Features:
-    """What a decoder can do."""
+    """Features of a decoder architecture."""
 
     not_adaptable: tuple[str, ...]
-    """Which matrices of layers LoRA adapters cannot change."""
+    """Layer matrices that LoRA adapters cannot change."""
     windows: str
     """Which layers may have a sliding window: "all", "some" or "-"."""
 
 
 def features(architecture: str) -> Features:
-    """Build a small model of this architecture and look at it."""
+    """Build a small model of this architecture and inspect it."""
     keys = ConfigKeys({"architectures": [architecture], **KEYS})
     config: ModelConfig = ARCHITECTURES[architecture].read_config(keys, None)
     source = Nothing()

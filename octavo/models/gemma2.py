@@ -1,10 +1,10 @@
 """Gemma (arXiv 2403.08295) and Gemma 2 (arXiv 2408.00118).
 
-Norms multiply by one more than their weights, embeddings are scaled by the square root of their width, gates are GELUs.
-Gemma 2 normalises behind attention and MLP as well, caps the scores of attention and the logits, and lets every other
-layer see a window.
+Norms multiply by 1 + weight, embeddings are scaled by the square root of their width, and the gates use GELU. Gemma 2
+adds norms after attention and MLP, soft caps for attention scores and logits, and a sliding window in every other
+layer.
 
-Shapes: T tokens of the step, R rows whose logits are wanted, D model, V vocabulary.
+Shapes: T tokens of the step, R rows whose logits are needed, D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Config(LlamaConfig):
     scale: float
-    """Of attention scores."""
+    """Scale of attention scores."""
     softcap: float
-    """Of attention scores, 0 for none."""
+    """Soft cap of attention scores, 0 for none."""
     final_softcap: float
-    """Of logits, 0 for none."""
+    """Soft cap of logits, 0 for none."""
 
 
 def norm_offset(keys: ConfigKeys) -> float:
-    """What is to be added to the stored weights of norms: one, unless the checkpoint's form has it in them."""
+    """The offset to add to stored norm weights: 1, unless the checkpoint format (GGUF) already includes it."""
     return 0.0 if keys.flag("norms_include_one") else 1.0
 
 
 class GemmaForCausalLM(LlamaForCausalLM):
-    """Gemma, the first: Llama's layers, with Gemma's norms and embeddings."""
+    """The first Gemma: Llama's layers with Gemma's norms and embeddings."""
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
-        if keys.get("hidden_activation") is None:  # the older key says gelu, and its tanh form is meant
+        if keys.get("hidden_activation") is None:  # the older hidden_act says gelu but means its tanh form
             keys.choice("hidden_act", {"gelu": None, "gelu_pytorch_tanh": None}, "gelu_pytorch_tanh")
         key = "hidden_activation"
         config = read_llama(keys, max_len, tied=True, head_dim=256, activation_key=key, activation="gelu_pytorch_tanh")
@@ -75,7 +75,7 @@ class Gemma2Layer(PostNormLayer):
 
 
 def read_gemma2(keys: ConfigKeys, config: LlamaConfig, softcap: float, final_softcap: float) -> Gemma2Config:
-    """What Gemma 2 adds to Llama's configuration, with its default soft caps, 0 for none."""
+    """Add Gemma 2's keys to Llama's configuration; the arguments are default soft caps, 0 for none."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(LlamaConfig)}
     return Gemma2Config(
         **{**fields, "norm_offset": norm_offset(keys)},
@@ -86,7 +86,7 @@ def read_gemma2(keys: ConfigKeys, config: LlamaConfig, softcap: float, final_sof
 
 
 def _softcap(keys: ConfigKeys, key: str, default: float) -> float:
-    """A cap; null, unlike an absent key, means none."""
+    """Read a soft cap; null means none, and an absent key the default."""
     if not keys.has(key):
         return default
     return 0.0 if keys.get(key) is None else keys.number(key)
@@ -98,7 +98,7 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> Gemma2Config:
-        keys.get("hidden_act")  # the older key; hidden_activation goes before it
+        keys.get("hidden_act")  # the older key; hidden_activation takes precedence
         types = [FULL if i % 2 else SLIDING for i in range(keys.size("num_hidden_layers"))]
         config = read_llama(
             keys,

@@ -1,6 +1,6 @@
-"""Gemma 3, its text part (arXiv 2503.19786): Gemma 2 with normalised query and key heads instead of soft caps.
+"""The text part of Gemma 3 (arXiv 2503.19786): Gemma 2 with normalised query and key heads instead of soft caps.
 
-Five of six layers see a window and turn their heads at another pace than the sixth, which sees everything.
+Five of six layers have a sliding window and their own rotary frequencies; the sixth has full attention.
 
 Shapes: T tokens of the step.
 """
@@ -27,7 +27,7 @@ from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(Gemma2Config):
     local_rope: DefaultRope
-    """Of the layers with windows."""
+    """Rotary embedding of the sliding-window layers."""
     is_local: tuple[bool, ...]
 
 
@@ -40,7 +40,7 @@ class Gemma3Layer(Gemma2Layer):
 
 
 def _rope_keys(keys: ConfigKeys) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of the layers that see everything, and those of the others."""
+    """Rotary keys of the full-attention layers, and those of the sliding-window layers."""
     both = keys.get("rope_parameters")
     if isinstance(both, dict) and (FULL in both or SLIDING in both):
         for kind, part in both.items():
@@ -56,7 +56,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> Gemma3Config:
-        keys.get("hidden_act")  # the older key; hidden_activation goes before it
+        keys.get("hidden_act")  # the older key; hidden_activation takes precedence
         full, local = _rope_keys(keys)
         every = keys.size("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
         kinds = [SLIDING if (i + 1) % every else FULL for i in range(keys.size("num_hidden_layers"))]

@@ -1,6 +1,6 @@
-"""GLM-4 (arXiv 2406.12793): rotations of neighbouring numbers in half of each head, and gates fused with ups.
+"""GLM-4 (arXiv 2406.12793): adjacent pairs rotated in half of each head, and fused gate and up projections.
 
-The later checkpoints, ``Glm4``, have norms behind attention and MLP as well.
+The later checkpoints, ``Glm4``, also have norms after attention and MLP.
 """
 
 from __future__ import annotations

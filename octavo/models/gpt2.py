@@ -1,9 +1,9 @@
 """GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners"), in all its sizes.
 
-Learned positions, LayerNorms with biases, one feed-forward map up, GELU, one down, and a head tied to the embedding.
-Checkpoints have the weights of maps as inputs by outputs.
+Learned positions, LayerNorm with biases, an ungated GELU feed-forward layer, and a head tied to the embedding.
+Checkpoints store linear weights as [inputs, outputs].
 
-Shapes: T tokens of the step, R rows whose logits are wanted, D model, F ffn, V vocabulary.
+Shapes: T tokens of the step, R rows whose logits are needed, D model, F ffn, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config(ModelConfig):
     scale: float
-    """Of attention scores in the first layer."""
+    """Scale of attention scores in the first layer."""
     scales_by_layer: bool
-    """In layer i scores are divided by i + 1 as well."""
+    """Whether the scores of layer i are also divided by i + 1."""
     is_transposed: bool
-    """Weights of maps are stored as inputs by outputs."""
+    """Whether linear weights are stored as [inputs, outputs]."""
 
 
 def read_gpt2(keys: ConfigKeys) -> GPT2Config:
-    """The keys of GPT-2, which has names of its own for all sizes."""
+    """Read GPT-2's configuration, which has its own names for all sizes."""
     hidden_size, num_heads = keys.size("n_embd"), keys.size("n_head")
     if hidden_size % num_heads:
         raise wrong("n_embd", hidden_size, f"a multiple of n_head, {num_heads}")
     keys.choice("activation_function", {"gelu_new": None, "gelu_pytorch_tanh": None}, "gelu_new")
-    keys.flag("reorder_and_upcast_attn")  # where scores are scaled before they are widened; they are wide here
+    keys.flag("reorder_and_upcast_attn")  # the order of scaling and upcasting; scores are always float32 here
     for key in ("n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"):
-        keys.get(key)  # of other heads, and the older name of n_positions
+        keys.get(key)  # keys of other heads, and the older name of n_positions
     keys.get("summary_use_proj")
     return GPT2Config(
         architecture=architecture(keys),
@@ -74,7 +74,7 @@ class GPT2Layer:
         self.down = weights.row(f"{prefix}.mlp.c_proj", D, F, True, is_transposed=is_transposed)
 
     def __call__(self, x_TD: Tensor, cache: LayerCache, rows: PagedRows) -> Tensor:
-        """The next residual stream, of the rows that are wanted if not of all; ``x`` may be overwritten."""
+        """The next residual stream, [T, D], or [R, D] with logits indices; ``x`` may be overwritten."""
         qkv_TW = self.qkv_proj(self.input_norm(x_TD))
         attended_TD, x_TD = rows.pick(ops.attention(qkv_TW, self.heads, None, None, cache, rows), x_TD)
         x_TD = self.o_proj(attended_TD, residual=x_TD)
@@ -82,7 +82,7 @@ class GPT2Layer:
 
 
 class GPT2LMHeadModel:
-    """The whole model. ``LlamaForCausalLM`` documents the methods."""
+    """The complete model. ``LlamaForCausalLM`` documents the methods."""
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> GPT2Config:
@@ -91,7 +91,7 @@ class GPT2LMHeadModel:
     def __init__(self, config: GPT2Config, weights: WeightLoader) -> None:
         self.config = config
         D = config.hidden_size
-        prefix = "transformer." if weights.tensors.has("transformer.wte.weight") else ""  # OpenAI's own names have none
+        prefix = "transformer." if weights.tensors.has("transformer.wte.weight") else ""  # OpenAI's files have none
         self.embedding = weights.embedding(f"{prefix}wte", config.vocab_size, D)
         self.positions = weights.small_embedding(f"{prefix}wpe", config.max_position_embeddings, D)
         self.layers = [GPT2Layer(config, weights, f"{prefix}h.{i}", i) for i in range(config.num_layers)]

@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI, arXiv 2508.10925): experts in every layer, a sink for every head, every other layer with a window.
+"""gpt-oss (OpenAI, arXiv 2508.10925): experts in every layer, attention sinks, a window in every other layer.
 
 The published weights of the experts are MXFP4 (``quant/mxfp4.py``).
 
@@ -29,7 +29,7 @@ ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Of a configuration that says nothing about it."""
+"""The default rotary scaling, for a configuration without any."""
 
 
 class GptOssLayer(LlamaLayer):
@@ -45,7 +45,7 @@ class GptOssLayer(LlamaLayer):
         shape = ExpertShape(X, D, F, moe.activation)
         if weights.tensors.has(f"{mlp}.experts.0.gate_proj.weight"):
             return MoE(norm, router, weights.experts(f"{mlp}.experts", shape, has_bias=True))
-        gates_then_ups = np.arange(2 * F).reshape(F, 2).T.ravel()  # they take turns in the checkpoint
+        gates_then_ups = np.arange(2 * F).reshape(F, 2).T.ravel()  # the checkpoint interleaves them
         return MoE(norm, router, weights.stacked_experts(f"{mlp}.experts", shape, gates_then_ups))
 
 
@@ -61,7 +61,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
         config = read_llama(keys, max_len, eps=1e-5, head_dim=64, windows=windows, rope=rope)
         has_bias = keys.flag("attention_bias", True)
         keys.choice("hidden_act", {"silu": None}, "silu")
-        for key in ("experts_per_token", "initial_context_length"):  # other names of keys that are read
+        for key in ("experts_per_token", "initial_context_length"):  # aliases of keys that are read
             keys.get(key)
         moe = read_experts(
             keys,

@@ -1,7 +1,7 @@
-"""Reading a ``config.json`` key by key, so that none is passed over in silence.
+"""Reads a ``config.json`` key by key, so that none is silently ignored.
 
-A family reads the keys that it honours. What is left when it is done is refused by name if it would change what is
-computed, left alone if it is known to say nothing about the arithmetic, and named in a warning otherwise.
+A family reads the keys that it supports. Each remaining key is refused if it would change what is computed, ignored if
+it is known not to affect the computation, and reported in a warning otherwise.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,),
     "use_qk_norm": (False,),
 }
-"""Keys that stand for other arithmetic, with the values (besides null) that mean there is none."""
+"""Keys of unsupported arithmetic, with the values (besides null) that disable it."""
 
 MOST = {
     "head_dim": 1 << 14,
@@ -81,7 +81,7 @@ MOST = {
     "v_head_dim": 1 << 14,
     "vocab_size": 1 << 24,
 }
-"""Sizes far beyond those of any model: lists and tables are made by them before a tensor is looked at."""
+"""Upper bounds far above any real model: lists and tables of these sizes are built before any tensor is checked."""
 
 WITHOUT_EFFECT = frozenset(
     [
@@ -141,9 +141,9 @@ def wrong(key: str, found: object, allowed: str) -> CheckpointError:
 
 
 class ConfigKeys:
-    """The keys of one object of a configuration. Every method raises ``CheckpointError`` naming the key.
+    """The keys of one configuration object. Every method raises ``CheckpointError`` naming the key.
 
-    A key that is null counts as absent; without a default it must be there.
+    A null key counts as absent; a key without a default is required.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -151,17 +151,17 @@ class ConfigKeys:
         self._read: set[str] = set()
 
     def has(self, key: str) -> bool:
-        """Whether the key is there, even if it is null."""
+        """Whether the key is present, even if null."""
         return key in self._values
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value as it is; for what the other methods have no form for."""
+        """The raw value, for types that the other methods do not cover."""
         self._read.add(key)
         value = self._values.get(key)
         return default if value is None else value
 
     def size(self, key: str, default: int | None = None, low: int = 1) -> int:
-        """A whole number from ``low`` to what ``MOST`` has for the key, or 2**31 - 1."""
+        """An integer from ``low`` to the key's bound in ``MOST``, or 2**31 - 1."""
         value, most = self.get(key, default), MOST.get(key, 2**31 - 1)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
             raise wrong(key, value, f"a whole number from {low} to {most if key in MOST else '2**31 - 1'}")
@@ -190,14 +190,14 @@ class ConfigKeys:
         return value
 
     def choice(self, key: str, allowed: Mapping[str, T], default: str | None = None) -> T:
-        """What one of the allowed words stands for."""
+        """The value of ``allowed`` for the word found."""
         value = self.get(key, default)
         if not isinstance(value, str) or value not in allowed:
             raise wrong(key, value, f"one of {', '.join(allowed)}")
         return allowed[value]
 
     def choices(self, key: str, allowed: Sequence[str], count: int) -> tuple[str, ...] | None:
-        """``count`` of the allowed words, or ``None``."""
+        """A list of ``count`` allowed words, or ``None`` if absent."""
         values = self.get(key)
         if values is None:
             return None
@@ -206,7 +206,7 @@ class ConfigKeys:
         return tuple(values)
 
     def child(self, key: str) -> ConfigKeys | None:
-        """An object within this one, or ``None``. Its own keys are to be finished by whoever reads them."""
+        """A nested object, or ``None`` if absent. The reader of the child must call its ``finish``."""
         value = self.get(key)
         if value is None:
             return None
@@ -215,11 +215,11 @@ class ConfigKeys:
         return ConfigKeys(value)
 
     def unread(self) -> list[str]:
-        """Keys that are there and were not read, in order."""
+        """Keys that were not read, in order."""
         return sorted(key for key, value in self._values.items() if value is not None and key not in self._read)
 
     def finish(self) -> None:
-        """Refuse or name what was not read."""
+        """Refuse unread keys that change the computation; warn about unknown ones."""
         left = {key: self._values[key] for key in self.unread()}
         for key, value in left.items():
             allowed = MUST_BE.get(key)
@@ -232,7 +232,7 @@ class ConfigKeys:
 
 
 def token_ids(values: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """One id, a list of ids, or nothing, as a tuple; raise ``CheckpointError`` for anything else."""
+    """One id, a list of ids, or null, as a tuple; raises ``CheckpointError`` for anything else."""
     found = values.get(key)
     if found is None:
         return ()

@@ -1,12 +1,12 @@
-"""What the layers of a model cache, and which of them share block tables.
+"""What each layer of a model caches, and the KV groups: layers that share block tables.
 
-A *KV group* is a set of layers that cache the same positions of every sequence, so one block table of a sequence serves
-all of them. Layers of full attention are one group; layers with a sliding window are another for each width of window.
-Layers of a group may differ in heads and widths: a block then takes another number of bytes in each.
+A *KV group* is a set of layers that cache the same positions of every sequence, so that they share one block table per
+sequence. Full-attention layers form one group; sliding-window layers form one group per window size. Layers of a group
+may differ in KV heads and head dimension; their blocks then differ in bytes.
 
-Recurrent state has its place here too: a further ``kind``, whose layers are a group of their own. What such a group
-caches does not grow with the tokens, so its table is of states (the current one, and those kept at block boundaries
-for the prefix cache), and its group cache is the only part that has to know. No family needs it yet.
+Recurrent state would be a further ``kind`` with a group of its own. Its size does not depend on the number of tokens,
+so its table would hold states (the current one, and those kept at block boundaries for the prefix cache), and only its
+group cache would have to know. No supported family needs it yet.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Literal
 import torch
 
 Kind = Literal["attention", "latent"]
-"""Keys and values, or latents: one tensor whose values are a part of the keys."""
+"""Keys and values, or latents: one tensor, whose values are part of the keys."""
 
 
 @dataclass(frozen=True)
 class LayerCacheSpec:
-    """What one layer caches of every position."""
+    """What one layer caches for each position."""
 
     num_kv_heads: int
     head_dim: int
     window: int = 0
-    """Positions up to its own that a row attends to; 0: all (full attention)."""
+    """Sliding window in positions, including the row's own; 0: full attention."""
     kind: Kind = "attention"
     shared_with: int | None = None
-    """The earlier layer whose cache this one reads, in place of one of its own. It has the same shape and window."""
+    """The earlier layer whose cache this layer reads instead of its own; it must have the same shape and window."""
 
     @property
     def num_tensors(self) -> int:
-        """Tensors of ``[num_kv_heads, head_dim]`` for each position."""
+        """Number of tensors ``[num_kv_heads, head_dim]`` per position."""
         return 2 if self.kind == "attention" else 1
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
@@ -47,11 +47,11 @@ class LayerCacheSpec:
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers that share one block table of each sequence."""
+    """Layers that share one block table per sequence."""
 
     layers: tuple[int, ...]
     window: int
-    """Blocks of positions further back than this are given back; 0: never."""
+    """Blocks with only positions further back than this are freed; 0: never."""
 
     def bytes_per_token(self, specs: Sequence[LayerCacheSpec], dtype: torch.dtype) -> int:
         """Bytes that one position takes in all layers of the group."""
@@ -59,10 +59,10 @@ class KVGroup:
 
 
 def kv_groups(specs: Sequence[LayerCacheSpec], max_window: int = 0) -> list[KVGroup]:
-    """Divide the layers of a model into KV groups. The first reaches furthest back.
+    """Divide the layers of a model into KV groups. The first group has full attention or else the widest window.
 
-    A window of ``max_window`` positions or more saves no memory. Its layers join the first group: that of full
-    attention, or of the widest window where no layer has full attention. With 0, all layers are one group.
+    Layers with a window of ``max_window`` positions or more join the first group, because such a window saves no
+    memory. With ``max_window`` 0, all layers form one group.
     """
     windows = {spec.window for spec in specs}
     narrow = sorted((window for window in windows if 0 < window < max_window), reverse=True)
@@ -83,5 +83,5 @@ def _check_shared(specs: Sequence[LayerCacheSpec], index: int, spec: LayerCacheS
     own = (spec.num_kv_heads, spec.head_dim, spec.window, spec.kind)
     source = specs[spec.shared_with]
     assert spec.shared_with < index, f"layer {index} reads the cache of a later layer"
-    assert source.shared_with is None, f"layer {index} reads the cache of a layer that has none"
+    assert source.shared_with is None, f"layer {index} reads the cache of a layer without one"
     assert own == (source.num_kv_heads, source.head_dim, source.window, source.kind), f"layer {index} has another shape"

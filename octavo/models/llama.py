@@ -1,6 +1,6 @@
-"""Llama (arXiv 2302.13971 and 2407.21783), and models of the same arithmetic.
+"""Llama (arXiv 2302.13971 and 2407.21783), and models of the same architecture.
 
-Shapes: T tokens of the step, R rows whose logits are wanted, D model, V vocabulary.
+Shapes: T tokens of the step, R rows whose logits are needed, D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from octavo.ops.linear import Activation
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(ModelConfig):
-    """The shape and arithmetic of Llama and of families that differ little."""
+    """The configuration of Llama and of its variants."""
 
     rope: DefaultRope
     rotary_width: int
-    """Numbers of a head that are rotated; the rest stays."""
+    """Leading numbers of each head that are rotated."""
     attention_bias: bool
-    """Of queries, keys and values."""
+    """Whether queries, keys and values have biases."""
     output_bias: bool
-    """Of the attention's output."""
+    """Whether the attention's output projection has a bias."""
     mlp_bias: bool
     activation: Activation
     norm_offset: float = 0.0
-    """What is added to the stored weights of norms."""
+    """Offset added to the stored norm weights."""
     moe: MoESettings | None = None
-    """Of a mixture of experts."""
+    """Settings of a mixture of experts, ``None`` for dense models."""
 
     @property
     def dense_size(self) -> int:
@@ -61,10 +61,10 @@ def read_llama(
     windows: tuple[Sequence[str], int | None] | None = None,
     rope: dict[str, Any] | None = None,
 ) -> LlamaConfig:
-    """Read the keys of Llama, with a family's own defaults; biases as ``attention_bias`` and ``mlp_bias`` say.
+    """Read Llama's configuration, with a family's own defaults; biases follow ``attention_bias`` and ``mlp_bias``.
 
-    ``windows`` is the type of each layer and the width of the sliding ones; without it all layers see everything.
-    ``rope`` are the keys that say how to rotate where they are not in the usual place.
+    ``windows`` holds the type of each layer and the sliding window; without it all layers have full attention.
+    ``rope`` holds the rotary keys if they are not in the usual place.
     """
     common = read_common(keys, tied=tied, head_dim=head_dim, eps=eps)
     given, most = rope or rope_values(keys), common["max_position_embeddings"]
@@ -85,7 +85,7 @@ def read_llama(
 
 
 FeedForward = Callable[[Tensor], Tensor]
-"""From the residual stream [T, D], which it may overwrite, to the next one."""
+"""Maps the residual stream [T, D], which it may overwrite, to the next one."""
 
 
 class LlamaLayer:
@@ -100,7 +100,7 @@ class LlamaLayer:
         self.mlp = self.feed_forward(config, weights, prefix, index)
 
     def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
-        """How the heads of layer ``index`` attend; ``prefix`` is that of the attention's weights."""
+        """The attention settings of layer ``index``; ``prefix`` is that of the attention's weights."""
         scale, window = config.head_dim**-0.5, config.windows[index]
         return HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, scale, window=window)
 
@@ -110,7 +110,7 @@ class LlamaLayer:
         return weights.qkv(names, self.heads, config.hidden_size, config.attention_bias)
 
     def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
-        """Layer ``index``'s feed-forward part with its norm; ``prefix`` is that of the whole layer."""
+        """The feed-forward part of layer ``index`` with its norm; ``prefix`` is that of the layer."""
         if config.moe is not None and config.moe.is_sparse[index]:
             return self.mixture(config, config.moe, weights, prefix)
         D, F = config.hidden_size, config.dense_size
@@ -122,31 +122,31 @@ class LlamaLayer:
         )
 
     def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
-        """The same of a layer with experts, in families that have such."""
+        """The feed-forward part of a layer with experts; overridden by families with experts."""
         raise NotImplementedError
 
     def gate_up(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
-        """Gates, then ups."""
+        """The gate and up projections, concatenated."""
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         return weights.gate_up(names, config.dense_size, config.hidden_size, config.mlp_bias)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
-        """The next residual stream, of the rows that are wanted if not of all; ``x`` may be overwritten."""
+        """The next residual stream, [T, D], or [R, D] with logits indices; ``x`` may be overwritten."""
         qkv_TW = self.qkv_proj(x_TD, norm=self.input_norm)
         attended_TN, x_TD = rows.pick(attention(qkv_TW, self.heads, *angles, cache, rows), x_TD)
         return self.mlp(self.o_proj(attended_TN, residual=x_TD))
 
 
 class LlamaForCausalLM:
-    """The whole model: embedding, layers, final norm and head."""
+    """The complete model: embedding, layers, final norm and head."""
 
     layer_class: type[LlamaLayer] = LlamaLayer
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
-        """The family's configuration; ``max_len`` is the longest context that will be asked for, if it is known.
+        """Read the family's configuration; ``max_len`` is the longest context that will be used, if known.
 
-        Raises ``CheckpointError`` for what is missing, wrong or not supported, naming the key.
+        Raises ``CheckpointError`` naming a key that is missing, wrong or not supported.
         """
         return read_llama(keys, max_len)
 
@@ -162,8 +162,8 @@ class LlamaForCausalLM:
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
     ) -> Tensor:
-        """Compute these tokens (int64, as their positions), extending the caches; the last layer's output [T, D], or
-        [R, D] where some rows alone are wanted."""
+        """Compute these tokens and extend the caches; token ids and positions are int64. Returns the last layer's
+        output, [T, D], or [R, D] with logits indices."""
         x_TD = self.embedding(token_ids_T)
         angles = self.rotary(positions_T)
         for layer, cache, own_rows in zip(self.layers, caches, rows.of_layers(len(self.layers)), strict=True):
@@ -171,5 +171,5 @@ class LlamaForCausalLM:
         return x_TD
 
     def logits(self, x_RD: Tensor) -> Tensor:
-        """Scores of the next token [R, V], for rows of what ``forward`` returned."""
+        """Logits of the next token [R, V], for rows returned by ``forward``."""
         return self.head(x_RD, norm=self.norm)

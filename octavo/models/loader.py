@@ -1,7 +1,7 @@
-"""Hands a model its weights by name, and makes sure that the checkpoint has those and no others.
+"""Loads a model's weights by name, and verifies that the checkpoint has exactly these.
 
-A model says what each matrix is. How the checkpoint stores it, which part of it a device holds and what a kernel
-computes with is not the model's concern (``quant``).
+A model declares what each matrix is. How the checkpoint stores it, which shard a device holds and which format a kernel
+computes with are handled by ``quant``.
 
 Shapes: K inputs, N outputs, D model, F width of an expert, V vocabulary, X experts.
 """
@@ -26,7 +26,7 @@ from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish
 from octavo.quant.methods import QuantMethod
 from octavo.quant.plain import PLAIN
-from octavo.quant.shard import WHOLE, Section, Shard
+from octavo.quant.shard import UNSHARDED, Section, Shard
 from octavo.quant.stored import (
     DenseStored,
     DenseWeight,
@@ -41,12 +41,12 @@ from octavo.quant.tensors import Source, Tensors
 
 
 class Rows(NamedTuple):
-    """A matrix of the checkpoint, as rows of a linear map."""
+    """A matrix of the checkpoint, as rows of a linear map's weight."""
 
     name: str
     sections: Sequence[Section]
     order: Order | None = None
-    """Which stored row becomes each row, if they are put in another order."""
+    """Index of the stored row for each row, if rows are reordered."""
 
     @property
     def num_rows(self) -> int:
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 
 
 class ExpertShape(NamedTuple):
-    """How many experts there are, their sizes, and what a checkpoint calls their parts."""
+    """The number of experts, their sizes, and the names of their parts in a checkpoint."""
 
     num_experts: int
     hidden_size: int
@@ -66,20 +66,20 @@ class ExpertShape(NamedTuple):
 
 
 class MapPart(NamedTuple):
-    """Where the outputs of a map of the checkpoint are among those of a model's map."""
+    """The position of a checkpoint matrix's outputs within a (possibly fused) linear map of the model."""
 
     linear: Linear
     start: int
     size: int
     num_inputs: int
     order: Order | None
-    """Which stored output became each output, if they were put in another order."""
+    """Index of the stored output for each output, if outputs were reordered."""
 
 
 class WeightLoader:
-    """Loads weights by their Hugging Face names in the wanted format; every method raises ``CheckpointError``.
+    """Loads weights by their Hugging Face names in the given format; every method raises ``CheckpointError``.
 
-    ``shard`` says which part of each matrix is loaded: sizes that are asked for are those of the whole matrix.
+    ``shard`` is the part of each matrix that is loaded; size arguments are those of the unsharded matrix.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class WeightLoader:
         make_linear: Callable[[Sequence[LinearWeight], Tensor | None], Linear] = Linear,
         *,
         method: QuantMethod = PLAIN,
-        shard: Shard = WHOLE,
+        shard: Shard = UNSHARDED,
     ) -> None:
         self.form = form
         self.maps: dict[str, MapPart] = {}
-        """Every linear map so far, by its name in the checkpoint."""
+        """All linear maps loaded so far, by their names in the checkpoint."""
         self.num_parameters = 0
         self.num_bytes = 0
         self._make_linear = make_linear
@@ -101,36 +101,36 @@ class WeightLoader:
         self._shard = shard
         self.tensors = Tensors(source)
 
-    # Vectors, and matrices that are used as plain numbers.
+    # Vectors and dense matrices.
 
     def dense(self, name: str, *shape: int) -> Tensor:
-        """One tensor, which the checkpoint must have as plain numbers."""
+        """One tensor, which the checkpoint must store unquantised."""
         return self._placed(self._numbers(name, shape))
 
     def exact(self, name: str, *shape: int) -> Tensor:
-        """One tensor in float32, for arithmetic that is done in float32 whatever the format is."""
+        """One tensor in float32, for operations computed in float32 in every format."""
         return self._counted(self._numbers(name, shape).to(device=self.form.device, dtype=torch.float32))
 
     def matrix(self, name: str, num_outputs: int, num_inputs: int, num_heads: int = 1) -> Tensor:
-        """The matrix of module ``name``, dense whatever form it is stored in; its heads are divided among devices."""
+        """The matrix of module ``name``, dense even if stored quantised; its heads are divided among devices."""
         rows = Rows(name, [Section(num_outputs, num_heads)])
         return self._counted(self._own(rows, self._stored(name, (num_outputs, num_inputs))).dense(self.form))
 
     def router(self, name: str, num_experts: int, num_inputs: int) -> Tensor:
-        """The matrix of a router in float32; the same on every device."""
+        """The matrix of a router in float32, replicated on every device."""
         exact = dataclasses.replace(self.form, dtype=torch.float32)
         return self._counted(self._stored(name, (num_experts, num_inputs)).dense(exact))
 
     def rounded(self, number: float) -> float:
-        """A number as the format holds it."""
+        """A number rounded to the format's dtype."""
         return torch.tensor(number, dtype=self.form.dtype).item()
 
     def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
-        """The normalisation ``name.weight``, which is stored less ``offset``."""
+        """The normalisation with ``name.weight``, to which ``offset`` is added."""
         return RMSNorm(self.norm_weight(f"{name}.weight", size, offset), eps)
 
     def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
-        """The normalisation ``name.weight`` and ``name.bias``."""
+        """The normalisation with ``name.weight`` and ``name.bias``."""
         return LayerNorm(self.dense(f"{name}.weight", size), self.dense(f"{name}.bias", size), eps)
 
     def norm_weight(self, name: str, size: int, offset: float) -> Tensor:
@@ -153,9 +153,9 @@ class WeightLoader:
         order: Order | None = None,
         is_transposed: bool = False,
     ) -> Linear:
-        """A map whose outputs are divided among devices, in whole heads if ``num_heads`` is given.
+        """A column-parallel linear map: outputs are divided among devices, without splitting any of ``num_heads``.
 
-        ``is_transposed``: the checkpoint has it as inputs by outputs.
+        ``is_transposed``: the checkpoint stores it as [inputs, outputs].
         """
         rows = Rows(name, [Section(num_outputs, num_heads or num_outputs)], order)
         return self._linear([rows], num_inputs, has_bias, is_transposed)
@@ -163,7 +163,7 @@ class WeightLoader:
     def row(
         self, name: str, num_outputs: int, num_inputs: int, has_bias: bool = False, *, is_transposed: bool = False
     ) -> Linear:
-        """A map whose inputs are divided among devices, and whose results are to be added up."""
+        """A row-parallel linear map: inputs are divided among devices, and the results must be summed."""
         stored = self._shard.part(name, self._stored(name, (num_outputs, num_inputs), is_transposed), 1)
         bias_N = self.dense(f"{name}.bias", num_outputs) if has_bias else None
         return self._made([(Rows(name, [Section(num_outputs, 1)]), stored)], None if self._shard.rank else bias_N)
@@ -171,7 +171,7 @@ class WeightLoader:
     def replicated(
         self, name: str, num_outputs: int, num_inputs: int, has_bias: bool = False, *, order: Order | None = None
     ) -> Linear:
-        """A map that every device has as a whole."""
+        """A linear map replicated on every device."""
         return self._linear([Rows(name, [Section(num_outputs, 1)], order)], num_inputs, has_bias)
 
     def qkv(
@@ -184,9 +184,9 @@ class WeightLoader:
         orders: Sequence[Order | None] = (None, None, None),
         is_transposed: bool = False,
     ) -> Linear:
-        """Queries, keys and values side by side, divided in whole heads: three matrices, or one that holds all.
+        """Fused queries, keys and values, sharded by heads; stored as three matrices or one fused matrix.
 
-        A layer that shares another's cache has queries alone.
+        A layer that shares another layer's cache has queries alone.
         """
         if heads.shares_cache:
             names, orders = names[:1], orders[:1]
@@ -195,25 +195,25 @@ class WeightLoader:
         return self._linear(_rows(names, sections, orders), num_inputs, has_bias, is_transposed)
 
     def gate_up(self, names: Sequence[str], ffn_size: int, num_inputs: int, has_bias: bool = False) -> Linear:
-        """Gates, then ups: two matrices, or one that holds both."""
+        """Fused gate and up projections; stored as two matrices or one fused matrix."""
         return self._linear(_rows(names, [Section(ffn_size, ffn_size)] * 2, (None, None)), num_inputs, has_bias)
 
     # The vocabulary.
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
-        """The table of module ``name``, divided among devices by the vocabulary."""
+        """The embedding of module ``name``, divided among devices by vocabulary."""
         [weight] = make_weights([self._shard.vocabulary(self._stored(name, (vocab_size, hidden_size)))], self.form)
         self.num_bytes += weight.num_bytes
         return Embedding(weight)
 
     def small_embedding(self, name: str, count: int, hidden_size: int) -> Embedding:
-        """A small table, the same on every device."""
+        """A small embedding, replicated on every device."""
         return Embedding(DenseWeight(self.matrix(name, count, hidden_size)))
 
     def head(self, name: str, embedding: Embedding, shape: tuple[int, int], is_tied: bool) -> Linear:
-        """The map from hidden states to logits, of shape [V, D]: of its own, or the embedding's.
+        """The map from hidden states to logits, of shape [V, D]: separate, or tied to the embedding.
 
-        A checkpoint may hold a tied one a second time, but not another one.
+        If tied, a checkpoint may still contain a copy, which must equal the embedding.
         """
         if not is_tied:
             rows = Rows(name, [Section(shape[0], shape[0])])
@@ -230,7 +230,7 @@ class WeightLoader:
                 )
         return Linear([embedding.weight])
 
-    # Experts: each is divided among devices like a feed-forward layer.
+    # Experts: each is sharded like a feed-forward layer.
 
     def experts(self, prefix: str, shape: ExpertShape, has_bias: bool = False) -> Mixture:
         """Experts ``prefix.0`` and so on."""
@@ -251,10 +251,10 @@ class WeightLoader:
         )
 
     def stacked_experts(self, prefix: str, shape: ExpertShape, order: Order) -> Mixture:
-        """Experts that the checkpoint holds in ``prefix.gate_up_proj`` and ``prefix.down_proj``, with biases.
+        """Experts that the checkpoint stacks in ``prefix.gate_up_proj`` and ``prefix.down_proj``, with biases.
 
-        Plain numbers are inputs by outputs. ``order`` says which stored row of gates and ups becomes each row, gates
-        first.
+        Unquantised matrices are stored as [inputs, outputs]. ``order`` is the index of the stored row for each row of
+        gates, then ups.
         """
         X, D, F = shape.num_experts, shape.hidden_size, shape.ffn_size
         gate_up_name, down_name = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
@@ -280,7 +280,7 @@ class WeightLoader:
         down: Callable[[int], Sequence[StoredWeight]],
         biases: Sequence[Tensor] | None,
     ) -> Mixture:
-        """Experts out of the matrices of each; biases are those of the gates [X, F], ups [X, F] and downs [X, D]."""
+        """A mixture of stored experts; biases are those of the gates [X, F], ups [X, F] and downs [X, D]."""
         gate_up_bias = down_bias = None
         if biases is not None:
             gates, ups, downs = biases
@@ -293,12 +293,12 @@ class WeightLoader:
         self.num_bytes += mixture.num_bytes
         return mixture
 
-    # What these are made of.
+    # Helpers.
 
     def _linear(
         self, parts: Sequence[Rows], num_inputs: int, has_bias: bool = False, is_transposed: bool = False
     ) -> Linear:
-        """One map out of the rows of several matrices."""
+        """One linear map from the rows of several matrices."""
         stored, biases = [], []
         for rows in parts:
             weight = self._stored(rows.name, (rows.num_rows, num_inputs), is_transposed)
@@ -341,7 +341,7 @@ class WeightLoader:
 
 
 def _rows(names: Sequence[str], sections: Sequence[Section], orders: Sequence[Order | None]) -> list[Rows]:
-    """A matrix for each section, or one that holds them all in its own order."""
+    """One matrix per section, or one fused matrix with all sections."""
     if len(names) == 1:
         return [Rows(names[0], sections)]
     return [Rows(name, [section], order) for name, section, order in zip(names, sections, orders, strict=True)]

@@ -1,4 +1,4 @@
-"""Mistral (arXiv 2310.06825): Llama where every row may see a window of positions only."""
+"""Mistral (arXiv 2310.06825): Llama with an optional sliding window in all layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
 
 
 def read_mistral(keys: ConfigKeys, max_len: int | None, eps: float = 1e-6) -> LlamaConfig:
-    """Llama's keys, and ``sliding_window`` for all layers."""
+    """Read Llama's configuration, with ``sliding_window`` for all layers."""
     has_window = keys.get("sliding_window") is not None
     window = keys.size("sliding_window") if has_window else None
     types = [SLIDING if has_window else FULL] * keys.size("num_hidden_layers")

@@ -1,4 +1,4 @@
-"""Mixtral (arXiv 2401.04088): Mistral with eight experts for every feed-forward layer, two of them for each token."""
+"""Mixtral (arXiv 2401.04088): Mistral with a mixture of experts in every layer, by default two per token."""
 
 from __future__ import annotations
 

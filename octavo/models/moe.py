@@ -11,11 +11,11 @@ from octavo.ops.moe import ClampedSwish
 
 @dataclass(frozen=True, kw_only=True)
 class MoESettings:
-    """How a token passes through experts."""
+    """Sizes and routing of the experts."""
 
     num_experts: int
     num_chosen: int
-    """Experts for each token."""
+    """Experts selected for each token."""
     activation: Activation | ClampedSwish
     expert_size: int
     """Width of one expert."""
@@ -24,13 +24,13 @@ class MoESettings:
     is_sparse: tuple[bool, ...]
     """Whether each layer has experts."""
     normalises: bool
-    """Whether the shares of a token's experts are made to sum to 1."""
+    """Whether the routing weights of a token are normalised to sum to 1."""
     shared_size: int = 0
-    """Width of what all tokens pass through in addition to the experts; 0: there is no such thing."""
+    """Width of the shared expert, which all tokens use in addition; 0: none."""
 
     @property
     def widest(self) -> int:
-        """Width of all experts together that a token passes through, or of the feed-forward layers without experts."""
+        """Total width of the experts that a token uses, or the width of a dense feed-forward layer if larger."""
         return max(self.num_chosen * self.expert_size + self.shared_size, self.dense_size)
 
 
@@ -47,9 +47,9 @@ def read_experts(
     is_sparse: tuple[bool, ...] = (),
     shared_size: int = 0,
 ) -> MoESettings:
-    """Experts in every layer, unless ``is_sparse`` says where; defaults are the family's.
+    """Read the expert settings; ``is_sparse`` marks the layers with experts (default: all).
 
-    ``count_keys`` are the names that the number of experts may have.
+    ``count_keys`` are the possible keys for the number of experts; other defaults are the family's.
     """
     count_key = next((key for key in count_keys if keys.get(key) is not None), count_keys[0])
     num_experts, chosen = keys.size(count_key), keys.size("num_experts_per_tok", num_chosen)

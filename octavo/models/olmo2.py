@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv 2501.00656): Llama with norms behind its parts, and of all queries and of all keys of a token together.
+"""OLMo 2 (arXiv 2501.00656): Llama with post-norms, and norms over all query and all key heads of a token.
 
 Shapes: T tokens of the step, W the columns of queries, keys and values.
 """

@@ -1,4 +1,4 @@
-"""A model without its numbers: whether a checkpoint fits, and what it would take, from headers alone."""
+"""Builds a model on the "meta" device: validates a checkpoint and computes its memory from headers alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U
 
 
 class Outline:
-    """A checkpoint whose tensors have names, types and shapes, and no content."""
+    """A checkpoint whose tensors have names, types and shapes but no content."""
 
     def __init__(self, checkpoint: Checkpoint, leave_out: frozenset[str]) -> None:
         self._checkpoint = checkpoint
@@ -35,7 +35,7 @@ class Outline:
         return self._checkpoint.describe(name)
 
     def load(self, name: str, shape: tuple[int, ...]) -> Part:
-        """A tensor on the device "meta". Blocks count as dense: what they take is in the file's own size."""
+        """A tensor on the "meta" device. Quantised blocks count as dense; their size is that of the file."""
         if self.is_dummy:
             return torch.empty(shape, device="meta")
         kind, found = self._checkpoint.describe(name)
@@ -47,10 +47,10 @@ class Outline:
 
 
 def outline(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> LoadedModel | LoadedEncoder:
-    """The model with weights of this dtype, none of which exists. Raises ``CheckpointError`` as loading would."""
+    """The model with "meta" weights of this dtype. Raises ``CheckpointError`` as loading would."""
     form = WeightFormat(dtype, torch.device("meta"))
     if isinstance(config, EncoderConfig):
         return load_encoder(config, Outline(checkpoint, frozenset()), form)
-    copies = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())  # compared by content when loaded
+    copies = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())  # content is compared on loading
     source = Outline(checkpoint, copies & checkpoint.names())
     return load_model(config, source, form)

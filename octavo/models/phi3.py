@@ -1,4 +1,4 @@
-"""Phi-3 (arXiv 2404.14219), 3.5 and Phi-4: Mistral with fused weights and rotations of a part of each head."""
+"""Phi-3 (arXiv 2404.14219), 3.5 and Phi-4: Mistral with fused weights and partial rotary embeddings."""
 
 from __future__ import annotations
 

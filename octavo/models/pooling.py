@@ -1,6 +1,6 @@
-"""How the vectors of a text's tokens become the vector of the text.
+"""Pooling settings: how token vectors become the embedding of a text.
 
-Checkpoints for sentence-transformers say it in ``modules.json`` and in the configuration of their pooling module
+Checkpoints for sentence-transformers store them in ``modules.json`` and in the configuration of their pooling module
 (https://sbert.net/docs/package_reference/sentence_transformer/modules.html).
 """
 
@@ -25,30 +25,30 @@ MODES: dict[str, Kind | None] = {
     "pooling_mode_weightedmean_tokens": None,
 }
 NEWER_MODES: dict[str, Kind] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
-"""The words of ``pooling_mode``, which newer files have in place of flags."""
+"""Values of ``pooling_mode``, which newer files have instead of one flag per mode."""
 KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """The vector of the first token, of the last, or the mean of all, and whether it is brought to length 1."""
+    """The kind of pooling (first token, last token or mean), and whether the result is normalised to length 1."""
 
     kind: Kind
     normalizes: bool = True
 
 
 def read_pooling(path: Path, asked: str, is_encoder: bool) -> Pooling:
-    """What the checkpoint at ``path`` says; the setting ``pooling_type``, if not "auto", has the last word on the kind.
+    """The pooling of the checkpoint at ``path``; ``asked``, the setting ``pooling_type``, overrides it if not "auto".
 
-    Where nothing is said it is the mean for encoders and the last token for decoders, brought to length 1. Raises
-    ``CheckpointError`` for modules of other arithmetic, and ``ConfigError`` for a kind that the model cannot have.
+    The default is the mean for encoders and the last token for decoders, normalised to length 1. Raises
+    ``CheckpointError`` for unsupported modules, and ``ConfigError`` for a kind that the model cannot use.
     """
     found = _from_modules(path) if path.is_dir() else None
     pooling = found or Pooling("mean" if is_encoder else "last")
     if asked != "auto":
         pooling = Pooling(cast(Kind, asked), pooling.normalizes)
     if pooling.kind == "cls" and not is_encoder:
-        raise ConfigError("pooling_type: cls is for encoders: the first token of a decoder has seen nothing else")
+        raise ConfigError("pooling_type: cls is for encoders: a decoder's first token attends to itself alone")
     return pooling
 
 
@@ -87,6 +87,6 @@ def _kind(folder: Path, name: str) -> Kind:
 
 
 def longest_text(path: Path) -> int | None:
-    """The tokens that the checkpoint's makers allow, special ones included, if they say so."""
+    """The checkpoint's ``max_seq_length`` in tokens, special tokens included; ``None`` if absent."""
     values = read_json(path, "sentence_bert_config.json") if path.is_dir() else None
     return None if values is None or values.get("max_seq_length") is None else ConfigKeys(values).size("max_seq_length")

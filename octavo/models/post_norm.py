@@ -1,4 +1,4 @@
-"""Layers that normalise what attention and the feed-forward layer give before it is added to the residual stream.
+"""Layers that normalise the output of attention and feed-forward before adding it to the residual stream.
 
 Shapes: T tokens of the step, D model.
 """
@@ -17,7 +17,7 @@ from octavo.ops.attention import LayerCache, PagedRows
 
 
 class NormNames(NamedTuple):
-    """What a checkpoint calls the norms of a layer; ``None`` where there is none."""
+    """Names of a layer's norms in the checkpoint; ``None`` for absent norms."""
 
     input: str | None
     after_attention: str
@@ -26,7 +26,7 @@ class NormNames(NamedTuple):
 
 
 class PostNormLayer(LlamaLayer):
-    """A layer of Llama's parts with norms behind attention and MLP, and maybe before them too."""
+    """A Llama layer with norms after attention and MLP, and optionally before them."""
 
     names: NormNames
 
@@ -55,5 +55,5 @@ class PostNormLayer(LlamaLayer):
         return self.after_mlp(self.down_proj(gated_TF)).add_(x_TD)
 
     def prepare(self, qkv_TW: Tensor) -> Tensor:
-        """What is done to queries, keys and values of all heads together; they may be overwritten."""
+        """A hook that transforms the fused queries, keys and values before attention; may overwrite them."""
         return qkv_TW

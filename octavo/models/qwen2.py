@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (arXiv 2407.10671): Llama with biases on queries, keys and values, and windows in upper layers."""
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671): Llama with QKV biases, and optional sliding windows in upper layers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
 
 
 def read_qwen(keys: ConfigKeys, max_len: int | None, slides: Callable[[int, int], bool] = operator.ge) -> LlamaConfig:
-    """The keys of all Qwen families: Llama's, with windows if they are asked for.
+    """Read the configuration of all Qwen families: Llama's, with sliding windows if ``use_sliding_window`` is set.
 
-    ``slides(layer, max_window_layers)`` says in which layers, where ``layer_types`` does not.
+    Without ``layer_types``, ``slides(layer, max_window_layers)`` decides which layers have a window.
     """
-    keys.get("sliding_window")  # without the flag it says nothing
+    keys.get("sliding_window")  # ignored without the flag
     window = keys.size("sliding_window", 4096) if keys.flag("use_sliding_window") else None
     first = keys.size("max_window_layers", 28, low=0)
     types = [SLIDING if window and slides(i, first) else FULL for i in range(keys.size("num_hidden_layers"))]

@@ -1,4 +1,4 @@
-"""Qwen3, dense (arXiv 2505.09388): Qwen2 with every query and key head normalised before it is rotated."""
+"""Qwen3, dense (arXiv 2505.09388): Qwen2 with query and key heads normalised before rotation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Qwen2-MoE (arXiv 2407.10671) and Qwen3-MoE (arXiv 2505.09388): Qwen2 and Qwen3 with experts.
 
-Qwen2-MoE has one more that all tokens pass through, with a gate of its own.
+Qwen2-MoE also has a gated shared expert, which all tokens use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _mixture(
 
 
 def _shared_expert(config: LlamaConfig, size: int, weights: WeightLoader, prefix: str) -> SharedExpert:
-    """What all tokens pass through."""
+    """The shared expert, which all tokens use."""
     D, name = config.hidden_size, f"{prefix}.shared_expert"
     return SharedExpert(
         weights.gate_up([f"{name}.gate_proj", f"{name}.up_proj"], size, D),
@@ -48,7 +48,7 @@ class Qwen3MoeLayer(Qwen3Layer):
 
 
 def _sparse_layers(keys: ConfigKeys, num_layers: int) -> tuple[bool, ...]:
-    """Every ``decoder_sparse_step``-th layer, but those in ``mlp_only_layers``."""
+    """Whether each layer has experts: every ``decoder_sparse_step``-th, except those in ``mlp_only_layers``."""
     step, dense = keys.size("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
     if not isinstance(dense, list | tuple) or not all(type(index) is int for index in dense):
         raise wrong("mlp_only_layers", dense, "a list of layer numbers")

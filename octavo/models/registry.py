@@ -1,4 +1,4 @@
-"""Architectures by the name that a checkpoint gives, and how one is loaded."""
+"""Decoder architectures by their name in a checkpoint, and their loading."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from octavo.quant.tensors import Source
 
 
 class CausalLM(Protocol):
-    """What a runner needs of a model. ``LlamaForCausalLM`` documents the methods."""
+    """The model interface of the runtime. ``LlamaForCausalLM`` documents the methods."""
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
@@ -49,7 +49,7 @@ class CausalLM(Protocol):
 
 
 class Family(Protocol):
-    """A model's class: it reads its own configuration, and is made of that and weights."""
+    """A model's class: it reads its configuration, and is constructed from that and the weights."""
 
     def read_config(self, keys: ConfigKeys, max_len: int | None) -> Any:
         """A subclass of ``ModelConfig``."""
@@ -80,21 +80,21 @@ ARCHITECTURES: dict[str, Family] = {
 
 
 class LoadedModel(NamedTuple):
-    """A model with its weights."""
+    """A model with its loaded weights."""
 
     model: CausalLM
     num_parameters: int
     num_bytes: int
-    """Memory that the weights take."""
+    """Bytes of the weights."""
     maps: Mapping[str, MapPart]
     """Its linear maps, by their names in the checkpoint."""
 
 
 def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
-    """The configuration that the keys of a ``config.json`` describe.
+    """The configuration described by the keys of a ``config.json``.
 
-    ``max_len`` is the longest context that will be asked for, where it is known. Every key that would change what
-    is computed is honoured or refused: raises ``CheckpointError`` naming it.
+    ``max_len`` is the longest context that will be used, if known. Every key that would change what is computed is
+    either supported or refused with a ``CheckpointError`` naming it.
     """
     keys = ConfigKeys(text_config(values, architecture(ConfigKeys(values))))
     name = architecture(keys)
@@ -108,9 +108,9 @@ def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelC
 def load_model(
     config: ModelConfig, source: Source, form: WeightFormat, adapter_rows: AdapterRows | None = None
 ) -> LoadedModel:
-    """Build the model and load it; raise ``CheckpointError`` for weights that do not fit the configuration.
+    """Build the model and load its weights; raises ``CheckpointError`` if they do not match the configuration.
 
-    With ``adapter_rows``, adapters can be loaded beside it.
+    With ``adapter_rows``, adapters can be loaded later.
     """
     make_linear = Linear if adapter_rows is None else adapter_rows.make_linear
     weights = WeightLoader(TextPart(source), form, make_linear, method=config.quantization)

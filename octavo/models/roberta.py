@@ -1,4 +1,4 @@
-"""RoBERTa (arXiv 1907.11692) and XLM-RoBERTa: BERT with positions that begin behind the padding token's id."""
+"""RoBERTa (arXiv 1907.11692) and XLM-RoBERTa: BERT with positions that start after the padding token's id."""
 
 from __future__ import annotations
 

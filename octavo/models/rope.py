@@ -1,4 +1,4 @@
-"""The rotary embedding that a configuration asks for."""
+"""Reads the rotary embedding of a configuration."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ OLD_NAMES = {"su": "longrope"}
 
 
 class RopeContext(NamedTuple):
-    """What scaling rules need beside their own keys."""
+    """Model sizes that scaling rules need besides their own keys."""
 
     width: int
-    """Numbers of a head that are rotated."""
+    """Width of the rotated part of a head."""
     max_len: int
-    """The longest context that the engine will see."""
+    """The longest context of the engine, in tokens."""
     max_position_embeddings: int
 
 
 def rope_values(keys: ConfigKeys) -> dict[str, Any]:
-    """The keys that say how to rotate, from ``rope_parameters`` or the older ``rope_theta`` and ``rope_scaling``."""
+    """The rotary keys, from ``rope_parameters`` or the older ``rope_theta`` and ``rope_scaling``."""
     given: dict[str, Any] = {}
     for key in ("rope_theta", "partial_rotary_factor"):
         given[key] = keys.get(key)
@@ -35,13 +35,13 @@ def rope_values(keys: ConfigKeys) -> dict[str, Any]:
         if part is not None and not isinstance(part, Mapping):
             raise wrong(key, part, "an object")
         given.update({name: value for name, value in (part or {}).items() if value is not None})
-    outer = keys.get("original_max_position_embeddings")  # goes before the inner one, as in transformers
+    outer = keys.get("original_max_position_embeddings")  # takes precedence over the nested key, as in transformers
     given["original_max_position_embeddings"] = outer or given.get("original_max_position_embeddings")
     return {key: value for key, value in given.items() if value is not None}
 
 
 def rotary_width(given: Mapping[str, Any], head_dim: int, default: float = 1.0) -> int:
-    """How many numbers of a head are rotated: an even number, at most all."""
+    """The width of the rotated part of a head: even, and at most ``head_dim``."""
     factor = ConfigKeys(given).number("partial_rotary_factor", default)
     width = int(head_dim * factor)
     if factor > 1 or width < 2 or width % 2:
@@ -50,7 +50,7 @@ def rotary_width(given: Mapping[str, Any], head_dim: int, default: float = 1.0) 
 
 
 def read_rope(given: Mapping[str, Any], context: RopeContext, default_theta: float = 10_000.0) -> DefaultRope:
-    """The embedding for the keys that ``rope_values`` found. Raises ``CheckpointError`` naming key or kind."""
+    """The embedding for the keys from ``rope_values``. Raises ``CheckpointError`` naming the key or kind."""
     keys = ConfigKeys(given)
     kind = keys.get("rope_type") or keys.get("type") or "default"
     kind = OLD_NAMES.get(str(kind), kind)
@@ -75,7 +75,7 @@ def _linear(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope
 
 
 def _dynamic(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
-    """Dynamic scaling begins beyond ``max_position_embeddings``, and contexts end there."""
+    """Dynamic scaling applies beyond ``max_position_embeddings`` only, and contexts are limited to that."""
     keys.number("factor")
     return DefaultRope(theta)
 
@@ -107,12 +107,12 @@ def _yarn(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's growth of attention scores with the context (arXiv 2309.00071, section 3.4)."""
+    """YaRN's attention scale for a context ``factor`` times longer (arXiv 2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _longrope(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
-    """One of two lists of factors. Cached keys are rotated already, so the choice is made for all contexts at once."""
+    """The short or long factors, chosen once by ``max_len``, because keys are rotated before they are cached."""
     original = keys.size("original_max_position_embeddings", context.max_position_embeddings)
     factor = keys.number("factor", context.max_position_embeddings / original)
     natural = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -134,14 +134,14 @@ KINDS: dict[str, Callable[[float, ConfigKeys, RopeContext], DefaultRope]] = {
     "longrope": _longrope,
     "factors": _factors,
 }
-"""``factors`` is what GGUF files of Llama 3 carry: the finished divisor of each frequency."""
+"""``factors`` is the form of Llama 3 in GGUF files: a precomputed divisor for each frequency."""
 
 
 def half_split_rows(num_heads: int, head_dim: int, width: int, first: int = 0) -> npt.NDArray[np.int64]:
-    """Which row of each head's projection becomes each row, for checkpoints that turn neighbouring numbers.
+    """Row permutation of query and key projections from adjacent (interleaved) rotary pairs to half-split pairs.
 
-    The numbers that are turned together, 2 i and 2 i + 1 of ``width`` from ``first``, come to lie ``width / 2``
-    apart. Done to queries and keys alike, it leaves their products as they are.
+    In each head, the pair 2 i and 2 i + 1 of the ``width`` numbers from ``first`` moves to i and i + width / 2.
+    Applied to both queries and keys, it leaves their dot products unchanged.
     """
     head = np.arange(head_dim)
     head[first : first + width] = first + np.arange(width).reshape(-1, 2).T.ravel()

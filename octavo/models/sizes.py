@@ -1,4 +1,4 @@
-"""Whether the sizes in a configuration can be true, before anything is built from them: errors name the setting."""
+"""Checks the sizes in a configuration against the checkpoint before building anything; errors name the setting."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _GPT2 = {"num_layers": "n_layer", "hidden_size": "n_embd"}
 
 
 def check_sizes(config: ModelConfig, source: Source) -> None:
-    """Compare with the names and shapes in a checkpoint's headers. Raises ``CheckpointError``.
+    """Compare sizes with the names and shapes in the checkpoint's headers. Raises ``CheckpointError``.
 
-    Only what costs memory or time before the first tensor is missed; the loader compares every shape.
+    Checks only sizes that would cost memory or time before the first tensor is loaded; the loader checks every shape.
     """
     if not (names := source.names()):
         return
@@ -65,8 +65,8 @@ def _differs(config: ModelConfig, field: str, found: str) -> CheckpointError:
 
 
 def eos_token_ids(config: ModelConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Those of ``generation_config.json``, or else the configuration's. Raises ``CheckpointError`` for an id that is
-    no token."""
+    """The ids in ``generation_config.json``, or else the configuration's. Raises ``CheckpointError`` for an id outside
+    the vocabulary."""
     ids = token_ids(generation, "eos_token_id") or config.eos_token_ids
     if any(token >= config.vocab_size for token in ids):
         raise wrong("eos_token_id", list(ids), f"token ids below vocab_size, {config.vocab_size}")

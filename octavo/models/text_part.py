@@ -1,6 +1,6 @@
-"""The language model within a checkpoint that also sees: its part of the configuration, and of the weights.
+"""The language model of a vision-language checkpoint: its part of the configuration and of the weights.
 
-What the model does with text is what it does without pictures; the other parts are left where they are.
+Text-only requests need nothing else; the vision parts are not loaded.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Architecture of the whole to that of the text part, and what published configurations of the part leave out."""
+"""Architecture of the checkpoint to that of its text part, and defaults that published configurations omit."""
 PREFIXES = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
-"""Where the text part's weights are, and their names in a checkpoint of its own."""
+"""Prefixes of the text part's weights, and the corresponding prefixes in a text-only checkpoint."""
 LEFT_OUT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
 def text_config(values: Mapping[str, Any], architecture: str) -> Mapping[str, Any]:
-    """The configuration of the text part, or the configuration itself if it is that of a text model."""
+    """The configuration of the text part; for a text-only model, the configuration itself."""
     if architecture not in TEXT_PARTS:
         return values
     name, defaults = TEXT_PARTS[architecture]
@@ -44,7 +44,7 @@ def text_config(values: Mapping[str, Any], architecture: str) -> Mapping[str, An
 
 
 class TextPart:
-    """The weights of the text part under the names of a text model; those of a text model as they are."""
+    """The weights of the text part under the names of a text-only model; unchanged for a text-only model."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

@@ -1,1 +1,1 @@
-"""How checkpoints store matrices, and what kernels compute with."""
+"""Quantisation: how checkpoints store matrices, and the weight formats that kernels compute with."""

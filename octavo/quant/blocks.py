@@ -1,4 +1,4 @@
-"""Weights in blocks, as GGUF files have them: Q4_0 to Q8_0 and Q4_K to Q6_K are repacked once for ``ops.block_linear``.
+"""Block-quantised weights of GGUF files; Q4_0 to Q8_0 and Q4_K to Q6_K are repacked once for ``ops.block_linear``.
 
 Shapes: T tokens, K inputs, N outputs.
 """
@@ -23,7 +23,7 @@ from octavo.weights.blocks import BLOCK_KINDS, BlockTensor, dequantize
 
 @dataclass(frozen=True, eq=False)
 class BlockWeight:
-    """A weight in panels; the activations must be float32."""
+    """A weight repacked into panels for ``ops.block_linear``; activations must be float32."""
 
     packed: PackedBlocks
 
@@ -52,7 +52,7 @@ class BlockWeight:
 
 @dataclass(frozen=True, eq=False)
 class BlockStored:
-    """A matrix in blocks of one kind: the rows of one tensor after those of another."""
+    """A matrix in blocks of one kind: the concatenated rows of one or more tensors."""
 
     parts: tuple[BlockTensor, ...]
 
@@ -104,9 +104,9 @@ class BlockStored:
 
 
 def without_kernel(device: str) -> str | None:
-    """Why blocks are made dense on this machine's device of this type; ``None`` if ``block_linear`` has a kernel.
+    """Why blocks are dequantised on this device type; ``None`` if ``block_linear`` has a kernel for it.
 
-    Its reference would widen the whole weight at every call.
+    The reference implementation is not used instead: it would dequantise the complete weight at every call.
     """
     if block_linear.chosen(device, torch.float32) != REFERENCE:
         return None

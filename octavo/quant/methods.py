@@ -1,6 +1,6 @@
-"""How a checkpoint stores its matrices: which tensors each is made of, and in which form.
+"""Quantisation methods: which tensors of a checkpoint hold each matrix, and in which format.
 
-A method is one module of this folder; ``METHODS`` has its name in ``quantization_config``.
+Each method is one module of this package; ``METHODS`` maps its name in ``quantization_config``.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from octavo.quant.tensors import Tensors
 
 
 class QuantMethod(Protocol):
-    """From the name of a matrix to the tensors that hold it.
+    """Finds the tensors that hold a matrix, by module name.
 
-    What a method reads it reads through ``tensors``, which refuses what is left over when the model is complete. It is
-    asked for each module by name, so that some modules may be stored in another way than others.
+    A method reads tensors through ``tensors``, which refuses a checkpoint with unread tensors once the model is
+    complete. It is called with each module's name, because modules may be stored differently.
     """
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
-        """The matrix [N, K] of module ``name``.
+        """The matrix [N, K] of module ``name``. Raises ``CheckpointError``.
 
-        ``is_transposed`` says that the architecture has plain numbers as inputs by outputs. Raises ``CheckpointError``.
+        ``is_transposed``: checkpoints of the architecture store unquantised matrices as [inputs, outputs].
         """
         ...
 
     def stack(
         self, name: str, shape: tuple[int, int, int], tensors: Tensors, is_transposed: bool
     ) -> Sequence[StoredWeight]:
-        """The matrices [X, N, K] that the checkpoint holds together under ``name``."""
+        """The matrices [X, N, K] that the checkpoint stacks under ``name``."""
         ...
 
 
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], QuantMethod]] = {"mxfp4": MXFP4.read}
-"""What reads the configuration of a method."""
+"""Name of a method to the function that reads its configuration."""
 
 
 def read_method(given: object) -> QuantMethod:
-    """The method that a ``quantization_config`` names; ``None`` is a checkpoint without one.
+    """The method named in a ``quantization_config``; ``None`` means a checkpoint without quantisation.
 
-    Raises ``CheckpointError`` for one that is not supported.
+    Raises ``CheckpointError`` for an unsupported method.
     """
     if given is None:
         return PLAIN

@@ -1,6 +1,6 @@
-"""MXFP4 as gpt-oss is published in: ``NAME_blocks`` and ``NAME_scales`` hold the matrices of all experts of a layer.
+"""MXFP4 in the layout of gpt-oss: ``NAME_blocks`` and ``NAME_scales`` hold the matrices of all experts of a layer.
 
-There is no kernel for it yet: these matrices are made dense when they are loaded.
+There is no kernel for MXFP4 yet: these matrices are dequantised on loading.
 
 Shapes: X experts, K inputs, N outputs.
 """
@@ -62,14 +62,14 @@ class MXFP4Stored:
 
 @dataclass(frozen=True)
 class MXFP4:
-    """Modules without packed tensors, and those that are named as kept, are plain numbers."""
+    """Modules without packed tensors, and those listed in ``kept``, are unquantised."""
 
     kept: tuple[str, ...] = ()
     """``modules_to_not_convert``."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> MXFP4:
-        """From ``quantization_config``. Raises ``CheckpointError``."""
+        """Read a ``quantization_config``. Raises ``CheckpointError``."""
         return cls(module_names(values, "modules_to_not_convert"))
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:

@@ -1,6 +1,6 @@
-"""Weights of checkpoints without a ``quantization_config``: a tensor of each matrix, whose own type says what it is.
+"""Weights of checkpoints without a ``quantization_config``: one tensor per matrix, whose type determines its format.
 
-In safetensors files that is a type of floating-point numbers; in GGUF files it may be a kind of block.
+In safetensors files the type is a floating-point dtype; in GGUF files it may be a block kind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which part of each matrix a device holds, of several that share a model."""
+"""Tensor-parallel sharding: the part of each matrix that a device holds."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from octavo.quant.stored import StoredWeight
 
 
 class Section(NamedTuple):
-    """Rows of a matrix that are divided by themselves, such as the queries of a fused matrix."""
+    """Rows of a matrix that are sharded separately, such as the queries of a fused matrix."""
 
     num_rows: int
     num_units: int
-    """What must not be cut, such as heads. Where there are fewer than devices, several devices hold the same one."""
+    """Number of indivisible units, such as heads. If there are fewer than devices, several devices hold the same."""
 
 
 class Shard(NamedTuple):
-    """One of the devices. Methods raise ``CheckpointError`` naming the matrix."""
+    """The shard of one device. Methods raise ``CheckpointError`` naming the matrix."""
 
     rank: int
     size: int
@@ -35,7 +35,7 @@ class Shard(NamedTuple):
             raise CheckpointError(f"{name}: {error}") from None
 
     def sections(self, name: str, stored: StoredWeight, sections: Sequence[Section]) -> StoredWeight:
-        """This device's rows of each section, one after the other."""
+        """This device's rows of each section, concatenated."""
         if self.size == 1:
             return stored
         pieces, start = [], 0
@@ -46,7 +46,7 @@ class Shard(NamedTuple):
         return pieces[0].join(pieces[1:])
 
     def vocabulary(self, table: StoredWeight) -> StoredWeight:
-        """This device's rows of a table. The last devices have fewer where it cannot be divided evenly."""
+        """This device's rows of a vocabulary table; the last devices have fewer if it does not divide evenly."""
         if self.size == 1:
             return table
         num_rows = table.shape[0]
@@ -61,5 +61,5 @@ class Shard(NamedTuple):
         return rows.shard(0, self.rank * parts // self.size, parts)
 
 
-WHOLE = Shard(0, 1)
+UNSHARDED = Shard(0, 1)
 """One device that holds everything."""

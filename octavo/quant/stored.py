@@ -1,7 +1,7 @@
-"""What a weight is on its way from a checkpoint to a kernel.
+"""The stages of a weight between checkpoint and kernel.
 
-A ``StoredWeight`` is one matrix as the checkpoint has it. It is divided, joined and put in order in that form, and then
-becomes a ``LinearWeight``: packed where there is a kernel for its format, dense otherwise.
+A ``StoredWeight`` is one matrix as stored in the checkpoint. It is sharded, joined and reordered in that format, and
+then becomes a ``LinearWeight``: packed if there is a kernel for its format, dense otherwise.
 
 Shapes: T tokens, K inputs, N outputs.
 """
@@ -23,21 +23,21 @@ from octavo.errors import CheckpointError
 from octavo.ops.linear import Activation
 
 Order = npt.NDArray[np.int64]
-"""For each row of the result, the row of the matrix that it is."""
+"""For each row of the result, the index of its row in the matrix."""
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """What weights become when they are loaded. ``dtype`` is that of activations too."""
+    """The format of loaded weights. ``dtype`` is also that of activations."""
 
     dtype: torch.dtype
     device: torch.device
     packs: bool = False
-    """Whether quantised weights stay packed where a kernel computes with them; otherwise every weight is made dense."""
+    """Whether quantised weights stay packed if there is a kernel; otherwise every weight is dequantised."""
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """The type of keys and values that suits: beside weights of 8 bits and less, 16 bits lose nothing more."""
+        """The default dtype of keys and values: 16 bits suffice next to quantised weights of 8 bits or fewer."""
         return torch.float16 if self.packs else self.dtype
 
 
@@ -46,7 +46,7 @@ class LinearWeight(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Memory it takes."""
+        """Bytes of the weight."""
         ...
 
     @property
@@ -67,18 +67,18 @@ class LinearWeight(Protocol):
         ...
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        """Dense rows [T, K] by number (int64), as an embedding looks them up.
+        """Dense rows [T, K] by index (int64), for embedding lookups.
 
-        On a CPU raises ``IndexError`` for a number that is not a row's.
+        On a CPU raises ``IndexError`` for an index out of range.
         """
         ...
 
 
 class StoredWeight(Protocol):
-    """One matrix [N, K] as a checkpoint stores it, on the host and unread as far as the file allows.
+    """One matrix [N, K] as stored in a checkpoint, on the host and lazily read if the file allows.
 
-    ``rows``, ``join`` and ``shard`` give a weight of the same values: nothing is rounded. They raise
-    ``CheckpointError`` for what the format cannot do.
+    ``rows``, ``join`` and ``shard`` keep values exactly: nothing is rounded. They raise ``CheckpointError`` for
+    operations that the format does not support.
     """
 
     @property
@@ -94,29 +94,29 @@ class StoredWeight(Protocol):
         ...
 
     def join(self, others: Sequence[Self]) -> Self:
-        """The rows of this weight, then those of the others, which have its layout and as many columns."""
+        """The rows of this weight, then those of the others, which must have equal layouts and column counts."""
         ...
 
     def shard(self, dim: int, rank: int, size: int) -> Self:
-        """Part ``rank`` of ``size`` equal ones: of the rows (``dim`` 0) or of the columns (1)."""
+        """Part ``rank`` of ``size`` equal parts of the rows (``dim`` 0) or columns (1)."""
         ...
 
     def fill(self, out_NK: Tensor) -> None:
-        """Write the matrix, dense, into a tensor of any floating-point type on any device."""
+        """Write the dense matrix to a tensor of any floating-point dtype on any device."""
         ...
 
     def dense(self, form: WeightFormat) -> Tensor:
-        """The matrix, dense, in the format's type on its device; what it is stored in if that is it already."""
+        """The dense matrix in the format's dtype on its device; the stored tensor itself if it already matches."""
         ...
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
-        """The matrix as a kernel of the device computes with it, ``None`` where it is to be made dense."""
+        """The matrix packed for a kernel of the device, ``None`` if it must be dequantised."""
         ...
 
 
 @dataclass(frozen=True)
 class DenseWeight:
-    """A weight as a plain matrix."""
+    """A weight as a dense matrix."""
 
     weight_NK: Tensor
 
@@ -145,7 +145,7 @@ class DenseWeight:
 
 @dataclass(frozen=True)
 class DenseStored:
-    """A matrix stored as plain numbers: the rows of one tensor after those of another."""
+    """An unquantised matrix: the concatenated rows of one or more tensors."""
 
     parts: tuple[Tensor, ...]
 
@@ -184,9 +184,9 @@ class DenseStored:
 
 
 def shard_range(shape: tuple[int, int], dim: int, rank: int, size: int, unit: int = 1) -> range:
-    """The rows (``dim`` 0) or columns (1) of part ``rank`` of ``size``, which must be whole units of so many.
+    """The rows (``dim`` 0) or columns (1) of part ``rank`` of ``size``.
 
-    Raises ``CheckpointError``.
+    Raises ``CheckpointError`` if the parts are not equal multiples of ``unit``.
     """
     if shape[dim] % (size * unit):
         what = ("rows", "columns")[dim]
@@ -197,13 +197,13 @@ def shard_range(shape: tuple[int, int], dim: int, rank: int, size: int, unit: in
 
 
 def fill(matrix_NK: Tensor, parts: Sequence[StoredWeight]) -> None:
-    """Write the rows of these parts, one after the other, into a dense matrix."""
+    """Write the rows of these parts, concatenated, to a dense matrix."""
     for rows, part in zip(matrix_NK.split_with_sizes([part.shape[0] for part in parts]), parts, strict=True):
         part.fill(rows)
 
 
 def filled(parts: Sequence[StoredWeight], form: WeightFormat) -> Tensor:
-    """The rows of these parts, one after the other, as one new dense matrix."""
+    """The rows of these parts, concatenated, as a new dense matrix."""
     shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
     matrix_NK = torch.empty(shape, dtype=form.dtype, device=form.device)
     fill(matrix_NK, parts)
@@ -211,10 +211,10 @@ def filled(parts: Sequence[StoredWeight], form: WeightFormat) -> Tensor:
 
 
 def make_weights(parts: Iterable[StoredWeight], form: WeightFormat) -> list[LinearWeight]:
-    """Weights whose outputs, side by side, are those of ``parts`` in order; neighbours that can be one weight are."""
+    """Weights whose concatenated outputs are those of ``parts`` in order; compatible neighbours are joined."""
     weights: list[LinearWeight] = []
     left: list[StoredWeight] = []
-    """Neighbours that are to be made dense together."""
+    """Neighbours to be dequantised into one dense weight."""
     for _, group in itertools.groupby(parts, lambda part: part.layout):
         first, *others = group
         joined = first.join(others) if others else first
@@ -228,7 +228,7 @@ def make_weights(parts: Iterable[StoredWeight], form: WeightFormat) -> list[Line
 
 
 def _dense(parts: Sequence[StoredWeight], form: WeightFormat) -> list[LinearWeight]:
-    """The parts as one dense weight, none if there are no parts."""
+    """The parts as one dense weight; an empty list if there are no parts."""
     if not parts:
         return []
     return [DenseWeight(parts[0].dense(form) if len(parts) == 1 else filled(parts, form))]

@@ -1,4 +1,4 @@
-"""Which modules a ``quantization_config`` means by the names and patterns in its lists."""
+"""Matches modules against the names and patterns in the lists of a ``quantization_config``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.errors import CheckpointError
 
 
 def module_names(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """A list of names in ``quantization_config``, empty where it is absent or null. Raises ``CheckpointError``."""
+    """A list of names in ``quantization_config``, empty if absent or null. Raises ``CheckpointError``."""
     found = values.get(key)
     if found is None:
         return ()
@@ -20,9 +20,9 @@ def module_names(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def names_module(names: Sequence[str], module: str) -> bool:
-    """Whether one of the names is that of the module, of a module around it, or the last parts of either.
+    """Whether one of the names matches the module or an enclosing module, or trailing components of either.
 
-    A ``*`` stands for any one part: ``model.layers.*.self_attn`` and ``lm_head`` are as files have them.
+    A ``*`` matches any one component, as in ``model.layers.*.self_attn``.
     """
     return any(re.search(rf"(^|\.){_pattern(name)}(\.|$)", module) for name in names)
 

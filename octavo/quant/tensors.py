@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by name, and the account of which of them were read."""
+"""The tensors of a checkpoint by name, with a record of which ones were read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from octavo.errors import CheckpointError
 from octavo.weights.blocks import BlockTensor
 
 Part = Tensor | BlockTensor
-"""A tensor as a file has it. Only matrices can be in blocks."""
+"""A tensor as stored in a file. Only matrices can be block-quantised."""
 
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias)$")
-"""Buffers that some exporters write: rotary angles, which follow from the configuration, and GPT-2's causal masks."""
+"""Redundant buffers that some exporters write: rotary frequencies and GPT-2's causal masks."""
 
 
 class Source(Protocol):
-    """What is needed of a checkpoint."""
+    """The part of the ``Checkpoint`` interface that loading weights needs."""
 
     @property
     def is_dummy(self) -> bool: ...
@@ -32,7 +32,7 @@ class Source(Protocol):
 
 
 class Tensors:
-    """Reads tensors and notes that they were read. Methods raise ``CheckpointError`` naming the tensor."""
+    """Reads tensors and records which were read. Methods raise ``CheckpointError`` naming the tensor."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -44,21 +44,21 @@ class Tensors:
         return name in self._names
 
     def load(self, name: str, shape: tuple[int, ...]) -> Part:
-        """A tensor of this shape, of floating-point numbers or in blocks."""
+        """A floating-point or block-quantised tensor of this shape."""
         part = self._take(name, shape)
         if isinstance(part, Tensor) and not part.is_floating_point():
             raise CheckpointError(f"tensor {name} is {_type_name(part)}; expected floating-point numbers")
         return part
 
     def numbers(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of this shape of floating-point numbers."""
+        """A floating-point tensor of this shape."""
         part = self.load(name, shape)
         if isinstance(part, BlockTensor):
             raise CheckpointError(f"tensor {name} is {part.kind}; expected floating-point numbers")
         return part
 
     def typed(self, name: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> Tensor:
-        """A tensor of this shape and of one of these types, for formats of several tensors."""
+        """A tensor of this shape and one of these dtypes, for formats that use several tensors per matrix."""
         part = self._take(name, shape)
         if not isinstance(part, Tensor) or part.dtype not in dtypes:
             allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -66,11 +66,11 @@ class Tensors:
         return part
 
     def leave_out(self, prefix: str) -> None:
-        """Let the checkpoint have tensors whose names begin like this."""
+        """Ignore tensors whose names start with ``prefix``."""
         self._used.update(name for name in self._names if name.startswith(prefix))
 
     def finish(self) -> None:
-        """Refuse a checkpoint with tensors that were not read."""
+        """Refuse a checkpoint with unread tensors."""
         if self._source.is_dummy:
             return
         unexpected = sorted(name for name in self._names - self._used if not HARMLESS.search(name))

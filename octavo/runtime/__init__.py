@@ -1,1 +1,1 @@
-"""Carries out plans: tensors out of plans, the forward pass, sampling, and the memory that this takes."""
+"""Executes plans: builds a step's tensors, runs the forward pass and sampling, and sizes the memory they need."""

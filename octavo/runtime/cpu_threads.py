@@ -1,4 +1,4 @@
-"""How many threads a forward pass on the CPU should use."""
+"""The number of threads for a forward pass on the CPU."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def num_threads_wanted() -> int:
-    """``OMP_NUM_THREADS`` where that is set, else one for each core."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return int(wanted) if wanted.isdecimal() and int(wanted) else num_physical_cores()
+    """``OMP_NUM_THREADS`` if it is a positive number, else one thread per physical core."""
+    value = os.environ.get("OMP_NUM_THREADS", "")
+    return int(value) if value.isdecimal() and int(value) else num_physical_cores()
 
 
 def num_physical_cores(topology: Path = TOPOLOGY) -> int:
-    """Cores that this process may run on, counting the hardware threads of one core once."""
+    """Number of physical cores that this process may run on; hardware threads of one core count once."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = set()

@@ -1,7 +1,7 @@
-"""Everything that a device does in a step, from the packed inputs to the tokens, over buffers of its own.
+"""The device side of a step, from packed inputs to sampled tokens, over preallocated buffers.
 
-Shapes: S sequences, G groups, B entries of a block table, C batch indices, Q steps whose results are kept, W numbers of
-a report.
+Shapes: S sequences, G KV groups, B entries of a block table, C batch indices, Q steps in flight, W int32 words of a
+report.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from octavo.steps.reports import report_width
 from octavo.steps.shapes import StepShape
 
 STEPS_IN_FLIGHT = 4
-"""Buffers for steps: more than an engine ever has in flight."""
+"""Number of upload and result buffers; more steps than an engine ever has in flight."""
 
 
 class DeviceProgram:
-    """Steps over buffers that are never moved: graphs hold their addresses."""
+    """Runs steps over buffers at fixed addresses, because CUDA graphs record addresses."""
 
     def __init__(
         self,
@@ -53,17 +53,17 @@ class DeviceProgram:
         self._inputs = torch.zeros(size, dtype=torch.uint8, device=device)
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_steps = 0
-        """Steps that were started; the device counts them too."""
+        """Steps started so far; the device keeps the same count in ``_counter``."""
         pinned = device.type == "cuda"
         self._uploads_QB = torch.zeros(STEPS_IN_FLIGHT, len(self._inputs), dtype=torch.uint8, pin_memory=pinned)
-        """On the host: row ``num_steps % Q`` is that of the next step, which the device reads by itself."""
+        """Host memory: row ``num_steps % Q`` holds the inputs of the next step; a kernel copies it to the device."""
         self._results_QS = torch.zeros(STEPS_IN_FLIGHT, largest.num_seqs, dtype=torch.int32, pin_memory=pinned)
-        """On the host: the device writes the tokens of a step to the row that its inputs had."""
+        """Host memory: the device writes a step's tokens to the row with the index of its upload row."""
         max_len = limits.max_blocks * storage.block_size
         self.state = SamplingState(limits.max_num_seqs, max_len, largest.num_seqs, vocab_size, device)
         width = report_width(self.state.most_top)
         self._reports_SW = torch.zeros(largest.num_seqs, width, dtype=torch.int32, device=device)
-        """Where graphs leave the reports of the last step."""
+        """Reports of the last step, at a fixed address for graphs."""
         shape = (STEPS_IN_FLIGHT, *self._reports_SW.shape)
         self._reports_QSW = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
 
@@ -73,29 +73,29 @@ class DeviceProgram:
         self._program = StepProgram(model, forward, self.state, adapter_rows)
 
     def upload(self, message: Step) -> None:
-        """Put a step's bytes where the device fetches those of the next step, and take down what else it says."""
-        self.state.tell(message.histories, message.lists)
+        """Write a step's bytes to the next upload row, and update the sampling state from the message."""
+        self.state.update(message.histories, message.lists)
         row = self._uploads_QB[self.num_steps % STEPS_IN_FLIGHT].numpy()
         row[: len(message.inputs)] = np.frombuffer(message.inputs, dtype=np.uint8)
 
     def start_again(self) -> None:
-        """Let the device count as the host does, after a step that failed to start."""
+        """Reset the device's step counter to the host's, after a step that failed to start."""
         self._counter.fill_(self.num_steps)
 
     def tokens(self, index: int) -> npt.NDArray[np.int32]:
-        """Where the tokens of step ``index`` arrive on the host."""
+        """The host buffer that receives the tokens of step ``index``, [S]."""
         found: npt.NDArray[np.int32] = self._results_QS[index % STEPS_IN_FLIGHT].numpy()
         return found
 
     def send_reports(self, index: int, count: int) -> npt.NDArray[np.int32]:
-        """Send the last step's first ``count`` reports down; they are there when the step is done."""
+        """Start copying the last step's first ``count`` reports to the host; they are valid when the step is done."""
         reports_SW = self._reports_QSW[index % STEPS_IN_FLIGHT, :count]
         reports_SW.copy_(self._reports_SW[:count], non_blocking=True)
         found: npt.NDArray[np.int32] = reports_SW.numpy()
         return found
 
     def __call__(self, shape: StepShape) -> None:
-        """Compute the step of this shape whose bytes were uploaded: all of it runs on the device."""
+        """Compute the uploaded step, which has this shape, entirely on the device."""
         step, computed = self.compute(shape)
         assert computed.tokens_R is not None
         if computed.reports_RW is not None:
@@ -103,11 +103,11 @@ class DeviceProgram:
         self.publish(step, computed.tokens_R)
 
     def compute(self, shape: StepShape, message: Step | None = None) -> tuple[StepTensors, Computed]:
-        """The step whose bytes were uploaded, up to its tokens; see ``StepProgram``."""
+        """Compute the uploaded step up to its sampled tokens; see ``StepProgram``."""
         step = self._steps.get(shape)
         if step is None:
             step = view_step(self._inputs, shape, self._tables_GSB)
-            if not shape.num_drafts:  # with drafts, there is no end of shapes
+            if not shape.num_drafts:  # shapes with drafts are unbounded in number
                 self._steps[shape] = step
         ops.pull_step(self._inputs, self._uploads_QB, self._counter)
         for group, rows in enumerate(step.rows.groups):
@@ -115,7 +115,7 @@ class DeviceProgram:
         return step, self._program(step, shape, message)
 
     def publish(self, step: StepTensors, tokens_S: torch.Tensor) -> None:
-        """Let the next step and the host find each sequence's last token, and count the step."""
+        """Store each sequence's last token for the next step and for the host, and increment the step counter."""
         last_tokens_C = self.state.last_tokens_C
         ops.publish_tokens(tokens_S, step.batch_indices_S, last_tokens_C, self._results_QS, self._counter)
 
@@ -133,7 +133,7 @@ class DeviceProgram:
 
 
 def load_kernels() -> None:
-    """Import the kernels in a thread, and let their compiler get ready, while weights are read."""
+    """Import the kernels and prepare their compiler in background threads, while weights are loaded."""
     preparation()
     load = threading.Thread(
         target=importlib.import_module, args=("octavo.ops.triton",), name="load kernels", daemon=True
@@ -143,8 +143,8 @@ def load_kernels() -> None:
 
 @contextlib.contextmanager
 def launched_early() -> Iterator[None]:
-    """In this block kernels are launched so that they may start before their predecessor has ended."""
-    from octavo.ops.triton.launch import pdl  # triton is there where CUDA is, and maybe nowhere else
+    """Launch the kernels of this block with programmatic dependent launch: they may start before the previous ends."""
+    from octavo.ops.triton.launch import pdl  # imported late: Triton may be absent on machines without CUDA
 
     with pdl():
         yield
@@ -152,7 +152,7 @@ def launched_early() -> Iterator[None]:
 
 @contextlib.contextmanager
 def batch_invariant() -> Iterator[None]:
-    """In this block a row's result depends on nothing but its sequence, to the bit."""
+    """Make the results of a row in this block bitwise independent of the other sequences in the batch."""
     from octavo.ops.triton.launch import invariant
 
     with invariant():
@@ -161,7 +161,7 @@ def batch_invariant() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiled_only(num_threads: int | None = None) -> Iterator[None]:
-    """In this block kernels are compiled, so many at a time, and not run."""
+    """Compile the kernels launched in this block, ``num_threads`` at a time, without running them."""
     from octavo.ops.triton.launch import compiling
 
     with compiling(num_threads):

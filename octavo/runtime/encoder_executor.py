@@ -1,4 +1,4 @@
-"""The executor of encoders: whole texts in one pass, with nothing cached.
+"""The executor for encoder models: each text is computed in one pass, without a KV cache.
 
 Shapes: T tokens of the step, S texts, D model.
 """
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class EncoderExecutor:
-    """Gives each text its vector, or its score if the model is a judge."""
+    """Computes an embedding for each text, or a score if the model is a cross-encoder (``is_judge``)."""
 
     runs_ahead = False
 
@@ -33,8 +33,8 @@ class EncoderExecutor:
         self._device = device
 
     def send(self, message: Message) -> Reply[Any]:
-        """See ``Executor``; the only message of encoders is ``Encode``."""
-        assert isinstance(message, Encode), f"an encoder has nothing to do with {type(message).__name__}"
+        """See ``Executor``; the only supported message is ``Encode``."""
+        assert isinstance(message, Encode), f"an encoder does not support {type(message).__name__}"
         try:
             with torch.inference_mode():
                 return Done(self._values(message.texts))

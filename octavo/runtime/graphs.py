@@ -1,7 +1,7 @@
-"""CUDA graphs of whole steps, one for each shape of a step.
+"""CUDA graphs of complete steps, one for each padded batch shape.
 
-A graph replays what ran while it was captured, with the same tensors: whatever differs from step to step must be read
-on the device. Graphs share one memory pool, so only one may run at a time and its outputs hold until the next.
+A graph replays the captured kernels with the same tensors, so everything that differs between steps must be read on
+the device. Graphs share one memory pool: only one may run at a time, and its outputs are valid until the next one runs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class Graphs:
-    """Runs a function of a step's shape through graphs, captured when a shape first comes.
+    """Runs a function of a step's shape through CUDA graphs; each shape is captured on first use.
 
-    Everything happens on the current stream, which must not be the default one. ``around`` gives a context for what
-    is captured.
+    Everything runs on the current stream, which must not be the default one. ``around`` returns a context manager that
+    is active during capture.
     """
 
     def __init__(self, run: Callable[[StepShape], None], around: Callable[[], AbstractContextManager[None]]) -> None:
@@ -41,7 +41,7 @@ class Graphs:
             graph.replay()
 
     def _run_and_capture(self, shape: StepShape) -> torch.cuda.CUDAGraph:
-        """Run, so that nothing is left to be set up; then capture, which runs nothing."""
+        """Run once, so that all lazy initialisation is done; then capture, which executes nothing."""
         started = time.perf_counter()
         with without_collections(), self._around():  # a tensor freed by the collector would end the capture
             self._run(shape)

@@ -1,10 +1,10 @@
-"""How the memory of the KV cache is divided among the KV groups of a model: a number of blocks for each.
+"""Divides KV cache memory among the KV groups of a model: the number of blocks of each group.
 
-A group with a sliding window holds of a sequence what the first group holds, or less. So as many blocks for it as for
-the first are always enough, and so are, for the running batch, as many as ``max_num_seqs`` windows and a step take. It
-gets twice that, so that prefixes stay findable, or a quarter of its even share, whichever is more, but never more than
-the even share. What that saves goes to the first group. However long or short the texts, no fewer of them run than with
-one pool of blocks of all layers.
+A sliding-window group holds at most as many positions of a sequence as the first group, so the same number of blocks
+always suffices; for the running batch, ``max_num_seqs`` windows plus one step suffice. Such a group gets twice the
+latter, so that cached prefixes survive, or a quarter of an even share, whichever is more, but never more than the even
+share. The saved memory goes to the first group. For any sequence lengths, at least as many sequences can run as with
+one pool of blocks across all layers.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec
 
 EVEN_SHARES = 4
-"""One in so many of the blocks that would be theirs by an even division is what groups with windows get at least: what
-is behind windows is found again by those who go on from the middle of a text."""
+"""Sliding-window groups get at least 1 / ``EVEN_SHARES`` of an even share: blocks behind the window serve prefix hits
+of requests that continue from the middle of a cached text."""
 
 
 class GroupMemory(NamedTuple):
-    """What the division follows from; a number for each group, the first one's first."""
+    """The inputs of the division; lists have one entry per KV group, in group order."""
 
     block_size: int
     bytes_per_block: list[int]
     spans: list[int]
-    """Positions that one sequence keeps at most in groups with windows: a window, a step, and a block more, as these
-    need not begin at a block's edge. 0: all positions."""
+    """Most positions of one sequence held in a sliding-window group: the window, a step's tokens, and one block because
+    these need not be aligned to blocks. 0: all positions (full attention)."""
     plenty: list[int]
-    """Twice the blocks that the running batch holds at once in groups with windows."""
+    """Twice the blocks that the running batch can hold at once, for sliding-window groups."""
 
     @classmethod
     def of(
@@ -42,7 +42,7 @@ class GroupMemory(NamedTuple):
         max_num_seqs: int,
         max_step_tokens: int,
     ) -> GroupMemory:
-        """For the groups of a model's layers, with steps of at most so many sequences and tokens."""
+        """For these groups of the layers ``specs``, with at most ``max_num_seqs`` and ``max_step_tokens`` per step."""
         step_blocks = -(-max_step_tokens // block_size)
         return cls(
             block_size,
@@ -56,21 +56,21 @@ class GroupMemory(NamedTuple):
         return [min(max_model_len, span) if span else max_model_len for span in self.spans]
 
     def _least(self, max_model_len: int) -> list[int]:
-        """The blocks of these positions."""
+        """Blocks of each group that one sequence of ``max_model_len`` tokens needs."""
         return [-(-kept // self.block_size) for kept in self.kept(max_model_len)]
 
     def least_bytes(self, max_model_len: int) -> int:
-        """What one sequence of ``max_model_len`` tokens takes."""
+        """Bytes that one sequence of ``max_model_len`` tokens takes."""
         return self.num_bytes(self._least(max_model_len))
 
     def num_bytes(self, num_blocks: Sequence[int]) -> int:
-        """What so many blocks of each group take."""
+        """Bytes that ``num_blocks`` blocks of each group take."""
         return sum(count * size for count, size in zip(num_blocks, self.bytes_per_block, strict=True))
 
     def divide(self, size: int, max_model_len: int) -> list[int]:
-        """The blocks of each group that ``size`` bytes are made into.
+        """The number of blocks of each group in ``size`` bytes.
 
-        Those of the first group are fewer than ``max_model_len`` tokens need only where nothing else would help.
+        The first group gets fewer blocks than ``max_model_len`` tokens need only if no division would provide them.
         """
         least = self._least(max_model_len)
         even = size // sum(self.bytes_per_block)

@@ -1,4 +1,4 @@
-"""The executor of CPUs: each message is carried out before ``send`` returns.
+"""The executor for CPUs: each message is executed before ``send`` returns.
 
 Shapes: S sequences.
 """
@@ -45,7 +45,7 @@ LAST_TOKEN = Pooling("last")
 
 
 class HostExecutor:
-    """Runs a model over a paged cache in host memory."""
+    """Runs a model over a paged KV cache in host memory."""
 
     runs_ahead = False
 
@@ -59,8 +59,8 @@ class HostExecutor:
         pooling: Pooling = LAST_TOKEN,
         adapters: Adapters | None = None,
     ) -> None:
-        """``forward`` may be a faster way to do what ``model.forward`` does over the storage's layers, without any
-        adapter."""
+        """``forward`` may be a faster equivalent of ``model.forward`` over the storage's layers; it is used for steps
+        without adapters."""
         device = storage.device
         max_len = limits.max_blocks * storage.block_size
         self._state = SamplingState(limits.max_num_seqs, max_len, limits.max_num_seqs, vocab_size, device)
@@ -99,7 +99,7 @@ class HostExecutor:
             return Failed(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
 
     def _run(self, message: Step) -> StepResult:
-        self._state.tell(message.histories, message.lists)
+        self._state.update(message.histories, message.lists)
         inputs = self._with_all_tokens(message)
         step = view_host_step(inputs, message.shape, self._num_groups)
         result, last_rows = self._reader.result(message, self._program(step, message.shape, message))
@@ -108,7 +108,7 @@ class HostExecutor:
         return result
 
     def _with_all_tokens(self, message: Step) -> bytearray:
-        """The step's bytes with last tokens in place of those that the host did not know."""
+        """The step's bytes, with placeholder token ids replaced by the last sampled tokens."""
         fields, _ = layout(message.shape, self._num_groups)
         inputs = message.inputs
         _, first, end = fields["token_ids"]
@@ -132,10 +132,10 @@ class HostExecutor:
 
 
 def change_adapters(adapters: Adapters | None, message: LoadAdapter | UnloadAdapter) -> Reply[None]:
-    """Carry ``message`` out, or answer with a ``CheckpointError``."""
+    """Load or unload an adapter; the reply raises ``CheckpointError`` if that fails."""
     try:
         if adapters is None:
-            raise CheckpointError("this engine takes no adapters; it needs enable_lora")
+            raise CheckpointError("this engine does not accept adapters; set enable_lora")
         if isinstance(message, LoadAdapter):
             adapters.load(message.number, message.path)
         else:

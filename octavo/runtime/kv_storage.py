@@ -1,7 +1,6 @@
-"""The tensors that hold keys and values. Which sequence owns which block is not known here.
+"""The tensors that hold keys and values. The owners of blocks are tracked in ``octavo.cache``, not here.
 
-Shapes: L layers, P tensors of a layer (keys and values, or one that is both), N blocks, K kv heads, S block size,
-H head dim.
+Shapes: L layers, P tensors of a layer (2: keys and values; 1: latents), N blocks, K kv heads, S block size, H head dim.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from octavo.ops.attention import LayerCache
 
 
 class KVStorage:
-    """A pool of blocks for each KV group; ``layers[i]`` is layer i's view of its group's, ``[N, K, S, H]`` each.
+    """A pool of blocks for each KV group; ``layers[i]`` holds layer i's views of its group's pool, ``[N, K, S, H]``.
 
-    ``pools[g]`` has a tensor ``[L, P, N, K, S, H]`` for those layers of group g that are alike, and so more than one
-    where layers of a group differ in kv heads or widths. The memory is left as it comes: nothing may be read before it
-    is written.
+    ``pools[g]`` has one tensor ``[L, P, N, K, S, H]`` for each set of layers of group g with equal P, K and H. The
+    memory is not initialised: nothing may be read before it is written.
     """
 
     def __init__(
@@ -32,7 +30,7 @@ class KVStorage:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """``num_blocks`` are those of each group."""
+        """``num_blocks`` has one count per group."""
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
@@ -56,7 +54,7 @@ class KVStorage:
 
     @property
     def bytes_per_block(self) -> int:
-        """Of one block of the first group, in all its layers."""
+        """Bytes of one block of the first group, in all its layers."""
         return sum(part[:, :, 0].nbytes for part in self.pools[0])
 
     def copy_slots(self, group: int, source: int, target: int, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""What fits into memory, by arithmetic: settles every automatic limit before anything is allocated.
+"""Memory budget: computes every automatic limit before anything is allocated.
 
 All sizes are in bytes.
 """
@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 CPU_KV_MEMORY = 1 * GIB
 CPU_KV_SHARE = 0.5
-"""Most of the memory still free that the KV cache takes by itself on a CPU."""
+"""Default share of free memory for the KV cache on a CPU."""
 LOGITS_COPIES = 4
-"""Tensors as large as the logits that sampling holds at once."""
+"""Tensors of the size of the logits that sampling holds at once."""
 
 ATTENTION_COPIES = 4
-"""The same for the intermediates of attention."""
+"""Float32 scratch buffers of ``MAX_SCRATCH`` numbers that attention holds at once."""
 
 
 @dataclass(frozen=True)
 class DeviceDefaults:
-    """Limits where the settings leave them open."""
+    """Default limits of a device, for settings that are not given."""
 
     block_size: int
     max_num_seqs: int
@@ -49,24 +49,24 @@ DEFAULTS = {"cpu": DeviceDefaults(32, 64, 256), "cuda": DeviceDefaults(64, 256, 
 
 @dataclass(frozen=True)
 class Limits:
-    """The settled limits of an engine; names as in the settings."""
+    """The resolved limits of an engine; names as in the settings."""
 
     max_model_len: int
     block_size: int
     groups: tuple[KVGroup, ...]
     num_blocks: tuple[int, ...]
-    """Of each group."""
+    """Blocks of each KV group."""
     max_num_seqs: int
     max_num_batched_tokens: int
 
     @property
     def num_kv_blocks(self) -> int:
-        """Blocks of the first group, which limits how many tokens fit."""
+        """Blocks of the first group, which limits the number of cached tokens."""
         return self.num_blocks[0]
 
     @property
     def kv_groups(self) -> tuple[KVGroupInfo, ...]:
-        """What there is to tell of the groups."""
+        """Window and size of each KV group, for reports."""
         groups = zip(self.groups, self.num_blocks, strict=True)
         return tuple(KVGroupInfo(group.window, len(group.layers), count) for group, count in groups)
 
@@ -85,15 +85,15 @@ class MemoryBudget:
         return dataclasses.asdict(self)
 
     def table(self) -> str:
-        """The budget for people to read, a line for each purpose."""
+        """The budget as a text table, one line per purpose."""
         rows = [*self.as_dict().items(), ("in all", sum(self.as_dict().values()))]
         return "\n".join(f"{name.replace('_', ' '):<12}{size / 2**20:>12,.1f} MiB" for name, size in rows)
 
 
 def free_memory(device: torch.device, gpu_memory_utilization: float) -> int:
-    """Bytes that this process may still take on the device."""
+    """Bytes that this process may still allocate on the device."""
     if device.type == "cuda":
-        gc.collect()  # an engine that this process is done with may not have given its memory back
+        gc.collect()  # a discarded engine of this process may still hold memory
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return free - int(total * (1 - gpu_memory_utilization))
@@ -110,9 +110,9 @@ def settle(
     weights: int,
     free: int,
 ) -> tuple[Limits, MemoryBudget]:
-    """Settle what the settings leave open, given the loaded weights' bytes and the bytes still free.
+    """Resolve the limits that the settings leave open, given the bytes of the loaded weights and the free bytes.
 
-    Raises ``ConfigError`` with the setting to change when something does not fit.
+    Raises ``ConfigError`` naming the setting to change when something does not fit.
     """
     defaults = DEFAULTS[device]
     block_size = settings.cache.block_size or defaults.block_size
@@ -146,17 +146,17 @@ def settle(
 def _groups(settings: CacheSettings, model: ModelConfig, max_window: int) -> list[KVGroup]:
     """The KV groups of a model; windows of ``max_window`` positions or more save no memory.
 
-    With slower tiers behind the cache there is one group, as these keep blocks of all layers.
+    With KV offloading there is one group, because the offload tiers store blocks of all layers.
     """
     groups = kv_groups(model.cache, max_window)
     if settings.kv_offload_memory is None or len(groups) == 1:
         return groups
-    logger.info("blocks behind sliding windows are not given back: kv_offload_memory keeps blocks of all layers")
+    logger.info("blocks behind sliding windows are not freed: kv_offload_memory stores blocks of all layers")
     return kv_groups(model.cache)
 
 
 def _batch_limits(settings: SchedulerSettings, defaults: DeviceDefaults) -> tuple[int, int]:
-    """Sequences and tokens in a step; a limit that is open follows the one that is given."""
+    """Most sequences and tokens of a step; a limit that is not given follows from the one that is."""
     seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
     if seqs is None:
         seqs = min(defaults.max_num_seqs, tokens or defaults.max_num_seqs)
@@ -184,7 +184,7 @@ def _given_blocks(settings: CacheSettings, per_block: int) -> int | None:
 
 
 def _check_fit(max_model_len: int, kept: int, num_blocks: int, block_size: int, per_block: int, room: int) -> None:
-    """``kept`` is the most positions of a sequence that are held at once."""
+    """Raise ``ConfigError`` if a sequence does not fit; ``kept`` is the most positions of it that are held at once."""
     if num_blocks * block_size < kept:
         part = "" if kept == max_model_len else f", of which {kept} are kept by the model's window and a step,"
         raise ConfigError(
@@ -194,14 +194,14 @@ def _check_fit(max_model_len: int, kept: int, num_blocks: int, block_size: int, 
     if num_blocks * per_block > room:
         raise ConfigError(
             f"the KV cache needs {num_blocks * per_block / GIB:.2f} GiB ({num_blocks} blocks of {block_size} tokens) "
-            f"but {max(room, 0) / GIB:.2f} GiB of memory are free beside weights and activations; "
+            f"but {max(room, 0) / GIB:.2f} GiB of memory are free besides weights and activations; "
             f"lower max_model_len (now {max_model_len}; {max(room // per_block, 0) * block_size} would fit), "
             "num_kv_blocks or kv_cache_memory"
         )
 
 
 def _activation_bytes(model: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
-    """The widest moment of a layer: the residual stream with the MLP's or the attention's tensors beside it."""
+    """Peak activation bytes of a layer: the residual stream plus the MLP's or the attention's tensors."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     widest = 3 * model.hidden_size + max(3 * model.ffn_size, 3 * heads)
     scratch = ATTENTION_COPIES * MAX_SCRATCH * 4
@@ -217,7 +217,7 @@ def _meminfo_available() -> int | None:
 
 
 def _cgroup_available(folder: Path) -> int | None:
-    """What the control group (version 2) leaves, when it has a limit."""
+    """Bytes left by the limits of the control group (version 2); ``None`` without a limit."""
     try:
         limit, used = (folder / "memory.max").read_text().strip(), (folder / "memory.current").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""From the vectors of a text's tokens to what the request asked for: the text's own vector, or a score.
+"""Pooling: from the vectors of a text's tokens to its embedding or score.
 
 Shapes: T tokens, S texts, D model.
 """
@@ -14,33 +14,33 @@ from octavo.steps.messages import PooledRows
 
 
 def as_vectors(values_SD: Tensor) -> list[bytes | None]:
-    """Each row as float32 bytes; ``None`` for one with a number that is not finite."""
+    """Each row as float32 bytes; ``None`` for a row with a number that is not finite."""
     rows_SD = values_SD.to(device="cpu", dtype=torch.float32)
     are_finite = rows_SD.isfinite().all(dim=-1).tolist()
     return [row.numpy().tobytes() if is_finite else None for row, is_finite in zip(rows_SD, are_finite, strict=True)]
 
 
 def to_length_one(vectors_SD: Tensor) -> Tensor:
-    """The same directions; a vector of zeros stays."""
+    """Normalise each row to length 1; a zero vector stays zero."""
     return torch.nn.functional.normalize(vectors_SD, dim=-1)
 
 
 class ChunkPooler:
-    """The vectors of texts that a decoder computes in chunks.
+    """Pools texts that a decoder computes in chunks (chunked prefill).
 
-    A mean is kept as sums of the normalised rows up to the end of each chunk, so that a chunk that has to be computed
-    again finds the sum before it.
+    For mean pooling, the sum of the normalised rows up to the end of each chunk is kept, so that a chunk that is
+    recomputed continues from the sum before it.
     """
 
     def __init__(self, model: CausalLM, pooling: Pooling) -> None:
         self._model = model
         self._pooling = pooling
         self._sums: dict[int, dict[int, Tensor]] = {}
-        """By batch index, then by the position that a sum ends at."""
+        """Batch index to position to the sum of the rows before that position."""
 
     def take(self, rows: PooledRows, x_TD: Tensor) -> bytes | None:
-        """Take the rows of a chunk, as the last layer gives them; with the last chunk, the text's vector in float32, or
-        ``None`` where it is not finite."""
+        """Add a chunk's rows of the last layer's output. For the last chunk, the text's vector as float32 bytes, or
+        ``None`` if it is not finite."""
         if self._pooling.kind == "mean":
             sum_D = self._model.norm(x_TD).double().sum(dim=0)
             if rows.start:

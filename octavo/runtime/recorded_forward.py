@@ -1,9 +1,9 @@
-"""A model's forward pass on a CPU, recorded once for each number of rows and then repeated in compiled code.
+"""A model's forward pass on a CPU, recorded once for each number of rows and then replayed in compiled code.
 
-Preparing a layer's calls in Python takes longer than computing them for a few tokens. Short steps are therefore
-recorded (``ops.cpu.calls``) over inputs that stay where they are, into which each step is copied. There is room for as
-many sequences as rows; where there are fewer, the others have no rows. Longer steps, and models that use more than
-kernels with recordable calls, run as they are written.
+For a few tokens, preparing a layer's kernel calls in Python takes longer than computing them. Short steps are therefore
+recorded (``ops.cpu.calls``) over input buffers at fixed addresses, into which each step is copied. The buffers have
+room for as many sequences as rows; unused sequences have no rows. Longer steps, and models that use operations other
+than recordable kernels, run without recording.
 
 Shapes: T tokens of the step, R rows whose logits are needed, S sequences, B entries of the widest block table.
 """
@@ -25,12 +25,12 @@ from octavo.ops.dispatch import is_wrapped
 logger = logging.getLogger(__name__)
 
 MOST_ROWS = 64
-"""A recording takes memory; above this, preparing calls is a small part of a step."""
+"""Largest recorded step. Recordings take memory; above this, preparing calls is a small part of a step."""
 LEAST_TABLE = 32
 
 
 class _Step(NamedTuple):
-    """Inputs that stay in place, the calls over them, and the result."""
+    """Input buffers at fixed addresses, the recorded calls over them, and their result."""
 
     token_ids_T: Tensor
     positions_T: Tensor
@@ -40,7 +40,7 @@ class _Step(NamedTuple):
 
 
 class RecordedForward:
-    """``model.forward``; what it returns is good until it is called again."""
+    """A faster ``model.forward``; its result is valid until the next call."""
 
     def __init__(self, model: CausalLM, caches: Sequence[LayerCache]) -> None:
         self._model = model
@@ -57,7 +57,7 @@ class RecordedForward:
         return x_TD if rows.logits_indices_R is None else x_TD[rows.logits_indices_R]
 
     def _repeated(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
-        """The output of all rows: which of them are looked at may differ where all else is alike."""
+        """The output of all rows, as recordings do not depend on logits indices."""
         width = max(LEAST_TABLE, 1 << (rows.groups[0].block_tables_SB.shape[1] - 1).bit_length())
         step = self._steps.get((len(token_ids_T), width))
         if step is None:
@@ -87,7 +87,7 @@ class RecordedForward:
 
 
 def _like(rows: PagedRows, width: int) -> PagedRows:
-    """Room for so many rows, of as many sequences, with tables of ``width`` entries."""
+    """Buffers for as many rows as ``rows`` has, as many sequences, and block tables of ``width`` entries."""
     T = len(rows.groups[0].slot_mapping_T)
     starts, lengths = torch.zeros(T + 1, dtype=torch.int32), torch.zeros(T, dtype=torch.int32)
     groups = [
@@ -98,8 +98,7 @@ def _like(rows: PagedRows, width: int) -> PagedRows:
 
 
 def _fill(given: PagedRows, rows: PagedRows) -> None:
-    """Bring a step's inputs to where the calls read them; sequences behind those that there are begin where the rows
-    end."""
+    """Copy a step's inputs to the buffers that the calls read; unused sequences start at the end of the rows."""
     for given_group, group in zip(given.groups, rows.groups, strict=True):
         S, width = given_group.block_tables_SB.shape
         group.slot_mapping_T.copy_(given_group.slot_mapping_T)

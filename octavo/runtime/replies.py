@@ -1,4 +1,4 @@
-"""Answers of executors that are there when ``send`` returns."""
+"""Executor replies that are complete when ``send`` returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class Done(Generic[T]):
-    """An answer."""
+    """A completed reply."""
 
     def __init__(self, answer: T) -> None:
         self._answer = answer
@@ -19,11 +19,11 @@ class Done(Generic[T]):
 
 
 class Failed:
-    """An error in place of an answer."""
+    """A reply that failed."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     def wait(self) -> Any:
-        """Raise it."""
+        """Raise the error."""
         raise self._error

@@ -1,9 +1,9 @@
-"""What an executor keeps for sampling between steps, by batch index: last tokens, histories, biases and bans.
+"""Per-sequence sampling state by batch index, kept between steps: last tokens, token histories, biases and bans.
 
-Tokens enter histories as they pass through steps; only those that did not, say because the prefix cache had their keys
-and values, are told.
+Steps write their own tokens to the histories; messages carry only tokens that no step computes, such as those whose
+keys and values came from the prefix cache.
 
-Shapes: T rows, R sampled rows, C batch indices and that of padding, L positions, B biases, E stop tokens, W bytes of a
+Shapes: T rows, R sampled rows, C batch indices plus one for padding, L positions, B biases, E stop tokens, W bytes of a
 mask, V vocabulary, n most likely tokens.
 """
 
@@ -26,14 +26,14 @@ MAX_BIASES = MAX_LOGIT_BIAS + 2 * MAX_BAD_WORDS
 
 
 class SamplingState:
-    """Tensors of fixed size on one device."""
+    """Sampling state in tensors of fixed size on one device."""
 
     def __init__(self, num_indices: int, max_len: int, most_rows: int, vocab_size: int, device: torch.device) -> None:
-        """``most_rows``: sampled rows of a step without drafts; ``max_len``: positions of a sequence."""
+        """``most_rows``: most sampled rows of a step without drafts; ``max_len``: most positions of a sequence."""
         C = num_indices + 1
         self.vocab_size = vocab_size
         self.last_tokens_C = torch.zeros(C, dtype=torch.int32, device=device)
-        """The token that each sequence sampled last."""
+        """The last sampled token of each sequence."""
         self.histories_CL = torch.zeros(C, max_len, dtype=torch.int32, device=device)
         self._bias_ids_CB = torch.full((C, MAX_BIASES), -1, dtype=torch.int32, device=device)
         self._biases_CB = torch.zeros(C, MAX_BIASES, device=device)
@@ -41,18 +41,18 @@ class SamplingState:
         self._no_masks_R0 = torch.zeros(most_rows, 0, dtype=torch.uint8, device=device)
         self._has_mask_R = torch.zeros(most_rows, dtype=torch.bool, device=device)
         self.most_top = min(MAX_LOGPROBS, vocab_size)
-        """Most likely tokens that are ever reported."""
+        """Largest number of most likely tokens that a report holds."""
 
     # ---- before a step
 
-    def tell(self, histories: Sequence[History], lists: Sequence[TokenLists]) -> None:
-        """Take down what a step message says of its sequences."""
-        for told in lists:
-            biases = {**told.bias, **dict.fromkeys(told.banned, BANNED)}
+    def update(self, histories: Sequence[History], lists: Sequence[TokenLists]) -> None:
+        """Store the token histories and lists that a step message carries for its sequences."""
+        for own in lists:
+            biases = {**own.bias, **dict.fromkeys(own.banned, BANNED)}
             padding = MAX_BIASES - len(biases)
-            _send([*biases, *[-1] * padding], self._bias_ids_CB[told.index])
-            _send([*biases.values(), *[0.0] * padding], self._biases_CB[told.index])
-            _send([*told.stops, *[-1] * (MAX_STOPS - len(told.stops))], self._stop_ids_CE[told.index])
+            _send([*biases, *[-1] * padding], self._bias_ids_CB[own.index])
+            _send([*biases.values(), *[0.0] * padding], self._biases_CB[own.index])
+            _send([*own.stops, *[-1] * (MAX_STOPS - len(own.stops))], self._stop_ids_CE[own.index])
         for history in histories:
             end = history.start + len(history.tokens)
             _send(history.tokens, self.histories_CL[history.index, history.start : end])
@@ -60,11 +60,11 @@ class SamplingState:
     # ---- in a step
 
     def remember(self, step: StepTensors, extras: ExtraInputs) -> None:
-        """Put the step's tokens into the histories of their sequences."""
+        """Write the step's tokens to the histories of their sequences."""
         self.histories_CL[extras.row_indices_T, step.positions_T] = step.token_ids_T.int()
 
     def adjust(self, logits_RV: Tensor, step: StepTensors, extras: ExtraInputs, masks: Sequence[Mask] = ()) -> Tensor:
-        """Logits as the requests ask for; see ``ops.adjust_logits``."""
+        """Logits after penalties, biases, bans and masks; see ``ops.adjust_logits``."""
         masks_RW, has_mask_R = self._masks(masks, logits_RV)
         return ops.adjust_logits(
             logits_RV,
@@ -98,9 +98,9 @@ class SamplingState:
 
 
 def report(logits_RV: Tensor, tokens_R: Tensor, num_top: int) -> Tensor:
-    """Log-probabilities of tokens (int32) and of the most likely ones, in the form of ``steps.reports``.
+    """Log-probabilities of ``tokens_R`` (int32) and of the most likely tokens, in the layout of ``steps.reports``.
 
-    Rows whose token is negative give anything.
+    The content of rows whose token is negative is undefined.
     """
     found = ops.token_logprobs(logits_RV, tokens_R, num_top)
     numbers = (found.logprob_R.view(torch.int32).unsqueeze(1), found.rank_R.unsqueeze(1))
@@ -109,5 +109,5 @@ def report(logits_RV: Tensor, tokens_R: Tensor, num_top: int) -> Tensor:
 
 
 def _send(values: Sequence[float], to: Tensor) -> None:
-    """One copy that the host does not wait for."""
+    """Copy values to a tensor, without blocking the host."""
     to.copy_(torch.tensor(values, dtype=to.dtype, pin_memory=to.is_cuda), non_blocking=True)

@@ -24,7 +24,7 @@ from octavo.steps.messages import PromptRows, Step, StepResult
 from octavo.steps.shapes import StepShape
 
 Forward = Callable[[Tensor, Tensor, PagedRows], Tensor]
-"""The last layer's output of token ids [T] at positions [T], good until the next call: [T, D], or [R, D] where the rows
+"""The last layer's output for token ids [T] at positions [T], valid until the next call: [T, D], or [R, D] if the rows
 have logits indices."""
 
 LOGPROB_ROWS = 128
@@ -32,17 +32,17 @@ LOGPROB_ROWS = 128
 
 
 class Computed(NamedTuple):
-    """What is left on the device of a step."""
+    """A step's results on the device."""
 
     tokens_R: Tensor | None
-    """int32; ``None`` where nothing was to be sampled."""
+    """int32; ``None`` if the step samples nothing."""
     reports_RW: Tensor | None
     x_TD: Tensor
-    """The last layer's output, of all rows where a message asks for these."""
+    """The last layer's output; of all rows if the message needs them, else [R, D]."""
 
 
 class StepProgram:
-    """The computation of a step on its device, which never waits for the host. ``state`` is that of sampling."""
+    """The computation of a step on its device, which never synchronises with the host."""
 
     def __init__(
         self, model: CausalLM, forward: Forward, state: SamplingState, adapter_rows: AdapterRows | None = None
@@ -53,15 +53,15 @@ class StepProgram:
         self._adapter_rows = adapter_rows
 
     def __call__(self, step: StepTensors, shape: StepShape, message: Step | None = None) -> Computed:
-        """Compute a step of this shape. Without a ``message``, what is reported has the width that suits all requests,
-        and the step is nothing but its tensors: a graph of it can be replayed."""
+        """Compute a step of this shape. Without a ``message``, reports have the maximum width and the step depends on
+        its tensors alone, so that it can be captured in a graph."""
         rows, extras = step.rows, step.extras
         if extras is not None:
             self.state.remember(step, extras)
         indices_R = step.logits_indices_R
         if indices_R is None and shape.max_query_len > 1:
             indices_R = (rows.cu_seqlens_q[1:] - 1).clamp(min=0)
-        # Adapters are found for all rows of a step.
+        # Adapter numbers cover all rows of a step, so with adapters the last layer keeps all rows.
         keeps_all = step.adapters_T is not None or (message is not None and message.needs_all_rows)
         if indices_R is not None and not keeps_all:
             rows = replace(rows, logits_indices_R=indices_R)
@@ -89,14 +89,14 @@ class StepProgram:
 
 
 class RowReader:
-    """What a message asks of a step's rows in addition to tokens, brought to the host."""
+    """Reads a step's results to the host: tokens, accepted drafts, log-probabilities and pooled vectors."""
 
     def __init__(self, model: CausalLM, pooler: ChunkPooler) -> None:
         self._model = model
         self._pooler = pooler
 
     def result(self, message: Step, computed: Computed) -> tuple[StepResult, list[int]]:
-        """The step's result, and the index of the last sampled row that counts of each sequence; waits for it."""
+        """The step's result, and the index of each sequence's last accepted sampled row; waits for the device."""
         num_samples = message.num_seqs + sum(map(len, message.drafts))
         tokens: list[int] = [] if computed.tokens_R is None else computed.tokens_R[:num_samples].tolist()
         accepted, last_rows = _accept(message, tokens)
@@ -109,7 +109,7 @@ class RowReader:
         return StepResult(tokens, accepted, reports, prompts, values), last_rows
 
     def _prompt_reports(self, prompt: PromptRows, x_TD: Tensor) -> bytes | None:
-        """Reports of a prompt's rows, some at a time; ``None`` where a logit is not finite."""
+        """Reports of a prompt's rows, ``LOGPROB_ROWS`` at a time; ``None`` if a logit is not finite."""
         parts = []
         for first in range(0, len(prompt.tokens), LOGPROB_ROWS):
             tokens = prompt.tokens[first : first + LOGPROB_ROWS]
@@ -122,9 +122,9 @@ class RowReader:
 
 
 def _accept(message: Step, tokens: list[int]) -> tuple[list[int], list[int]]:
-    """Drafts are accepted as long as they are what was sampled in their place: the same tokens as without drafts.
+    """Accept drafts up to the first that differs from the sampled token, so that output is the same as without drafts.
 
-    Of each sequence, how many were accepted, and the index of the sampled row behind them.
+    For each sequence, the number of accepted drafts, and the index of the sampled row after them.
     """
     if not message.drafts:
         return [], list(range(message.num_seqs))
@@ -140,5 +140,5 @@ def _accept(message: Step, tokens: list[int]) -> tuple[list[int], list[int]]:
 
 
 def as_bytes(values: Tensor) -> bytes:
-    """Numbers as they lie in memory."""
+    """The raw bytes of a tensor, in memory order."""
     return values.cpu().contiguous().numpy().tobytes()

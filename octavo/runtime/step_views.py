@@ -20,20 +20,20 @@ TYPES: dict[str, torch.dtype] = {"int64": torch.int64, "int32": torch.int32, "fl
 
 
 class ExtraInputs(NamedTuple):
-    """What a step says of penalties, biases, bans and log-probabilities; a negative index is that of padding."""
+    """A step's inputs for penalties, biases, bans and log-probabilities; a negative index selects the padding entry."""
 
     row_indices_T: Tensor
-    """Whose history gets the row's token."""
+    """Batch index whose history the row's token is written to."""
     bias_indices_R: Tensor
     ban_indices_R: Tensor
     history_indices_R: Tensor
-    """Whose history penalties look at."""
+    """Batch index whose history the penalties use."""
     num_prompt_tokens_R: Tensor
     repetition_R: Tensor
     frequency_R: Tensor
     presence_R: Tensor
     wants_logprobs_R: Tensor
-    """1 or 0."""
+    """1 if the row's log-probabilities are requested, else 0."""
 
 
 class StepTensors(NamedTuple):
@@ -44,18 +44,18 @@ class StepTensors(NamedTuple):
     batch_indices_S: Tensor
     width: Tensor
     packed_tables: Tensor
-    """int32: entries of the first group's block tables, one sequence after the other, then of the next group's."""
+    """int32: block tables of the first group, concatenated over sequences, then those of the next group."""
     rows: PagedRows
     params: SampleParams
     extras: ExtraInputs | None
     adapters_T: Tensor | None
-    """The number of the adapter that each row asks for."""
+    """The adapter number of each row."""
     logits_indices_R: Tensor | None
-    """Rows that are sampled; ``None``: the last of each sequence."""
+    """Rows that are sampled; ``None``: the last row of each sequence."""
 
 
 def view_host_step(inputs: bytearray, shape: StepShape, num_groups: int) -> StepTensors:
-    """The tensors of a step in host memory, with its block tables as they are packed."""
+    """The tensors of a step in host memory; block tables are views of the packed ones."""
     fields, tables_at = layout(shape, num_groups)
     by_type = {dtype: np.frombuffer(inputs, dtype=dtype) for dtype in TYPES}
     at = {name: torch.from_numpy(by_type[dtype][first:end]) for name, (dtype, first, end) in fields.items()}
@@ -73,7 +73,7 @@ def view_host_step(inputs: bytearray, shape: StepShape, num_groups: int) -> Step
 
 
 def view_step(buffer: Tensor, shape: StepShape, tables_GSB: Tensor) -> StepTensors:
-    """The tensors of a step in ``buffer`` (uint8), whose packed block tables are to be copied to ``tables_GSB``."""
+    """The tensors of a step in ``buffer`` (uint8); block tables are views of ``tables_GSB``, to be unpacked there."""
     num_groups = len(tables_GSB)
     fields, tables_at = layout(shape, num_groups)
     by_type = {name: buffer.view(dtype) for name, dtype in TYPES.items()}

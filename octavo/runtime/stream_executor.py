@@ -1,10 +1,10 @@
-"""The executor of CUDA devices: steps are started in the order in which they are sent, and the sender goes on.
+"""The executor for CUDA devices: steps are started in the order they are sent, and ``send`` returns without waiting.
 
-The bytes of a plain step go up as one packed copy and run as one CUDA graph, or kernel by kernel when the step is long
-enough to keep the device busy that way. Each sequence's token stays on the device for the next step, and goes down to
-the host. What a message asks for in addition is read by the host before ``send`` returns.
+A plain step is uploaded as one packed buffer and runs as one CUDA graph, or kernel by kernel when the step is long
+enough to keep the device busy. Each sequence's token stays on the device for the next step and is copied to the host.
+If a message needs more than tokens (``Step.is_plain`` is false), the host reads the results before ``send`` returns.
 
-Shapes: S sequences, W numbers of a report.
+Shapes: S sequences, W int32 words of a report.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tokens:
-    """The answer of a step that runs on the device."""
+    """The reply of a step that is running on the device."""
 
     def __init__(
         self,
@@ -64,18 +64,18 @@ class Tokens:
         reports_SW: npt.NDArray[np.int32] | None,
         done: torch.cuda.Event | None,
     ) -> None:
-        """What arrives on the host before ``done``."""
+        """Host buffers that are complete once ``done`` is."""
         self._tokens_S, self._reports_SW, self._done = tokens_S, reports_SW, done
 
     def wait(self) -> StepResult:
         if self._done is not None:
-            self._done.synchronize()  # raises when the device is lost; nothing can go on then
+            self._done.synchronize()  # raises when the device is lost, which is fatal
         reports = b"" if self._reports_SW is None else self._reports_SW.tobytes()
         return StepResult(self._tokens_S.tolist(), reports=reports)
 
 
 class StreamExecutor:
-    """Runs a model on a device with a queue of its own."""
+    """Runs a model on a device that executes kernels asynchronously."""
 
     runs_ahead = True
 
@@ -92,7 +92,7 @@ class StreamExecutor:
     ) -> None:
         device = storage.device
         rows = None if adapters is None else adapters.rows
-        assert rows is None or isinstance(rows, StackedRows), "adapters of a device are in stacks"
+        assert rows is None or isinstance(rows, StackedRows), "adapters on a CUDA device need StackedRows"
         self._make_program = partial(DeviceProgram, model, storage, vocab_size, limits, rows)
         self._batch_invariant = batch_invariant
         self._adapters = adapters
@@ -130,14 +130,14 @@ class StreamExecutor:
                 return self._start(message) if message.is_plain else self._run(message)
         except Exception as error:
             if message.is_plain and not isinstance(error, torch.OutOfMemoryError):
-                raise  # the device may be lost; nothing can go on then
+                raise  # the device may be lost, which is fatal
             logger.exception("a forward pass of %d sequences failed", message.num_seqs)
             with self._on_stream():
                 self._program.start_again()
             return Failed(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
 
     def _start(self, message: Step) -> Reply[StepResult]:
-        """Start a step that is nothing but its arrays."""
+        """Start a plain step, whose arrays say everything, without waiting for it."""
         index = self._program.num_steps - 1
         if message.uses_graph and self._graphs is not None:
             self._graphs(message.shape)
@@ -151,7 +151,7 @@ class StreamExecutor:
         return Tokens(self._program.tokens(index)[: message.num_seqs], reports_SW, done)
 
     def _run(self, message: Step) -> Reply[StepResult]:
-        """Compute a step that asks for more, and wait for it."""
+        """Compute a step that needs more than tokens, and wait for it."""
         with self._as_in_graphs():
             step, computed = self._program.compute(message.shape, message)
             result, last_rows = self._reader.result(message, computed)
@@ -164,7 +164,7 @@ class StreamExecutor:
     # ---- compiling
 
     def _compile(self, message: Compile) -> None:
-        """Compile kernels in a stream and over buffers that no step uses."""
+        """Compile kernels on a separate stream, over buffers that no step uses."""
         if not self._is_cuda:
             return
         with torch.cuda.stream(torch.cuda.Stream()), self._around():  # type: ignore[no-untyped-call]
@@ -175,11 +175,11 @@ class StreamExecutor:
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
-        with torch.cuda.stream(self._stream), self._around():  # no stream is no change
+        with torch.cuda.stream(self._stream), self._around():  # a stream of ``None`` changes nothing
             yield
 
     def _as_in_graphs(self) -> contextlib.AbstractContextManager[None]:
-        """Kernels are launched as graphs launch them, so that none has to be compiled twice."""
+        """Launch kernels with the options that graphs use, so that none is compiled twice."""
         return launched_early() if self._graphs is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -189,7 +189,7 @@ class StreamExecutor:
 
 
 class Compiling:
-    """The answer of work that goes on in a thread of its own."""
+    """The reply of work that runs in a background thread."""
 
     def __init__(self, work: partial[None]) -> None:
         self._work = work
@@ -200,7 +200,7 @@ class Compiling:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # raised again where the answer is waited for
+        except BaseException as error:  # re-raised by ``wait``
             self._error = error
 
     def wait(self) -> None:

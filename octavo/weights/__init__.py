@@ -1,1 +1,1 @@
-"""Checkpoints: from files, which may be hostile, to named weights."""
+"""Checkpoints: reads named weights from files, which are not trusted."""

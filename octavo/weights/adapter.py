@@ -1,7 +1,7 @@
-"""Adapter folders of PEFT: ``adapter_config.json`` beside ``adapter_model.safetensors``.
+"""PEFT adapter folders: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-https://huggingface.co/docs/peft/developer_guides/checkpoint. Everything that would change what is computed, and is not
-done here, is refused by name.
+https://huggingface.co/docs/peft/developer_guides/checkpoint. Unsupported options that would change what is computed are
+refused by name.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_bdlora": (None, False),
 }
 PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Values of ``init_lora_weights`` that leave the model's own weights alone."""
+"""Values of ``init_lora_weights`` that do not change the model's own weights."""
 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """An adapter as stored: module name to its two factors and what their product is multiplied by."""
+    """An adapter as stored: module name to its factors ``lora_A`` and ``lora_B`` and the scale of their product."""
 
     factors: dict[str, tuple[torch.Tensor, torch.Tensor, float]]
 
 
 def read_adapter(folder: Path) -> AdapterFile:
-    """The adapter in ``folder``, its factors as stored: [R, K] and [N, R]. Raises ``CheckpointError``."""
+    """Read the adapter in ``folder``; factors are [R, K] and [N, R]. Raises ``CheckpointError``."""
     config = read_json(folder, CONFIG_NAME)
     if config is None:
         raise CheckpointError(f"{folder}: there is no {CONFIG_NAME}")
@@ -81,7 +81,7 @@ def _check(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _scale(folder: Path, config: dict[str, Any], module: str, rank: int) -> float:
-    """alpha / rank, or alpha / sqrt(rank) (arXiv 2312.03732); ``alpha_pattern`` has other alphas for some modules."""
+    """alpha / rank, or alpha / sqrt(rank) (arXiv 2312.03732); ``alpha_pattern`` overrides alpha for some modules."""
     alpha = config.get("lora_alpha")
     for pattern, other in (config.get("alpha_pattern") or {}).items():
         if module == pattern or module.endswith(f".{pattern}"):

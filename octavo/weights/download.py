@@ -1,4 +1,4 @@
-"""Fetching one large file over HTTP so that an interrupt costs nothing: the next attempt goes on from there."""
+"""Resumable HTTP download of one large file: after an interruption, the next attempt continues from there."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import httpx
 from octavo.errors import ConfigError
 
 Progress = Callable[[int, int | None], None]
-"""Called with the bytes there are so far, and the bytes there will be if that is known."""
+"""Called with the bytes downloaded so far, and the total if known."""
 
 MAX_ATTEMPTS = 5
-"""Attempts in a row that bring no new byte before giving up."""
+"""Consecutive attempts without a new byte before giving up."""
 TIMEOUT_SECONDS = 30.0
 
 
 class _NoProgress(Exception):
-    """The connection was refused or broke, or the server was busy; trying again may help."""
+    """The connection was refused or broken, or the server was busy: a retry may succeed."""
 
 
 def download(url: str, target: Path, progress: Progress, pause: float = 1.0) -> None:
-    """Fetch ``url`` into ``target``, appending to what an earlier attempt left there.
+    """Fetch ``url`` into ``target``, appending to the partial file of an earlier attempt.
 
-    The caller checks the content. Broken connections are taken up again, after ``pause`` seconds times
-    the number of failures in a row. Raises ``ConfigError`` when the server refuses or cannot be reached.
+    The caller must verify the content. Broken connections are retried after ``pause`` seconds times the number of
+    consecutive failures. Raises ``ConfigError`` if the server refuses or cannot be reached.
     """
     failures = 0
     with httpx.Client(follow_redirects=True, timeout=TIMEOUT_SECONDS, verify=_trusted_certificates()) as client:
@@ -47,11 +47,11 @@ def download(url: str, target: Path, progress: Progress, pause: float = 1.0) -> 
 
 def _fetch_rest(client: httpx.Client, url: str, target: Path, progress: Progress) -> None:
     have = _size(target)
-    # Bytes of a compressed answer could not be taken up in the middle.
+    # A compressed response could not be resumed in the middle.
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
     with client.stream("GET", url, headers=headers) as response:
         if response.status_code == 416 and have:
-            return  # There is no byte after the last: it is complete.
+            return  # Range not satisfiable after the last byte: the file is complete.
         if response.status_code in (408, 429) or response.status_code >= 500:
             raise _NoProgress(f"the server answers {response.status_code}")
         if response.status_code not in (200, 206):
@@ -69,7 +69,7 @@ def _fetch_rest(client: httpx.Client, url: str, target: Path, progress: Progress
 
 
 def _range_start(response: httpx.Response) -> int:
-    """The position in the file where the body of a response starts."""
+    """The file offset at which the body of a response starts."""
     found = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
     return int(found[1]) if response.status_code == 206 and found else 0
 
@@ -79,7 +79,7 @@ def _size(path: Path) -> int:
 
 
 def _trusted_certificates() -> ssl.SSLContext:
-    """The usual authorities, the system's, and the one that pip was told of, as behind a company's proxy."""
+    """The default certificate authorities, the system's, and those configured for pip, as behind a company's proxy."""
     context = ssl.create_default_context(cafile=certifi.where())
     context.load_default_certs()
     if own := os.environ.get("PIP_CERT"):

@@ -1,4 +1,4 @@
-"""Random weights: for measuring and testing an architecture without its checkpoint."""
+"""Random weights, for benchmarking and testing an architecture without its checkpoint."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from octavo.errors import CheckpointError
 
 STANDARD_DEVIATION = 0.02
 POOL_SIZE = 1_048_573
-"""Random numbers that are drawn; every tensor repeats them, since drawing billions takes minutes.
+"""Size of the random pool that every tensor repeats, because drawing billions of numbers takes minutes.
 It is prime, so that no two rows of a matrix are equal."""
 
 NORMS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
 
 
 class DummyCheckpoint:
-    """Answers any name and shape with small random float32 values that depend on name and seed alone."""
+    """Returns small random float32 values for any name and shape, determined by name and seed alone."""
 
     is_dummy = True
     has_blocks = False
@@ -33,15 +33,15 @@ class DummyCheckpoint:
         self._pool = torch.randn(POOL_SIZE, generator=generator).mul_(STANDARD_DEVIATION).to(device)
 
     def names(self) -> set[str]:
-        """Nothing: a dummy has whatever is asked of it."""
+        """Empty: a dummy has tensors of any name."""
         return set()
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Raises ``CheckpointError``: the shape is that of the question."""
-        raise CheckpointError(f"tensor {name} is made up when it is loaded, and has no shape before")
+        """Raises ``CheckpointError``: a dummy tensor has the shape that ``load`` requests."""
+        raise CheckpointError(f"tensor {name} is random and has no shape before it is loaded")
 
     def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Normal values with deviation 0.02, around 1 for the weights of norms and around 0 for all else."""
+        """Normally distributed values with standard deviation 0.02 and mean 0, or mean 1 for norm weights."""
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
         pool = self._pool.roll(int.from_bytes(digest[:8], "little") % POOL_SIZE)
         if name.endswith(NORMS):

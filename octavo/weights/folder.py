@@ -1,7 +1,7 @@
-"""Files of a checkpoint folder, opened and parsed within bounds.
+"""Safe access to the files of an untrusted checkpoint folder.
 
-A folder may come from anyone: its names must not lead out of it, and its JSON must not be able to take
-more memory or stack than a real checkpoint's does. Nothing in it is ever run.
+File names must not lead out of the folder, and its JSON must not take more memory or stack than that of a real
+checkpoint. Nothing in it is ever executed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from octavo.errors import CheckpointError
 
 MAX_JSON_BYTES = 16 << 20
 MAX_JSON_VALUES = 1 << 20
-"""Most values in one JSON text; a parsed value takes up to some 25 times its bytes in the text."""
+"""Most values in one JSON text; a parsed value takes up to about 25 times its size in the text."""
 
 
 def find_file(folder: Path, name: str) -> Path | None:
@@ -30,13 +30,13 @@ def find_file(folder: Path, name: str) -> Path | None:
         path, home = (folder / name).resolve(), folder.resolve()
         if not (folder / name).is_symlink() and not path.exists():
             return None
-        revision = home if home.parent.name == "snapshots" else home.parent  # modules have folders in there
+        revision = home if home.parent.name == "snapshots" else home.parent  # for subfolders of modules
         allowed = [home, revision.parents[1] / "blobs"] if revision.parent.name == "snapshots" else [home]
         if path.parent not in allowed:
             raise CheckpointError(f"{folder / name}: is a link to {path}, which is outside {allowed[0]}")
         if not path.is_file():
             raise CheckpointError(f"{folder / name}: missing, or not a regular file")
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a loop
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         raise CheckpointError(f"{folder / name}: {error}") from error
     return path
 
@@ -65,7 +65,7 @@ def read_list(folder: Path, name: str) -> list[Any] | None:
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """A JSON object with no key twice and no NaN; raise ``CheckpointError`` starting with ``where``."""
+    """Parse a JSON object, refusing duplicate keys and NaN; raises ``CheckpointError`` starting with ``where``."""
     result = _parse(text, where)
     if not isinstance(result, dict):
         raise CheckpointError(f"{where}: expected a JSON object, found {type(result).__name__}")

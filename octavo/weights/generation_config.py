@@ -1,7 +1,7 @@
-"""How a checkpoint wants to be sampled: what its ``generation_config.json`` says for requests that leave it open.
+"""Default sampling parameters of a checkpoint, from its ``generation_config.json``.
 
-The keys are Hugging Face's ``GenerationConfig``, of which the same ones are taken as in vLLM. ``do_sample`` is not
-among them: a request that wants no sampling asks for temperature 0.
+The keys are those of Hugging Face's ``GenerationConfig``; the same subset as in vLLM is used. ``do_sample`` is not part
+of it: for greedy decoding, a request sets temperature 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from octavo.weights.folder import read_json
 FILE = "generation_config.json"
 OWN, NEUTRAL = "auto", "vllm"
 PUBLISHED = {"SmolLM2-135M-Instruct": {"temperature": 0.2, "top_p": 0.9}}
-"""What the authors of a model recommend for it, where its files leave that out; by how these files are called."""
+"""Parameters recommended by the authors of a model whose files omit them, by prefix of the file or folder name."""
 FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -26,12 +26,12 @@ FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Keys that are honoured, and what they are called in ``SamplingParams``."""
+"""Supported keys, and their names in ``SamplingParams``."""
 
 
 def chosen_config(setting: str, own: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The generation config that the setting names: that in a folder, or the ``own`` one of the checkpoint at ``path``,
-    with what is published of the model if it says nothing of sampling.
+    """The generation config that the setting selects: that in a folder, or ``own``, that of the checkpoint at ``path``,
+    supplemented by ``PUBLISHED`` if it has no sampling parameters.
 
     Raises ``ConfigError`` for a folder that has none, ``CheckpointError`` for one that is damaged.
     """
@@ -48,9 +48,9 @@ def chosen_config(setting: str, own: Mapping[str, Any], path: Path) -> Mapping[s
 
 
 def sampling_defaults(setting: str, config: Mapping[str, Any]) -> dict[str, int | float]:
-    """Values of ``SamplingParams`` for requests that leave them open; none at all with the setting ``vllm``.
+    """Defaults of ``SamplingParams`` for fields that a request omits; empty with the setting ``vllm``.
 
-    Raises ``CheckpointError``, naming the key, for a value that no request might have.
+    Raises ``CheckpointError``, naming the key, for a value that would be invalid in a request.
     """
     if setting == NEUTRAL:
         return {}

@@ -1,9 +1,9 @@
-"""A bounded reader of GGUF files, versions 2 and 3, little-endian.
+"""A reader for untrusted GGUF files, versions 2 and 3, little-endian.
 
-A GGUF file is a header of counts, key-value metadata, a table of tensors, and the tensors' bytes
-(specification: ``docs/gguf.md`` in the ggml project). The file is not trusted: every number in it is
-compared with what the file can hold before it is used, sizes are Python integers, and whatever is
-wrong raises ``CheckpointError`` with the file, the key or tensor, what was found and what is allowed.
+A GGUF file consists of a header with counts, key-value metadata, a tensor table, and the tensors' bytes (specification:
+``docs/gguf.md`` in the ggml project). Every number in it is checked against the size of the file before it is used,
+sizes are Python integers, and every error is a ``CheckpointError`` with the file, the key or tensor, what was found and
+what is allowed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from octavo.errors import CheckpointError
 from octavo.weights.blocks import BLOCK_KINDS
 
 MAX_HEADER_BYTES = 32 << 20
-"""Most bytes before the first tensor. A vocabulary of 256k tokens with merges takes about half of it."""
+"""Most bytes before the first tensor. A vocabulary of 256k tokens with merges takes about half of that."""
 MAX_STRINGS = 1 << 20
-"""Most strings in all metadata arrays together; each costs many times its bytes in the file."""
+"""Most strings in all metadata arrays together; each takes many times its size in the file."""
 MAX_STRING_BYTES = 1 << 20
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 16
@@ -51,7 +51,7 @@ NUMBER_TYPES: dict[int, np.dtype[Any]] = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
-"""Type number of a metadata value to its form; a bool is a byte that must be 0 or 1."""
+"""Type number of a metadata value to its dtype; a bool is a byte that must be 0 or 1."""
 
 TENSOR_KINDS = (
     {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K"}
@@ -59,12 +59,12 @@ TENSOR_KINDS = (
     | {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
     | {29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
 )
-"""Names of tensor types by their number, also of those that are refused, so that the refusal can name them."""
+"""Names of tensor types by number, including unsupported ones, so that error messages can name them."""
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Where a tensor lies: ``offset`` in the file and ``nbytes``; ``shape`` has the row length last."""
+    """A tensor's location: ``offset`` in the file and ``nbytes``; ``shape`` has the row length last."""
 
     kind: str
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Map the file and read its header; raise ``CheckpointError`` when it is not a sound GGUF file."""
+        """Map the file and read its header; raises ``CheckpointError`` if it is not a valid GGUF file."""
         mapped = _map(path)
         header = _Header(path, mapped)
         num_tensors = _read_counts(header)
@@ -125,7 +125,7 @@ class _Header:
         raise CheckpointError(f"{self.path}: {what}: {problem}")
 
     def need(self, num_bytes: int, what: str) -> None:
-        """Make sure that ``num_bytes`` more can be read."""
+        """Raise an error unless ``num_bytes`` more can be read."""
         if num_bytes > self.end - self.at:
             limit = "the file" if self.end == self.file_size else f"the {MAX_HEADER_BYTES} bytes allowed for a header"
             self.fail(what, f"needs {num_bytes} bytes at {self.at}, but {limit} ends at {self.end}")
@@ -142,7 +142,7 @@ class _Header:
         return int.from_bytes(self.take(8, what), "little")
 
     def count(self, what: str, min_bytes: int, limit: int) -> int:
-        """A count of things of at least ``min_bytes`` each: no more than ``limit``, nor than can follow."""
+        """Read a count of items of at least ``min_bytes`` each, bounded by ``limit`` and by the bytes that follow."""
         count = self.u64(what)
         if count > limit:
             self.fail(what, f"{count}, at most {limit} are allowed")
@@ -159,12 +159,12 @@ class _Header:
             self.fail(what, f"not UTF-8: {error}")
 
     def strings(self, count: int, what: str) -> list[str]:
-        """Many strings. The loop is written out: vocabularies have some 100,000 and loading waits for them."""
+        """Read ``count`` strings. The loop is inlined for speed: vocabularies have over 100,000 strings."""
         mapped, at, end = self.mapped, self.at, self.end
         length_at = struct.Struct("<Q").unpack_from
         result = []
         for index in range(count):
-            # A length that lies beyond the end counts as one that does not fit.
+            # A length field beyond the end is reported like a string that does not fit.
             length = length_at(mapped, at)[0] if at + 8 <= end else MAX_STRING_BYTES + end
             if length > MAX_STRING_BYTES or length > end - at - 8:
                 self.at = at
@@ -295,6 +295,6 @@ def _check_places(header: _Header, tensors: dict[str, GGUFTensor]) -> None:
 
 
 def _short(value: object) -> str:
-    """A name or value out of the file, as an error message may show it."""
+    """A name or value from the file, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= 100 else text[:100] + "..."

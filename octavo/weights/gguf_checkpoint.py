@@ -1,4 +1,4 @@
-"""Checkpoints in GGUF files, under the names and in the row order of Hugging Face."""
+"""GGUF checkpoints, with the parameter names and row order of Hugging Face."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLING_KEYS = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-"""Ids that end a text, a turn, and a message to a tool."""
+"""Metadata keys of the token ids that end a text, a turn, and a message to a tool."""
 
 
 class GGUFCheckpoint:
@@ -46,7 +46,7 @@ class GGUFCheckpoint:
         return set(self._places)
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """The type and shape of a parameter that is there."""
+        """The type and shape of an existing parameter."""
         place = self._places[name]
         tensor = self._file.tensors[place.tensor]
         if place.values is not None:
@@ -74,14 +74,14 @@ class GGUFCheckpoint:
         return BlockTensor(tensor.kind, (shape[0], shape[1]), rows)
 
     def _rows(self, place: Place, count: int) -> npt.NDArray[np.uint8]:
-        """The bytes of a parameter, [count, bytes of a row]."""
+        """The bytes of a parameter, uint8 [count, row_bytes]."""
         data = self._file.data(place.tensor)
         if place.part is not None:
             data = data.reshape(self._file.tensors[place.tensor].shape[0], -1)[place.part]
         return data.reshape(count, -1)
 
     def _joined(self, keys: str, values: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The map from a latent to keys and values, head by head, of two tensors that hold it in parts.
+        """The map from the latent to keys and values, head by head, joined from two tensors.
 
         For N heads, keys are [N, latent, P] and values [N, V, latent]; the result is [N (P + V), latent].
         """
@@ -105,10 +105,10 @@ class GGUFCheckpoint:
         return torch.from_numpy(dequantize(blocks)).reshape(tensor.shape)
 
     def _hugging_face_rows(self, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Undo the order that files of Llama's family have the rows of queries and keys in.
+        """Undo the permutation of query and key rows in files of the Llama family.
 
-        There, the two numbers that the rotary embedding turns together are neighbours; in Hugging Face's
-        order they are half a head apart.
+        In these files, the two numbers of a rotary pair are adjacent; in Hugging Face's order they are half a head
+        apart.
         """
         if not self._family.is_permuted:
             return rows
@@ -138,7 +138,7 @@ def _special_tokens(file: GGUFFile) -> dict[str, Any]:
 
 
 def _sampling(file: GGUFFile) -> dict[str, Any]:
-    """What the file recommends, by the keys of ``generation_config.json``."""
+    """The recommended sampling parameters of the file, under the keys of ``generation_config.json``."""
     return {name: file.metadata[key] for name, key in SAMPLING_KEYS.items() if key in file.metadata}
 
 

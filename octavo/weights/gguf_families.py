@@ -1,7 +1,7 @@
-"""GGUF architectures in the terms of Hugging Face: configuration and tensor names.
+"""Translates GGUF architectures to Hugging Face configurations and parameter names.
 
-Metadata keys are defined by the GGUF specification, tensor names and what is done to weights by llama.cpp's converter.
-A key or tensor that is not known here may change what the model computes, so it is refused rather than skipped.
+Metadata keys are defined by the GGUF specification; tensor names and weight transformations by llama.cpp's converter.
+An unknown key or tensor may change what the model computes, so it is refused rather than ignored.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ EXPERTS = {
     "ffn_down_exps": "mlp.experts.*.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-"""A star stands for the number of an expert; the tensor holds them one after the other."""
+"""A star stands for the index of an expert; the tensor stacks all experts."""
 FUSED = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 
 
 class Place(NamedTuple):
-    """Where a parameter lies: the tensor, and which of its parts if it holds several."""
+    """A parameter's location: the tensor, and the index of its part if the tensor stacks several."""
 
     tensor: str
     part: int | None = None
     values: str | None = None
-    """The tensor of the other half, where keys and values of a latent are kept apart."""
+    """The tensor of the value projection, if key and value projections of a latent are stored separately."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """How one GGUF architecture is read."""
+    """How to read one GGUF architecture."""
 
     architecture: str
     """Its name in ``config.json``."""
     layer: Mapping[str, str]
-    """Tensor of a layer to parameter of a layer."""
+    """Tensor name in a layer to parameter name in a layer."""
     configure: Callable[[Metadata, Config], None]
-    """Adds to a configuration what is not common to all."""
+    """Adds the architecture's keys to a configuration."""
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
     layer_prefix: str = "model.layers."
     is_permuted: bool = False
-    """Rows of queries and keys are in an order of their own."""
+    """Whether rows of query and key projections are permuted."""
 
 
 def translate(file: GGUFFile) -> tuple[Family, Config, dict[str, Place]]:
-    """How the file is read, its configuration, and where each parameter lies. Raises ``CheckpointError``."""
+    """The file's family, its configuration, and the location of each parameter. Raises ``CheckpointError``."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
@@ -100,7 +100,7 @@ def _common(data: Metadata, family: Family) -> Config:
 
 
 def _llama(data: Metadata, config: Config) -> None:
-    """What all of Llama's kind have; biases as there are tensors."""
+    """Keys common to the Llama family; biases are detected by their tensors."""
     heads, tensors = config["num_attention_heads"], data.file.tensors
     config["hidden_act"] = "silu"
     config["intermediate_size"] = data.count("feed_forward_length")
@@ -155,7 +155,7 @@ def _glm4(data: Metadata, config: Config) -> None:
 
 
 def _gemma(data: Metadata, config: Config) -> None:
-    """The converter has added the one to the weights of norms already."""
+    """The converter has already added 1 to the norm weights."""
     _llama(data, config)
     del config["hidden_act"]
     config["hidden_activation"] = "gelu_pytorch_tanh"
@@ -182,7 +182,7 @@ def _gemma3(data: Metadata, config: Config) -> None:
 
 
 def _gemma_scalar(config: Config, largest: int) -> float:
-    """Files do not say it. It is the width of a head, but in the largest model, known by its number of layers."""
+    """``query_pre_attn_scalar``, which files omit: the head dimension, except in the model with ``largest`` layers."""
     if config["num_hidden_layers"] == largest:
         return float(config["hidden_size"] / config["num_attention_heads"])
     return float(config["head_dim"])
@@ -201,7 +201,7 @@ def _gpt2(data: Metadata, config: Config) -> None:
     config["layer_norm_epsilon"] = data.real("attention.layer_norm_epsilon")
     config["has_transposed_weights"] = False
     data.count("attention.head_count_kv", config["n_head"])
-    data.get("rope.dimension_count")  # some converters write it, though nothing is rotated
+    data.get("rope.dimension_count")  # some converters write it, although GPT-2 has no rotary embedding
 
 
 def _gpt_oss(data: Metadata, config: Config) -> None:
@@ -215,7 +215,7 @@ def _gpt_oss(data: Metadata, config: Config) -> None:
 
 
 def _deepseek2(data: Metadata, config: Config) -> None:
-    """Groups of experts count where the file says how many there are."""
+    """Expert groups are used only if the file has their number."""
     sigmoid, softmax = 2, 1
     gating = data.count("expert_gating_func", softmax)
     if gating not in (sigmoid, softmax):
@@ -248,7 +248,7 @@ def _deepseek2(data: Metadata, config: Config) -> None:
 
 
 def _vocab_size(data: Metadata, hidden_size: int) -> int:
-    """Rows of the embedding; the key of that name is optional and must agree."""
+    """The number of rows of the embedding; the optional metadata key must agree."""
     path, embedding = data.file.path, data.file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{path}: there is no tensor 'token_embd.weight'")
@@ -261,12 +261,12 @@ def _vocab_size(data: Metadata, hidden_size: int) -> int:
 
 
 WITHOUT_SUFFIX = ("_bias", ".sinks")
-"""Ends of parameter names that have no "weight" behind them."""
+"""Suffixes of parameter names that are not followed by ".weight"."""
 _LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z0-9_]+)(?:\.(weight|bias))?")
 
 
 def _places(file: GGUFFile, architecture: str, family: Family, config: Config) -> dict[str, Place]:
-    """Where each parameter lies, by its Hugging Face name; tensors of rotary factors are none."""
+    """Hugging Face name to location of each parameter; tensors of rotary factors are not parameters."""
     places: dict[str, Place] = {}
     num_experts = config.get("num_local_experts") or config.get("n_routed_experts") or 0
     for name, tensor in file.tensors.items():
@@ -331,7 +331,7 @@ DEEPSEEK = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 SPLIT_MAPS = {"attn_k_b", "attn_v_b"}
-"""What newer files have in place of ``attn_kv_b``: for each head, keys [latent, P] and values [V, latent]."""
+"""Newer files have these instead of ``attn_kv_b``: for each head, keys [latent, P] and values [V, latent]."""
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", LLAMA, _llama, is_permuted=True),

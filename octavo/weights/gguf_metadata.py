@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file under its architecture's prefix, read key by key so that none is passed over."""
+"""Reads a GGUF file's metadata under its architecture's prefix key by key, so that none is silently ignored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WITHOUT_EFFECT = {"tensor_data_layout", "rope.scaling.finetuned", "attention.cau
 
 
 class Metadata:
-    """Keys are given without the prefix. Every method raises ``CheckpointError`` naming the whole key."""
+    """Keys are given without the prefix. Every method raises ``CheckpointError`` naming the full key."""
 
     def __init__(self, file: GGUFFile, prefix: str) -> None:
         self.file = file
@@ -20,23 +20,23 @@ class Metadata:
         self._read: set[str] = set()
 
     def has(self, key: str) -> bool:
-        """Whether the key is there."""
+        """Whether the key is present."""
         return self.prefix + key in self.file.metadata
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value as it is."""
+        """The raw value."""
         self._read.add(key)
         return self.file.metadata.get(self.prefix + key, default)
 
     def count(self, key: str, default: int | None = None, low: int = 1) -> int:
-        """An integer from ``low`` to 2**31; without a default it must be there."""
+        """An integer from ``low`` to 2**31 - 1; required if there is no default."""
         value = self.get(key, default)
         if type(value) is not int or not low <= value < 1 << 31:
             self.fail(key, f"is {str(value)[:100]}, expected an integer from {low} to 2**31 - 1")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A positive number; without a default it must be there."""
+        """A positive number; required if there is no default."""
         value = self.get(key, default)
         if type(value) is not float or not 0 < value < math.inf:
             self.fail(key, f"is {str(value)[:100]}, expected a positive number")
@@ -64,7 +64,7 @@ class Metadata:
         raise CheckpointError(f"{self.file.path}: metadata {self.prefix + key!r}: {problem}")
 
     def finish(self) -> None:
-        """Refuse a key that nobody read: it may change what the model computes."""
+        """Refuse an unread key, because it may change what the model computes."""
         for key in self.file.metadata:
             name = key.removeprefix(self.prefix)
             if key.startswith(self.prefix) and name not in self._read | WITHOUT_EFFECT:

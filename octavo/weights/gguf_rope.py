@@ -1,4 +1,4 @@
-"""The rotary embedding that a GGUF file describes, as keys of ``config.json``."""
+"""Translates the rotary embedding of a GGUF file to keys of ``config.json``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from octavo.errors import CheckpointError
 from octavo.weights.gguf_metadata import Metadata
 
 FACTORS = "rope_freqs.weight"
-"""Optional float32 [pairs]: what to divide each frequency by, how files of Llama 3 scale them."""
+"""Optional float32 [pairs]: the divisor of each frequency, as in files of Llama 3."""
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-"""The two lists of LongRoPE."""
+"""The two lists of LongRoPE factors."""
 FACTOR_TENSORS = {FACTORS, LONG, SHORT}
 
 
 def read_rope(data: Metadata, head_dim: int) -> dict[str, Any]:
-    """``rope_theta``, ``rope_scaling`` (or ``None``), and ``partial_rotary_factor`` if a part is rotated."""
+    """``rope_theta``, ``rope_scaling`` (may be ``None``), and ``partial_rotary_factor`` if only a part is rotated."""
     width = data.count("rope.dimension_count", head_dim)
     if width % 2 or width > head_dim:
         data.fail("rope.dimension_count", f"is {width}, but must be even and at most the width of a head, {head_dim}")
@@ -24,7 +24,7 @@ def read_rope(data: Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def _scaling(data: Metadata, width: int) -> dict[str, Any] | None:
-    """``{"rope_type": ..., ...}``; {"rope_type": "factors"} has the finished divisors of the frequencies."""
+    """``{"rope_type": ..., ...}``; {"rope_type": "factors"} has precomputed divisors of the frequencies."""
     tensors, has_factor = data.file.tensors, data.has("rope.scaling.factor")
     kind = data.get("rope.scaling.type", "linear" if has_factor else "none")
     if LONG in tensors and SHORT in tensors:

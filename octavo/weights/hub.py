@@ -1,4 +1,4 @@
-"""From what the user names as the model to a path on this machine."""
+"""Resolves the ``model`` setting to a local path."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from octavo.config import DEFAULT_MODEL, ModelSettings
 from octavo.errors import ConfigError
 
-WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
-UNWANTED_FILES = ["*/*.safetensors", "*/*.model", "consolidated*"]
-"""Second copies of the weights in other layouts. Folders within may say how a text's vector is made."""
+FETCHED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
+IGNORED_FILES = ["*/*.safetensors", "*/*.model", "consolidated*"]
+"""Duplicates of the weights in other layouts. Other files in subfolders are kept: they may configure pooling."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 
-def resolve_model(settings: ModelSettings, wanted: Sequence[str] = WANTED_FILES) -> Path:
+def resolve_model(settings: ModelSettings, patterns: Sequence[str] = FETCHED_FILES) -> Path:
     """The folder or file of ``settings.model``: an existing path, the default model, or an id on the Hugging Face hub.
 
-    Fetches what is not here yet; of a repository on the hub, the files that are ``wanted``. Raises ``ConfigError``
-    when it is none of these or cannot be fetched.
+    Fetches files that are not local yet; from the hub, those that match ``patterns``. Raises ``ConfigError`` if the
+    model is none of these or cannot be fetched.
     """
     name = settings.model
     path = Path(name).expanduser()
@@ -28,7 +28,7 @@ def resolve_model(settings: ModelSettings, wanted: Sequence[str] = WANTED_FILES)
         return path
     if name == DEFAULT_MODEL:
         folder = Path(settings.download_dir).expanduser() if settings.download_dir else None
-        # Imported late, with its progress bar: models that are named do without.
+        # Imported late, with its progress bar: explicitly named models do not need it.
         from octavo.weights.default_model import fetch_default_model
 
         return fetch_default_model(folder)
@@ -37,11 +37,11 @@ def resolve_model(settings: ModelSettings, wanted: Sequence[str] = WANTED_FILES)
         raise ConfigError(
             f"model: {name!r} does not exist, and is not '{DEFAULT_MODEL}' or an id on the hub like owner/name"
         )
-    return _fetch_from_hub(settings, list(wanted))
+    return _fetch_from_hub(settings, list(patterns))
 
 
-def _fetch_from_hub(settings: ModelSettings, wanted: list[str]) -> Path:
-    # Imported late: it takes a while, and models that are on this machine do without.
+def _fetch_from_hub(settings: ModelSettings, patterns: list[str]) -> Path:
+    # Imported late: the import is slow, and local models do not need it.
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -51,8 +51,8 @@ def _fetch_from_hub(settings: ModelSettings, wanted: list[str]) -> Path:
             settings.model,
             revision=settings.revision,
             cache_dir=settings.download_dir,
-            allow_patterns=wanted,
-            ignore_patterns=UNWANTED_FILES,
+            allow_patterns=patterns,
+            ignore_patterns=IGNORED_FILES,
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -1,7 +1,7 @@
-"""Checkpoints in safetensors files: one file, or shards with an index, beside a ``config.json``.
+"""Safetensors checkpoints: a folder with ``config.json`` and one file, or shards with an index.
 
-The bytes are read by the ``safetensors`` library, which maps them. What the library accepts but a sound
-checkpoint does not have, such as a name that appears twice, is refused here.
+The ``safetensors`` library reads the files through memory maps. This module refuses what the library accepts but a
+valid checkpoint does not contain, such as duplicate names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
 DTYPES = (*FLOATS, "U8")
-"""U8 is for packed forms, which their own loaders take apart."""
+"""U8 holds packed formats, which their quantisation methods decode."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +36,8 @@ class _TensorFile:
 class SafetensorsCheckpoint:
     """A folder of safetensors files in the layout of the Hugging Face hub.
 
-    Opening checks every name: raises ``CheckpointError`` when a file is missing or malformed, or when
-    the index and the files do not agree.
+    Opening it checks every name: raises ``CheckpointError`` if a file is missing or malformed, or if the index and
+    the files do not agree.
     """
 
     is_dummy = False
@@ -53,12 +53,12 @@ class SafetensorsCheckpoint:
         return set(self._files)
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """The type and shape of a parameter that is there."""
+        """The type and shape of an existing parameter."""
         found = self._files[name].header[name]
         return str(found["dtype"]), tuple(found["shape"])
 
     def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The parameter ``name`` as stored, mapped from the file; it must have this shape."""
+        """The parameter ``name`` as stored, memory-mapped from the file; it must have this shape."""
         file = self._files.get(name)
         if file is None:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}; expected one of shape {shape}")
@@ -73,7 +73,7 @@ class SafetensorsCheckpoint:
 
 
 def open_tensors(folder: Path, name: str) -> tuple[list[str], Callable[[str], torch.Tensor]]:
-    """The names in one file of ``folder``, and a function that reads a tensor. Raises ``CheckpointError``."""
+    """The tensor names in one file of ``folder``, and a function that reads a tensor. Raises ``CheckpointError``."""
     path = find_file(folder, name)
     if path is None:
         raise CheckpointError(f"{folder}: there is no {name}; weights must be safetensors files")
@@ -98,7 +98,7 @@ def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _open_files(folder: Path) -> dict[str, _TensorFile]:
-    """Parameter name to the file that has it."""
+    """Parameter name to the file that contains it."""
     single = find_file(folder, SINGLE_NAME)
     if single is not None:
         file = _open_file(single, folder / SINGLE_NAME)
@@ -142,7 +142,7 @@ def _check_against_index(folder: Path, weight_map: dict[str, str], files: dict[s
 
 
 def _open_file(path: Path, shown: Path) -> _TensorFile:
-    """Open one file; ``shown`` is its name in the folder, ``path`` where a link leads."""
+    """Open the file at ``path``, with links resolved; ``shown`` is its name in the folder, for messages."""
     try:
         header = _read_header(path, shown)
         handle = safe_open(str(path), framework="pt")
