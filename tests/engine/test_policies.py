@@ -40,7 +40,7 @@ def test_an_unknown_policy_is_refused() -> None:
         ({"tpot_target": 0.0, "scheduling_policy": "deadline"}, "tpot_target: must be at least"),
         (
             {"tpot_target": 0.1, "scheduling_policy": "deadline", "decode_interval": 2},
-            "decode_interval and tpot_target: one lets",
+            "decode_interval and tpot_target: one delays",
         ),
         ({"turn_tokens": 4}, "turn_tokens needs scheduling_policy decode-round-robin"),
         ({"policy_ageing": 4.0}, "policy_ageing needs scheduling_policy priority or"),
