@@ -9,15 +9,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from octavo.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from octavo.sampling_params import SamplingParams
+from octavo.steps.limits import MAX_STOPS
 from octavo.types import GroupBlocks, Plan, Sequence, Status
 
 Indices = npt.NDArray[np.int64]
-
-MAX_STOPS = 2 * MAX_STOP_TOKEN_IDS
-"""Most stop tokens that an executor bans before ``min_tokens``; with more of them, masks are used."""
-MAX_BIASES = MAX_LOGIT_BIAS + 2 * MAX_BAD_WORDS
-"""Most biases of a sequence; a banned token counts as one."""
 
 
 class Needs:

@@ -18,11 +18,9 @@ from octavo import ops
 from octavo.ops.adjust_logits import Adjustments
 from octavo.ops.sample import BANNED
 from octavo.runtime.step_views import ExtraInputs, StepTensors
-from octavo.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from octavo.sampling_params import MAX_LOGPROBS
+from octavo.steps.limits import MAX_BIASES, MAX_STOPS
 from octavo.steps.messages import History, Mask, TokenLists
-
-MAX_STOPS = 2 * MAX_STOP_TOKEN_IDS
-MAX_BIASES = MAX_LOGIT_BIAS + 2 * MAX_BAD_WORDS
 
 
 class SamplingState:
