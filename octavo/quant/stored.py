@@ -9,7 +9,7 @@ Shapes: T tokens, K inputs, N outputs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -24,6 +24,7 @@ from octavo.ops.linear import Activation
 
 Order = npt.NDArray[np.int64]
 """For each row of the result, the index of its row in the matrix."""
+_WEIGHTS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,13 @@ def shard_range(shape: tuple[int, int], dim: int, rank: int, size: int, unit: in
         raise CheckpointError(f"{shape[dim]} {what} cannot be divided among {size} devices{units}")
     own = shape[dim] // size
     return range(rank * own, (rank + 1) * own)
+
+
+def row_slices(shape: tuple[int, int]) -> Iterator[slice]:
+    """Slices that cover all rows, a few million weights at a time, which bounds temporary memory."""
+    rows, columns = shape
+    step = max(1, _WEIGHTS_AT_ONCE // max(1, columns))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def fill(matrix_NK: Tensor, parts: Sequence[StoredWeight]) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
 from octavo.models.registry import read_config
-from octavo.weights.mxfp4 import decode_mxfp4
+from octavo.quant.float4 import Float4Stored
+from octavo.quant.stored import WeightFormat
 from tests.models.families import make_checkpoint
 from tests.models.test_architectures import SETTINGS, random_tokens
 
@@ -40,7 +41,9 @@ def random_mxfp4(*shape: int) -> tuple[Tensor, Tensor]:
 def test_mxfp4_is_decoded_to_the_bit(dtype: torch.dtype) -> None:
     blocks, scales = random_mxfp4(3, 5, 2)
     scales[0, 0] = torch.tensor([1, 250], dtype=torch.uint8)
-    assert torch.equal(decode_mxfp4(blocks, scales, dtype), decode_one_by_one(blocks, scales).to(dtype))
+    form = WeightFormat(dtype, torch.device("cpu"))
+    dense = [Float4Stored(codes.flatten(1), own).dense(form) for codes, own in zip(blocks, scales, strict=True)]
+    assert torch.equal(torch.stack(dense), decode_one_by_one(blocks, scales).to(dtype))
 
 
 def make_packed(folder: Path) -> torch.nn.Module:

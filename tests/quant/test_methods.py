@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.quant.float4 import Float4Stored
 from octavo.quant.methods import read_method
-from octavo.quant.mxfp4 import MXFP4, MXFP4Stored
+from octavo.quant.mxfp4 import MXFP4
 from octavo.quant.plain import PLAIN
 from octavo.quant.stored import WeightFormat
 from octavo.quant.targets import names_module
@@ -95,7 +96,7 @@ def test_modules_that_are_kept_are_not_unpacked() -> None:
     with pytest.raises(CheckpointError, match="2 tensors that this architecture does not have: b_blocks"):
         tensors.finish()
     packed = method.stack("b", (2, 4, 32), tensors, True)
-    assert all(isinstance(part, MXFP4Stored) for part in packed)
+    assert all(isinstance(part, Float4Stored) for part in packed)
     tensors.finish()
     source.tensors["b_scales"] = torch.ones(2, 4, 1)
     with pytest.raises(CheckpointError, match="tensor b_scales is float32; expected uint8"):

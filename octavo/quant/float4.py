@@ -1,0 +1,106 @@
+"""FP4 weights: numbers of 4 bits (E2M1), with a scale for each group of inputs.
+
+MXFP4 has powers of two for groups of 32 (OCP Microscaling Formats Specification 1.0, section 5.2). NVFP4 has FP8
+numbers for groups of 16, and one float32 for the tensor by which these are multiplied or divided.
+
+Shapes: K inputs, N outputs, G groups of K / G inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The number of each code: a sign bit, two exponent bits and one mantissa bit."""
+
+
+@dataclass(frozen=True, eq=False)
+class Float4Stored:
+    """A matrix whose entries are ``E2M1[code] * scale``, computed in float32.
+
+    A group's scale is ``group_scale * tensor_scale`` or, if ``divides``, ``group_scale / tensor_scale``, in float32.
+    """
+
+    codes: Tensor
+    """uint8 [N, K / 2]: even inputs in low nibbles, odd inputs in high nibbles."""
+    group_scales_NG: Tensor
+    """uint8 (MXFP4): the exponent of a power of two, plus 127. float8_e4m3fn (NVFP4)."""
+    tensor_scales_N: Tensor | None = None
+    """float32, for each row that of its tensor; ``None``: 1."""
+    divides: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.codes), self.codes.shape[1] * 2
+
+    @property
+    def group(self) -> int:
+        """Number of columns that share a scale."""
+        return self.shape[1] // self.group_scales_NG.shape[1]
+
+    @property
+    def layout(self) -> Hashable:
+        return "float4", self.group, self.group_scales_NG.dtype, self.tensor_scales_N is not None, self.divides
+
+    @property
+    def scales_NG(self) -> Tensor:
+        """The scales of groups, float32."""
+        if self.group_scales_NG.dtype == torch.uint8:
+            scales_NG = self.group_scales_NG.contiguous().view(torch.float8_e8m0fnu).float()
+        else:
+            scales_NG = self.group_scales_NG.float()
+        if self.tensor_scales_N is None:
+            return scales_NG
+        tensor_scales_N1 = self.tensor_scales_N.unsqueeze(1)
+        return scales_NG / tensor_scales_N1 if self.divides else scales_NG * tensor_scales_N1
+
+    def rows(self, order: Order) -> Float4Stored:
+        return self._rows(torch.from_numpy(order))
+
+    def join(self, others: Sequence[Float4Stored]) -> Float4Stored:
+        parts = (self, *others)
+        group_scales = torch.cat([part.group_scales_NG.view(torch.uint8) for part in parts])
+        tensor_scales = [part.tensor_scales_N for part in parts if part.tensor_scales_N is not None]
+        return Float4Stored(
+            torch.cat([part.codes for part in parts]),
+            group_scales.view(self.group_scales_NG.dtype),
+            torch.cat(tensor_scales) if tensor_scales else None,
+            self.divides,
+        )
+
+    def shard(self, dim: int, rank: int, size: int) -> Float4Stored:
+        own = shard_range(self.shape, dim, rank, size, unit=(1, self.group)[dim])
+        if dim == 0:
+            return self._rows(slice(own.start, own.stop))
+        return Float4Stored(
+            self.codes[:, own.start // 2 : own.stop // 2],
+            self.group_scales_NG[:, own.start // self.group : own.stop // self.group],
+            self.tensor_scales_N,
+            self.divides,
+        )
+
+    def fill(self, out_NK: Tensor) -> None:
+        numbers = torch.tensor(E2M1, device=out_NK.device)
+        for rows in row_slices(self.shape):
+            part = self._rows(rows)
+            codes = part.codes.to(out_NK.device)
+            weight = numbers[torch.stack((codes & 15, codes >> 4), dim=-1).int()].view(len(codes), -1, self.group)
+            weight *= part.scales_NG.to(out_NK.device).unsqueeze(2)
+            out_NK[rows].copy_(weight.flatten(1))
+
+    def dense(self, form: WeightFormat) -> Tensor:
+        return filled([self], form)
+
+    def pack(self, form: WeightFormat) -> LinearWeight | None:
+        return None
+
+    def _rows(self, index: Tensor | slice) -> Float4Stored:
+        group_scales = self.group_scales_NG.view(torch.uint8)[index].view(self.group_scales_NG.dtype)
+        tensor_scales = None if self.tensor_scales_N is None else self.tensor_scales_N[index]
+        return Float4Stored(self.codes[index], group_scales, tensor_scales, self.divides)
