@@ -156,6 +156,11 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def has_assembly(device: torch.device) -> bool:
+    """Whether kernels for this device may contain PTX; not in Triton's interpreter."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
 def declines_floats(dtype: torch.dtype) -> str | None:
     """Why kernels for floats cannot take this dtype, or ``None``."""
     return None if dtype in FLOATS else f"they take {', '.join(map(str, FLOATS))}; this is {dtype}"
