@@ -62,7 +62,7 @@ def gptq(bits: int, group: int, version: str = "gptq", has_zeros: bool = False, 
         groups_K = torch.empty(K, dtype=torch.int64)
         groups_K[order] = torch.arange(K) // group
         codes = codes[:, torch.argsort(order)]
-        stored = (zeros - (version == "gptq")) & ((1 << bits) - 1)
+        stored = (zeros - int(version == "gptq")) & ((1 << bits) - 1)
         tensors = {
             "qweight": words(codes, bits).t().contiguous(),
             "qzeros": words(stored.t(), bits),
@@ -157,6 +157,10 @@ def compressed(form: str, **weights: Any) -> Writer:
         if args.strategy == "tensor":
             given["weight_scale"] = given["weight_scale"].reshape(1)
         written = compressor.compress(given, scheme)
+        if form.startswith("nvfp4"):  # the library rounds the matrix to bfloat16
+            codes = torch.stack((written["weight_packed"] & 15, written["weight_packed"] >> 4), 2).view(N, -1, 16).int()
+            whole = written["weight_scale"].float() / written["weight_global_scale"]
+            return written, (torch.cat((E2M1, -E2M1))[codes] * whole.unsqueeze(2)).view(N, K)
         return written, compressor.decompress(written, scheme)["weight"].float()
 
     group = {"targets": ["Linear"], "weights": args.model_dump(mode="json")}
