@@ -8,13 +8,20 @@ Shapes: K inputs, N outputs, G groups of K / G inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from octavo.ops.block_linear import ROWS_AT_ONCE, PackedBlocks
+from octavo.quant.blocks import BlockWeight, without_kernel
 from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
+from octavo.weights.blocks import Groups
+
+FEWEST_TOGETHER, MOST_TOGETHER = 16, 32
+"""Fewest and most inputs that share a scale in a packed weight; ``ops.block_linear`` rounds as many activations
+together. Longer groups are divided."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +100,29 @@ class GroupedStored:
         return filled([self], form)
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
-        return None
+        if not form.packs or form.device.type != "cpu" or without_kernel("cpu") is not None:
+            return None
+        length = math.gcd(self.group, MOST_TOGETHER)
+        if length < FEWEST_TOGETHER:
+            return None
+        bits = 4 if self.bits <= 4 else 8
+        order = None if self.order_K is None else self.order_K.to(torch.int32)
+        return BlockWeight(
+            PackedBlocks.of_groups(f"int{self.bits}", self.shape, bits, self._numbers(bits, length), order)
+        )
+
+    def _numbers(self, bits: int, length: int) -> Iterator[Groups]:
+        """Unsigned numbers, with groups divided into groups of ``length``; zero points become minima."""
+        offset, parts = 1 << (bits - 1), self.group // length
+        for first in range(0, self.shape[0], ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            numbers = (self.codes_NK[rows].to(torch.int16) + offset).to(torch.uint8).numpy()
+            scales = self.scales_NG[rows].repeat_interleave(parts, dim=1)
+            if self.zeros_NG is None:
+                yield Groups(numbers, offset, scales.numpy(), None)
+            else:
+                minima = -(self.zeros_NG[rows].float() + offset).repeat_interleave(parts, dim=1) * scales
+                yield Groups(numbers, 0, scales.numpy(), minima.numpy())
 
     def _in_groups_of(self, length: int) -> GroupedStored:
         """The same matrix in smaller groups. In groups of 1, columns are in the order of inputs."""

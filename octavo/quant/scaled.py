@@ -49,8 +49,6 @@ class ScaledStored:
     def join(self, others: Sequence[ScaledStored]) -> ScaledStored:
         parts, (height, width) = (self, *others), self.block
         values_NK = torch.cat([part.values_NK.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
-        if all(part.block[0] >= part.shape[0] and torch.equal(part.scales, self.scales) for part in parts):
-            return ScaledStored(values_NK, self.scales, (len(values_NK), width))
         if any(part.block[0] != height for part in parts) or any(part.shape[0] % height for part in parts[:-1]):
             parts, height = tuple(part._by_row() for part in parts), 1
         return ScaledStored(values_NK, torch.cat([part.scales for part in parts]), (height, width))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.weights.blocks import BlockTensor
 
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Part = Tensor | BlockTensor
 """A tensor as stored in a file. Only matrices can be block-quantised."""
 
@@ -39,6 +41,11 @@ class Tensors:
         self._names = source.names()
         self._used: set[str] = set()
 
+    @property
+    def is_dummy(self) -> bool:
+        """Whether tensors are random, of any name and shape."""
+        return self._source.is_dummy
+
     def has(self, name: str) -> bool:
         """Whether the checkpoint has this tensor."""
         return name in self._names
@@ -46,7 +53,7 @@ class Tensors:
     def load(self, name: str, shape: tuple[int, ...]) -> Part:
         """A floating-point or block-quantised tensor of this shape."""
         part = self._take(name, shape)
-        if isinstance(part, Tensor) and not part.is_floating_point():
+        if isinstance(part, Tensor) and part.dtype not in FLOATS:
             raise CheckpointError(f"tensor {name} is {_type_name(part)}; expected floating-point numbers")
         return part
 
@@ -65,9 +72,32 @@ class Tensors:
             raise CheckpointError(f"tensor {name} is {_type_name(part)}; expected {allowed}")
         return part
 
+    def scales(self, name: str, *shapes: tuple[int, ...], dtypes: Sequence[torch.dtype] = FLOATS) -> Tensor:
+        """A tensor of one of these dtypes and shapes, without infinities and NaNs, in float32."""
+        found = self.shape(name)
+        part = self.typed(name, found if found in shapes else shapes[0], *dtypes).float()
+        self.check(torch.isfinite(part), f"tensor {name} has scales that are infinite or not numbers")
+        return part
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor in the checkpoint, ``None`` if it has none of this name."""
+        return self._source.describe(name)[1] if self.has(name) else None
+
+    def check(self, holds: Tensor, message: str) -> None:
+        """Raise ``CheckpointError(message)`` unless all of ``holds`` is true, or unknown as on the "meta" device."""
+        if not holds.is_meta and not holds.all():
+            raise CheckpointError(message)
+
     def leave_out(self, prefix: str) -> None:
         """Ignore tensors whose names start with ``prefix``."""
         self._used.update(name for name in self._names if name.startswith(prefix))
+
+    def leave_out_zeros(self, name: str, shape: tuple[int, ...]) -> None:
+        """Ignore this tensor, if it is there with this shape and without any number but zero."""
+        if self.shape(name) == shape:
+            part = self._source.load(name, shape)
+            if isinstance(part, Tensor) and (part.is_meta or not part.any()):
+                self._used.add(name)
 
     def finish(self) -> None:
         """Refuse a checkpoint with unread tensors."""

@@ -45,10 +45,10 @@ def test_a_checkpoint_without_a_configuration_has_plain_tensors() -> None:
     ("given", "message"),
     [
         (
-            {"quant_method": "gptq", "bits": 4},
-            r"config\.quant_method is 'gptq'; it must be mxfp4\. .*GGUF",
+            {"quant_method": "exl2", "bits": 4},
+            r"config\.quant_method is 'exl2'; it must be one of awq, .*mxfp4\. .*GGUF",
         ),
-        ({"bits": 4}, r"quant_method is None; it must be mxfp4"),
+        ({"bits": 4}, r"quant_method is None; it must be one of awq"),
         ({"quant_method": ["fp8"]}, r"quant_method is \['fp8'\]"),
         ("fp8", "quantization_config is 'fp8'; it must be an object"),
         (

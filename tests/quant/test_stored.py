@@ -185,9 +185,6 @@ def test_scales_of_joined_tensors() -> None:
     assert isinstance(joined, ScaledStored)
     assert joined.block == (1, K)
     assert torch.equal(joined.dense(FORM), torch.cat([part.dense(FORM) for part in parts]))
-    twice = parts[0].join([parts[0]])
-    assert isinstance(twice, ScaledStored)
-    assert twice.block == (8, K)
 
 
 def test_joined_groups_share_an_order() -> None:
