@@ -30,6 +30,7 @@ BITS: dict[Number, int] = {"int4": 4, "int8": 8, "e4m3": 8, "e2m1": 4}
 TILE = 16
 WORDS = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The number of each code of FP4: a sign bit, two exponent bits and one mantissa bit."""
 _WORDS_AT_ONCE = 1 << 24
 
 

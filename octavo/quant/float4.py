@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.ops.grouped_linear import E2M1, PackedGroups
+from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The number of each code: a sign bit, two exponent bits and one mantissa bit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +97,13 @@ class Float4Stored:
         return filled([self], form)
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
-        return None
+        packed = self.packed_groups(form.device) if packs_groups(form) else None
+        return None if packed is None else GroupedWeight(packed, form.dtype)
+
+    def packed_groups(self, device: torch.device) -> PackedGroups | None:
+        """For ``ops.grouped_linear``, on this device; ``None`` if its kernels do not take such groups."""
+        codes_NK = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(1)
+        return pack_groups("e2m1", codes_NK, self.scales_NG, self.group, device)
 
     def _rows(self, index: Tensor | slice) -> Float4Stored:
         group_scales = self.group_scales_NG.view(torch.uint8)[index].view(self.group_scales_NG.dtype)

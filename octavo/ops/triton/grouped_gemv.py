@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -62,9 +63,9 @@ def _prefetch(
 def _scale_tile(
     ptr: tl.tensor, group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, GROUPS: tl.constexpr
 ) -> tl.tensor:
-    """Scales or zeros of these groups and rows, 0 beyond the last group."""
+    """Scales or zeros of these groups and rows in float32, 0 beyond the last group."""
     at = ptr + group.to(tl.int64)[:, None] * num_rows + rows[None, :]
-    return tl.load(at, mask=(group < GROUPS)[:, None], other=0.0)
+    return tl.load(at, mask=(group < GROUPS)[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -75,20 +76,81 @@ def _plane(
     """A plane's numbers less the zeros of its group."""
     values = numbers(words, NUMBER, PLANE, DTYPE, ASSEMBLY)
     if zeros_ptr is not None:
-        zeros = _scale_tile(zeros_ptr, group, rows, num_rows, GROUPS).to(tl.float32)
+        zeros = _scale_tile(zeros_ptr, group, rows, num_rows, GROUPS)
         values = less(values, zeros[:, :, None], ASSEMBLY)
     return values
 
 
 @triton.jit
-def _times_norm(x: tl.tensor, norm: tl.tensor, ASSEMBLY: tl.constexpr) -> tl.tensor:
-    """The products, two at a time, so that they can be taken where tensor cores read x."""
-    if ASSEMBLY is not None and x.dtype == tl.bfloat16:
-        text: tl.constexpr = "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}"
-        product = tl.inline_asm_elementwise(text, "=r,r,r", [x, norm], dtype=x.dtype, is_pure=True, pack=2)
-    else:
-        product = (x.to(tl.float32) * norm.to(tl.float32)).to(x.dtype)
-    return product
+def _x_tile(
+    x_ptr: tl.tensor, norm_ptr: tl.tensor, t: tl.tensor, k: tl.tensor, T: tl.tensor, K: tl.constexpr,
+    EVEN_K: tl.constexpr, ASSEMBLY: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Columns of x, times the norm's weight: two products at a time, so that they are taken where tensor cores read."""
+    mask = t < T
+    if not EVEN_K:
+        mask &= k < K
+    x = tl.load(x_ptr + t * K + k, mask=mask, other=0.0)
+    if norm_ptr is not None:  # addresses like those of x, so that it takes the same way; there is one row
+        norm = tl.load(norm_ptr + t * K + k, mask=mask, other=0.0)
+        if ASSEMBLY is not None:
+            text: tl.constexpr = "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}"
+            x = tl.inline_asm_elementwise(text, "=r,r,r", [x, norm], dtype=tl.bfloat16, is_pure=True, pack=2)
+        else:
+            x = (x.to(tl.float32) * norm.to(tl.float32)).to(x.dtype)
+    return x
+
+
+@triton.jit
+def _products(
+    x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, norm_ptr: tl.tensor,
+    rows: tl.tensor, num_outputs: tl.tensor, num_rows: tl.tensor, T: tl.tensor, K: tl.constexpr, GROUPS: tl.constexpr,
+    NUMBER: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr, GATED: tl.constexpr, ASSEMBLY: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Sums of each part [SPLIT, BLOCK_N, BLOCK_T]: the outputs or gates, and the ups; without scales of rows."""
+    PLANES: tl.constexpr = CHUNK // 32
+    CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
+    GROUP: tl.constexpr = K // GROUPS
+    PARTS: tl.constexpr = 1 if GROUPS == 1 or GROUP >= CHUNK else CHUNK // GROUP
+    EVEN_K: tl.constexpr = K % (CHUNK * SPLIT) == 0
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    part, t, j = tl.arange(0, SPLIT), tl.arange(0, BLOCK_T), tl.arange(0, _WORDS)
+    words_at = words_ptr + word_rows(rows, CHUNKS)[None, :, None] + j[None, None, :]
+    ups_at = words_ptr + word_rows(rows + num_outputs, CHUNKS)[None, :, None] + j[None, None, :]
+    acc = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
+    up = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
+    for step in tl.range(0, (CHUNKS + SPLIT - 1) // SPLIT, num_stages=STAGES):
+        chunk = step * SPLIT + part
+        is_chunk = True
+        if not EVEN_K:
+            is_chunk = (chunk < CHUNKS)[:, None, None]
+        at = (chunk * (_TILE * _WORDS))[:, None, None]
+        words = tl.load(words_at + at, mask=is_chunk, other=0, eviction_policy="evict_first")
+        if GATED:
+            up_words = tl.load(ups_at + at, mask=is_chunk, other=0, eviction_policy="evict_first")
+        for p in tl.static_range(PARTS):
+            group = chunk * CHUNK // GROUP + p
+            sums, up_sums = acc, up
+            if GROUPS > 1:
+                sums = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
+                up_sums = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
+            for i in tl.static_range(p * (PLANES // PARTS), (p + 1) * (PLANES // PARTS)):
+                k = chunk[:, None, None] * CHUNK + i * _WORDS + j[None, :, None]
+                x = _x_tile(x_ptr, norm_ptr, t[None, None, :], k, T, K, EVEN_K, ASSEMBLY)
+                values = _plane(words, zeros_ptr, group, rows, num_rows, GROUPS, NUMBER, i, DTYPE, ASSEMBLY)
+                sums = tl.dot(values, x, sums)
+                if GATED:
+                    ups = rows + num_outputs
+                    values = _plane(up_words, zeros_ptr, group, ups, num_rows, GROUPS, NUMBER, i, DTYPE, ASSEMBLY)
+                    up_sums = tl.dot(values, x, up_sums)
+            if GROUPS > 1:
+                acc += sums * _scale_tile(scales_ptr, group, rows, num_rows, GROUPS)[:, :, None]
+                if GATED:
+                    up += up_sums * _scale_tile(scales_ptr, group, rows + num_outputs, num_rows, GROUPS)[:, :, None]
+            else:
+                acc, up = sums, up_sums
+    return acc, up
 
 
 @triton.jit(do_not_specialize=["T", "late"])
@@ -101,81 +163,28 @@ def grouped_gemv_kernel(
 ) -> None:  # fmt: skip
     """BLOCK_N outputs of all rows, of as many gates and ups with an activation."""
     GATED: tl.constexpr = ACTIVATION is not None
-    PLANES: tl.constexpr = CHUNK // 32
-    CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
-    STEPS: tl.constexpr = (CHUNKS + SPLIT - 1) // SPLIT
-    GROUP: tl.constexpr = K // GROUPS
-    PARTS: tl.constexpr = 1 if GROUPS == 1 or GROUP >= CHUNK else CHUNK // GROUP
-    EVEN_K: tl.constexpr = K % (CHUNK * SPLIT) == 0
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     start = tl.program_id(0) * BLOCK_N
     num_rows = num_outputs
     if GATED:
         num_rows = 2 * num_outputs
     if PDL and PREFETCH:
-        _prefetch(words_ptr, scales_ptr, start, num_rows, CHUNKS, GROUPS, BLOCK_N)
+        _prefetch(words_ptr, scales_ptr, start, num_rows, (K + CHUNK - 1) // CHUNK, GROUPS, BLOCK_N)
         if GATED:
-            _prefetch(words_ptr, scales_ptr, num_outputs + start, num_rows, CHUNKS, GROUPS, BLOCK_N)
-
-    part, t, j = tl.arange(0, SPLIT), tl.arange(0, BLOCK_T), tl.arange(0, _WORDS)
-    outputs = start + tl.arange(0, BLOCK_N)
+            _prefetch(words_ptr, scales_ptr, num_outputs + start, num_rows, (K + CHUNK - 1) // CHUNK, GROUPS, BLOCK_N)
+    t, outputs = tl.arange(0, BLOCK_T), start + tl.arange(0, BLOCK_N)
     rows = tl.minimum(outputs, num_outputs - 1)
-    words_at = words_ptr + word_rows(rows, CHUNKS)[None, :, None] + j[None, None, :]
-    ups_at = words_ptr + word_rows(rows + num_outputs, CHUNKS)[None, :, None] + j[None, None, :]
-    is_row = (t < T)[None, None, :]
     wait_for_predecessor(PDL)
     if late == 0:
         start_successor(PDL)
-    if norm_ptr is not None:
+    if norm_ptr is not None:  # under way while the products are summed
         whole = tl.arange(0, triton.next_power_of_2(K))
         x_K = tl.load(x_ptr + whole, mask=whole < K, other=0.0)
-
-    acc = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
-    up = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        chunk = step * SPLIT + part
-        at = (chunk * (_TILE * _WORDS))[:, None, None]
-        is_chunk = True
-        if not EVEN_K:
-            is_chunk = (chunk < CHUNKS)[:, None, None]
-        words = tl.load(words_at + at, mask=is_chunk, other=0, eviction_policy="evict_first")
-        if GATED:
-            up_words = tl.load(ups_at + at, mask=is_chunk, other=0, eviction_policy="evict_first")
-        for p in tl.static_range(PARTS):
-            group = chunk * CHUNK // GROUP + p
-            if GROUPS > 1:
-                sums = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
-                up_sums = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
-                scales = _scale_tile(scales_ptr, group, rows, num_rows, GROUPS).to(tl.float32)
-                if GATED:
-                    up_scales = _scale_tile(scales_ptr, group, rows + num_outputs, num_rows, GROUPS).to(tl.float32)
-            else:
-                sums, up_sums = acc, up
-            for i in tl.static_range(p * (PLANES // PARTS), (p + 1) * (PLANES // PARTS)):
-                k = chunk[:, None, None] * CHUNK + i * _WORDS + j[None, :, None]
-                mask = is_row
-                if not EVEN_K:
-                    mask &= k < K
-                x = tl.load(x_ptr + t[None, None, :] * K + k, mask=mask, other=0.0)
-                if norm_ptr is not None:  # as many addresses as for x: what is not masked is one row
-                    norm = tl.load(norm_ptr + t[None, None, :] * K + k, mask=mask, other=0.0)
-                    x = _times_norm(x, norm, ASSEMBLY)
-                values = _plane(words, zeros_ptr, group, rows, num_rows, GROUPS, NUMBER, i, DTYPE, ASSEMBLY)
-                sums = tl.dot(values, x, sums)
-                if GATED:
-                    values = _plane(
-                        up_words, zeros_ptr, group, rows + num_outputs, num_rows, GROUPS, NUMBER, i, DTYPE, ASSEMBLY
-                    )
-                    up_sums = tl.dot(values, x, up_sums)
-            if GROUPS > 1:
-                acc += sums * scales[:, :, None]
-                if GATED:
-                    up += up_sums * up_scales[:, :, None]
-            else:
-                acc, up = sums, up_sums
+    acc, up = _products(
+        x_ptr, words_ptr, scales_ptr, zeros_ptr, norm_ptr, rows, num_outputs, num_rows, T,
+        K, GROUPS, NUMBER, CHUNK, BLOCK_T, BLOCK_N, SPLIT, STAGES, GATED, ASSEMBLY,
+    )  # fmt: skip
     if late != 0:
         start_successor(PDL)
-
     y, y_up = tl.sum(acc, 0), tl.sum(up, 0)
     if GROUPS == 1:
         y *= tl.load(scales_ptr + rows).to(tl.float32)[:, None]
@@ -201,12 +210,12 @@ def grouped_gemv(
     activation: str | None,
     config: GroupedGemvConfig,
 ) -> Tensor:
-    """``ops.grouped_linear`` for up to MAX_ROWS rows, without order; a norm for one row only.
+    """``ops.grouped_linear`` for up to MAX_ROWS rows, without order; a norm for one row of bfloat16 only.
 
     The residual is overwritten and returned.
     """
     (T, K), N = x_TK.shape, packed.shape[0]
-    assert T <= MAX_ROWS and (T == 1 or norm_K is None), f"{T} rows"
+    assert T <= MAX_ROWS and (norm_K is None or (T == 1 and x_TK.dtype == torch.bfloat16)), f"{T} rows"
     outputs = N if activation is None else N // 2
     out_TN = x_TK.new_empty(T, outputs) if residual_TN is None else residual_TN
     launch(
