@@ -77,7 +77,7 @@ class CompressedTensors:
                 form = group.word("format", (*FORMATS, "dense"), default) if default != "dense" else "dense"
                 if form != "dense":
                     groups.append((group.names("targets"), _read_scheme(weights, form)))
-        if not groups and default != "dense":
+        if not groups and default != "dense" and keys.child("kv_cache_scheme") is None:
             raise keys.wrong("config_groups", "an object with at least one group of quantised weights")
         ignored = keys.names("ignore")
         for name in (*ignored, *(target for targets, _ in groups for target in targets)):

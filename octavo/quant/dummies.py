@@ -32,7 +32,8 @@ def dummy_grouped(
 ) -> GroupedStored:
     """Integers of ``bits`` bits with ``groups`` groups; zero points are all 1."""
     step, largest = LARGEST / (1 << (bits - 1)), 1 << (bits - 1)
-    codes_NK = (_values(name, shape, tensors) / step).round_().clamp_(-largest, largest - 1).to(torch.int8)
+    numbers = (_values(name, shape, tensors) / step).round_().add_(int(has_zeros))
+    codes_NK = numbers.clamp_(-largest, largest - 1).to(torch.int8)
     scales_NG = torch.full((shape[0], groups), step, device=codes_NK.device)
     zeros_NG = torch.ones_like(scales_NG, dtype=torch.int8) if has_zeros else None
     return GroupedStored(codes_NK, scales_NG, zeros_NG, bits)

@@ -8,15 +8,20 @@ Shapes: K inputs, N outputs, G groups of K / G inputs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from octavo.ops.block_linear import ROWS_AT_ONCE, PackedBlocks
 from octavo.ops.grouped_linear import E2M1, PackedGroups
+from octavo.quant.blocks import BlockWeight, without_kernel
 from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
+from octavo.weights.blocks import Groups
+
+ZERO_POINT = 12
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,13 +102,25 @@ class Float4Stored:
         return filled([self], form)
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
-        packed = self.packed_groups(form.device) if packs_groups(form) else None
-        return None if packed is None else GroupedWeight(packed, form.dtype)
+        """On a CPU, codes become integers of 8 bits: twice their numbers, from -12 to 12, with half the scale."""
+        if packs_groups(form):
+            packed = self.packed_groups(form.device)
+            return None if packed is None else GroupedWeight(packed, form.dtype)
+        if not form.packs or form.device.type != "cpu" or without_kernel("cpu") is not None:
+            return None
+        return BlockWeight(PackedBlocks.of_groups("float4", self.shape, 8, self._numbers()))
 
     def packed_groups(self, device: torch.device) -> PackedGroups | None:
         """For ``ops.grouped_linear``, on this device; ``None`` if its kernels do not take such groups."""
         codes_NK = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(1)
         return pack_groups("e2m1", codes_NK, self.scales_NG, self.group, device)
+
+    def _numbers(self) -> Iterator[Groups]:
+        doubled = (torch.tensor(E2M1) * 2 + ZERO_POINT).to(torch.uint8)
+        for first in range(0, self.shape[0], ROWS_AT_ONCE):
+            part = self._rows(slice(first, first + ROWS_AT_ONCE))
+            pairs = torch.stack((part.codes & 15, part.codes >> 4), dim=-1)
+            yield Groups(doubled[pairs.flatten(1).int()].numpy(), ZERO_POINT, (part.scales_NG / 2).numpy(), None)
 
     def _rows(self, index: Tensor | slice) -> Float4Stored:
         group_scales = self.group_scales_NG.view(torch.uint8)[index].view(self.group_scales_NG.dtype)

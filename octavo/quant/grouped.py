@@ -21,7 +21,7 @@ from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
 from octavo.weights.blocks import Groups
 
-FEWEST_TOGETHER, MOST_TOGETHER = 16, 32
+FEWEST_TOGETHER, MOST_TOGETHER = 16, 64
 """Fewest and most inputs that share a scale in a packed weight; ``ops.block_linear`` rounds as many activations
 together. Longer groups are divided."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,8 +18,15 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Part = Tensor | BlockTensor
 """A tensor as stored in a file. Only matrices can be block-quantised."""
 
+MOST_CACHE_SCALES = 1 << 16
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias)$")
 """Redundant buffers that some exporters write: rotary frequencies and GPT-2's causal masks."""
+
+CACHE_SCALES = re.compile(
+    r"\.(k_scale|v_scale|kv_scale|q_scale|prob_output_scale|k_proj\.output_scale|v_proj\.output_scale)$"
+)
+"""Scales with which some checkpoints want keys, values and attention to be rounded to FP8."""
+logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
@@ -103,10 +112,23 @@ class Tensors:
         """Refuse a checkpoint with unread tensors."""
         if self._source.is_dummy:
             return
+        self._leave_out_cache_scales()
         unexpected = sorted(name for name in self._names - self._used if not HARMLESS.search(name))
         if unexpected:
             shown = "; ".join(self._found(name) for name in unexpected[:5]) + ("; ..." if len(unexpected) > 5 else "")
             raise CheckpointError(f"{len(unexpected)} tensors that this architecture does not have: {shown}")
+
+    def _leave_out_cache_scales(self) -> None:
+        """Check the scales of quantised keys and values, which are not used."""
+        names = [name for name in self._names - self._used if CACHE_SCALES.search(name)]
+        for name in names:
+            shape = self.shape(name) or ()
+            if math.prod(shape) > MOST_CACHE_SCALES:
+                raise CheckpointError(f"tensor {name} has shape {list(shape)}; expected scales of heads at most")
+            scales = self.scales(name, shape)
+            self.check(scales > 0, f"tensor {name} has scales that are not positive")
+        if names:
+            logger.warning("%d scales of keys and values are not used: they are cached unscaled", len(names))
 
     def _found(self, name: str) -> str:
         kind, shape = self._source.describe(name)

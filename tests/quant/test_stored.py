@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.ops.block_linear import KINDS
-from octavo.quant.blocks import BlockStored
+from octavo.quant.blocks import BlockStored, BlockWeight
 from octavo.quant.float4 import E2M1, Float4Stored
 from octavo.quant.grouped import GroupedStored
 from octavo.quant.scaled import ScaledStored
@@ -124,10 +124,37 @@ def test_shards_are_parts_of_the_matrix(make: Callable[[int, int, int], StoredWe
     assert torch.equal(weight.shard(0, 0, 2).join([weight.shard(0, 1, 2)]).dense(FORM), matrix)
 
 
+PACKED = [*sorted(KINDS), *(name for name in FORMS if name.startswith(("int", "mxfp4", "nvfp4")))]
+
+
 @needs_float_kernels
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_weights_are_exact(kind: str) -> None:
+    weight = FORMS[kind](37, K, 0)
+    packed = weight.pack(WeightFormat(torch.float32, CPU, packs=True))
+    assert isinstance(packed, BlockWeight)
+    assert torch.equal(packed.packed.unpack(), weight.dense(FORM))
+    assert torch.equal(packed.rows(torch.tensor([36, 0])), weight.dense(FORM)[[36, 0]])
+
+
+@needs_float_kernels
+@pytest.mark.parametrize("kind", [kind for kind in PACKED if "order" in kind or kind in KINDS or "groups" in kind])
+def test_a_row_of_a_product_does_not_depend_on_the_others(kind: str) -> None:
+    weight, x_TK, norm_K = FORMS[kind](48, K, 0), torch.randn(20, K), torch.rand(K)
+    packed = weight.pack(WeightFormat(torch.float32, CPU, packs=True))
+    assert packed is not None
+    together = packed.apply(x_TK, norm_K=norm_K, eps=1e-6)
+    for t in (0, 7, 19):
+        assert torch.equal(packed.apply(x_TK[t : t + 1], norm_K=norm_K, eps=1e-6), together[t : t + 1])
+    normed_TK = x_TK.double() * (x_TK.double().square().mean(1, keepdim=True) + 1e-6).rsqrt() * norm_K
+    exact = normed_TK @ weight.dense(FORM).double().T
+    assert (together - exact).norm() < 0.01 * exact.norm()
+
+
+@needs_float_kernels
+@pytest.mark.parametrize("kind", [kind for kind in PACKED if "order" not in kind])
 def test_products_of_packed_shards_add_up(kind: str) -> None:
-    weight, x = in_blocks(kind)(32, K, 0), torch.randn(5, K)
+    weight, x = FORMS[kind](32, K, 0), torch.randn(5, K)
     packing = WeightFormat(torch.float32, CPU, packs=True)
 
     def product(part: StoredWeight, x_TK: torch.Tensor) -> torch.Tensor:
@@ -147,6 +174,13 @@ def test_what_cannot_be_divided_says_so(make: Callable[[int, int, int], StoredWe
         make(N, K, 0).shard(0, 0, 5)
     with pytest.raises(CheckpointError, match="1024 columns cannot be divided among 3 devices"):
         make(N, K, 0).shard(1, 0, 3)
+
+
+@needs_float_kernels
+def test_groups_that_no_kernel_takes_are_dequantised() -> None:
+    packing = WeightFormat(torch.float32, CPU, packs=True)
+    assert grouped(4, 24)(N, 96, 0).pack(packing) is None
+    assert grouped(4, 128, is_ordered=True)(N, K, 0).shard(1, 0, 2).pack(packing) is None
 
 
 @pytest.mark.parametrize(("kind", "unit"), [("Q4_K", 256), ("Q8_0", 32)])

@@ -1,7 +1,7 @@
 """Writes quantised checkpoints of small models, with the matrices that they stand for.
 
-The compressed-tensors library writes its own formats. GPTQ, AWQ, ModelOpt and FP8 are packed here, word by word, as their
-documentation has it; ``test_golden.py`` holds what the libraries of GPTQ and AWQ wrote.
+The compressed-tensors library writes its own formats. GPTQ, AWQ, ModelOpt and FP8 are packed here, word by word, as
+their documentation has it; ``test_golden.py`` holds what the libraries of GPTQ and AWQ wrote.
 """
 
 from __future__ import annotations
