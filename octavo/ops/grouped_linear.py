@@ -31,6 +31,8 @@ TILE = 16
 WORDS = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The number of each code of FP4: a sign bit, two exponent bits and one mantissa bit."""
+LARGEST_COPY = 1 << 28
+"""Entries of the largest weight of which kernels may make a dense copy for many tokens."""
 _WORDS_AT_ONCE = 1 << 24
 
 

@@ -67,7 +67,8 @@ def test_a_quantised_model_takes_the_bytes_of_its_numbers_and_scales() -> None:
 
 
 @pytest.mark.parametrize(
-    ("K", "group", "length"), [(1024, 128, 128), (1024, 1024, 1024), (1000, 1000, 1000), (960, 192, 32), (1024, 48, None)]
+    ("K", "group", "length"),
+    [(1024, 128, 128), (1024, 1024, 1024), (1000, 1000, 1000), (960, 192, 32), (1024, 48, None)],
 )
 def test_lengths_of_groups(K: int, group: int, length: int | None) -> None:
     assert group_length("int4", K, group) == length

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from octavo.ops.grouped_linear import PackedGroups, chunk_of
+from octavo.ops.grouped_linear import LARGEST_COPY, PackedGroups, chunk_of
 from octavo.ops.triton.grouped_gemm import GroupedGemmConfig
 from octavo.ops.triton.grouped_gemv import MAX_ROWS, GroupedGemvConfig
 from octavo.ops.triton.launch import num_multiprocessors
@@ -14,7 +14,7 @@ from octavo.ops.triton.linear_configs import bucket_of
 GroupedConfig = GroupedGemvConfig | GroupedGemmConfig | None
 """``None`` makes the weight dense for cuBLAS."""
 MOST_ROWS = 256
-"""Beyond these a dense copy is worth its bytes."""
+"""Beyond these a dense copy is worth its bytes, which are written and read once."""
 ENOUGH_PROGRAMS = 256
 """Of an invariant product; affects the order of sums, so it does not depend on the device."""
 MAX_SPLITS = 8
@@ -27,7 +27,7 @@ def config_for(T: int, packed: PackedGroups, is_gated: bool, device: torch.devic
     chunks = triton.cdiv(K, chunk_of(packed.number))
     if T <= MAX_ROWS:
         return GroupedGemvConfig(16 if is_gated else 32, split=8, warps=8, stages=3)
-    if T > MOST_ROWS:
+    if T > MOST_ROWS and N * K <= LARGEST_COPY:
         return None
     block_t = min(bucket_of(T) or MOST_ROWS, 128)
     block_n, warps = (64, 4) if is_gated or block_t < 128 else (128, 8)

@@ -28,7 +28,9 @@ def dense_kernel(
     n = tile * _TILE + tl.arange(0, _TILE)[:, None]
     chunk = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[None, :]
     j = tl.arange(0, _WORDS)[None, None, :]
-    words_at = words_ptr + (tile.to(tl.int64) * chunks + chunk) * (_TILE * _WORDS) + tl.arange(0, _TILE)[:, None] * _WORDS
+    words_at = (
+        words_ptr + (tile.to(tl.int64) * chunks + chunk) * (_TILE * _WORDS) + tl.arange(0, _TILE)[:, None] * _WORDS
+    )
     words = tl.load(words_at[:, :, None] + j, mask=(chunk < chunks)[:, :, None], other=0)
     after_predecessor(PDL)
     for i in tl.static_range(PLANES):

@@ -215,7 +215,8 @@ def grouped_gemv(
     The residual is overwritten and returned.
     """
     (T, K), N = x_TK.shape, packed.shape[0]
-    assert T <= MAX_ROWS and (norm_K is None or (T == 1 and x_TK.dtype == torch.bfloat16)), f"{T} rows"
+    assert T <= MAX_ROWS, f"{T} rows"
+    assert norm_K is None or (T == 1 and x_TK.dtype == torch.bfloat16), f"{T} rows of {x_TK.dtype} with a norm"
     outputs = N if activation is None else N // 2
     out_TN = x_TK.new_empty(T, outputs) if residual_TN is None else residual_TN
     launch(

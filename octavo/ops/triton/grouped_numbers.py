@@ -75,9 +75,7 @@ def _float(plane: int, is_bfloat16: bool, bits: int, exponent_bits: int) -> str:
 
 def _fma(factor: int, addend: int, is_bfloat16: bool) -> str:
     kind = "bf16x2" if is_bfloat16 else "f16x2"
-    return (
-        f"{{.reg .b32 f, g; mov.b32 f, {factor:#x}; mov.b32 g, {addend:#x}; fma.rn.{kind} $0, a, f, g;}}"
-    )
+    return f"{{.reg .b32 f, g; mov.b32 f, {factor:#x}; mov.b32 g, {addend:#x}; fma.rn.{kind} $0, a, f, g;}}"
 
 
 def assembly(packed: PackedGroups, dtype: torch.dtype) -> tuple[str, ...] | None:

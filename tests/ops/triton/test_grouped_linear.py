@@ -116,7 +116,9 @@ def test_every_format(device: str, form: str, name: str) -> None:
         case.check(run_grouped(*case.arguments(), CONFIGS[name]))
 
 
-@pytest.mark.parametrize(("N", "K", "group"), [(1, 32, 32), (17, 96, 32), (16, 64, 64), (75, 33, 0), (2, 7, 0), (40, 192, 64)])
+@pytest.mark.parametrize(
+    ("N", "K", "group"), [(1, 32, 32), (17, 96, 32), (16, 64, 64), (75, 33, 0), (2, 7, 0), (40, 192, 64)]
+)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_odd_shapes(device: str, name: str, N: int, K: int, group: int) -> None:
     for dtype in (torch.float16, torch.bfloat16):
