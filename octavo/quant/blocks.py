@@ -16,9 +16,14 @@ from torch import Tensor
 from octavo import ops
 from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
 from octavo.ops.dispatch import REFERENCE
+from octavo.ops.grouped_linear import Number, PackedGroups
 from octavo.ops.linear import Activation
+from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, shard_range
-from octavo.weights.blocks import BLOCK_KINDS, BlockTensor, dequantize
+from octavo.weights.blocks import BLOCK_KINDS, BlockTensor, dequantize, split_groups
+
+INTEGER_KINDS: dict[str, Number] = {"Q4_0": "int4", "Q5_0": "int8", "Q8_0": "int8"}
+"""Kinds that are integers times a scale for each group of 32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +96,22 @@ class BlockStored:
         return torch.from_numpy(dequantize(self.parts[0])).to(device=form.device, dtype=form.dtype)
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
+        if packs_groups(form):
+            packed = self.packed_groups(form.device)
+            return None if packed is None else GroupedWeight(packed, form.dtype)
         if not form.packs or self._kind not in KINDS or without_kernel(form.device.type) is not None:
             return None
         return BlockWeight(PackedBlocks.pack(self._one()))
+
+    def packed_groups(self, device: torch.device) -> PackedGroups | None:
+        """For ``ops.grouped_linear``, on this device; ``None`` for kinds that it does not take."""
+        number = INTEGER_KINDS.get(self._kind)
+        if number is None:
+            return None
+        groups = split_groups(self._one())
+        codes_NK = torch.from_numpy(groups.numbers.astype(np.int16) - groups.zero_point).to(torch.int8)
+        scales_NG = torch.from_numpy(np.ascontiguousarray(groups.scales, dtype=np.float32))
+        return pack_groups(number, codes_NK, scales_NG, self.shape[1] // scales_NG.shape[1], device)
 
     @property
     def _kind(self) -> str:

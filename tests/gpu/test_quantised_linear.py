@@ -1,4 +1,4 @@
-"""Linear maps of packed groups on a GPU: real shapes against float64, and in graphs with programmatic dependent launch."""
+"""Linear maps of packed groups on a GPU: real shapes, and graphs with programmatic dependent launch."""
 
 from __future__ import annotations
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from octavo.ops.grouped_linear import PackedGroups
+from octavo.quant.blocks import BlockStored
 from octavo.quant.float4 import Float4Stored
 from octavo.quant.grouped import GroupedStored
 from octavo.quant.packed import GroupedWeight, group_length
 from octavo.quant.scaled import ScaledStored
 from octavo.quant.stored import StoredWeight, WeightFormat, filled
-from tests.quant.test_stored import Make, grouped, mxfp4, nvfp4, scaled
+from tests.quant.test_stored import Make, grouped, in_blocks, mxfp4, nvfp4, scaled
 
 CPU = torch.device("cpu")
 FORM = WeightFormat(torch.float32, CPU)
@@ -29,11 +30,12 @@ PACKED: dict[str, Make] = {
     "fp8 in blocks, the last ones shorter": scaled(5, 160),
     "mxfp4": mxfp4,
 }
-NOT_PACKED: dict[str, Make] = {"groups of 16": grouped(4, 16), "nvfp4": nvfp4(divides=True)}
+PACKED |= {kind: in_blocks(kind) for kind in ("Q4_0", "Q5_0", "Q8_0")}
+NOT_PACKED: dict[str, Make] = {"groups of 16": grouped(4, 16), "nvfp4": nvfp4(divides=True), "Q4_K": in_blocks("Q4_K")}
 
 
 def pack(stored: StoredWeight) -> PackedGroups | None:
-    assert isinstance(stored, GroupedStored | ScaledStored | Float4Stored)
+    assert isinstance(stored, GroupedStored | ScaledStored | Float4Stored | BlockStored)
     return stored.packed_groups(CPU)
 
 

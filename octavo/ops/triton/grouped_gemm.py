@@ -1,7 +1,8 @@
 """Several rows times a weight of ``PackedGroups`` on tensor cores, which read its numbers from registers.
 
-Shapes: T rows, K inputs, N outputs. As in ``skinny_gemm``, the weight takes the wide side, weight @ x.T, and where N gives too few programs K is split among several, whose sums the last to finish adds in their order. Words go
-through shared memory to the registers of the tensor cores' left operand and become numbers there. The scale of a group
+Shapes: T rows, K inputs, N outputs. As in ``skinny_gemm``, the weight takes the wide side, weight @ x.T, and where N
+gives too few programs K is split among several, whose sums the last to finish adds in their order. Words go through
+shared memory to the registers of the tensor cores' left operand and become numbers there. The scale of a group
 multiplies its sums.
 """
 

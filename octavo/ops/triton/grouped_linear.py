@@ -45,6 +45,7 @@ def grouped_linear_triton(
     if T == 0:
         return x_TK.new_empty(0, N if activation is None else N // 2)
     if is_invariant():
+        config: GroupedConfig
         config, in_turn = invariant_config(T, packed, activation is not None)
     else:
         config, in_turn = config_for(T, packed, activation is not None, x_TK.device), False
