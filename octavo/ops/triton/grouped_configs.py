@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 
-from octavo.ops.grouped_linear import LARGEST_COPY, PackedGroups, chunk_of
+from octavo.ops.grouped_linear import LARGEST_COPY, WORDS, PackedGroups, chunk_of
 from octavo.ops.triton.grouped_gemm import GroupedGemmConfig
 from octavo.ops.triton.grouped_gemv import MAX_ROWS, GroupedGemvConfig
-from octavo.ops.triton.launch import num_multiprocessors
+from octavo.ops.triton.launch import num_multiprocessors, shared_bytes
 from octavo.ops.triton.linear_configs import bucket_of
 
 GroupedConfig = GroupedGemvConfig | GroupedGemmConfig | None
@@ -29,11 +29,13 @@ def config_for(T: int, packed: PackedGroups, is_gated: bool, device: torch.devic
         return GroupedGemvConfig(16 if is_gated else 32, split=8, warps=8, stages=3)
     if T > MOST_ROWS and N * K <= LARGEST_COPY:
         return None
-    block_t = min(bucket_of(T) or MOST_ROWS, 128)
+    block_t = min(bucket_of(T) or MOST_ROWS, 64 if is_gated else 128)  # gates and ups take registers twice
     block_n, warps = (64, 4) if is_gated or block_t < 128 else (128, 8)
     tiles = triton.cdiv(outputs, block_n) * triton.cdiv(T, block_t)
     splits = max(1, min(2 * num_multiprocessors(device) // tiles, chunks // 4, 16))
-    return GroupedGemmConfig(block_n, block_t, warps, stages=4, splits=splits)
+    stage = (block_n * (2 if is_gated else 1) * WORDS + block_t * chunk_of(packed.number)) * 2
+    stages = max(2, min(4, shared_bytes(device) // stage))
+    return GroupedGemmConfig(block_n, block_t, warps, stages, splits)
 
 
 def invariant_config(T: int, packed: PackedGroups, is_gated: bool) -> tuple[GroupedGemmConfig, bool]:

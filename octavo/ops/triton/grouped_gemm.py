@@ -63,7 +63,7 @@ def _plane(
 
 
 @triton.jit
-def _sum_chunks(
+def sum_chunks(
     x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor,
     rows_t: tl.tensor, rows: tl.tensor, T: tl.tensor, num_outputs: tl.tensor, num_rows: tl.tensor, K: tl.tensor,
     group_size: tl.tensor, num_groups: tl.tensor, first: tl.tensor, last: tl.tensor,
@@ -140,14 +140,14 @@ def grouped_gemm_kernel(
     wait_for_predecessor(PDL)
     if late == 0:
         start_successor(PDL)
-    acc, up = _sum_chunks(
+    acc, up = sum_chunks(
         x_ptr, words_ptr, scales_ptr, zeros_ptr, rows_t, rows, T, num_outputs, num_rows, K, group_size, num_groups,
         split * chunks // SPLITS, (split + 1) * chunks // SPLITS,
         BLOCK_T, BLOCK_N, PARTS, PER_ROW, NUMBER, CHUNK, GATED, EVEN_K, STAGES, ASSEMBLY,
     )  # fmt: skip
     if SPLITS_IN_TURN:
         for s in range(1, SPLITS):
-            acc_s, up_s = _sum_chunks(
+            acc_s, up_s = sum_chunks(
                 x_ptr, words_ptr, scales_ptr, zeros_ptr, rows_t, rows, T, num_outputs, num_rows, K, group_size,
                 num_groups, s * chunks // SPLITS, (s + 1) * chunks // SPLITS,
                 BLOCK_T, BLOCK_N, PARTS, PER_ROW, NUMBER, CHUNK, GATED, EVEN_K, STAGES, ASSEMBLY,

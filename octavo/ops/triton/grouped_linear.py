@@ -21,11 +21,12 @@ from octavo.ops.triton.rms_norm import rms_norm_triton
 FLOATS = (torch.bfloat16, torch.float16)
 
 
-def _declines(dtype: torch.dtype) -> str | None:
+def declines_grouped(dtype: torch.dtype) -> str | None:
+    """Why kernels for packed groups cannot take activations of this type, or ``None``."""
     return None if dtype in FLOATS else f"tensor cores take {', '.join(map(str, FLOATS))}; this is {dtype}"
 
 
-@grouped_linear.kernel(device="cuda", name="triton", preference=10, supports=_declines)
+@grouped_linear.kernel(device="cuda", name="triton", preference=10, supports=declines_grouped)
 def grouped_linear_triton(
     x_TK: Tensor,
     packed: PackedGroups,

@@ -156,6 +156,14 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have."""
+    if device.type != "cuda":
+        return 99 * 1024
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
 def has_assembly(device: torch.device) -> bool:
     """Whether kernels for this device may contain PTX; not in Triton's interpreter."""
     return device.type == "cuda" and torch.version.hip is None
