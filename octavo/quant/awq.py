@@ -13,7 +13,7 @@ Shapes: K inputs, N outputs, G groups of inputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,9 @@ from octavo.errors import CheckpointError
 from octavo.quant.dummies import dummy_grouped, is_quantised_dummy
 from octavo.quant.fields import signed, unpack_fields
 from octavo.quant.grouped import GroupedStored
-from octavo.quant.groups import num_groups
+from octavo.quant.groups import group_size, num_groups
 from octavo.quant.keys import QuantKeys
-from octavo.quant.plain import PLAIN
+from octavo.quant.plain import Plain
 from octavo.quant.stored import StoredWeight
 from octavo.quant.tensors import Tensors
 
@@ -36,7 +36,7 @@ GEMM = "gemm"
 
 
 @dataclass(frozen=True)
-class AWQ:
+class AWQ(Plain):
     """Modules without ``qweight`` are unquantised."""
 
     group: int
@@ -53,17 +53,14 @@ class AWQ:
         if not isinstance(version, str) or version.lower() != GEMM:
             raise keys.wrong("version", GEMM, "Use a checkpoint of this model in that layout, which is the usual one")
         group_key = "q_group_size" if keys.get("q_group_size") is not None else "group_size"
-        group = keys.get(group_key, 128)
-        if isinstance(group, bool) or not isinstance(group, int) or (group != -1 and not 8 <= group <= 1 << 20):
-            raise keys.wrong(group_key, "-1 (one group) or a number of inputs from 8 to 1048576")
-        return cls(group, keys.flag("zero_point", True), keys.names("modules_to_not_convert"))
+        return cls(group_size(keys, group_key), keys.flag("zero_point", True), keys.names("modules_to_not_convert"))
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
         N, K = shape
         if is_quantised_dummy(name, self.kept, tensors):
             return dummy_grouped(name, shape, BITS, num_groups(name, K, self.group), self.has_zeros, tensors)
         if not tensors.has(f"{name}.qweight"):
-            return PLAIN.matrix(name, shape, tensors, is_transposed)
+            return super().matrix(name, shape, tensors, is_transposed)
         if N % 8:
             raise CheckpointError(f"module {name} has {N} outputs; AWQ packs eight in a word")
         G = num_groups(name, K, self.group)
@@ -73,11 +70,6 @@ class AWQ:
             zeros_NG = _unpacked(tensors.typed(f"{name}.qzeros", (G, N // 8), torch.int32))
         scales_NG = tensors.scales(f"{name}.scales", (G, N)).t().contiguous()
         return GroupedStored(codes_NK, scales_NG, zeros_NG, BITS)
-
-    def stack(
-        self, name: str, shape: tuple[int, int, int], tensors: Tensors, is_transposed: bool
-    ) -> Sequence[StoredWeight]:
-        return PLAIN.stack(name, shape, tensors, is_transposed)
 
 
 def _unpacked(words: Tensor) -> Tensor:

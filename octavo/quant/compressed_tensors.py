@@ -10,7 +10,7 @@ Shapes: K inputs, N outputs, G groups of inputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,12 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.quant.dummies import dummy_float4, dummy_grouped, dummy_scaled, is_quantised_dummy
 from octavo.quant.fields import num_words, signed, unpack_fields
-from octavo.quant.fp4 import MXFP4_GROUP, NVFP4_GROUP, read_mxfp4, read_nvfp4
-from octavo.quant.fp8 import leave_out_activation_scales, read_fp8
+from octavo.quant.float4 import MXFP4_GROUP, NVFP4_GROUP, checked_exponents, read_mxfp4, read_nvfp4
+from octavo.quant.fp8 import read_fp8
 from octavo.quant.grouped import GroupedStored
 from octavo.quant.groups import in_order, num_groups, read_order
 from octavo.quant.keys import INSTEAD, QuantKeys
-from octavo.quant.plain import PLAIN
+from octavo.quant.plain import Plain
 from octavo.quant.scaled import ScaledStored
 from octavo.quant.stored import StoredWeight
 from octavo.quant.tensors import Tensors
@@ -54,7 +54,7 @@ class _Scheme:
 
 
 @dataclass(frozen=True)
-class CompressedTensors:
+class CompressedTensors(Plain):
     """Modules without a scale are unquantised."""
 
     groups: tuple[tuple[tuple[str, ...], _Scheme], ...]
@@ -88,21 +88,16 @@ class CompressedTensors:
         if is_quantised_dummy(name, (), tensors) and not any(_names(target, name) for target in self.ignored):
             scheme = self._scheme(name)
             return (
-                PLAIN.matrix(name, shape, tensors, is_transposed)
+                super().matrix(name, shape, tensors, is_transposed)
                 if scheme is None
                 else _dummy(scheme, name, shape, tensors)
             )
         if not tensors.has(f"{name}.weight_scale"):
-            return PLAIN.matrix(name, shape, tensors, is_transposed)
+            return super().matrix(name, shape, tensors, is_transposed)
         scheme = self._scheme(name)
         if scheme is None:
             raise CheckpointError(f"module {name} is quantised, but no group of quantization_config targets it")
         return _read(scheme, name, shape, tensors)
-
-    def stack(
-        self, name: str, shape: tuple[int, int, int], tensors: Tensors, is_transposed: bool
-    ) -> Sequence[StoredWeight]:
-        return PLAIN.stack(name, shape, tensors, is_transposed)
 
     def _scheme(self, name: str) -> _Scheme | None:
         """The scheme of the group that targets the module; names and patterns go before classes."""
@@ -142,7 +137,7 @@ def _read(scheme: _Scheme, name: str, shape: tuple[int, int], tensors: Tensors) 
         return read_nvfp4(name, shape, tensors, "weight_packed", "weight_global_scale", divides=True)
     if scheme.format == MXFP4:
         return read_mxfp4(name, shape, tensors, "weight_packed")
-    leave_out_activation_scales(name, tensors)
+    tensors.leave_out_activation_scales(name)
     if scheme.format == PACKED:
         return _read_packed(scheme, name, shape, tensors)
     if not scheme.is_float:
@@ -218,6 +213,7 @@ def _read_mxfp8(name: str, shape: tuple[int, int], tensors: Tensors) -> ScaledSt
     G = num_groups(name, K, MXFP8_BLOCK[1])
     values_NK = tensors.typed(f"{name}.weight", shape, torch.float8_e4m3fn)
     exponents = tensors.typed(f"{name}.weight_scale", (N, G), torch.uint8, torch.float8_e8m0fnu)
+    exponents = checked_exponents(f"{name}.weight_scale", exponents, tensors)
     return ScaledStored(values_NK, exponents.view(torch.float8_e8m0fnu).float(), MXFP8_BLOCK)
 
 

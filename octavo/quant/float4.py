@@ -14,14 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.errors import CheckpointError
 from octavo.ops.block_linear import ROWS_AT_ONCE, PackedBlocks
 from octavo.ops.grouped_linear import E2M1, PackedGroups
 from octavo.quant.blocks import BlockWeight, without_kernel
 from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
+from octavo.quant.tensors import Tensors
 from octavo.weights.blocks import Groups
 
 ZERO_POINT = 12
+NVFP4_GROUP, MXFP4_GROUP = 16, 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,3 +129,40 @@ class Float4Stored:
         group_scales = self.group_scales_NG.view(torch.uint8)[index].view(self.group_scales_NG.dtype)
         tensor_scales = None if self.tensor_scales_N is None else self.tensor_scales_N[index]
         return Float4Stored(self.codes[index], group_scales, tensor_scales, self.divides)
+
+
+def read_nvfp4(
+    name: str, shape: tuple[int, int], tensors: Tensors, weight: str, tensor_scale: str, divides: bool
+) -> Float4Stored:
+    """Module ``name``, whose tensors are ``weight``, ``weight_scale`` and ``tensor_scale``."""
+    N, K = shape
+    _check_groups(name, K, NVFP4_GROUP)
+    codes = tensors.typed(f"{name}.{weight}", (N, K // 2), torch.uint8)
+    group_scales = tensors.typed(f"{name}.weight_scale", (N, K // NVFP4_GROUP), torch.float8_e4m3fn)
+    tensors.check(torch.isfinite(group_scales.float()), f"tensor {name}.weight_scale has scales that are not numbers")
+    scale = tensors.scales(f"{name}.{tensor_scale}", (1,), (), (1, 1)).reshape(1)
+    tensors.check(scale > 0, f"tensor {name}.{tensor_scale} is not positive")
+    tensors.leave_out_activation_scales(name)
+    return Float4Stored(codes, group_scales, scale.expand(N), divides)
+
+
+def read_mxfp4(name: str, shape: tuple[int, int], tensors: Tensors, weight: str) -> Float4Stored:
+    """Module ``name``, whose tensors are ``weight`` and ``weight_scale``."""
+    N, K = shape
+    _check_groups(name, K, MXFP4_GROUP)
+    codes = tensors.typed(f"{name}.{weight}", (N, K // 2), torch.uint8)
+    exponents = tensors.typed(f"{name}.weight_scale", (N, K // MXFP4_GROUP), torch.uint8, torch.float8_e8m0fnu)
+    tensors.leave_out_activation_scales(name)
+    return Float4Stored(codes, checked_exponents(f"{name}.weight_scale", exponents, tensors))
+
+
+def checked_exponents(name: str, exponents: Tensor, tensors: Tensors) -> Tensor:
+    """Exponents of powers of two, as uint8; 255 is not a number. Raises ``CheckpointError`` naming the tensor."""
+    exponents = exponents.view(torch.uint8)
+    tensors.check(exponents != 255, f"tensor {name} has scales that are not numbers")
+    return exponents
+
+
+def _check_groups(name: str, num_inputs: int, group: int) -> None:
+    if num_inputs % group:
+        raise CheckpointError(f"module {name} has {num_inputs} inputs, which are not whole groups of {group}")

@@ -10,7 +10,7 @@ Shapes: K inputs, N outputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +18,17 @@ import torch
 
 from octavo.quant.dummies import dummy_scaled, is_quantised_dummy
 from octavo.quant.keys import QuantKeys
-from octavo.quant.plain import PLAIN
+from octavo.quant.plain import Plain
 from octavo.quant.scaled import ScaledStored
 from octavo.quant.stored import StoredWeight
 from octavo.quant.tensors import FLOATS, Tensors
 
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
-ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_global_scale")
 SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu)
 
 
 @dataclass(frozen=True)
-class FP8:
+class FP8(Plain):
     """Modules without a scale are unquantised."""
 
     block: tuple[int, int] | None
@@ -52,13 +51,8 @@ class FP8:
             return dummy_scaled(name, shape, self.block or shape, tensors)
         scale_name = next((scale for scale in SCALE_NAMES if tensors.has(f"{name}.{scale}")), None)
         if scale_name is None:
-            return PLAIN.matrix(name, shape, tensors, is_transposed)
+            return super().matrix(name, shape, tensors, is_transposed)
         return read_fp8(name, shape, tensors, scale_name, self.block)
-
-    def stack(
-        self, name: str, shape: tuple[int, int, int], tensors: Tensors, is_transposed: bool
-    ) -> Sequence[StoredWeight]:
-        return PLAIN.stack(name, shape, tensors, is_transposed)
 
 
 def read_fp8(
@@ -67,7 +61,7 @@ def read_fp8(
     """Module ``name``, with scales for blocks, or else one for each output or for the tensor."""
     N, K = shape
     values_NK = tensors.typed(f"{name}.weight", shape, torch.float8_e4m3fn)
-    leave_out_activation_scales(name, tensors)
+    tensors.leave_out_activation_scales(name)
     whole = ((1,), (), (1, 1))
     if block is not None:
         height, width = block
@@ -80,12 +74,3 @@ def read_fp8(
         block = (N, K) if scales.numel() == 1 else (1, K)
         return ScaledStored(values_NK, scales.reshape(-1, 1), block)
     return ScaledStored(values_NK, scales.reshape(rows, columns), block)
-
-
-def leave_out_activation_scales(name: str, tensors: Tensors) -> None:
-    """Check the scales of a module's activations, which are not used."""
-    for scale in ACTIVATION_SCALES:
-        if tensors.has(f"{name}.{scale}"):
-            tensors.scales(f"{name}.{scale}", (1,), (), (1, 1))
-    if tensors.has(f"{name}.input_zero_point"):
-        tensors.leave_out(f"{name}.input_zero_point")

@@ -16,8 +16,8 @@ Shapes: K inputs, N outputs, G groups of inputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.quant.dummies import dummy_grouped, is_quantised_dummy
 from octavo.quant.fields import num_words, signed, unpack_fields
-from octavo.quant.groups import in_order, num_groups, read_order
+from octavo.quant.groups import group_size, in_order, num_groups, read_order
 from octavo.quant.keys import QuantKeys
-from octavo.quant.plain import PLAIN
+from octavo.quant.plain import Plain
 from octavo.quant.stored import StoredWeight
 from octavo.quant.tensors import Tensors
 
@@ -46,7 +46,7 @@ class _Rule:
 
 
 @dataclass(frozen=True)
-class GPTQ:
+class GPTQ(Plain):
     """Modules without ``qweight`` are unquantised."""
 
     rule: _Rule
@@ -81,7 +81,7 @@ class GPTQ:
             groups = num_groups(name, shape[1], rule.group)
             return dummy_grouped(name, shape, rule.bits, groups, not self.is_symmetric, tensors)
         if rule is None or not tensors.has(f"{name}.qweight"):
-            return PLAIN.matrix(name, shape, tensors, is_transposed)
+            return super().matrix(name, shape, tensors, is_transposed)
         (N, K), bits = shape, rule.bits
         G = num_groups(name, K, rule.group)
         words = tensors.typed(f"{name}.qweight", (num_words(K, bits), N), torch.int32)
@@ -92,11 +92,6 @@ class GPTQ:
         order_K = read_order(f"{name}.g_idx", K, G, tensors) if tensors.has(f"{name}.g_idx") else None
         tensors.leave_out_zeros(f"{name}.bias", (N,))  # some writers give one to every module
         return in_order(codes_NK, scales_NG.contiguous(), zeros_NG, bits, order_K)
-
-    def stack(
-        self, name: str, shape: tuple[int, int, int], tensors: Tensors, is_transposed: bool
-    ) -> Sequence[StoredWeight]:
-        return PLAIN.stack(name, shape, tensors, is_transposed)
 
     def _zeros(self, words: Tensor, bits: int, num_outputs: int) -> Tensor | None:
         """Zero points [N, G]; ``None`` if all are in the middle of the range, as those of symmetric checkpoints."""
@@ -110,11 +105,7 @@ class GPTQ:
 
 
 def _read_rule(keys: QuantKeys, default: _Rule) -> _Rule:
-    bits = keys.integer("bits", BITS, default.bits)
-    group = keys.get("group_size", default.group)
-    if isinstance(group, bool) or not isinstance(group, int) or (group != -1 and not 8 <= group <= 1 << 20):
-        raise keys.wrong("group_size", "-1 (one group) or a number of inputs from 8 to 1048576")
-    return replace(default, bits=bits, group=group)
+    return _Rule(keys.integer("bits", BITS, default.bits), group_size(keys, default=default.group))
 
 
 def _compiled(key: str) -> re.Pattern[str]:

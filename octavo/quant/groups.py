@@ -10,7 +10,16 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.quant.grouped import GroupedStored
+from octavo.quant.keys import QuantKeys
 from octavo.quant.tensors import Tensors
+
+
+def group_size(keys: QuantKeys, key: str = "group_size", default: int = 128) -> int:
+    """Inputs of a group; -1: all of them. Raises ``CheckpointError``."""
+    size = keys.get(key, default)
+    if isinstance(size, bool) or not isinstance(size, int) or (size != -1 and not 8 <= size <= 1 << 20):
+        raise keys.wrong(key, "-1 (one group) or a number of inputs from 8 to 1048576")
+    return size
 
 
 def num_groups(name: str, num_inputs: int, group: int) -> int:

@@ -5,16 +5,16 @@ The settings are in ``hf_quant_config.json``, or the same in ``config.json``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from octavo.quant.dummies import dummy_float4, dummy_scaled, is_quantised_dummy
-from octavo.quant.fp4 import NVFP4_GROUP, read_nvfp4
+from octavo.quant.float4 import NVFP4_GROUP, read_nvfp4
 from octavo.quant.fp8 import read_fp8
 from octavo.quant.keys import QuantKeys
-from octavo.quant.plain import PLAIN
+from octavo.quant.plain import Plain
 from octavo.quant.stored import StoredWeight
 from octavo.quant.tensors import Tensors
 
@@ -32,7 +32,7 @@ BLOCK = (128, 128)
 
 
 @dataclass(frozen=True)
-class ModelOpt:
+class ModelOpt(Plain):
     """Modules without a scale are unquantised."""
 
     algorithm: str
@@ -54,12 +54,7 @@ class ModelOpt:
             one = (1, shape[1]) if "CHANNEL" in self.algorithm else shape
             return dummy_scaled(name, shape, block or one, tensors)
         if not tensors.has(f"{name}.weight_scale"):
-            return PLAIN.matrix(name, shape, tensors, is_transposed)
+            return super().matrix(name, shape, tensors, is_transposed)
         if tensors.has(f"{name}.weight_scale_2"):
             return read_nvfp4(name, shape, tensors, "weight", "weight_scale_2", divides=False)
         return read_fp8(name, shape, tensors, "weight_scale", block)
-
-    def stack(
-        self, name: str, shape: tuple[int, int, int], tensors: Tensors, is_transposed: bool
-    ) -> Sequence[StoredWeight]:
-        return PLAIN.stack(name, shape, tensors, is_transposed)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from octavo.quant.float4 import Float4Stored
-from octavo.quant.plain import PLAIN
+from octavo.quant.dummies import dummy_float4, is_quantised_dummy
+from octavo.quant.float4 import Float4Stored, checked_exponents
+from octavo.quant.plain import Plain
 from octavo.quant.stored import StoredWeight
 from octavo.quant.targets import module_names, names_module
 from octavo.quant.tensors import Tensors
@@ -21,7 +22,7 @@ BLOCK = 32
 
 
 @dataclass(frozen=True)
-class MXFP4:
+class MXFP4(Plain):
     """Modules without packed tensors, and those listed in ``kept``, are unquantised."""
 
     kept: tuple[str, ...] = ()
@@ -32,15 +33,15 @@ class MXFP4:
         """Read a ``quantization_config``. Raises ``CheckpointError``."""
         return cls(module_names(values, "modules_to_not_convert"))
 
-    def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
-        return PLAIN.matrix(name, shape, tensors, is_transposed)
-
     def stack(
         self, name: str, shape: tuple[int, int, int], tensors: Tensors, is_transposed: bool
     ) -> Sequence[StoredWeight]:
-        if names_module(self.kept, name) or not tensors.has(f"{name}_blocks"):
-            return PLAIN.stack(name, shape, tensors, is_transposed)
         X, N, K = shape
+        if is_quantised_dummy(name, self.kept, tensors):
+            return [dummy_float4(f"{name}.{i}", (N, K), BLOCK, False, tensors) for i in range(X)]
+        if names_module(self.kept, name) or not tensors.has(f"{name}_blocks"):
+            return super().stack(name, shape, tensors, is_transposed)
         blocks = tensors.typed(f"{name}_blocks", (X, N, K // BLOCK, BLOCK // 2), torch.uint8)
         scales = tensors.typed(f"{name}_scales", (X, N, K // BLOCK), torch.uint8)
+        checked_exponents(f"{name}_scales", scales, tensors)
         return [Float4Stored(codes.flatten(1), own) for codes, own in zip(blocks, scales, strict=True)]

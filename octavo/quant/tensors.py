@@ -18,6 +18,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Part = Tensor | BlockTensor
 """A tensor as stored in a file. Only matrices can be block-quantised."""
 
+ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_global_scale")
 MOST_CACHE_SCALES = 1 << 16
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias)$")
 """Redundant buffers that some exporters write: rotary frequencies and GPT-2's causal masks."""
@@ -96,6 +97,14 @@ class Tensors:
         """Raise ``CheckpointError(message)`` unless all of ``holds`` is true, or unknown as on the "meta" device."""
         if not holds.is_meta and not holds.all():
             raise CheckpointError(message)
+
+    def leave_out_activation_scales(self, module: str) -> None:
+        """Check the scales with which a module's inputs may be rounded, which are not used."""
+        for part in ACTIVATION_SCALES:
+            if self.has(f"{module}.{part}"):
+                self.scales(f"{module}.{part}", (1,), (), (1, 1))
+        if self.has(f"{module}.input_zero_point"):
+            self._used.add(f"{module}.input_zero_point")
 
     def leave_out(self, prefix: str) -> None:
         """Ignore tensors whose names start with ``prefix``."""

@@ -17,6 +17,7 @@ from octavo.quant.float4 import Float4Stored
 from octavo.quant.stored import WeightFormat
 from tests.models.families import make_checkpoint
 from tests.models.test_architectures import SETTINGS, random_tokens
+from tests.ops.cpu_cases import needs_float_kernels
 
 
 def decode_one_by_one(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -75,6 +76,23 @@ def test_a_checkpoint_in_mxfp4_gives_what_its_widened_weights_give(tmp_path: Pat
     for i, found in enumerate((result.prompt_logprobs or [])[1:]):
         for token, logprob in (found or {}).items():
             assert logprob.logprob == pytest.approx(expected[i, token].item(), abs=1e-4)
+
+
+@needs_float_kernels
+def test_packed_experts_are_close_to_widened_ones(tmp_path: Path) -> None:
+    make_packed(tmp_path)
+    prompt, params = random_tokens(60), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5)
+    found = []
+    for settings in ({}, {"dtype": "float32"}):
+        with LLM(tmp_path, **SETTINGS, **settings) as llm:
+            found.append(llm.generate([prompt], params)[0].prompt_logprobs or [])
+    differences = [
+        abs(entry.logprob - exact[token].logprob)
+        for packed, exact in zip(*(rows[1:] for rows in found), strict=True)
+        for token, entry in (packed or {}).items()
+        if token in exact
+    ]
+    assert sum(differences) / len(differences) < 0.05
 
 
 def test_another_form_of_quantised_weights_is_refused_by_name(tmp_path: Path) -> None:

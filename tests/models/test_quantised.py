@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
+from octavo.models.outline import outline
+from octavo.models.registry import read_config
+from octavo.weights.safetensors import SafetensorsCheckpoint
 from tests.models.families import VOCAB_SIZE, make_checkpoint
 from tests.models.test_architectures import SETTINGS, random_tokens
 from tests.ops.cpu_cases import needs_float_kernels
@@ -115,3 +118,13 @@ def test_packed_weights_are_close_to_their_matrices(folders: tuple[Path, Path]) 
         if token != other:
             assert first - second < 0.25, "only near ties may be decided otherwise"
             break
+
+
+def test_a_quantised_checkpoint_is_checked_from_its_headers(folders: tuple[Path, Path]) -> None:
+    folder, plain = folders
+    found, expected = (
+        outline(read_config(checkpoint.config), checkpoint, torch.bfloat16)
+        for checkpoint in (SafetensorsCheckpoint(folder), SafetensorsCheckpoint(plain))
+    )
+    assert found.num_parameters == expected.num_parameters
+    assert found.num_bytes == expected.num_bytes

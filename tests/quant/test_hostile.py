@@ -22,6 +22,7 @@ from tests.quant.writers import Writer, awq, compressed, fp8, gptq, modelopt_nvf
 Q = "model.layers.0.self_attn.q_proj"
 INT4 = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=16, symmetric=False)
 NVFP4 = modelopt_nvfp4()
+MXFP4 = compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32)
 Damage = Callable[[dict[str, Tensor], dict[str, Any]], None]
 
 
@@ -106,6 +107,11 @@ CASES: dict[str, tuple[Writer, Damage, str]] = {
         r"weight_scale': has shape \(64, 2\), expected ",
     ),
     "a scale of a tensor": (NVFP4, tensor("weight_scale_2", lambda t: -t), "weight_scale_2 is not positive"),
+    "an exponent that is no number": (
+        MXFP4,
+        tensor("weight_scale", put(0, 255)),
+        "weight_scale has scales that are not",
+    ),
     "huge blocks": (fp8(32, 32), setting(weight_block_size=[1 << 60, 1 << 60]), "weight_block_size is .* two positive"),
     "no groups": (INT4, setting(config_groups={}), "config_groups is {}; it must be an object with at least one group"),
     "rotated": (INT4, setting(transform_config={"config_groups": {"R1": {}}}), "Hadamard transforms"),
@@ -116,7 +122,7 @@ CASES: dict[str, tuple[Writer, Damage, str]] = {
 def test_damage_is_named(tmp_path: Path, case: str) -> None:
     writer, damage, message = CASES[case]
     source, folder = tmp_path / "source", tmp_path / "quantised"
-    make_checkpoint(source, "llama/gqa", hidden_size=64, num_hidden_layers=1)
+    make_checkpoint(source, "llama/gqa", hidden_size=64, intermediate_size=96, num_hidden_layers=1)
     quantise(source, folder, writer)
     tensors = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
@@ -131,7 +137,7 @@ def test_damage_is_named(tmp_path: Path, case: str) -> None:
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "quantised"
-    make_checkpoint(source, "llama/gqa", hidden_size=64, num_hidden_layers=1)
+    make_checkpoint(source, "llama/gqa", hidden_size=64, intermediate_size=96, num_hidden_layers=1)
     quantise(source, folder, gptq(4, 16))
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -141,7 +147,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_module_that_no_group_targets_is_named(tmp_path: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "quantised"
-    make_checkpoint(source, "llama/gqa", hidden_size=64, num_hidden_layers=1)
+    make_checkpoint(source, "llama/gqa", hidden_size=64, intermediate_size=96, num_hidden_layers=1)
     [(_, group)] = INT4.config["config_groups"].items()
     config = {**INT4.config, "config_groups": {"group_0": {**group, "targets": ["re:.*mlp.*"]}}}
     quantise(source, folder, Writer(config, INT4.write))

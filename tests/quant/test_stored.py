@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS
 from octavo.quant.blocks import BlockStored, BlockWeight
 from octavo.quant.float4 import E2M1, Float4Stored
 from octavo.quant.grouped import GroupedStored
 from octavo.quant.scaled import ScaledStored
-from octavo.quant.stored import DenseStored, StoredWeight, WeightFormat, fill, filled, make_weights
+from octavo.quant.stored import DenseStored, DenseWeight, StoredWeight, WeightFormat, fill, filled, make_weights
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
 
 CPU = torch.device("cpu")
@@ -174,6 +175,28 @@ def test_what_cannot_be_divided_says_so(make: Callable[[int, int, int], StoredWe
         make(N, K, 0).shard(0, 0, 5)
     with pytest.raises(CheckpointError, match="1024 columns cannot be divided among 3 devices"):
         make(N, K, 0).shard(1, 0, 3)
+
+
+@needs_float_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_stay_sixteen_bits_beside_packed_weights(dtype: torch.dtype) -> None:
+    matrix_NK, x_TK = torch.randn(70, 96).to(dtype), torch.randn(20, 96)
+    weight = DenseStored((matrix_NK[:30], matrix_NK[30:])).pack(WeightFormat(torch.float32, CPU, packs=True))
+    assert weight is not None
+    assert weight.num_bytes == matrix_NK.nbytes
+    assert torch.equal(weight.dense_NK, matrix_NK.float())
+    wide, ids = DenseWeight(matrix_NK.float()), torch.tensor([69, 0, 31])
+    assert torch.equal(weight.apply(x_TK), wide.apply(x_TK))
+    assert torch.equal(weight.apply(x_TK[:1]), wide.apply(x_TK)[:1])
+    assert torch.equal(weight.rows(ids), matrix_NK.float()[ids])
+    with dispatch.only("reference"):
+        torch.testing.assert_close(weight.apply(x_TK), wide.apply(x_TK))
+        assert torch.equal(weight.rows(ids), matrix_NK.float()[ids])
+    for form in (WeightFormat(torch.float32, CPU), WeightFormat(torch.float32, torch.device("cuda"), packs=True)):
+        assert DenseStored((matrix_NK,)).pack(form) is None
+    assert DenseStored((matrix_NK[:, :90],)).pack(WeightFormat(torch.float32, CPU, packs=True)) is None
+    with pytest.raises(IndexError, match="token ids must be from 0 to 69"):
+        weight.rows(torch.tensor([70]))
 
 
 @needs_float_kernels
