@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups, grouped_linear
 from octavo.ops.triton import grouped_configs
+from octavo.ops.triton.config_tables import FOLDER, read_section, write_section
 from octavo.ops.triton.grouped_configs import GroupedConfig
 from octavo.ops.triton.grouped_dense import dense
 from octavo.ops.triton.grouped_gemm import GroupedGemmConfig
@@ -212,3 +214,22 @@ def test_what_does_not_go_together_is_refused(device: str) -> None:
         grouped_linear_triton(torch.zeros(2, 64, device=device).bfloat16(), packed)
     with pytest.raises(ValueError, match="5 outputs cannot be gates and as many ups"):
         grouped_linear_triton(torch.zeros(2, 128, device=device).bfloat16(), packed, activation="silu")
+
+
+def test_a_device_uses_its_table(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = random_groups(device, "int4", 64, 256, 128)
+    table = {"int4/128 64x256, 8": CONFIGS["gemv"], "int4/128 64x256, 32": None}
+    monkeypatch.setattr(grouped_configs, "table_of", lambda device: table)
+    found = [grouped_configs.config_for(T, packed, False, torch.device("cpu")) for T in (2, 8, 17)]
+    assert found == [CONFIGS["gemv"], CONFIGS["gemv"], None]
+    assert isinstance(grouped_configs.config_for(1, packed, False, torch.device("cpu")), GroupedGemvConfig)
+    assert isinstance(grouped_configs.config_for(200, packed, False, torch.device("cpu")), GroupedGemmConfig)
+
+
+def test_shipped_tables_can_be_read(tmp_path: Path) -> None:
+    for path in FOLDER.glob("*.json"):
+        found = read_section(path, grouped_configs.SECTION, grouped_configs.KINDS)
+        write_section(tmp_path / "gpu.json", "another", {"1x1": CONFIGS["gemm"]}, grouped_configs.KINDS)
+        write_section(tmp_path / "gpu.json", grouped_configs.SECTION, found, grouped_configs.KINDS)
+        assert read_section(tmp_path / "gpu.json", grouped_configs.SECTION, grouped_configs.KINDS) == found
+        assert read_section(tmp_path / "gpu.json", "another", grouped_configs.KINDS) == {"1x1": CONFIGS["gemm"]}
