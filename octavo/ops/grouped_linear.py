@@ -24,11 +24,13 @@ from torch.nn import functional
 from octavo.ops.dispatch import op
 from octavo.ops.linear import Activation, compose
 
-Number = Literal["int4", "int8", "e4m3", "e2m1"]
-BITS: dict[Number, int] = {"int4": 4, "int8": 8, "e4m3": 8, "e2m1": 4}
-"""Signed integers, and the floating-point numbers of FP8 and FP4."""
+Number = Literal["int4", "uint4", "int8", "e4m3", "e2m1"]
+BITS: dict[Number, int] = {"int4": 4, "uint4": 4, "int8": 8, "e4m3": 8, "e2m1": 4}
+"""Integers, and the floating-point numbers of FP8 and FP4."""
 TILE = 16
 WORDS = 32
+HALF = WORDS // 2
+"""Inputs that a tensor core multiplies at once, at least; the length of the shortest groups."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The number of each code of FP4: a sign bit, two exponent bits and one mantissa bit."""
 LARGEST_COPY = 1 << 28
@@ -38,7 +40,7 @@ _WORDS_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class PackedGroups:
-    """A weight [N, K] whose entries are ``(number - zero) * scale``."""
+    """A weight [N, K] whose entries are ``(number - zero) * scale + minimum``."""
 
     number: Number
     shape: tuple[int, int]
@@ -48,6 +50,8 @@ class PackedGroups:
     """In the smallest of bfloat16, float16 and float32 that holds them exactly. G is 1 for a scale per output."""
     zeros_GN: Tensor | None = None
     """int8, of integers"""
+    minima_GN: Tensor | None = None
+    """Like scales; G is more than 1."""
     order_K: Tensor | None = None
     """int64: the input that each column multiplies; ``None``: column k multiplies input k."""
 
@@ -58,7 +62,7 @@ class PackedGroups:
 
     @property
     def num_bytes(self) -> int:
-        tensors = (self.words, self.scales_GN, self.zeros_GN, self.order_K)
+        tensors = (self.words, self.scales_GN, self.zeros_GN, self.minima_GN, self.order_K)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @classmethod
@@ -69,13 +73,14 @@ class PackedGroups:
         scales_NG: Tensor,
         zeros_NG: Tensor | None = None,
         order_K: Tensor | None = None,
+        minima_NG: Tensor | None = None,
     ) -> PackedGroups:
         """Pack codes of 8 bits each, integers or the bits of numbers, on the device that they are on.
 
         Raises ``ValueError`` for groups that kernels do not take; see ``takes_groups``.
         """
         (N, K), G = codes_NK.shape, scales_NG.shape[1]
-        if K % G or not takes_groups(number, K, K // G):
+        if K % G or not takes_groups(number, K, K // G) or (G == 1 and minima_NG is not None):
             raise ValueError(f"groups of {K / G:g} of {K} inputs cannot be packed as {number}")
         return cls(
             number,
@@ -83,6 +88,7 @@ class PackedGroups:
             _words(codes_NK.view(torch.uint8), number),
             _smallest_exact(scales_NG.T.contiguous()),
             None if zeros_NG is None else zeros_NG.T.contiguous(),
+            None if minima_NG is None else _smallest_exact(minima_NG.T.contiguous()),
             order_K,
         )
 
@@ -105,7 +111,10 @@ class PackedGroups:
         weight = numbers.view(T, -1, self.group)
         if self.zeros_GN is not None:
             weight = weight - self.zeros_GN.T[ids_T].unsqueeze(2)
-        weight = (weight * self.scales_GN.T[ids_T].float().unsqueeze(2)).flatten(1)
+        weight = weight * self.scales_GN.T[ids_T].float().unsqueeze(2)
+        if self.minima_GN is not None:
+            weight += self.minima_GN.T[ids_T].float().unsqueeze(2)
+        weight = weight.flatten(1)
         return weight if self.order_K is None else torch.empty_like(weight).index_copy_(1, self.order_K, weight)
 
 
@@ -115,9 +124,9 @@ def chunk_of(number: Number) -> int:
 
 
 def takes_groups(number: Number, K: int, group: int) -> bool:
-    """Whether scales for groups of this length can be packed: parts of chunks, whole chunks, or the whole row."""
+    """Whether scales for groups of this length can be packed: 16, parts of chunks, whole chunks, or the whole row."""
     chunk = chunk_of(number)
-    return group == K or group % chunk == 0 or (group % WORDS == 0 and chunk % group == 0)
+    return group in (K, HALF) or group % chunk == 0 or (group % WORDS == 0 and chunk % group == 0)
 
 
 def _words(codes_NK: Tensor, number: Number) -> Tensor:
@@ -141,6 +150,8 @@ def _numbers(fields: Tensor, number: Number) -> Tensor:
     """Values of unsigned fields in float32."""
     if number == "int4":
         return fields.float() - 8
+    if number == "uint4":
+        return fields.float()
     if number == "int8":
         return fields.to(torch.int8).float()
     if number == "e4m3":

@@ -34,20 +34,23 @@ class GroupedExperts(NamedTuple):
 def join_experts(parts: list[PackedGroups]) -> PackedGroups | None:
     """Experts' weights one after the other; ``None`` where they differ in form or do not end with a whole tile."""
     first = parts[0]
-    form = (first.number, first.shape, first.group, first.zeros_GN is None)
-    same = all((part.number, part.shape, part.group, part.zeros_GN is None) == form for part in parts)
-    if not same or first.shape[0] % TILE or any(part.order_K is not None for part in parts):
+    forms = {(part.number, part.shape, part.group, part.zeros_GN is None, part.minima_GN is None) for part in parts}
+    if len(forms) > 1 or first.shape[0] % TILE or any(part.order_K is not None for part in parts):
         return None
-    scales = [part.scales_GN for part in parts]
-    dtype = scales[0].dtype if len({scale.dtype for scale in scales}) == 1 else torch.float32
-    zeros = [part.zeros_GN for part in parts if part.zeros_GN is not None]
     return PackedGroups(
         first.number,
         (first.shape[0] * len(parts), first.shape[1]),
         torch.cat([part.words for part in parts]),
-        torch.cat([scale.to(dtype) for scale in scales], dim=1),
-        torch.cat(zeros, dim=1) if zeros else None,
+        _joined([part.scales_GN for part in parts]),
+        None if first.zeros_GN is None else _joined([part.zeros_GN for part in parts if part.zeros_GN is not None]),
+        None if first.minima_GN is None else _joined([part.minima_GN for part in parts if part.minima_GN is not None]),
     )
+
+
+def _joined(scales: list[Tensor]) -> Tensor:
+    """Numbers [G, N] of several weights, in float32 if their types differ."""
+    dtype = scales[0].dtype if len({part.dtype for part in scales}) == 1 else torch.float32
+    return torch.cat([part.to(dtype) for part in scales], dim=1)
 
 
 @op

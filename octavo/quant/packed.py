@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.dispatch import REFERENCE
-from octavo.ops.grouped_linear import WORDS, Number, PackedGroups, grouped_linear, takes_groups
+from octavo.ops.grouped_linear import HALF, WORDS, Number, PackedGroups, grouped_linear, takes_groups
 from octavo.ops.linear import Activation
 from octavo.quant.stored import WeightFormat
 
@@ -61,7 +61,8 @@ def group_length(number: Number, K: int, group: int) -> int | None:
     if group >= K:
         return K
     length = math.gcd(group, K)
-    return next((part for part in (length, math.gcd(length, WORDS)) if takes_groups(number, K, part)), None)
+    shorter = (length, math.gcd(length, WORDS), math.gcd(length, HALF))
+    return next((part for part in shorter if takes_groups(number, K, part)), None)
 
 
 def pack_groups(
@@ -72,14 +73,16 @@ def pack_groups(
     device: torch.device,
     zeros_NG: Tensor | None = None,
     order_K: Tensor | None = None,
+    minima_NG: Tensor | None = None,
 ) -> PackedGroups | None:
     """Codes, one a byte, and scales of groups packed on the device; ``None`` if kernels do not take such groups."""
     K = codes_NK.shape[1]
     length = group_length(number, K, group)
-    if length is None:
+    if length is None or (length == K and minima_NG is not None):
         return None
     group_of = torch.arange(0, K, length) // group
     scales_NG = scales_NG[:, group_of].to(device)
     zeros_NG = None if zeros_NG is None else zeros_NG[:, group_of].to(device)
+    minima_NG = None if minima_NG is None else minima_NG[:, group_of].to(device)
     order_K = None if order_K is None else order_K.to(device)
-    return PackedGroups.pack(number, codes_NK.to(device), scales_NG, zeros_NG, order_K)
+    return PackedGroups.pack(number, codes_NK.to(device), scales_NG, zeros_NG, order_K, minima_NG)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from octavo.ops.block_linear import KINDS
 from octavo.ops.grouped_linear import PackedGroups
 from octavo.quant.blocks import BlockStored
 from octavo.quant.float4 import Float4Stored
@@ -29,9 +30,11 @@ PACKED: dict[str, Make] = {
     "fp8 in blocks": scaled(8, 128),
     "fp8 in blocks, the last ones shorter": scaled(5, 160),
     "mxfp4": mxfp4,
+    "nvfp4": nvfp4(divides=True),
+    "groups of 16": grouped(4, 16),
 }
-PACKED |= {kind: in_blocks(kind) for kind in ("Q4_0", "Q5_0", "Q8_0")}
-NOT_PACKED: dict[str, Make] = {"groups of 16": grouped(4, 16), "nvfp4": nvfp4(divides=True), "Q4_K": in_blocks("Q4_K")}
+PACKED |= {kind: in_blocks(kind) for kind in KINDS}
+NOT_PACKED: dict[str, Make] = {"groups of 8": grouped(4, 8), "groups of 1": grouped(4, 1)}
 
 
 def pack(stored: StoredWeight) -> PackedGroups | None:
@@ -70,7 +73,7 @@ def test_a_quantised_model_takes_the_bytes_of_its_numbers_and_scales() -> None:
 
 @pytest.mark.parametrize(
     ("K", "group", "length"),
-    [(1024, 128, 128), (1024, 1024, 1024), (1000, 1000, 1000), (960, 192, 32), (1024, 48, None)],
+    [(1024, 128, 128), (1024, 1024, 1024), (1000, 1000, 1000), (960, 192, 32), (1024, 48, 16), (1024, 24, None)],
 )
 def test_lengths_of_groups(K: int, group: int, length: int | None) -> None:
     assert group_length("int4", K, group) == length

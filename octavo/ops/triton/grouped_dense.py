@@ -17,9 +17,10 @@ _TILE, _WORDS = tl.constexpr(TILE), tl.constexpr(WORDS)
 
 @triton.jit
 def dense_kernel(
-    words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, out_ptr: tl.tensor,
+    words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor, out_ptr: tl.tensor,
     N: tl.tensor, K: tl.tensor, group_size: tl.tensor,
-    NUMBER: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    NUMBER: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, SHORT: tl.constexpr, ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """A few chunks of a tile of 16 rows."""
     PLANES: tl.constexpr = CHUNK // 32
@@ -36,13 +37,17 @@ def dense_kernel(
     for i in tl.static_range(PLANES):
         values = numbers(words, NUMBER, i, out_ptr.dtype.element_ty, ASSEMBLY).to(tl.float32)
         k = chunk * CHUNK + i * _WORDS
-        at = k // group_size * N + n
-        mask = (n < N) & (k < K)
+        inside = (n < N)[:, :, None] & (k[:, :, None] + j < K)
+        at, mask = (k // group_size * N + n)[:, :, None], ((n < N) & (k < K))[:, :, None]
+        if SHORT:  # several groups in a plane
+            at, mask = (k[:, :, None] + j) // group_size * N + n[:, :, None], inside
         if zeros_ptr is not None:
-            values -= tl.load(zeros_ptr + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
-        values *= tl.load(scales_ptr + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+            values -= tl.load(zeros_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        values *= tl.load(scales_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if minima_ptr is not None:
+            values += tl.load(minima_ptr + at, mask=mask, other=0.0).to(tl.float32)
         out_at = out_ptr + (n.to(tl.int64) * K + k)[:, :, None] + j
-        tl.store(out_at, values.to(out_ptr.dtype.element_ty), mask=mask[:, :, None] & (k[:, :, None] + j < K))
+        tl.store(out_at, values.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def dense(packed: PackedGroups, dtype: torch.dtype) -> Tensor:
@@ -53,10 +58,11 @@ def dense(packed: PackedGroups, dtype: torch.dtype) -> Tensor:
     launch(
         dense_kernel,
         (tiles, triton.cdiv(chunks, CHUNKS_AT_ONCE)),
-        *(packed.words, packed.scales_GN, packed.zeros_GN, out_NK, N, K, packed.group),
+        *(packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN, out_NK, N, K, packed.group),
         NUMBER=packed.number,
         CHUNK=chunk_of(packed.number),
         AT_ONCE=CHUNKS_AT_ONCE,
+        SHORT=packed.group < WORDS,
         ASSEMBLY=assembly(packed, dtype),
     )
     return out_NK

@@ -9,13 +9,14 @@ multiplies its sums.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
+from octavo.ops.grouped_linear import HALF, TILE, WORDS, PackedGroups, chunk_of
 from octavo.ops.triton.grouped_numbers import assembly, less, numbers, word_rows
 from octavo.ops.triton.launch import counters, launch, start_successor, wait_for_predecessor
 from octavo.ops.triton.skinny_gemm import GROUP as TILES_BESIDE
@@ -64,65 +65,83 @@ def _plane(
 
 @triton.jit
 def sum_chunks(
-    x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor,
+    x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor,
     rows_t: tl.tensor, rows: tl.tensor, T: tl.tensor, num_outputs: tl.tensor, num_rows: tl.tensor, K: tl.tensor,
-    group_size: tl.tensor, num_groups: tl.tensor, first: tl.tensor, last: tl.tensor,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
-    CHUNK: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    group_size: tl.tensor, num_groups: tl.tensor, begin: tl.tensor, end: tl.tensor,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PER_ROW: tl.constexpr,
+    NUMBER: tl.constexpr, CHUNK: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Products of chunks ``first`` to ``last``: the outputs or gates, and the ups, all without scales of rows."""
+    """Products of chunks ``begin`` to ``end``: the outputs or gates, and the ups, all without scales of rows."""
     PLANES: tl.constexpr = CHUNK // 32
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    j = tl.arange(0, _WORDS)
+    j = tl.arange(0, WIDTH)
     chunks = tl.cdiv(K, CHUNK)
     words_at = words_ptr + word_rows(rows, chunks)[:, None] + j[None, :]
     ups_at = words_ptr + word_rows(rows + num_outputs, chunks)[:, None] + j[None, :]
     x_at = x_ptr + rows_t.to(tl.int64)[:, None] * K + j[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    for chunk in tl.range(first, last, num_stages=STAGES):
-        words = tl.load(words_at + chunk * (_TILE * _WORDS), eviction_policy="evict_first")
-        if GATED:
-            up_words = tl.load(ups_at + chunk * (_TILE * _WORDS), eviction_policy="evict_first")
-        for p in tl.static_range(PARTS):
-            sums, up_sums, zeros, up_zeros = acc, up, None, None
-            group = chunk * CHUNK // group_size + p
-            if not PER_ROW:
-                sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-                up_sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-                scales = _scale_column(scales_ptr, group, rows, num_rows, group < num_groups)
-                if GATED:
-                    up_scales = _scale_column(scales_ptr, group, rows + num_outputs, num_rows, group < num_groups)
-            if zeros_ptr is not None:
-                zeros = _scale_column(zeros_ptr, group, rows, num_rows, group < num_groups)
-                if GATED:
-                    up_zeros = _scale_column(zeros_ptr, group, rows + num_outputs, num_rows, group < num_groups)
-            for i in tl.static_range(p * (PLANES // PARTS), (p + 1) * (PLANES // PARTS)):
-                k = chunk * CHUNK + i * _WORDS
-                mask = (rows_t < T)[:, None]
-                if not EVEN_K:
-                    mask &= (k + j < K)[None, :]
-                x = tl.trans(tl.load(x_at + k, mask=mask, other=0.0))
-                sums = tl.dot(_plane(words, zeros, NUMBER, i, DTYPE, ASSEMBLY), x, sums)
-                if GATED:
-                    up_sums = tl.dot(_plane(up_words, up_zeros, NUMBER, i, DTYPE, ASSEMBLY), x, up_sums)
-            if PER_ROW:
-                acc, up = sums, up_sums
-            else:
-                acc += sums * scales[:, None]
-                if GATED:
-                    up += up_sums * up_scales[:, None]
+    for chunk in tl.range(begin, end, num_stages=STAGES):
+        for first in tl.static_range(0, 32, WIDTH):
+            words = tl.load(words_at + chunk * (_TILE * _WORDS) + first, eviction_policy="evict_first")
+            up_words = words
+            if GATED:
+                up_words = tl.load(ups_at + chunk * (_TILE * _WORDS) + first, eviction_policy="evict_first")
+            for p in tl.static_range(PARTS):
+                sums, up_sums, zeros, up_zeros = acc, up, None, None
+                group = (chunk * CHUNK + p * (CHUNK // PARTS) + first) // group_size
+                is_group = group < num_groups
+                if not PER_ROW:
+                    sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+                    up_sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+                x_sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+                if zeros_ptr is not None:
+                    zeros = _scale_column(zeros_ptr, group, rows, num_rows, is_group)
+                    if GATED:
+                        up_zeros = _scale_column(zeros_ptr, group, rows + num_outputs, num_rows, is_group)
+                for i in tl.static_range(p * (PLANES // PARTS), (p + 1) * (PLANES // PARTS)):
+                    k = chunk * CHUNK + i * _WORDS + first
+                    mask = (rows_t < T)[:, None]
+                    if not EVEN_K:
+                        mask &= (k + j < K)[None, :]
+                    x = tl.trans(tl.load(x_at + k, mask=mask, other=0.0))
+                    sums = tl.dot(_plane(words, zeros, NUMBER, i, DTYPE, ASSEMBLY), x, sums)
+                    if GATED:
+                        up_sums = tl.dot(_plane(up_words, up_zeros, NUMBER, i, DTYPE, ASSEMBLY), x, up_sums)
+                    if minima_ptr is not None:
+                        x_sums = tl.dot(tl.full([BLOCK_N, WIDTH], 1.0, DTYPE), x, x_sums)
+                if PER_ROW:
+                    acc, up = sums, up_sums
+                else:
+                    acc = _scaled(acc, sums, x_sums, scales_ptr, minima_ptr, group, rows, num_rows, is_group)
+                    if GATED:
+                        ups = rows + num_outputs
+                        up = _scaled(up, up_sums, x_sums, scales_ptr, minima_ptr, group, ups, num_rows, is_group)
     return acc, up
+
+
+@triton.jit
+def _scaled(
+    acc: tl.tensor, sums: tl.tensor, x_sums: tl.tensor, scales_ptr: tl.tensor, minima_ptr: tl.tensor,
+    group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, is_group: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """``acc`` and a group's sums with its scale, and with its minimum the sums of x."""
+    acc += sums * _scale_column(scales_ptr, group, rows, num_rows, is_group)[:, None]
+    if minima_ptr is not None:
+        acc += x_sums * _scale_column(minima_ptr, group, rows, num_rows, is_group)[:, None]
+    return acc
 
 
 @triton.jit(do_not_specialize=["T", "late"])
 def grouped_gemm_kernel(
-    x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, bias_ptr: tl.tensor,
-    residual_ptr: tl.tensor, out_ptr: tl.tensor, sums_ptr: tl.tensor, counters_ptr: tl.tensor, T: tl.tensor,
-    num_outputs: tl.tensor, K: tl.tensor, group_size: tl.tensor, num_groups: tl.tensor, late: tl.tensor,
+    x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor,
+    bias_ptr: tl.tensor, residual_ptr: tl.tensor, out_ptr: tl.tensor, sums_ptr: tl.tensor, counters_ptr: tl.tensor,
+    T: tl.tensor, num_outputs: tl.tensor, K: tl.tensor, group_size: tl.tensor, num_groups: tl.tensor, late: tl.tensor,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLITS_IN_TURN: tl.constexpr,
-    PARTS: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr, CHUNK: tl.constexpr, EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr, ACTIVATION: tl.constexpr, BESIDE: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr, CHUNK: tl.constexpr,
+    EVEN_K: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr, BESIDE: tl.constexpr,
+    ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile [BLOCK_T, BLOCK_N] of the output with SPLITS_IN_TURN, else one split of it; the same bits either way.
 
@@ -141,16 +160,16 @@ def grouped_gemm_kernel(
     if late == 0:
         start_successor(PDL)
     acc, up = sum_chunks(
-        x_ptr, words_ptr, scales_ptr, zeros_ptr, rows_t, rows, T, num_outputs, num_rows, K, group_size, num_groups,
-        split * chunks // SPLITS, (split + 1) * chunks // SPLITS,
-        BLOCK_T, BLOCK_N, PARTS, PER_ROW, NUMBER, CHUNK, GATED, EVEN_K, STAGES, ASSEMBLY,
+        x_ptr, words_ptr, scales_ptr, zeros_ptr, minima_ptr, rows_t, rows, T, num_outputs, num_rows, K, group_size,
+        num_groups, split * chunks // SPLITS, (split + 1) * chunks // SPLITS,
+        BLOCK_T, BLOCK_N, WIDTH, PARTS, PER_ROW, NUMBER, CHUNK, GATED, EVEN_K, STAGES, ASSEMBLY,
     )  # fmt: skip
     if SPLITS_IN_TURN:
         for s in range(1, SPLITS):
             acc_s, up_s = sum_chunks(
-                x_ptr, words_ptr, scales_ptr, zeros_ptr, rows_t, rows, T, num_outputs, num_rows, K, group_size,
-                num_groups, s * chunks // SPLITS, (s + 1) * chunks // SPLITS,
-                BLOCK_T, BLOCK_N, PARTS, PER_ROW, NUMBER, CHUNK, GATED, EVEN_K, STAGES, ASSEMBLY,
+                x_ptr, words_ptr, scales_ptr, zeros_ptr, minima_ptr, rows_t, rows, T, num_outputs, num_rows, K,
+                group_size, num_groups, s * chunks // SPLITS, (s + 1) * chunks // SPLITS,
+                BLOCK_T, BLOCK_N, WIDTH, PARTS, PER_ROW, NUMBER, CHUNK, GATED, EVEN_K, STAGES, ASSEMBLY,
             )  # fmt: skip
             acc, up = acc + acc_s, up + up_s
     if late != 0:
@@ -175,6 +194,19 @@ def grouped_gemm_kernel(
         tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+def parts_of(packed: PackedGroups) -> dict[str, Any]:
+    """Constants of ``sum_chunks`` for this form of weight."""
+    groups, group, chunk = len(packed.scales_GN), packed.group, chunk_of(packed.number)
+    return {
+        "WIDTH": HALF if groups > 1 and group == HALF else WORDS,
+        "PARTS": 1 if groups == 1 else max(1, min(chunk // group, chunk // WORDS)),
+        "PER_ROW": groups == 1,
+        "NUMBER": packed.number,
+        "CHUNK": chunk,
+        "EVEN_K": packed.shape[1] % chunk == 0,
+    }
+
+
 def grouped_gemm(
     x_TK: Tensor,
     packed: PackedGroups,
@@ -196,11 +228,11 @@ def grouped_gemm(
     is_split = config.splits > 1 and not splits_in_turn
     assert tiles <= MAX_TILES or not is_split, f"{tiles} tiles are more than {MAX_TILES}"
     sums = tiles * config.splits * (1 if activation is None else 2) * config.block_n * config.block_t
-    chunk, groups = chunk_of(packed.number), len(packed.scales_GN)
+    groups = len(packed.scales_GN)
     launch(
         grouped_gemm_kernel,
         (tiles, config.splits if is_split else 1),
-        *(x_TK, packed.words, packed.scales_GN, packed.zeros_GN, bias_N, residual_TN, out_TN),
+        *(x_TK, packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN, bias_N, residual_TN, out_TN),
         x_TK.new_empty(sums, dtype=torch.float32) if is_split else None,
         counters(x_TK.device, MAX_TILES) if is_split else None,
         *(T, outputs, K, packed.group, groups, int(config.release == "late")),
@@ -208,11 +240,7 @@ def grouped_gemm(
         BLOCK_N=config.block_n,
         SPLITS=config.splits,
         SPLITS_IN_TURN=splits_in_turn,
-        PARTS=1 if groups == 1 else max(1, chunk // packed.group),
-        PER_ROW=groups == 1,
-        NUMBER=packed.number,
-        CHUNK=chunk,
-        EVEN_K=K % chunk == 0,
+        **parts_of(packed),
         STAGES=config.stages,
         ACTIVATION=activation,
         BESIDE=TILES_BESIDE,

@@ -103,19 +103,20 @@ def _x_tile(
 
 @triton.jit
 def _products(
-    x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, norm_ptr: tl.tensor,
-    rows: tl.tensor, num_outputs: tl.tensor, num_rows: tl.tensor, T: tl.tensor, K: tl.constexpr, GROUPS: tl.constexpr,
-    NUMBER: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, GATED: tl.constexpr, ASSEMBLY: tl.constexpr,
+    x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor,
+    norm_ptr: tl.tensor, rows: tl.tensor, num_outputs: tl.tensor, num_rows: tl.tensor, T: tl.tensor,
+    K: tl.constexpr, GROUPS: tl.constexpr, NUMBER: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Sums of each part [SPLIT, BLOCK_N, BLOCK_T]: the outputs or gates, and the ups; without scales of rows."""
     PLANES: tl.constexpr = CHUNK // 32
     CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
     GROUP: tl.constexpr = K // GROUPS
-    PARTS: tl.constexpr = 1 if GROUPS == 1 or GROUP >= CHUNK else CHUNK // GROUP
+    WIDTH: tl.constexpr = 16 if GROUPS > 1 and GROUP == 16 else 32
+    PARTS: tl.constexpr = 1 if GROUPS == 1 or GROUP >= CHUNK else PLANES if GROUP == 16 else CHUNK // GROUP
     EVEN_K: tl.constexpr = K % (CHUNK * SPLIT) == 0
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    part, t, j = tl.arange(0, SPLIT), tl.arange(0, BLOCK_T), tl.arange(0, _WORDS)
+    part, t, j = tl.arange(0, SPLIT), tl.arange(0, BLOCK_T), tl.arange(0, WIDTH)
     words_at = words_ptr + word_rows(rows, CHUNKS)[None, :, None] + j[None, None, :]
     ups_at = words_ptr + word_rows(rows + num_outputs, CHUNKS)[None, :, None] + j[None, None, :]
     acc = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
@@ -125,38 +126,56 @@ def _products(
         is_chunk = True
         if not EVEN_K:
             is_chunk = (chunk < CHUNKS)[:, None, None]
-        at = (chunk * (_TILE * _WORDS))[:, None, None]
-        words = tl.load(words_at + at, mask=is_chunk, other=0, eviction_policy="evict_first")
-        if GATED:
-            up_words = tl.load(ups_at + at, mask=is_chunk, other=0, eviction_policy="evict_first")
-        for p in tl.static_range(PARTS):
-            group = chunk * CHUNK // GROUP + p
-            sums, up_sums = acc, up
-            if GROUPS > 1:
-                sums = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
-                up_sums = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
-            for i in tl.static_range(p * (PLANES // PARTS), (p + 1) * (PLANES // PARTS)):
-                k = chunk[:, None, None] * CHUNK + i * _WORDS + j[None, :, None]
-                x = _x_tile(x_ptr, norm_ptr, t[None, None, :], k, T, K, EVEN_K, ASSEMBLY)
-                values = _plane(words, zeros_ptr, group, rows, num_rows, GROUPS, NUMBER, i, DTYPE, ASSEMBLY)
-                sums = tl.dot(values, x, sums)
-                if GATED:
-                    ups = rows + num_outputs
-                    values = _plane(up_words, zeros_ptr, group, ups, num_rows, GROUPS, NUMBER, i, DTYPE, ASSEMBLY)
-                    up_sums = tl.dot(values, x, up_sums)
-            if GROUPS > 1:
-                acc += sums * _scale_tile(scales_ptr, group, rows, num_rows, GROUPS)[:, :, None]
-                if GATED:
-                    up += up_sums * _scale_tile(scales_ptr, group, rows + num_outputs, num_rows, GROUPS)[:, :, None]
-            else:
-                acc, up = sums, up_sums
+        for first in tl.static_range(0, 32, WIDTH):
+            at = (chunk * (_TILE * _WORDS))[:, None, None] + first
+            words = tl.load(words_at + at, mask=is_chunk, other=0, eviction_policy="evict_first")
+            up_words = words
+            if GATED:
+                up_words = tl.load(ups_at + at, mask=is_chunk, other=0, eviction_policy="evict_first")
+            for p in tl.static_range(PARTS):
+                group = (chunk * CHUNK + p * (CHUNK // PARTS) + first) // GROUP
+                sums, up_sums = acc, up
+                if GROUPS > 1:
+                    sums = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
+                    up_sums = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
+                x_sums = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
+                for i in tl.static_range(p * (PLANES // PARTS), (p + 1) * (PLANES // PARTS)):
+                    k = chunk[:, None, None] * CHUNK + i * _WORDS + first + j[None, :, None]
+                    x = _x_tile(x_ptr, norm_ptr, t[None, None, :], k, T, K, EVEN_K, ASSEMBLY)
+                    values = _plane(words, zeros_ptr, group, rows, num_rows, GROUPS, NUMBER, i, DTYPE, ASSEMBLY)
+                    sums = tl.dot(values, x, sums)
+                    if GATED:
+                        ups = rows + num_outputs
+                        values = _plane(up_words, zeros_ptr, group, ups, num_rows, GROUPS, NUMBER, i, DTYPE, ASSEMBLY)
+                        up_sums = tl.dot(values, x, up_sums)
+                    if minima_ptr is not None:
+                        x_sums = tl.dot(tl.full([SPLIT, BLOCK_N, WIDTH], 1.0, DTYPE), x, x_sums)
+                if GROUPS > 1:
+                    acc = _scaled(acc, sums, x_sums, scales_ptr, minima_ptr, group, rows, num_rows, GROUPS)
+                    if GATED:
+                        ups = rows + num_outputs
+                        up = _scaled(up, up_sums, x_sums, scales_ptr, minima_ptr, group, ups, num_rows, GROUPS)
+                else:
+                    acc, up = sums, up_sums
     return acc, up
+
+
+@triton.jit
+def _scaled(
+    acc: tl.tensor, sums: tl.tensor, x_sums: tl.tensor, scales_ptr: tl.tensor, minima_ptr: tl.tensor,
+    group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, GROUPS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """``acc`` and a group's sums with its scale, and with its minimum the sums of x."""
+    acc += sums * _scale_tile(scales_ptr, group, rows, num_rows, GROUPS)[:, :, None]
+    if minima_ptr is not None:
+        acc += x_sums * _scale_tile(minima_ptr, group, rows, num_rows, GROUPS)[:, :, None]
+    return acc
 
 
 @triton.jit(do_not_specialize=["T", "late"])
 def grouped_gemv_kernel(
-    x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, bias_ptr: tl.tensor,
-    norm_ptr: tl.tensor, residual_ptr: tl.tensor, out_ptr: tl.tensor, eps: tl.tensor, T: tl.tensor,
+    x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor,
+    bias_ptr: tl.tensor, norm_ptr: tl.tensor, residual_ptr: tl.tensor, out_ptr: tl.tensor, eps: tl.tensor, T: tl.tensor,
     num_outputs: tl.tensor, late: tl.tensor, K: tl.constexpr, GROUPS: tl.constexpr, NUMBER: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr, PREFETCH: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
@@ -180,7 +199,7 @@ def grouped_gemv_kernel(
         whole = tl.arange(0, triton.next_power_of_2(K))
         x_K = tl.load(x_ptr + whole, mask=whole < K, other=0.0)
     acc, up = _products(
-        x_ptr, words_ptr, scales_ptr, zeros_ptr, norm_ptr, rows, num_outputs, num_rows, T,
+        x_ptr, words_ptr, scales_ptr, zeros_ptr, minima_ptr, norm_ptr, rows, num_outputs, num_rows, T,
         K, GROUPS, NUMBER, CHUNK, BLOCK_T, BLOCK_N, SPLIT, STAGES, GATED, ASSEMBLY,
     )  # fmt: skip
     if late != 0:
@@ -222,7 +241,8 @@ def grouped_gemv(
     launch(
         grouped_gemv_kernel,
         (triton.cdiv(outputs, config.block_n),),
-        *(x_TK, packed.words, packed.scales_GN, packed.zeros_GN, bias_N, norm_K, residual_TN, out_TN),
+        *(x_TK, packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN),
+        *(bias_N, norm_K, residual_TN, out_TN),
         *(eps, T, outputs, int(config.release == "late")),
         K=K,
         GROUPS=len(packed.scales_GN),

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.grouped_linear import PackedGroups, chunk_of
+from octavo.ops.grouped_linear import PackedGroups
 from octavo.ops.grouped_moe import GroupedExperts, grouped_moe
 from octavo.ops.moe import ClampedSwish
 from octavo.ops.triton.gates import gate_and_mul
-from octavo.ops.triton.grouped_gemm import sum_chunks
+from octavo.ops.triton.grouped_gemm import parts_of, sum_chunks
 from octavo.ops.triton.grouped_linear import declines_grouped
 from octavo.ops.triton.grouped_numbers import assembly
 from octavo.ops.triton.launch import after_predecessor, launch
@@ -25,12 +25,13 @@ BLOCK_N, STAGES = 64, 3
 
 @triton.jit(do_not_specialize=["T"])
 def grouped_expert_kernel(
-    x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, bias_ptr: tl.tensor,
-    share_ptr: tl.tensor, out_ptr: tl.tensor, order_ptr: tl.tensor, expert_ptr: tl.tensor, first_ptr: tl.tensor,
-    rows_ptr: tl.tensor, T: tl.tensor, N: tl.tensor, K: tl.tensor, num_rows: tl.tensor, group_size: tl.tensor,
-    num_groups: tl.tensor, pairs_a_row: tl.tensor,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
-    CHUNK: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor,
+    bias_ptr: tl.tensor, share_ptr: tl.tensor, out_ptr: tl.tensor, order_ptr: tl.tensor, expert_ptr: tl.tensor,
+    first_ptr: tl.tensor, rows_ptr: tl.tensor, T: tl.tensor, N: tl.tensor, K: tl.tensor, num_rows: tl.tensor,
+    group_size: tl.tensor, num_groups: tl.tensor, pairs_a_row: tl.tensor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PER_ROW: tl.constexpr,
+    NUMBER: tl.constexpr, CHUNK: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_N outputs of a tile's pairs; pair p reads row p / pairs_a_row of x and writes row p of the result."""
     after_predecessor(PDL)
@@ -43,8 +44,9 @@ def grouped_expert_kernel(
         row = tl.where(m < num_pairs, pair // pairs_a_row, T)  # rows beyond the last are not read
         own = expert * N + tl.minimum(n, N - 1)
         acc, _ = sum_chunks(
-            x_ptr, words_ptr, scales_ptr, zeros_ptr, row, own, T, N, num_rows, K, group_size, num_groups,
-            0, tl.cdiv(K, CHUNK), BLOCK_M, BLOCK_N, PARTS, PER_ROW, NUMBER, CHUNK, False, EVEN_K, STAGES, ASSEMBLY,
+            x_ptr, words_ptr, scales_ptr, zeros_ptr, minima_ptr, row, own, T, N, num_rows, K, group_size, num_groups,
+            0, tl.cdiv(K, CHUNK),
+            BLOCK_M, BLOCK_N, WIDTH, PARTS, PER_ROW, NUMBER, CHUNK, False, EVEN_K, STAGES, ASSEMBLY,
         )  # fmt: skip
         if PER_ROW:
             acc *= tl.load(scales_ptr + own).to(tl.float32)[:, None]
@@ -59,21 +61,17 @@ def grouped_expert_kernel(
 def _expert_linear(
     x: Tensor, packed: PackedGroups, count: int, bias: Tensor | None, share: Tensor | None, out_PN: Tensor, tiles: Tiles
 ) -> Tensor:
-    (num_rows, K), groups, chunk = packed.shape, len(packed.scales_GN), chunk_of(packed.number)
+    (num_rows, K), groups = packed.shape, len(packed.scales_GN)
     N = num_rows // count
     launch(
         grouped_expert_kernel,
         (triton.cdiv(N, BLOCK_N), len(tiles.expert)),
-        *(x, packed.words, packed.scales_GN, packed.zeros_GN, bias, share, out_PN),
+        *(x, packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN, bias, share, out_PN),
         *(tiles.order_P, tiles.expert, tiles.first, tiles.rows),
         *(len(x), N, K, num_rows, packed.group, groups, len(tiles.order_P) // len(x)),
         BLOCK_M=tiles.block,
         BLOCK_N=BLOCK_N,
-        PARTS=1 if groups == 1 else max(1, chunk // packed.group),
-        PER_ROW=groups == 1,
-        NUMBER=packed.number,
-        CHUNK=chunk,
-        EVEN_K=K % chunk == 0,
+        **parts_of(packed),
         STAGES=STAGES,
         ASSEMBLY=assembly(packed, x.dtype),
         num_warps=4,

@@ -31,9 +31,9 @@ def _both(half: int) -> int:
     return half << 16 | half
 
 
-def _int4(plane: int, is_bfloat16: bool) -> str:
+def _int4(plane: int, is_bfloat16: bool, zero: int) -> str:
     one, base = (0x3F80, 0x4300) if is_bfloat16 else (0x3C00, 0x6400)
-    offset = 0xC308 if is_bfloat16 else 0xE408  # -(128 + 8), -(1024 + 8)
+    offset = base + 0x8000 + zero  # -(128 + zero), -(1024 + zero)
     return (
         _shift("a", "$1", 4 * plane)
         + _MASK_OR.format("a", "a", _both(0xF), f"{_both(base):#x}")
@@ -87,8 +87,8 @@ def assembly(packed: PackedGroups, dtype: torch.dtype) -> tuple[str, ...] | None
 
 
 def _text(number: Number, plane: int, is_bfloat16: bool) -> str:
-    if number == "int4":
-        return _int4(plane, is_bfloat16)
+    if number in ("int4", "uint4"):
+        return _int4(plane, is_bfloat16, 8 if number == "int4" else 0)
     if number == "int8":
         return _int8(plane, is_bfloat16)
     return _float(plane, is_bfloat16, *((8, 4) if number == "e4m3" else (4, 2)))
@@ -109,6 +109,8 @@ def numbers(
         values = tl.inline_asm_elementwise(ASSEMBLY[PLANE], "=r,r", [words], dtype=DTYPE.value, is_pure=True, pack=2)
     elif NUMBER == "int4":
         values = (((words >> (4 * PLANE)) & 15) - 8).to(tl.float32).to(DTYPE)
+    elif NUMBER == "uint4":
+        values = ((words >> (4 * PLANE)) & 15).to(tl.float32).to(DTYPE)
     elif NUMBER == "int8":
         values = (words >> (8 * PLANE)).to(tl.int8).to(tl.float32).to(DTYPE)
     elif NUMBER == "e4m3":

@@ -32,16 +32,21 @@ CONFIGS: dict[str, GroupedConfig] = {
     "dense": None,
 }
 FORMATS = {
+    "int4, 16": ("int4", 16),
     "int4, 32": ("int4", 32),
     "int4, 64": ("int4", 64),
     "int4, 128": ("int4", 128),
     "int4, 256": ("int4", 256),
     "int4, per output": ("int4", 0),
+    "uint4 with minima, 32": ("uint4", 32),
+    "uint4 with minima, 128": ("uint4", 128),
+    "int8, 16": ("int8", 16),
     "int8, 32": ("int8", 32),
     "int8, 128": ("int8", 128),
     "int8, per output": ("int8", 0),
     "e4m3, 128": ("e4m3", 128),
     "e4m3, per output": ("e4m3", 0),
+    "e2m1, 16": ("e2m1", 16),
     "e2m1, 32": ("e2m1", 32),
 }
 """Numbers and groups; 0 for a scale per output."""
@@ -53,16 +58,17 @@ def random_groups(
     """A random weight of about unit variance for rows of K."""
     if number == "e4m3":
         codes = torch.randn(N, K, device=device).mul(20).to(torch.float8_e4m3fn).view(torch.uint8)
-    elif number == "e2m1":
+    elif number in ("e2m1", "uint4"):
         codes = torch.randint(0, 16, (N, K), device=device, dtype=torch.uint8)
     else:
         top = 8 if number == "int4" else 128
         codes = torch.randint(-top, top, (N, K), device=device, dtype=torch.int8)
-    unit = {"int4": 5, "int8": 70, "e4m3": 20, "e2m1": 3}[number]
+    unit = {"int4": 5, "uint4": 5, "int8": 70, "e4m3": 20, "e2m1": 3}[number]
     scales = (torch.rand(N, K // (group or K), device=device) + 0.5) / unit / K**0.5
     zeros_NG = torch.randint(-7, 8, scales.shape, device=device, dtype=torch.int8) if zeros else None
     order_K = torch.randperm(K, device=device) if order else None
-    return PackedGroups.pack(number, codes, scales.bfloat16().float(), zeros_NG, order_K)
+    minima_NG = (-7 * scales).half().float() if number == "uint4" else None
+    return PackedGroups.pack(number, codes, scales.bfloat16().float(), zeros_NG, order_K, minima_NG)
 
 
 @dataclass
@@ -112,7 +118,7 @@ def test_every_configuration_with_all_parts(device: str, name: str, parts: dict[
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format(device: str, form: str, name: str) -> None:
     number, group = FORMATS[form]
-    for zeros in (False, True) if "int" in number else (False,):
+    for zeros in (False, True) if number in ("int4", "int8") else (False,):
         packed = random_groups(device, number, 37, 768, group, zeros)
         case = GroupedCase.random(device, 2, packed)
         case.check(run_grouped(*case.arguments(), CONFIGS[name]))
@@ -136,13 +142,13 @@ def test_rows_by_the_chosen_configuration(device: str, T: int) -> None:
         case.check(grouped_linear_triton(*case.arguments()))
 
 
-@pytest.mark.parametrize("number", ["int4", "int8", "e4m3", "e2m1"])
+@pytest.mark.parametrize("number", ["int4", "uint4", "int8", "e4m3", "e2m1"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_code_is_exact(device: str, number: str, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     if number == "e4m3":
         codes[(codes & 0x7F) == 0x7F] = 0  # not a number
-    elif number == "e2m1":
+    elif number in ("e2m1", "uint4"):
         codes &= 15
     elif number == "int4":
         codes = (codes % 16).to(torch.int8) - 8
@@ -202,7 +208,7 @@ def test_no_rows(device: str) -> None:
     assert grouped_linear_triton(*case.arguments()).shape == (0, 32)
 
 
-@pytest.mark.parametrize(("K", "group"), [(192, 48), (384, 96), (64, 16)])
+@pytest.mark.parametrize(("K", "group"), [(192, 48), (384, 96), (64, 8)])
 def test_groups_that_no_kernel_takes_are_refused(K: int, group: int) -> None:
     with pytest.raises(ValueError, match=f"groups of {group} of {K} inputs cannot be packed as int4"):
         PackedGroups.pack("int4", torch.zeros(4, K, dtype=torch.int8), torch.ones(4, K // group))

@@ -14,7 +14,7 @@ from octavo.ops.triton.grouped_moe import grouped_moe_triton
 from tests.ops.triton.poison import poison_new_tensors
 from tests.ops.triton.test_grouped_linear import random_groups
 
-D, F, X, S = 96, 32, 5, 2
+D, F, X, S = 96, 64, 5, 2
 
 
 def make(
@@ -40,9 +40,16 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_tensors(monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("number", "group", "zeros"), [("int4", 32, True), ("int8", 0, False), ("e4m3", 0, False), ("e2m1", 32, False)]
-)
+FORMATS = [
+    ("int4", 32, True),
+    ("uint4", 32, False),
+    ("int8", 0, False),
+    ("e4m3", 0, False),
+    ("e2m1", 16, False),
+]
+
+
+@pytest.mark.parametrize(("number", "group", "zeros"), FORMATS)
 @pytest.mark.parametrize("activation", ["silu", ClampedSwish(1.7, 2.0)])
 @pytest.mark.parametrize("T", [1, 30])
 def test_experts_agree_with_the_reference(
