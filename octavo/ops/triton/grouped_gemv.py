@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
-from octavo.ops.triton.grouped_numbers import assembly, less, numbers, word_rows
+from octavo.ops.triton.grouped_numbers import assembly, less, numbers, offset_of, word_rows
 from octavo.ops.triton.launch import launch, prefetch_lines, start_successor, wait_for_predecessor
 from octavo.ops.triton.tile_epilogue import finish, residual_tile
 
@@ -69,16 +69,20 @@ def _scale_tile(
 
 
 @triton.jit
-def _plane(
-    words: tl.tensor, zeros_ptr: tl.tensor, group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor,
-    GROUPS: tl.constexpr, NUMBER: tl.constexpr, PLANE: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr,
+def _add_plane(
+    sums: tl.tensor, words: tl.tensor, x: tl.tensor, zeros_ptr: tl.tensor, group: tl.tensor, rows: tl.tensor,
+    num_rows: tl.tensor, GROUPS: tl.constexpr, NUMBER: tl.constexpr, OFFSET: tl.constexpr, PLANE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A plane's numbers less the zeros of its group."""
-    values = numbers(words, NUMBER, PLANE, DTYPE, ASSEMBLY)
-    if zeros_ptr is not None:
+    """``sums`` and the products of a plane's numbers, less the zeros of its group; or plus OFFSET, if there is one."""
+    values = numbers(words, NUMBER, PLANE, x.dtype, ASSEMBLY)
+    if OFFSET:
+        if ASSEMBLY is None:
+            values = (values.to(tl.float32) + OFFSET).to(x.dtype)
+    elif zeros_ptr is not None:
         zeros = _scale_tile(zeros_ptr, group, rows, num_rows, GROUPS)
         values = less(values, zeros[:, :, None], ASSEMBLY)
-    return values
+    return tl.dot(values, x, sums)
 
 
 @triton.jit
@@ -105,8 +109,9 @@ def _x_tile(
 def _products(
     x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor,
     norm_ptr: tl.tensor, rows: tl.tensor, num_outputs: tl.tensor, num_rows: tl.tensor, T: tl.tensor,
-    K: tl.constexpr, GROUPS: tl.constexpr, NUMBER: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, ASSEMBLY: tl.constexpr,
+    K: tl.constexpr, GROUPS: tl.constexpr, NUMBER: tl.constexpr, OFFSET: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Sums of each part [SPLIT, BLOCK_N, BLOCK_T]: the outputs or gates, and the ups; without scales of rows."""
     PLANES: tl.constexpr = CHUNK // 32
@@ -115,10 +120,10 @@ def _products(
     WIDTH: tl.constexpr = 16 if GROUPS > 1 and GROUP == 16 else 32
     PARTS: tl.constexpr = 1 if GROUPS == 1 or GROUP >= CHUNK else PLANES if GROUP == 16 else CHUNK // GROUP
     EVEN_K: tl.constexpr = K % (CHUNK * SPLIT) == 0
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     part, t, j = tl.arange(0, SPLIT), tl.arange(0, BLOCK_T), tl.arange(0, WIDTH)
     words_at = words_ptr + word_rows(rows, CHUNKS)[None, :, None] + j[None, None, :]
-    ups_at = words_ptr + word_rows(rows + num_outputs, CHUNKS)[None, :, None] + j[None, None, :]
+    ups = rows + num_outputs
+    ups_at = words_ptr + word_rows(ups, CHUNKS)[None, :, None] + j[None, None, :]
     acc = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
     up = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
     for step in tl.range(0, (CHUNKS + SPLIT - 1) // SPLIT, num_stages=STAGES):
@@ -134,27 +139,30 @@ def _products(
                 up_words = tl.load(ups_at + at, mask=is_chunk, other=0, eviction_policy="evict_first")
             for p in tl.static_range(PARTS):
                 group = (chunk * CHUNK + p * (CHUNK // PARTS) + first) // GROUP
+                x_sums = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
                 sums, up_sums = acc, up
                 if GROUPS > 1:
-                    sums = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
-                    up_sums = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
-                x_sums = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
+                    sums, up_sums = x_sums, x_sums
                 for i in tl.static_range(p * (PLANES // PARTS), (p + 1) * (PLANES // PARTS)):
                     k = chunk[:, None, None] * CHUNK + i * _WORDS + first + j[None, :, None]
                     x = _x_tile(x_ptr, norm_ptr, t[None, None, :], k, T, K, EVEN_K, ASSEMBLY)
-                    values = _plane(words, zeros_ptr, group, rows, num_rows, GROUPS, NUMBER, i, DTYPE, ASSEMBLY)
-                    sums = tl.dot(values, x, sums)
+                    sums = _add_plane(
+                        sums, words, x, zeros_ptr, group, rows, num_rows, GROUPS, NUMBER, OFFSET, i, ASSEMBLY
+                    )
                     if GATED:
-                        ups = rows + num_outputs
-                        values = _plane(up_words, zeros_ptr, group, ups, num_rows, GROUPS, NUMBER, i, DTYPE, ASSEMBLY)
-                        up_sums = tl.dot(values, x, up_sums)
-                    if minima_ptr is not None:
-                        x_sums = tl.dot(tl.full([SPLIT, BLOCK_N, WIDTH], 1.0, DTYPE), x, x_sums)
+                        up_sums = _add_plane(
+                            up_sums, up_words, x, zeros_ptr, group, ups, num_rows, GROUPS, NUMBER, OFFSET, i, ASSEMBLY
+                        )
+                    if OFFSET or minima_ptr is not None:
+                        x_sums = tl.dot(tl.full([SPLIT, BLOCK_N, WIDTH], 1.0, x.dtype), x, x_sums)
                 if GROUPS > 1:
-                    acc = _scaled(acc, sums, x_sums, scales_ptr, minima_ptr, group, rows, num_rows, GROUPS)
+                    acc = _scaled(
+                        acc, sums, x_sums, scales_ptr, zeros_ptr, minima_ptr, group, rows, num_rows, GROUPS, OFFSET
+                    )
                     if GATED:
-                        ups = rows + num_outputs
-                        up = _scaled(up, up_sums, x_sums, scales_ptr, minima_ptr, group, ups, num_rows, GROUPS)
+                        up = _scaled(
+                            up, up_sums, x_sums, scales_ptr, zeros_ptr, minima_ptr, group, ups, num_rows, GROUPS, OFFSET
+                        )
                 else:
                     acc, up = sums, up_sums
     return acc, up
@@ -162,10 +170,19 @@ def _products(
 
 @triton.jit
 def _scaled(
-    acc: tl.tensor, sums: tl.tensor, x_sums: tl.tensor, scales_ptr: tl.tensor, minima_ptr: tl.tensor,
-    group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, GROUPS: tl.constexpr,
+    acc: tl.tensor, sums: tl.tensor, x_sums: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor,
+    minima_ptr: tl.tensor, group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, GROUPS: tl.constexpr,
+    OFFSET: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """``acc`` and a group's sums with its scale, and with its minimum the sums of x."""
+    """``acc`` and a group's sums with its scale, and with its minimum the sums of x.
+
+    What numbers are too large by, an offset with the zeros of the groups, is taken from the sums.
+    """
+    if OFFSET:
+        if zeros_ptr is None:
+            sums -= x_sums * OFFSET
+        else:
+            sums -= x_sums * (_scale_tile(zeros_ptr, group, rows, num_rows, GROUPS) + OFFSET)[:, :, None]
     acc += sums * _scale_tile(scales_ptr, group, rows, num_rows, GROUPS)[:, :, None]
     if minima_ptr is not None:
         acc += x_sums * _scale_tile(minima_ptr, group, rows, num_rows, GROUPS)[:, :, None]
@@ -177,8 +194,8 @@ def grouped_gemv_kernel(
     x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor,
     bias_ptr: tl.tensor, norm_ptr: tl.tensor, residual_ptr: tl.tensor, out_ptr: tl.tensor, eps: tl.tensor, T: tl.tensor,
     num_outputs: tl.tensor, late: tl.tensor, K: tl.constexpr, GROUPS: tl.constexpr, NUMBER: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    ACTIVATION: tl.constexpr, PREFETCH: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    OFFSET: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr, ACTIVATION: tl.constexpr, PREFETCH: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_N outputs of all rows, of as many gates and ups with an activation."""
     GATED: tl.constexpr = ACTIVATION is not None
@@ -200,7 +217,7 @@ def grouped_gemv_kernel(
         x_K = tl.load(x_ptr + whole, mask=whole < K, other=0.0)
     acc, up = _products(
         x_ptr, words_ptr, scales_ptr, zeros_ptr, minima_ptr, norm_ptr, rows, num_outputs, num_rows, T,
-        K, GROUPS, NUMBER, CHUNK, BLOCK_T, BLOCK_N, SPLIT, STAGES, GATED, ASSEMBLY,
+        K, GROUPS, NUMBER, OFFSET, CHUNK, BLOCK_T, BLOCK_N, SPLIT, STAGES, GATED, ASSEMBLY,
     )  # fmt: skip
     if late != 0:
         start_successor(PDL)
@@ -238,6 +255,7 @@ def grouped_gemv(
     assert norm_K is None or (T == 1 and x_TK.dtype == torch.bfloat16), f"{T} rows of {x_TK.dtype} with a norm"
     outputs = N if activation is None else N // 2
     out_TN = x_TK.new_empty(T, outputs) if residual_TN is None else residual_TN
+    offset = offset_of(packed, x_TK.dtype)
     launch(
         grouped_gemv_kernel,
         (triton.cdiv(outputs, config.block_n),),
@@ -247,6 +265,7 @@ def grouped_gemv(
         K=K,
         GROUPS=len(packed.scales_GN),
         NUMBER=packed.number,
+        OFFSET=offset,
         CHUNK=chunk_of(packed.number),
         BLOCK_T=8 if T <= 8 else MAX_ROWS,
         BLOCK_N=config.block_n,
@@ -254,7 +273,7 @@ def grouped_gemv(
         STAGES=config.stages,
         ACTIVATION=activation,
         PREFETCH=config.prefetch,
-        ASSEMBLY=assembly(packed, x_TK.dtype),
+        ASSEMBLY=assembly(packed, x_TK.dtype, offset),
         num_warps=config.warps,
     )
     return out_TN

@@ -31,14 +31,15 @@ def _both(half: int) -> int:
     return half << 16 | half
 
 
-def _int4(plane: int, is_bfloat16: bool, zero: int) -> str:
+def _int4(plane: int, is_bfloat16: bool, zero: int | None) -> str:
+    """Numbers less ``zero``; ``None`` leaves them above the fixed exponent's number."""
     one, base = (0x3F80, 0x4300) if is_bfloat16 else (0x3C00, 0x6400)
+    shifted = _shift("a", "$1", 4 * plane)
+    if zero is None:
+        return shifted + _MASK_OR.format("$0", "a", _both(0xF), f"{_both(base):#x}")
     offset = base + 0x8000 + zero  # -(128 + zero), -(1024 + zero)
-    return (
-        _shift("a", "$1", 4 * plane)
-        + _MASK_OR.format("a", "a", _both(0xF), f"{_both(base):#x}")
-        + _fma(_both(one), _both(offset), is_bfloat16)
-    )
+    masked = _MASK_OR.format("a", "a", _both(0xF), f"{_both(base):#x}")
+    return shifted + masked + _fma(_both(one), _both(offset), is_bfloat16)
 
 
 def _int8(plane: int, is_bfloat16: bool) -> str:
@@ -78,17 +79,30 @@ def _fma(factor: int, addend: int, is_bfloat16: bool) -> str:
     return f"{{.reg .b32 f, g; mov.b32 f, {factor:#x}; mov.b32 g, {addend:#x}; fma.rn.{kind} $0, a, f, g;}}"
 
 
-def assembly(packed: PackedGroups, dtype: torch.dtype) -> tuple[str, ...] | None:
-    """For each plane of words, PTX that makes numbers of this type of two words; ``None`` where PTX cannot be used."""
+def offset_of(packed: PackedGroups, dtype: torch.dtype) -> int:
+    """By how much numbers may be too large in registers, for kernels that subtract it from sums; 0 if it does not pay.
+
+    It costs the sums of x, and accuracy: sums grow by a factor of 30. In float16 it would be 200.
+    """
+    if packed.number not in ("int4", "uint4") or dtype != torch.bfloat16 or len(packed.scales_GN) == 1:
+        return 0
+    return 128 + (8 if packed.number == "int4" else 0)
+
+
+def assembly(packed: PackedGroups, dtype: torch.dtype, offset: int = 0) -> tuple[str, ...] | None:
+    """For each plane of words, PTX that makes numbers of this type of two words; ``None`` where PTX cannot be used.
+
+    The numbers are too large by ``offset``, which is 0 or ``offset_of`` them.
+    """
     if not has_assembly(packed.words.device):
         return None
     number, is_bfloat16 = packed.number, dtype == torch.bfloat16
-    return tuple(_ASSEMBLY.format(_text(number, plane, is_bfloat16)) for plane in range(16 // BITS[number]))
+    return tuple(_ASSEMBLY.format(_text(number, plane, is_bfloat16, offset)) for plane in range(16 // BITS[number]))
 
 
-def _text(number: Number, plane: int, is_bfloat16: bool) -> str:
+def _text(number: Number, plane: int, is_bfloat16: bool, offset: int) -> str:
     if number in ("int4", "uint4"):
-        return _int4(plane, is_bfloat16, 8 if number == "int4" else 0)
+        return _int4(plane, is_bfloat16, None if offset else 8 if number == "int4" else 0)
     if number == "int8":
         return _int8(plane, is_bfloat16)
     return _float(plane, is_bfloat16, *((8, 4) if number == "e4m3" else (4, 2)))
