@@ -110,8 +110,8 @@ def make_mixture(stored: StoredExperts, form: WeightFormat) -> Mixture:
     packed = _packed(stored, form)
     if packed is not None:
         return PackedMixture(packed, stored.activation)
-    dense = (_stacked(part, stored.count, form) for part in (stored.gate_up, stored.down))
-    return DenseMixture(Experts(*dense, stored.activation, stored.gate_up_bias, stored.down_bias))
+    dense_gate_up, dense_down = (_stacked(part, stored.count, form) for part in (stored.gate_up, stored.down))
+    return DenseMixture(Experts(dense_gate_up, dense_down, stored.activation, stored.gate_up_bias, stored.down_bias))
 
 
 def _packed(stored: StoredExperts, form: WeightFormat) -> list[tuple[Linear, Linear]] | None:

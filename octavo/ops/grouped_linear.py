@@ -180,7 +180,7 @@ def grouped_linear(
     """``act(rms_norm(x) @ weight.T + bias) + residual`` as ``ops.linear`` has it, in the dtype of x.
 
     Activations keep their dtype: only the weight is quantised. Kernels may round an entry of the weight to the dtype of
-    x; ``number - zero`` is exact in it. Numbers must be finite.
+    x, or multiply the rounding of float32 sums by 30. Numbers must be finite.
     """
 
     def multiply(normed_TK: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from octavo.ops.moe import ClampedSwish, sum_over_experts
 class GroupedExperts(NamedTuple):
     """The weights of all experts of a layer, one expert's rows after the other's."""
 
-    count: int
+    num_experts: int
     gate_up: PackedGroups
     """[X 2 F, D]: each expert's F gates, then its F ups; 2 F and D are multiples of 16."""
     down: PackedGroups
@@ -58,7 +58,7 @@ def grouped_moe(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Groupe
     """``ops.moe`` with weights as in ``ops.grouped_linear``."""
 
     def expert(index: int, x_RD: Tensor) -> Tensor:
-        gate_up, down = (_own(packed, index, experts.count, x_RD) for packed in (experts.gate_up, experts.down))
+        gate_up, down = (_own(packed, index, experts.num_experts, x_RD) for packed in (experts.gate_up, experts.down))
         up_bias, down_bias = (None if b is None else b[index] for b in (experts.gate_up_bias, experts.down_bias))
         if isinstance(experts.activation, ClampedSwish):
             gated_RF = experts.activation(linear(x_RD, gate_up, up_bias))
@@ -66,7 +66,7 @@ def grouped_moe(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Groupe
             gated_RF = linear(x_RD, gate_up, up_bias, activation=experts.activation)
         return linear(gated_RF, down, down_bias)
 
-    return sum_over_experts(x_TD, ids_TS, shares_TS, experts.count, expert)
+    return sum_over_experts(x_TD, ids_TS, shares_TS, experts.num_experts, expert)
 
 
 def _own(packed: PackedGroups, index: int, count: int, like: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from tests.ops.triton.test_linear import PARTS
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 LAYERS, REPLAYS = 6, 30
-NUMBERS = {"int4": 128, "int8": 0, "e4m3": 128, "e2m1": 32}
+NUMBERS = {"int4": 128, "uint4": 32, "int8": 0, "e4m3": 128, "e2m1": 16}
 """Numbers with the length of their groups, 0 for a scale per output."""
 
 

@@ -82,7 +82,7 @@ def _expert_linear(
 @grouped_moe.kernel(device="cuda", name="triton", preference=10, supports=declines_grouped)
 def grouped_moe_triton(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: GroupedExperts) -> Tensor:
     """See ``ops.grouped_moe``; a row's sum is taken in the order in which its experts were chosen."""
-    (T, D), P, count = x_TD.shape, ids_TS.numel(), experts.count
+    (T, D), P, count = x_TD.shape, ids_TS.numel(), experts.num_experts
     if not T:
         return torch.empty_like(x_TD)
     tiles = sort_into_tiles(ids_TS, count)

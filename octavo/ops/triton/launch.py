@@ -161,7 +161,8 @@ def shared_bytes(device: torch.device) -> int:
     """Bytes of shared memory that a program may have."""
     if device.type != "cuda":
         return 99 * 1024
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def has_assembly(device: torch.device) -> bool:
