@@ -3,20 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from octavo.errors import CheckpointError
-
-
-def module_names(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """A list of names in ``quantization_config``, empty if absent or null. Raises ``CheckpointError``."""
-    found = values.get(key)
-    if found is None:
-        return ()
-    if not isinstance(found, list | tuple) or not all(isinstance(name, str) for name in found):
-        raise CheckpointError(f"config: quantization_config.{key} is {found!r}; it must be a list of module names")
-    return tuple(found)
+from collections.abc import Sequence
 
 
 def names_module(names: Sequence[str], module: str) -> bool:
