@@ -28,6 +28,7 @@ from octavo.quant.keys import INSTEAD, QuantKeys
 from octavo.quant.plain import Plain
 from octavo.quant.scaled import ScaledStored
 from octavo.quant.stored import StoredWeight
+from octavo.quant.targets import compiled
 from octavo.quant.tensors import Tensors
 
 PACKED, NVFP4, MXFP4, MXFP8 = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
@@ -39,7 +40,10 @@ CLASSES = re.compile(r"\w+")
 MXFP8_BLOCK = (1, 32)
 INT, FP8, FP4 = ("int", False), ("float", False), ("float", True)
 HELD = {
-    PACKED: (INT,), NVFP4: (FP4,), MXFP4: (FP4,), MXFP8: (FP8,),
+    PACKED: (INT,),
+    NVFP4: (FP4,),
+    MXFP4: (FP4,),
+    MXFP8: (FP8,),
     **dict(zip(NAIVE, ((INT,), (FP8,), (INT, FP8)), strict=True)),
 }
 """The numbers that each format can hold: their type, and whether they are floats of 4 bits."""
@@ -87,7 +91,8 @@ class CompressedTensors(Plain):
             raise keys.wrong("config_groups", "an object with at least one group of quantised weights")
         ignored = keys.names("ignore")
         for name in (*ignored, *(target for targets, _ in groups for target in targets)):
-            _check_pattern(name)
+            if name.startswith("re:"):
+                compiled(name.removeprefix("re:"), "config_groups or ignore")
         return cls(tuple(groups), ignored)
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
@@ -237,11 +242,3 @@ def _names_class(target: str, module: str) -> bool:
     """Whether a target is the class of a module: an embedding, or else any other class."""
     is_class = CLASSES.fullmatch(target) is not None
     return is_class and ("Embedding" in target) == module.endswith(("embed_tokens", "wte"))
-
-
-def _check_pattern(name: str) -> None:
-    if name.startswith("re:"):
-        try:
-            re.compile(name.removeprefix("re:"))
-        except re.error as error:
-            raise CheckpointError(f"config: quantization_config: {name!r} is not a pattern: {error}") from None
