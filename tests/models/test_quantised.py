@@ -122,6 +122,17 @@ def test_packed_weights_are_close_to_their_matrices(folders: tuple[Path, Path]) 
             break
 
 
+@pytest.mark.parametrize("name", ["gptq, in activation order", "fp8, blocks", "modelopt nvfp4", "int8"])
+def test_random_weights_need_no_files_of_weights(tmp_path: Path, name: str) -> None:
+    checkpoint(tmp_path, "qwen3_moe/normalised")
+    (tmp_path / "model.safetensors").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": FORMATS[name].config}))
+    found, answer = logprobs(tmp_path, load_format="dummy")
+    assert len(answer) == PARAMS.max_tokens
+    assert not found[: len(PROMPT)].isnan().all(dim=1).any()
+
+
 def test_a_quantised_embedding_is_tied_to_the_head(tmp_path: Path) -> None:
     """compressed-tensors may quantise embeddings too (targets: Embedding)."""
     source, folder, plain = (tmp_path / name for name in ("source", "quantised", "plain"))

@@ -61,7 +61,6 @@ def test_what_does_not_fit_is_refused() -> None:
         linear(torch.zeros(1, 32).bfloat16(), torch.zeros(4, 32), None)
 
 
-@needs_float_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_weight_of_sixteen_bits_gives_the_bits_of_the_same_in_float32(dtype: torch.dtype) -> None:
     x, weight = torch.randn(7, 96), torch.randn(64, 96).to(dtype)
