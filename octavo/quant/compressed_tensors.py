@@ -28,6 +28,7 @@ from octavo.quant.keys import INSTEAD, QuantKeys
 from octavo.quant.plain import Plain
 from octavo.quant.scaled import ScaledStored
 from octavo.quant.stored import StoredWeight
+from octavo.quant.targets import compiled
 from octavo.quant.tensors import Tensors
 
 PACKED, NVFP4, MXFP4, MXFP8 = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
@@ -37,6 +38,15 @@ MIXED = "mixed-precision"
 CLASSES = re.compile(r"\w+")
 """A target without dots is a class of modules, such as Linear."""
 MXFP8_BLOCK = (1, 32)
+INT, FP8, FP4 = ("int", False), ("float", False), ("float", True)
+HELD = {
+    PACKED: (INT,),
+    NVFP4: (FP4,),
+    MXFP4: (FP4,),
+    MXFP8: (FP8,),
+    **dict(zip(NAIVE, ((INT,), (FP8,), (INT, FP8)), strict=True)),
+}
+"""The numbers that each format can hold: their type, and whether they are floats of 4 bits."""
 
 
 @dataclass(frozen=True)
@@ -81,23 +91,20 @@ class CompressedTensors(Plain):
             raise keys.wrong("config_groups", "an object with at least one group of quantised weights")
         ignored = keys.names("ignore")
         for name in (*ignored, *(target for targets, _ in groups for target in targets)):
-            _check_pattern(name)
+            if name.startswith("re:"):
+                compiled(name.removeprefix("re:"), "config_groups or ignore")
         return cls(tuple(groups), ignored)
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
-        if is_quantised_dummy(name, (), tensors) and not any(_names(target, name) for target in self.ignored):
-            scheme = self._scheme(name)
-            return (
-                super().matrix(name, shape, tensors, is_transposed)
-                if scheme is None
-                else _dummy(scheme, name, shape, tensors)
-            )
-        if not tensors.has(f"{name}.weight_scale"):
-            return super().matrix(name, shape, tensors, is_transposed)
         scheme = self._scheme(name)
-        if scheme is None:
-            raise CheckpointError(f"module {name} is quantised, but no group of quantization_config targets it")
-        return _read(scheme, name, shape, tensors)
+        if is_quantised_dummy(name, (), tensors) and not any(_names(target, name) for target in self.ignored):
+            if scheme is not None:
+                return _dummy(scheme, name, shape, tensors)
+        elif tensors.has(f"{name}.weight_scale"):
+            if scheme is None:
+                raise CheckpointError(f"module {name} is quantised, but no group of quantization_config targets it")
+            return _read(scheme, name, shape, tensors)
+        return super().matrix(name, shape, tensors, is_transposed)
 
     def _scheme(self, name: str) -> _Scheme | None:
         """The scheme of the group that targets the module; names and patterns go before classes."""
@@ -114,11 +121,8 @@ def _read_scheme(keys: QuantKeys, form: str) -> _Scheme:
     group_size = keys.get("group_size")
     implied = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
     strategy = keys.word("strategy", ("tensor", "channel", "group", "tensor_group", "block"), implied)
-    is_fp4, is_packed = form in (NVFP4, MXFP4), form == PACKED
-    if is_fp4 != (kind == "float" and bits == 4) or (is_packed and kind == "float"):
+    if (kind, bits == 4 and kind == "float") not in HELD[form]:
         raise keys.wrong("num_bits", f"what the format {form} holds, and type as well")
-    if ((form == "int-quantized") != (kind == "int") and form in NAIVE[:2]) or (form == MXFP8 and kind == "int"):
-        raise keys.wrong("type", f"what the format {form} holds")
     group = 0
     if strategy in ("group", "tensor_group"):
         sizes = {NVFP4: (NVFP4_GROUP,), MXFP4: (MXFP4_GROUP,), MXFP8: MXFP8_BLOCK[1:]}.get(form, range(8, 1 << 20))
@@ -235,13 +239,6 @@ def _names(target: str, module: str) -> bool:
 
 
 def _names_class(target: str, module: str) -> bool:
-    """Whether a target is a class; which modules are of a class, the checkpoint's tensors say."""
-    return CLASSES.fullmatch(target) is not None
-
-
-def _check_pattern(name: str) -> None:
-    if name.startswith("re:"):
-        try:
-            re.compile(name.removeprefix("re:"))
-        except re.error as error:
-            raise CheckpointError(f"config: quantization_config: {name!r} is not a pattern: {error}") from None
+    """Whether a target is the class of a module: an embedding, or else any other class."""
+    is_class = CLASSES.fullmatch(target) is not None
+    return is_class and ("Embedding" in target) == module.endswith(("embed_tokens", "wte"))

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.errors import CheckpointError
 from octavo.quant.dummies import dummy_grouped, is_quantised_dummy
 from octavo.quant.fields import num_words, signed, unpack_fields
 from octavo.quant.groups import group_size, in_order, num_groups, read_order
 from octavo.quant.keys import QuantKeys
 from octavo.quant.plain import Plain
 from octavo.quant.stored import StoredWeight
+from octavo.quant.targets import compiled
 from octavo.quant.tensors import Tensors
 
 BITS = (2, 3, 4, 8)
@@ -71,7 +71,7 @@ class GPTQ(Plain):
         dynamic = []
         rules = keys.child("dynamic")
         for key, given in () if rules is None else rules.children():
-            pattern = _compiled(key)
+            pattern = compiled(key.removeprefix("-:").removeprefix("+:"), "dynamic")
             dynamic.append((pattern, None if key.startswith("-:") else _read_rule(given, rule)))
         return cls(rule, version, keys.flag("sym", True), tuple(dynamic))
 
@@ -106,10 +106,3 @@ class GPTQ(Plain):
 
 def _read_rule(keys: QuantKeys, default: _Rule) -> _Rule:
     return _Rule(keys.integer("bits", BITS, default.bits), group_size(keys, default=default.group))
-
-
-def _compiled(key: str) -> re.Pattern[str]:
-    try:
-        return re.compile(key.removeprefix("-:").removeprefix("+:"))
-    except re.error as error:
-        raise CheckpointError(f"config: quantization_config.dynamic: {key!r} is not a pattern: {error}") from None

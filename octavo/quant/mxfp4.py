@@ -13,9 +13,10 @@ import torch
 
 from octavo.quant.dummies import dummy_float4, is_quantised_dummy
 from octavo.quant.float4 import Float4Stored, checked_exponents
+from octavo.quant.keys import QuantKeys
 from octavo.quant.plain import Plain
 from octavo.quant.stored import StoredWeight
-from octavo.quant.targets import module_names, names_module
+from octavo.quant.targets import names_module
 from octavo.quant.tensors import Tensors
 
 BLOCK = 32
@@ -31,7 +32,7 @@ class MXFP4(Plain):
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> MXFP4:
         """Read a ``quantization_config``. Raises ``CheckpointError``."""
-        return cls(module_names(values, "modules_to_not_convert"))
+        return cls(QuantKeys(values).names("modules_to_not_convert"))
 
     def stack(
         self, name: str, shape: tuple[int, int, int], tensors: Tensors, is_transposed: bool

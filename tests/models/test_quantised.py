@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
@@ -118,6 +120,36 @@ def test_packed_weights_are_close_to_their_matrices(folders: tuple[Path, Path]) 
         if token != other:
             assert first - second < 0.25, "only near ties may be decided otherwise"
             break
+
+
+@pytest.mark.parametrize("name", ["gptq, in activation order", "fp8, blocks", "modelopt nvfp4", "int8"])
+def test_random_weights_need_no_files_of_weights(tmp_path: Path, name: str) -> None:
+    checkpoint(tmp_path, "qwen3_moe/normalised")
+    (tmp_path / "model.safetensors").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": FORMATS[name].config}))
+    found, answer = logprobs(tmp_path, load_format="dummy")
+    assert len(answer) == PARAMS.max_tokens
+    assert not found[: len(PROMPT)].isnan().all(dim=1).any()
+
+
+def test_a_quantised_embedding_is_tied_to_the_head(tmp_path: Path) -> None:
+    """compressed-tensors may quantise embeddings too (targets: Embedding)."""
+    source, folder, plain = (tmp_path / name for name in ("source", "quantised", "plain"))
+    make_checkpoint(source, "llama/one_kv_head_tied", hidden_size=64)
+    tensors = load_file(source / "model.safetensors")
+    name, writer = "model.embed_tokens", compressed("int-quantized", num_bits=8, type="int", strategy="channel")
+    written, matrix = writer.write(tensors.pop(f"{name}.weight"))
+    replace_matrices(source, plain, {f"{name}.weight": matrix})
+    folder.mkdir()
+    save_file({**tensors, **{f"{name}.{part}": value for part, value in written.items()}}, folder / "model.safetensors")
+    writer.config["config_groups"]["group_0"]["targets"] = ["Embedding"]
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": writer.config}))
+    found, expected = (logprobs(path, dtype="float32") for path in (folder, plain))
+    assert found[1] == expected[1]
+    packed = logprobs(folder)[0]
+    assert (packed - expected[0])[: len(PROMPT) - 1].abs().nanmean() < 0.05
 
 
 def test_a_quantised_checkpoint_is_checked_from_its_headers(folders: tuple[Path, Path]) -> None:

@@ -170,7 +170,12 @@ def compressed_config(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "gptq", "bits": 4, "group_size": 1}, r"group_size is 1; it must be -1 \(one group\) or"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, r"checkpoint_format is 'marlin'.*Convert it"),
         ({"quant_method": "gptq", "rotation": "hadamard"}, r"rotation is hadamard: rotation of activations is not"),
-        ({"quant_method": "gptq", "dynamic": {"+:(": {}}}, r"dynamic: '\+:\(' is not a pattern"),
+        ({"quant_method": "gptq", "dynamic": {"+:(": {}}}, r"dynamic: '\(' is not a pattern"),
+        ({"quant_method": "gptq", "dynamic": {"-:(a+)+x": {}}}, r"dynamic: '\(a\+\)\+x' has repeated groups or more"),
+        (
+            {**compressed_config(), "ignore": ["re:" + ".*" * 6]},
+            r"ignore: .* has repeated groups or more than 5 repeats",
+        ),
         ({"quant_method": "gptq", "dynamic": {"+:a": {"bits": 9}}}, r"dynamic\.\+:a\.bits is 9"),
         ({"quant_method": "awq", "version": "gemv"}, r"version is 'gemv'; it must be gemm\. Use a checkpoint"),
         ({"quant_method": "awq", "bits": 8}, r"bits is 8; it must be 4"),
