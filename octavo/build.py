@@ -87,7 +87,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         phases.done("weights")
         free = memory.free_memory(device, config.cache.gpu_memory_utilization)
         kinds = kv_dtype, form.dtype, device.type
-        limits, budget = memory.settle(config, model_config, *kinds, weights=loaded.num_bytes, free=free)
+        limits, budget = memory.settle(config, model_config, *kinds, weights=loaded.bytes_by_format, free=free)
         storage = _storage(model_config, limits, kv_dtype, device)
         vocab_size = model_config.vocab_size
         executor = make_executor(config.model, loaded.model, storage, vocab_size, limits, pooling, adapters)
@@ -110,6 +110,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         dtype=str(form.dtype).removeprefix("torch."),
         device=str(device),
         memory=budget.as_dict(),
+        weight_bytes=dict(loaded.bytes_by_format),
         kernels={choice.op: choice.kernel for choice in dispatch.choices(device.type, form.dtype) if choice.chosen},
         tasks=("generate", "embed"),
         embedding_size=model_config.hidden_size,
@@ -151,7 +152,7 @@ def _read_model(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
     form = weight_format(config.model, device, checkpoint)
     if checkpoint.is_dummy:
         free = memory.free_memory(device, config.cache.gpu_memory_utilization)
-        check_dummy(model, checkpoint, form.dtype, free)
+        check_dummy(model, checkpoint, form, free)
     return model, form
 
 
@@ -173,7 +174,7 @@ def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
 
 def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage) -> str:
     """What cached keys and values depend on besides the checkpoint, as a string that is equal in every process."""
-    return f"{form.dtype} {form.packs} {info.kernels}\n{storage.dtype}\n{storage.device.type}"
+    return f"{form.dtype} {form.packs} {form.quantization} {form.quantizes_head} {info.kernels}\n{storage.dtype}\n{storage.device.type}"
 
 
 def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int) -> Scheduler:
@@ -296,12 +297,20 @@ def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Che
     """The format of weights and activations.
 
     "auto" is float32 on a CPU; on a GPU it is float16 for a float16 checkpoint, else bfloat16. Quantised weights are
-    kept packed if there is a kernel for them, which an explicit dtype on a CPU rules out.
+    kept packed if there is a kernel for them, which an explicit dtype on a CPU rules out. Raises ``ConfigError`` for a
+    quantised checkpoint that is to be quantised.
     """
+    is_quantised = checkpoint.has_blocks or checkpoint.config.get("quantization_config") is not None
+    if settings.quantization is not None and is_quantised:
+        raise ConfigError(
+            f"quantization: {settings.quantization} is for unquantised checkpoints, and this one is quantised already; "
+            "leave it out, the format is read from the checkpoint"
+        )
+    at_load = settings.quantization, settings.quantize_lm_head
     if settings.dtype != "auto":
-        return WeightFormat(DTYPES[settings.dtype], device, packs=device.type != "cpu")
+        return WeightFormat(DTYPES[settings.dtype], device, device.type != "cpu", *at_load)
     if device.type == "cpu":
-        is_quantised = checkpoint.has_blocks or checkpoint.config.get("quantization_config") is not None
-        return WeightFormat(torch.float32, device, packs=is_quantised and without_kernel("cpu") is None)
+        is_quantised = is_quantised or settings.quantization is not None
+        return WeightFormat(torch.float32, device, is_quantised and without_kernel("cpu") is None, *at_load)
     own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    return WeightFormat(torch.float16 if own == "float16" else torch.bfloat16, device, packs=True)
+    return WeightFormat(torch.float16 if own == "float16" else torch.bfloat16, device, True, *at_load)

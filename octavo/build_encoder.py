@@ -64,6 +64,7 @@ def build_encoder(
         dtype=str(form.dtype).removeprefix("torch."),
         device=str(form.device),
         memory={"weights": loaded.num_bytes, "activations": activations},
+        weight_bytes=dict(loaded.bytes_by_format),
         kernels={choice.op: choice.kernel for choice in choices if choice.chosen},
         tasks=(task,),
         embedding_size=0 if model.is_judge else model.hidden_size,

@@ -54,6 +54,15 @@ class ModelSettings:
         "data type of weights and activations; auto is the fastest that the checkpoint and the device support",
         ("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str | None = setting(
+        None,
+        "quantise the weights of a checkpoint in 16 or 32 bits while they are loaded: fp8, int8, or int4 in groups of 128; "
+        "a quantised checkpoint needs no setting",
+        ("fp8", "int8", "int4"),
+    )
+    quantize_lm_head: bool = setting(
+        False, "with quantization, quantise the map to logits too, and an embedding that is tied to it; int4: to int8"
+    )
     device: str = setting("auto", "device to run on", ("auto", "cpu", "cuda"))
     enable_lora: bool = setting(False, "serve LoRA adapters; a request selects one by its model name")
     lora_modules: str | None = setting(
@@ -323,6 +332,7 @@ def _check_combinations(config: EngineConfig) -> None:
         raise ConfigError("kv_watermark: must be below 1")
     if not cache.enable_prefix_caching and (cache.eviction_policy != "lru" or cache.enable_kv_events):
         raise ConfigError("eviction_policy and enable_kv_events need enable_prefix_caching")
+    _check_quantization(config.model)
     _check_offload(config.model, cache)
     if isinstance(config, ServeConfig) and config.server.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_ca_certs"):
@@ -334,6 +344,15 @@ def _check_combinations(config: EngineConfig) -> None:
         _check_tenants(config.server, config.model)
     _check_policy(scheduler, cache)
     parse_speculative_config(config.speculative.speculative_config)
+
+
+def _check_quantization(model: ModelSettings) -> None:
+    if model.quantize_lm_head and model.quantization is None:
+        raise ConfigError("quantize_lm_head needs quantization")
+    if model.quantization is not None and model.merge_lora:
+        raise ConfigError(
+            "quantization and merge_lora: adapters cannot be merged into quantised weights; use enable_lora"
+        )
 
 
 def _check_tenants(server: ServerSettings, model: ModelSettings) -> None:

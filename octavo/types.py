@@ -330,6 +330,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """The memory budget, in bytes, by purpose."""
     kernels: dict[str, str]
     """Kernel chosen for each op."""
+    weight_bytes: dict[str, int] = {}
+    """Bytes of the weights, by the format of their numbers, such as "int4"."""
     kv_groups: tuple[KVGroupInfo, ...] = ()
     """The KV groups of the cache; ``num_kv_blocks`` counts those of the first, which reaches furthest back."""
     tasks: tuple[Task, ...] = ("generate",)

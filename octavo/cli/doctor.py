@@ -117,6 +117,8 @@ def _model(config: EngineConfig) -> Iterator[str]:
         layers = f"for the {group.num_layers} layers with a window of {group.window}"
         yield _row("kv cache", f"{group.num_blocks} blocks of {info.block_size} tokens, {layers}")
     yield _row("step", f"at most {info.max_num_seqs} sequences and {info.max_num_batched_tokens} tokens")
+    for format_name, size in sorted(info.weight_bytes.items()):
+        yield _row("weights", f"{_size(size)} in {format_name}")
     for line in MemoryBudget(**info.memory).table().splitlines():
         yield _row("memory", line)
 

@@ -85,7 +85,7 @@ def _check(config: EngineConfig) -> int:
     check_sizes(model, checkpoint)
     device = resolve_device(config.model.device)
     form = weight_format(config.model, device, checkpoint)
-    loaded = outline(model, checkpoint, form.dtype)
+    loaded = outline(model, checkpoint, form)
     for line in _describe(model, loaded, checkpoint):
         print(line)
     free = memory.free_memory(device, config.cache.gpu_memory_utilization)
@@ -94,13 +94,17 @@ def _check(config: EngineConfig) -> int:
     for line in _check_modules(config, loaded):
         print(line)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
-    size = path.stat().st_size if checkpoint.has_blocks and form.packs and device.type == "cpu" else loaded.num_bytes
+    sizes: Mapping[str, int] = loaded.bytes_by_format
+    if checkpoint.has_blocks and form.packs:
+        sizes = {"blocks": path.stat().st_size}
+    left = free - sum(sizes.values())
     try:
-        limits, budget = memory.settle(config, model, kv_dtype, form.dtype, device.type, weights=size, free=free - size)
+        limits, budget = memory.settle(config, model, kv_dtype, form.dtype, device.type, weights=sizes, free=left)
     except ConfigError as error:
         print(f"does not fit on {device}: {error}")
         return 1
     print(f"fits on {device}, with contexts of {limits.max_model_len} tokens:\n{budget.table()}")
+    print("weights: " + ", ".join(f"{size / 2**20:,.1f} MiB in {name}" for name, size in sorted(sizes.items())))
     return 0
 
 

@@ -6,7 +6,8 @@ Shapes: T tokens, R rows of one expert, D model, X experts, S experts selected p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,15 +22,15 @@ from octavo.ops.grouped_moe import GroupedExperts, join_experts
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish, Experts, sum_over_experts
 from octavo.quant.packed import GroupedWeight, packs_groups
-from octavo.quant.stored import StoredWeight, WeightFormat, fill, make_weights
+from octavo.quant.stored import StoredWeight, WeightFormat, bytes_by_format, dtype_name, fill, make_weights
 
 
 class Mixture(Protocol):
     """All experts of a layer; ``ops.moe`` defines the computation."""
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the weights."""
+    def bytes_by_format(self) -> Mapping[str, int]:
+        """Bytes of the weights, by the format of their numbers."""
         ...
 
     def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor) -> Tensor: ...
@@ -42,8 +43,8 @@ class DenseMixture:
         self.experts = experts
 
     @property
-    def num_bytes(self) -> int:
-        return self.experts.gate_up.nbytes + self.experts.down.nbytes
+    def bytes_by_format(self) -> Mapping[str, int]:
+        return Counter({dtype_name(self.experts.down.dtype): self.experts.gate_up.nbytes + self.experts.down.nbytes})
 
     def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor) -> Tensor:
         return ops.moe(x_TD, ids_TS, shares_TS, self.experts)
@@ -56,8 +57,8 @@ class GroupedMixture:
         self.experts = experts
 
     @property
-    def num_bytes(self) -> int:
-        return self.experts.gate_up.num_bytes + self.experts.down.num_bytes
+    def bytes_by_format(self) -> Mapping[str, int]:
+        return bytes_by_format([self.experts.gate_up, self.experts.down])
 
     def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor) -> Tensor:
         return ops.grouped_moe(x_TD, ids_TS, shares_TS, self.experts)
@@ -71,8 +72,8 @@ class PackedMixture:
         self.activation = activation
 
     @property
-    def num_bytes(self) -> int:
-        return sum(weight.num_bytes for expert in self.experts for linear in expert for weight in linear.weights)
+    def bytes_by_format(self) -> Mapping[str, int]:
+        return bytes_by_format(weight for expert in self.experts for linear in expert for weight in linear.weights)
 
     def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor) -> Tensor:
         return sum_over_experts(x_TD, ids_TS, shares_TS, len(self.experts), self._expert)

@@ -5,6 +5,7 @@ Shapes: K inputs, N outputs, R rank.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.loader import MapPart
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.lora import LowRank
-from octavo.quant.stored import DenseWeight, WeightFormat
+from octavo.quant.stored import DenseWeight, WeightFormat, dtype_name
 from octavo.quant.tensors import Source
 from octavo.weights.adapter import read_adapter
 
@@ -72,7 +73,7 @@ def merge(path: Path, maps: Mapping[str, MapPart], form: WeightFormat) -> None:
         [weight, *others] = linear.weights
         weight_NK = weight.dense_NK
         if others or weight_NK is None:
-            raise CheckpointError(f"{path}: cannot be merged into weights in blocks; set a dtype to make them dense")
+            raise CheckpointError(f"{path}: cannot be merged into quantised weights; use enable_lora")
         merged_NK = weight_NK.float()
         rows = slice(change.start, change.start + len(change.up_NR))
         if merged_NK.data_ptr() == weight_NK.data_ptr():
@@ -117,5 +118,6 @@ def load_with_adapters(
     rows = AdapterRows() if form.device.type == "cpu" else StackedRows(settings.max_loras, settings.max_lora_rank)
     loaded = load_model(config, source, form, rows)
     if isinstance(rows, StackedRows):
-        loaded = loaded._replace(num_bytes=loaded.num_bytes + make_stacks(loaded.maps, form))
+        stacks = Counter({dtype_name(form.dtype): make_stacks(loaded.maps, form)})
+        loaded = loaded._replace(bytes_by_format=Counter(loaded.bytes_by_format) + stacks)
     return loaded, Adapters(loaded.maps, rows, form)

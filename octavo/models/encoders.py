@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from octavo.models.bert import BertModel, EncoderConfig
@@ -27,8 +28,13 @@ class LoadedEncoder(NamedTuple):
 
     model: BertModel
     num_parameters: int
-    num_bytes: int
-    """Bytes of the weights."""
+    bytes_by_format: Mapping[str, int]
+    """Bytes of the weights, by the format of their numbers."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(self.bytes_by_format.values())
 
 
 def load_encoder(config: EncoderConfig, source: Source, form: WeightFormat) -> LoadedEncoder:
@@ -36,4 +42,4 @@ def load_encoder(config: EncoderConfig, source: Source, form: WeightFormat) -> L
     weights = WeightLoader(source, form, method=config.quantization)
     model = ENCODERS[config.architecture](config, weights)
     weights.tensors.finish()
-    return LoadedEncoder(model, weights.num_parameters, weights.num_bytes)
+    return LoadedEncoder(model, weights.num_parameters, weights.bytes_by_format)

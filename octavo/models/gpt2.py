@@ -92,7 +92,7 @@ class GPT2LMHeadModel:
         self.config = config
         D = config.hidden_size
         prefix = "transformer." if weights.tensors.has("transformer.wte.weight") else ""  # OpenAI's files have none
-        self.embedding = weights.embedding(f"{prefix}wte", config.vocab_size, D)
+        self.embedding = weights.embedding(f"{prefix}wte", config.vocab_size, D, config.tie_word_embeddings)
         self.positions = weights.small_embedding(f"{prefix}wpe", config.max_position_embeddings, D)
         self.layers = [GPT2Layer(config, weights, f"{prefix}h.{i}", i) for i in range(config.num_layers)]
         self.norm = weights.layer_norm(f"{prefix}ln_f", D, config.norm_eps)

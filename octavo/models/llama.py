@@ -153,7 +153,7 @@ class LlamaForCausalLM:
     def __init__(self, config: LlamaConfig, weights: WeightLoader) -> None:
         self.config = config
         shape = config.vocab_size, config.hidden_size
-        self.embedding = weights.embedding("model.embed_tokens", *shape)
+        self.embedding = weights.embedding("model.embed_tokens", *shape, config.tie_word_embeddings)
         self.rotary = Rotary(config.rope, config.rotary_width, weights.form.device)
         self.layers = [self.layer_class(config, weights, f"model.layers.{i}", i) for i in range(config.num_layers)]
         self.norm = weights.norm("model.norm", config.hidden_size, config.norm_eps, config.norm_offset)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.ops.attention import HeadLayout
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish
+from octavo.quant.at_load import quantized, quantized_head
 from octavo.quant.methods import QuantMethod
 from octavo.quant.plain import PLAIN
 from octavo.quant.shard import UNSHARDED, Section, Shard
@@ -34,6 +36,8 @@ from octavo.quant.stored import (
     Order,
     StoredWeight,
     WeightFormat,
+    bytes_by_format,
+    dtype_name,
     filled,
     make_weights,
 )
@@ -95,7 +99,8 @@ class WeightLoader:
         self.maps: dict[str, MapPart] = {}
         """All linear maps loaded so far, by their names in the checkpoint."""
         self.num_parameters = 0
-        self.num_bytes = 0
+        self.bytes_by_format: Counter[str] = Counter()
+        """Bytes of the weights loaded so far, by the format of their numbers."""
         self._make_linear = make_linear
         self._method = method
         self._shard = shard
@@ -164,7 +169,8 @@ class WeightLoader:
         self, name: str, num_outputs: int, num_inputs: int, has_bias: bool = False, *, is_transposed: bool = False
     ) -> Linear:
         """A row-parallel linear map: inputs are divided among devices, and the results must be summed."""
-        stored = self._shard.part(name, self._stored(name, (num_outputs, num_inputs), is_transposed), 1)
+        whole = quantized(name, self._stored(name, (num_outputs, num_inputs), is_transposed), self.form)
+        stored = self._shard.part(name, whole, 1)
         bias_N = self.dense(f"{name}.bias", num_outputs) if has_bias else None
         return self._made([(Rows(name, [Section(num_outputs, 1)]), stored)], None if self._shard.rank else bias_N)
 
@@ -200,10 +206,15 @@ class WeightLoader:
 
     # The vocabulary.
 
-    def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
-        """The embedding of module ``name``, divided among devices by vocabulary."""
-        [weight] = make_weights([self._shard.vocabulary(self._stored(name, (vocab_size, hidden_size)))], self.form)
-        self.num_bytes += weight.num_bytes
+    def embedding(self, name: str, vocab_size: int, hidden_size: int, is_tied: bool = False) -> Embedding:
+        """The embedding of module ``name``, divided among devices by vocabulary.
+
+        ``is_tied``: its table also maps to logits, and is quantised if the format quantises the head.
+        """
+        stored = self._stored(name, (vocab_size, hidden_size))
+        stored = quantized_head(name, stored, self.form) if is_tied else stored
+        [weight] = make_weights([self._shard.vocabulary(stored)], self.form)
+        self.bytes_by_format += bytes_by_format([weight])
         return Embedding(weight)
 
     def small_embedding(self, name: str, count: int, hidden_size: int) -> Embedding:
@@ -217,9 +228,9 @@ class WeightLoader:
         """
         if not is_tied:
             rows = Rows(name, [Section(shape[0], shape[0])])
-            return self._made([(rows, self._shard.vocabulary(self._stored(name, shape)))], None)
+            return self._made([(rows, self._head_stored(name, shape))], None)
         if self.tensors.has(f"{name}.weight"):
-            own_VD = self._shard.vocabulary(self._stored(name, shape)).dense(self.form)
+            own_VD = self._head_stored(name, shape).dense(self.form)
             self.num_parameters -= math.prod(shape)
             table_VD = embedding.weight.dense_NK
             if table_VD is None:
@@ -238,7 +249,8 @@ class WeightLoader:
 
         def part(index: int, name: str, size: tuple[int, int], dim: int) -> StoredWeight:
             module = f"{prefix}.{index}.{name}"
-            return self._shard.part(module, self._method.matrix(module, size, self.tensors, False), dim)
+            stored = self._method.matrix(module, size, self.tensors, False)
+            return self._shard.part(module, quantized(module, stored, self.form), dim)
 
         def biases(name: str, size: int) -> Tensor:
             return torch.stack([self._numbers(f"{prefix}.{i}.{name}.bias", (size,)) for i in range(X)])
@@ -263,13 +275,13 @@ class WeightLoader:
         gate_up_bias = self._numbers(f"{gate_up_name}_bias", (X, 2 * F))[:, torch.from_numpy(order)]
 
         def gate_up(index: int) -> list[StoredWeight]:
-            halves = order[:F], order[F:]
-            return [self._shard.part(gate_up_name, gate_ups[index].rows(half), 0) for half in halves]
+            whole = quantized(gate_up_name, gate_ups[index], self.form)
+            return [self._shard.part(gate_up_name, whole.rows(half), 0) for half in (order[:F], order[F:])]
 
         return self._mixture(
             shape,
             gate_up,
-            lambda i: [self._shard.part(down_name, downs[i], 1)],
+            lambda i: [self._shard.part(down_name, quantized(down_name, downs[i], self.form), 1)],
             [*gate_up_bias.chunk(2, dim=1), self._numbers(f"{down_name}_bias", (X, D))],
         )
 
@@ -290,7 +302,7 @@ class WeightLoader:
         stored = StoredExperts(shape.num_experts, gate_up, down, shape.activation, gate_up_bias, down_bias)
         mixture = make_mixture(stored, self.form)
         self.num_parameters += 3 * shape.num_experts * shape.hidden_size * shape.ffn_size
-        self.num_bytes += mixture.num_bytes
+        self.bytes_by_format += Counter(mixture.bytes_by_format)
         return mixture
 
     # Helpers.
@@ -302,11 +314,14 @@ class WeightLoader:
         stored, biases = [], []
         for rows in parts:
             weight = self._stored(rows.name, (rows.num_rows, num_inputs), is_transposed)
-            stored.append((rows, self._own(rows, weight)))
+            stored.append((rows, self._own(rows, quantized(rows.name, weight, self.form))))
             if has_bias:
                 column = self._numbers(f"{rows.name}.bias", (rows.num_rows,)).unsqueeze(1)
                 biases.append(self._own(rows, DenseStored((column,))))
         return self._made(stored, self._counted(filled(biases, self.form).squeeze(1)) if biases else None)
+
+    def _head_stored(self, name: str, shape: tuple[int, int]) -> StoredWeight:
+        return self._shard.vocabulary(quantized_head(name, self._stored(name, shape), self.form))
 
     def _own(self, rows: Rows, stored: StoredWeight) -> StoredWeight:
         ordered = stored if rows.order is None else stored.rows(rows.order)
@@ -314,7 +329,7 @@ class WeightLoader:
 
     def _made(self, parts: Sequence[tuple[Rows, StoredWeight]], bias_N: Tensor | None) -> Linear:
         weights = make_weights((stored for _, stored in parts), self.form)
-        self.num_bytes += sum(weight.num_bytes for weight in weights)
+        self.bytes_by_format += bytes_by_format(weights)
         linear, start = self._make_linear(weights, bias_N), 0
         for rows, stored in parts:
             num_outputs, num_inputs = stored.shape
@@ -336,7 +351,7 @@ class WeightLoader:
         return self._counted(numbers.to(device=self.form.device, dtype=self.form.dtype))
 
     def _counted(self, tensor: Tensor) -> Tensor:
-        self.num_bytes += tensor.nbytes
+        self.bytes_by_format[dtype_name(tensor.dtype)] += tensor.nbytes
         return tensor
 
 

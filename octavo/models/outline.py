@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from octavo.errors import CheckpointError
@@ -56,9 +58,9 @@ class Outline:
         return torch.empty(shape, dtype=DTYPES.get(kind, torch.float32), device="meta")
 
 
-def outline(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> LoadedModel | LoadedEncoder:
-    """The model with "meta" weights of this dtype. Raises ``CheckpointError`` as loading would."""
-    form = WeightFormat(dtype, torch.device("meta"))
+def outline(config: ModelConfig, checkpoint: Checkpoint, form: WeightFormat) -> LoadedModel | LoadedEncoder:
+    """The model with "meta" weights of this format. Raises ``CheckpointError`` as loading would."""
+    form = dataclasses.replace(form, device=torch.device("meta"))
     if isinstance(config, EncoderConfig):
         return load_encoder(config, Outline(checkpoint, frozenset()), form)
     copies = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())  # content is compared on loading

@@ -84,10 +84,15 @@ class LoadedModel(NamedTuple):
 
     model: CausalLM
     num_parameters: int
-    num_bytes: int
-    """Bytes of the weights."""
+    bytes_by_format: Mapping[str, int]
+    """Bytes of the weights, by the format of their numbers."""
     maps: Mapping[str, MapPart]
     """Its linear maps, by their names in the checkpoint."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(self.bytes_by_format.values())
 
 
 def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
@@ -116,7 +121,7 @@ def load_model(
     weights = WeightLoader(TextPart(source), form, make_linear, method=config.quantization)
     model = _family(config.architecture)(config, weights)
     weights.tensors.finish()
-    return LoadedModel(model, weights.num_parameters, weights.num_bytes, weights.maps)
+    return LoadedModel(model, weights.num_parameters, weights.bytes_by_format, weights.maps)
 
 
 def _family(name: str) -> Family:

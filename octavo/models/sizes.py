@@ -7,12 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig
 from octavo.models.keys import token_ids, wrong
 from octavo.models.outline import outline
+from octavo.quant.stored import WeightFormat
 from octavo.quant.tensors import Source
 from octavo.weights.checkpoint import Checkpoint
 
@@ -73,10 +72,10 @@ def eos_token_ids(config: ModelConfig, generation: Mapping[str, Any]) -> tuple[i
     return ids
 
 
-def check_dummy(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, free: int) -> None:
+def check_dummy(config: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, free: int) -> None:
     """Refuse random weights that take more than ``free`` bytes. Raises ``CheckpointError``."""
     small, larger = (
-        outline(dataclasses.replace(config, num_layers=min(count, config.num_layers)), checkpoint, dtype).num_bytes
+        outline(dataclasses.replace(config, num_layers=min(count, config.num_layers)), checkpoint, form).num_bytes
         for count in (1, 2)
     )
     needed = small + (larger - small) * (config.num_layers - 1)

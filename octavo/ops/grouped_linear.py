@@ -61,6 +61,11 @@ class PackedGroups:
         return self.shape[1] // len(self.scales_GN)
 
     @property
+    def format(self) -> str:
+        """Name of the numbers' format."""
+        return self.number
+
+    @property
     def num_bytes(self) -> int:
         tensors = (self.words, self.scales_GN, self.zeros_GN, self.minima_GN, self.order_K)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)

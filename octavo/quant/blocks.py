@@ -34,6 +34,10 @@ class BlockWeight:
     packed: PackedBlocks
 
     @property
+    def format(self) -> str:
+        return self.packed.kind
+
+    @property
     def num_bytes(self) -> int:
         return self.packed.num_bytes
 

@@ -19,7 +19,7 @@ from octavo.ops.block_linear import ROWS_AT_ONCE, PackedBlocks
 from octavo.ops.grouped_linear import E2M1, PackedGroups
 from octavo.quant.blocks import BlockWeight, without_kernel
 from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
-from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
+from octavo.quant.stored import LinearWeight, Order, OutlinedWeight, WeightFormat, filled, row_slices, shard_range
 from octavo.quant.tensors import Tensors
 from octavo.weights.blocks import Groups
 
@@ -106,6 +106,8 @@ class Float4Stored:
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
         """On a CPU, codes become integers of 8 bits: twice their numbers, from -12 to 12, with half the scale."""
+        if form.packs and form.device.type == "meta":
+            return OutlinedWeight(self.shape, "fp4", self.codes.numel() + 2 * self.group_scales_NG.numel())
         if packs_groups(form):
             packed = self.packed_groups(form.device)
             return None if packed is None else GroupedWeight(packed, form.dtype)

@@ -18,7 +18,7 @@ from octavo.ops.block_linear import ROWS_AT_ONCE, PackedBlocks
 from octavo.ops.grouped_linear import Number, PackedGroups
 from octavo.quant.blocks import BlockWeight, without_kernel
 from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
-from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
+from octavo.quant.stored import LinearWeight, Order, OutlinedWeight, WeightFormat, filled, row_slices, shard_range
 from octavo.weights.blocks import Groups
 
 FEWEST_TOGETHER, MOST_TOGETHER = 16, 64
@@ -102,6 +102,10 @@ class GroupedStored:
         return filled([self], form)
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
+        if form.packs and form.device.type == "meta":
+            (N, K), bits = self.shape, 4 if self.bits <= 4 else 8
+            sides = self.scales_NG.numel() * (2 if self.zeros_NG is None else 4)
+            return OutlinedWeight(self.shape, f"int{self.bits}", N * K * bits // 8 + sides)
         if packs_groups(form):
             packed = self.packed_groups(form.device)
             return None if packed is None else GroupedWeight(packed, form.dtype)

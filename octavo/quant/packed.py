@@ -26,6 +26,10 @@ class GroupedWeight:
     """Of activations."""
 
     @property
+    def format(self) -> str:
+        return self.packed.format
+
+    @property
     def num_bytes(self) -> int:
         return self.packed.num_bytes
 

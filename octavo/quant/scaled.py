@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups
 from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
-from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
+from octavo.quant.stored import LinearWeight, Order, OutlinedWeight, WeightFormat, filled, row_slices, shard_range
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +77,8 @@ class ScaledStored:
         return filled([self], form)
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
+        if form.packs and form.device.type == "meta":
+            return OutlinedWeight(self.shape, "fp8", self.values_NK.numel() + 4 * self.shape[0] * self.scales.shape[1])
         packed = self.packed_groups(form.device) if packs_groups(form) else None
         return None if packed is None else GroupedWeight(packed, form.dtype)
 

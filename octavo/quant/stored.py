@@ -9,6 +9,7 @@ Shapes: T tokens, K inputs, N outputs.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -24,6 +25,8 @@ from octavo.ops.linear import Activation
 
 Order = npt.NDArray[np.int64]
 """For each row of the result, the index of its row in the matrix."""
+DENSE_FORMATS = frozenset({"float32", "bfloat16", "float16"})
+"""Names of the formats of unquantised weights."""
 _WEIGHTS_AT_ONCE = 1 << 22
 
 
@@ -35,6 +38,10 @@ class WeightFormat:
     device: torch.device
     packs: bool = False
     """Whether quantised weights stay packed if there is a kernel; otherwise every weight is dequantised."""
+    quantization: str | None = None
+    """To what unquantised linear maps are quantised while they are loaded: "fp8", "int8" or "int4"; see ``at_load``."""
+    quantizes_head: bool = False
+    """Whether ``quantization`` applies to the map to logits too, and to an embedding that is tied to it."""
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -44,6 +51,11 @@ class WeightFormat:
 
 class LinearWeight(Protocol):
     """A matrix [N, K] that a kernel computes with."""
+
+    @property
+    def format(self) -> str:
+        """Name of the numbers' format, such as "int4" or "bfloat16", for reports of memory."""
+        ...
 
     @property
     def num_bytes(self) -> int:
@@ -111,7 +123,10 @@ class StoredWeight(Protocol):
         ...
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
-        """The matrix packed for a kernel of the device, ``None`` if it must be dequantised."""
+        """The matrix packed for a kernel of the device, ``None`` if it must be dequantised.
+
+        On the "meta" device it is an ``OutlinedWeight``.
+        """
         ...
 
 
@@ -122,6 +137,10 @@ class DenseWeight:
     weight_NK: Tensor
     dtype: torch.dtype | None = None
     """Of activations, where it is not the weight's."""
+
+    @property
+    def format(self) -> str:
+        return dtype_name(self.weight_NK.dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -144,6 +163,31 @@ class DenseWeight:
 
     def rows(self, ids_T: Tensor) -> Tensor:
         return ops.embedding(ids_T, self.weight_NK, self.dtype)
+
+
+@dataclass(frozen=True)
+class OutlinedWeight:
+    """A packed weight without content: its size, for ``models.outline``."""
+
+    shape: tuple[int, int]
+    format: str
+    num_bytes: int
+    """About: packed scales may take two or four bytes."""
+    dense_NK: Tensor | None = None
+
+    def apply(
+        self,
+        x_TK: Tensor,
+        bias_N: Tensor | None = None,
+        norm_K: Tensor | None = None,
+        eps: float = 0.0,
+        residual_TN: Tensor | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        raise NotImplementedError("an outline has no numbers")
+
+    def rows(self, ids_T: Tensor) -> Tensor:
+        raise NotImplementedError("an outline has no numbers")
 
 
 @dataclass(frozen=True)
@@ -182,12 +226,35 @@ class DenseStored:
     def pack(self, form: WeightFormat) -> LinearWeight | None:
         """Beside packed weights on a CPU, 16 bits stay 16 bits: a head in float32 would take longer than the rest."""
         dtype, K = self.parts[0].dtype, self.shape[1]
-        if not form.packs or form.device.type != "cpu" or dtype.itemsize != 2 or K % 16:
+        if not form.packs or form.device.type == "cuda" or form.dtype != torch.float32 or dtype.itemsize != 2 or K % 16:
             return None
         return DenseWeight(self._one().contiguous(), form.dtype)
 
     def _one(self) -> Tensor:
         return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+class Sized(Protocol):
+    """Numbers of one format in memory."""
+
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+def bytes_by_format(weights: Iterable[Sized]) -> Counter[str]:
+    """Bytes of weights by the name of their format."""
+    total: Counter[str] = Counter()
+    for weight in weights:
+        total[weight.format] += weight.num_bytes
+    return total
 
 
 def shard_range(shape: tuple[int, int], dim: int, rank: int, size: int, unit: int = 1) -> range:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import KVGroup, kv_groups
 from octavo.ops.grouped_linear import LARGEST_COPY
 from octavo.ops.paged_attention import MAX_SCRATCH
-from octavo.quant.plain import Plain
+from octavo.quant.stored import DENSE_FORMATS
 from octavo.runtime.group_memory import GroupMemory
 from octavo.runtime.step_program import LOGPROB_ROWS
 from octavo.types import KVGroupInfo
@@ -109,10 +110,10 @@ def settle(
     kv_dtype: torch.dtype,
     dtype: torch.dtype,
     device: str,
-    weights: int,
+    weights: Mapping[str, int],
     free: int,
 ) -> tuple[Limits, MemoryBudget]:
-    """Resolve the limits that the settings leave open, given the bytes of the loaded weights and the free bytes.
+    """Resolve the limits that the settings leave open, given the bytes of the loaded weights by format, and the free bytes.
 
     Raises ``ConfigError`` naming the setting to change when something does not fit.
     """
@@ -123,7 +124,7 @@ def settle(
     activations = _activation_bytes(model, max_num_batched_tokens, dtype)
     if device == "cuda":
         activations += 4 * (max_num_seqs + 1) * max_model_len  # histories for penalties, see ``sampling_state``
-        activations += _copy_bytes(model, dtype)
+        activations += _copy_bytes(model, dtype, weights)
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     room = free - activations - logits
     groups = _groups(settings.cache, model, max_model_len - max_num_batched_tokens - block_size)
@@ -143,7 +144,7 @@ def settle(
     of_others = kv_bytes - num_blocks[0] * first_bytes
     _check_fit(max_model_len, kept, num_blocks[0], block_size, first_bytes, room - of_others)
     limits = Limits(max_model_len, block_size, tuple(groups), tuple(num_blocks), max_num_seqs, max_num_batched_tokens)
-    return limits, MemoryBudget(weights, kv_bytes, activations, logits)
+    return limits, MemoryBudget(sum(weights.values()), kv_bytes, activations, logits)
 
 
 def _groups(settings: CacheSettings, model: ModelConfig, max_window: int) -> list[KVGroup]:
@@ -211,9 +212,9 @@ def _activation_bytes(model: ModelConfig, num_tokens: int, dtype: torch.dtype) -
     return num_tokens * widest * dtype.itemsize + scratch
 
 
-def _copy_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+def _copy_bytes(model: ModelConfig, dtype: torch.dtype, weights: Mapping[str, int]) -> int:
     """Bytes of the dense copy that kernels make of a quantised weight for many tokens."""
-    if isinstance(model.quantization, Plain):
+    if DENSE_FORMATS.issuperset(weights):
         return 0
     return min(2 * model.ffn_size * model.hidden_size, LARGEST_COPY) * dtype.itemsize
 

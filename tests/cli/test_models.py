@@ -19,6 +19,7 @@ from octavo.models.features import features
 from octavo.models.outline import outline
 from octavo.models.registry import ARCHITECTURES, LoadedModel, read_config
 from octavo.models.text_part import TEXT_PARTS
+from octavo.quant.stored import WeightFormat
 from octavo.weights.checkpoint import open_checkpoint
 from tests.models.adapter_files import make_adapter
 from tests.models.encoder_families import make_encoder
@@ -52,7 +53,7 @@ def test_listed_features_match_those_of_checkpoints(row: str, tmp_path: Path) ->
     kind = ROWS[row][0]
     has_windows = any(values.get("sliding_window") for name, values in ROWS.values() if name == kind)
     assert found.windows != "-" or not has_windows
-    loaded = outline(config, open_checkpoint(tmp_path), torch.float32)
+    loaded = outline(config, open_checkpoint(tmp_path), WeightFormat(torch.float32, torch.device("cpu")))
     assert isinstance(loaded, LoadedModel)
     layers = [n for n, w in model.named_parameters() if w.ndim > 1 and re.search(r"\.\d+\.", n)]
     for name in layers:

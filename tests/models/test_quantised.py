@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo import LLM, SamplingParams
 from octavo.models.outline import outline
 from octavo.models.registry import read_config
+from octavo.quant.stored import WeightFormat
 from octavo.weights.safetensors import SafetensorsCheckpoint
 from tests.models.families import VOCAB_SIZE, make_checkpoint
 from tests.models.test_architectures import SETTINGS, random_tokens
@@ -155,7 +156,7 @@ def test_a_quantised_embedding_is_tied_to_the_head(tmp_path: Path) -> None:
 def test_a_quantised_checkpoint_is_checked_from_its_headers(folders: tuple[Path, Path]) -> None:
     folder, plain = folders
     found, expected = (
-        outline(read_config(checkpoint.config), checkpoint, torch.bfloat16)
+        outline(read_config(checkpoint.config), checkpoint, WeightFormat(torch.bfloat16, torch.device("meta")))
         for checkpoint in (SafetensorsCheckpoint(folder), SafetensorsCheckpoint(plain))
     )
     assert found.num_parameters == expected.num_parameters

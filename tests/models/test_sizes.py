@@ -18,9 +18,11 @@ from octavo.errors import CheckpointError
 from octavo.models import sizes
 from octavo.models.registry import read_config
 from octavo.models.sizes import check_dummy
+from octavo.quant.stored import WeightFormat
 from octavo.weights.checkpoint import open_checkpoint
 from tests.models.checkpoints import make_checkpoint
 
+FORM = WeightFormat(torch.float32, torch.device("meta"))
 MAX_SECONDS = 2.0
 MAX_BYTES = 64 << 20
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -92,7 +94,7 @@ def test_a_dummy_may_take_what_is_free(whole: Path, monkeypatch: pytest.MonkeyPa
     """What is compared with the memory is what loading takes."""
     checkpoint = open_checkpoint(whole, "dummy")
     config = read_config({**checkpoint.config, "num_hidden_layers": 5})
-    needed = sizes.outline(config, checkpoint, torch.float32).num_bytes
-    check_dummy(config, checkpoint, torch.float32, needed)
+    needed = sizes.outline(config, checkpoint, FORM).num_bytes
+    check_dummy(config, checkpoint, FORM, needed)
     with pytest.raises(CheckpointError, match="num_hidden_layers 5"):
-        check_dummy(config, checkpoint, torch.float32, needed - 1)
+        check_dummy(config, checkpoint, FORM, needed - 1)

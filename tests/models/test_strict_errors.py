@@ -60,4 +60,4 @@ def test_each_error_names_the_tensor(
     with pytest.raises(CheckpointError, match=message):
         load_model(config, checkpoint, WeightFormat(torch.float32, torch.device("cpu")))
     with pytest.raises(CheckpointError, match=re.escape(name)):  # from headers alone
-        outline(config, checkpoint, torch.float32)
+        outline(config, checkpoint, WeightFormat(torch.float32, torch.device("meta")))

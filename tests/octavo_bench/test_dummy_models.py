@@ -12,6 +12,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.models.outline import outline
 from octavo.models.registry import read_config
+from octavo.quant.stored import WeightFormat
 from octavo.sim.shapes import SHAPES
 from octavo.text.tokenizer import load_tokenizer
 from octavo.weights.dummy import DummyCheckpoint
@@ -66,8 +67,8 @@ def test_a_folder_is_a_model(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_shapes_have_the_published_numbers_of_parameters(name: str, count: int) -> None:
-    checkpoint = DummyCheckpoint(SHAPES[name], {}, 0)
-    assert outline(read_config(SHAPES[name]), checkpoint, torch.bfloat16).num_parameters == count
+    checkpoint, form = DummyCheckpoint(SHAPES[name], {}, 0), WeightFormat(torch.bfloat16, torch.device("meta"))
+    assert outline(read_config(SHAPES[name]), checkpoint, form).num_parameters == count
 
 
 def test_names_and_paths(tmp_path: Path) -> None:

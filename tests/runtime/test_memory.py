@@ -35,7 +35,7 @@ PER_TOKEN = 30 * 2 * 3 * 64 * 4
 
 def settled(free: int = 16 * GIB, device: str = "cpu", **settings: Any) -> tuple[Limits, MemoryBudget]:
     config = EngineConfig.from_flat(settings)
-    return settle(config, MODEL, torch.float32, torch.float32, device, weights=500, free=free)
+    return settle(config, MODEL, torch.float32, torch.float32, device, weights={"float32": 500}, free=free)
 
 
 def test_defaults_on_a_cpu_take_one_gib_for_the_cache() -> None:
