@@ -44,9 +44,16 @@ class GptOssLayer(LlamaLayer):
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
         shape = ExpertShape(X, D, F, moe.activation)
         if weights.tensors.has(f"{mlp}.experts.0.gate_proj.weight"):
-            return MoE(norm, router, weights.experts(f"{mlp}.experts", shape, has_bias=True))
+            return MoE(
+                norm, router, weights.experts(f"{mlp}.experts", shape, has_bias=True), collective=weights.collective
+            )
         gates_then_ups = np.arange(2 * F).reshape(F, 2).T.ravel()  # the checkpoint interleaves them
-        return MoE(norm, router, weights.stacked_experts(f"{mlp}.experts", shape, gates_then_ups))
+        return MoE(
+            norm,
+            router,
+            weights.stacked_experts(f"{mlp}.experts", shape, gates_then_ups),
+            collective=weights.collective,
+        )
 
 
 class GptOssForCausalLM(LlamaForCausalLM):

@@ -10,11 +10,13 @@ from octavo.ops.encoder_attention import encoder_attention
 from octavo.ops.gelu import gelu
 from octavo.ops.gelu_and_mul import gelu_and_mul
 from octavo.ops.head_linear import head_linear
+from octavo.ops.keep_own_rows import keep_own_rows
 from octavo.ops.latent_attention import latent_attention
 from octavo.ops.layer_norm import layer_norm
 from octavo.ops.linear import linear
 from octavo.ops.lora import lora
 from octavo.ops.moe import moe
+from octavo.ops.own_ids import own_ids
 from octavo.ops.paged_attention import paged_attention
 from octavo.ops.publish_tokens import publish_tokens
 from octavo.ops.pull_step import pull_step
@@ -39,11 +41,13 @@ __all__ = [
     "gelu",
     "gelu_and_mul",
     "head_linear",
+    "keep_own_rows",
     "latent_attention",
     "layer_norm",
     "linear",
     "lora",
     "moe",
+    "own_ids",
     "paged_attention",
     "publish_tokens",
     "pull_step",
