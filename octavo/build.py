@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.offloading import make_offload
-from octavo.config import CacheSettings, EngineConfig, ModelSettings, parse_lora_modules
+from octavo.config import CacheSettings, EngineConfig, ModelSettings, parse_lora_modules, to_flat
 from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.engine import Engine
 from octavo.engine.graph_choice import GraphChoice
@@ -35,10 +36,12 @@ from octavo.grammar.vocabulary import Vocabulary
 from octavo.models.adapters import Adapters, load_with_adapters
 from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
+from octavo.models.layer_cache import rank_cache
 from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, read_config
 from octavo.models.sizes import check_dummy, check_sizes, eos_token_ids
 from octavo.ops import dispatch
+from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.blocks import without_kernel
 from octavo.quant.stored import WeightFormat
 from octavo.runtime import memory
@@ -46,8 +49,10 @@ from octavo.runtime.cpu_threads import num_threads_wanted
 from octavo.runtime.device_program import load_kernels
 from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
 from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.ranks import OneRank, OnLost, Ranks, check_divides
 from octavo.runtime.step_program import Forward
 from octavo.runtime.stream_executor import StreamExecutor
+from octavo.runtime.vocabulary import part_of_vocabulary
 from octavo.speculative_config import parse_speculative_config
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
@@ -65,32 +70,37 @@ the last token, which must be known."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
-    """Load the model and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
+def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[Engine, EngineInfo]:
+    """Load the model and wire the engine. Raises ``ConfigError`` or ``CheckpointError``.
+
+    ``on_lost`` is called when another process of a tensor-parallel engine ends; steps then raise ``RanksLost``.
+    """
     phases = Phases()
     device = resolve_device(config.model.device)
-    _prepare(device)
+    _prepare(device, config.model.tensor_parallel_size)
     path = resolve_model(config.model)
     checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed, str(device))
-    generation = chosen_config(config.model.generation_config, checkpoint.generation_config, path)
-    defaults = sampling_defaults(config.model.generation_config, generation)
     model_config, form = _read_model(config, checkpoint, device)
-    eos_ids = eos_token_ids(model_config, generation)
+    eos_ids, defaults = _generation(config.model, checkpoint, path, model_config)
     phases.done("device and checkpoint")
     if isinstance(model_config, EncoderConfig):
         return build_encoder(config, path, checkpoint, model_config, form)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
-    with _kernel_compilation(form, kv_dtype):
-        loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form)
+    with _kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device) as ranks:
+        collective = ranks.collective
+        loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form, collective)
         gc.collect()
         phases.done("weights")
-        free = memory.free_memory(device, config.cache.gpu_memory_utilization)
+        free = ranks.least_free(memory.free_memory(device, config.cache.gpu_memory_utilization))
         kinds = kv_dtype, form.dtype, device.type
-        limits, budget = memory.settle(config, model_config, *kinds, weights=loaded.num_bytes, free=free)
-        storage = _storage(model_config, limits, kv_dtype, device)
+        sizes = loaded.num_bytes, free, collective.size
+        limits, budget = memory.settle(config, model_config, *kinds, *sizes)
+        ranks.settle(limits)
+        storage = _storage(model_config, limits, kv_dtype, device, collective.size)
         vocab_size = model_config.vocab_size
-        executor = make_executor(config.model, loaded.model, storage, vocab_size, limits, pooling, adapters)
+        own = make_executor(config.model, loaded.model, storage, vocab_size, limits, pooling, adapters, collective)
+        executor = ranks.executor(own)
         numbers = None if adapters is None else dict[str, int]()
         runner, warm_up = make_runner(config.model, executor, storage.num_groups, vocab_size, limits, numbers)
         phases.done("memory")
@@ -114,16 +124,69 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         tasks=("generate", "embed"),
         embedding_size=model_config.hidden_size,
         sampling_defaults=defaults,
+        tensor_parallel_size=collective.size,
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
     scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else loaded.num_bytes)
-    _connect_blocks(scheduler.cache, config.cache, runner, storage, path, _forms(form, info, storage))
+    _connect_blocks(scheduler.cache, config.cache, runner, storage, path, _forms(form, info, storage), collective.size)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
     ngram = parse_speculative_config(config.speculative.speculative_config)
     proposer = None if ngram is None else NgramProposer(ngram)
     depth = DEPTH[device.type] if config.scheduler.async_scheduling and ngram is None else 1
     timed = logged(runner, config.scheduler.step_log)
+    ranks.report_to(on_lost)
     return Engine(scheduler, timed, grammars=grammars, proposer=proposer, adapters=lora, depth=depth), info
+
+
+def build_rank(config: EngineConfig, collective: Collective, settle: Callable[[int], memory.Limits]) -> Executor:
+    """Load the part of a rank but the first, and make its executor; errors as for ``build_engine``.
+
+    ``settle`` is given the free bytes when the weights are loaded, and returns the limits for which to allocate memory.
+    """
+    device = resolve_device(config.model.device)
+    _prepare(device, collective.size)
+    path = resolve_model(config.model)
+    checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed, str(device))
+    model_config, form = _read_model(config, checkpoint, device)
+    pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
+    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
+    with _kernel_compilation(form, kv_dtype):
+        loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form, collective)
+        gc.collect()
+        limits = settle(memory.free_memory(device, config.cache.gpu_memory_utilization))
+        storage = _storage(model_config, limits, kv_dtype, device, collective.size)
+        vocab_size = model_config.vocab_size
+        return make_executor(config.model, loaded.model, storage, vocab_size, limits, pooling, adapters, collective)
+
+
+@contextlib.contextmanager
+def _started_ranks(config: EngineConfig, path: Path, model: ModelConfig, device: torch.device) -> Iterator[Ranks]:
+    """The ranks of the engine, which are ended if this block fails. Raises ``ConfigError``."""
+    size = config.model.tensor_parallel_size
+    if size == 1:
+        yield OneRank()
+        return
+    if device.type != "cpu" or ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
+        raise ConfigError("tensor_parallel_size: more than 1 needs device cpu, and its compiled kernels")
+    check_divides(model, size)
+    from octavo.runtime.rank_group import RankGroup  # its shared memory needs compiled code
+
+    settings = dataclasses.replace(config.model, model=str(path))
+    ranks = RankGroup(to_flat(dataclasses.replace(config, model=settings), EngineConfig), size)
+    try:
+        yield ranks
+    except BaseException:
+        ranks.end()
+        raise
+
+
+def _generation(
+    settings: ModelSettings, checkpoint: Checkpoint, path: Path, model: ModelConfig
+) -> tuple[tuple[int, ...], dict[str, int | float]]:
+    """The ids that end a text, and default sampling parameters."""
+    generation = chosen_config(settings.generation_config, checkpoint.generation_config, path)
+    defaults = sampling_defaults(settings.generation_config, generation)
+    return eos_token_ids(model, generation), defaults
 
 
 def _load_adapters(settings: ModelSettings, runner: StepRunner, numbers: dict[str, int]) -> LoadedAdapters:
@@ -134,10 +197,16 @@ def _load_adapters(settings: ModelSettings, runner: StepRunner, numbers: dict[st
 
 
 def _connect_blocks(
-    cache: KVCache, settings: CacheSettings, runner: StepRunner, storage: KVStorage, model: Path, forms: str
+    cache: KVCache,
+    settings: CacheSettings,
+    runner: StepRunner,
+    storage: KVStorage,
+    model: Path,
+    forms: str,
+    num_ranks: int,
 ) -> None:
     """Connect partial block reuse and KV offloading to the cache, if the settings enable them."""
-    blocks = BlockMessages(runner, storage.bytes_per_block)
+    blocks = BlockMessages(runner, storage.bytes_per_block * num_ranks)
     if settings.enable_partial_reuse:
         cache.copy_slots = blocks.copy_slots
     if (offload := make_offload(settings, blocks, storage.block_size, model, forms)) is not None:
@@ -155,8 +224,11 @@ def _read_model(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
     return model, form
 
 
-def _storage(model: ModelConfig, limits: memory.Limits, dtype: torch.dtype, device: torch.device) -> KVStorage:
-    return KVStorage(model.cache, limits.groups, limits.num_blocks, limits.block_size, dtype, device)
+def _storage(
+    model: ModelConfig, limits: memory.Limits, dtype: torch.dtype, device: torch.device, num_ranks: int
+) -> KVStorage:
+    specs = rank_cache(model.cache, num_ranks)
+    return KVStorage(specs, limits.groups, limits.num_blocks, limits.block_size, dtype, device)
 
 
 def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
@@ -173,7 +245,10 @@ def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
 
 def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage) -> str:
     """What cached keys and values depend on besides the checkpoint, as a string that is equal in every process."""
-    return f"{form.dtype} {form.packs} {info.kernels}\n{storage.dtype}\n{storage.device.type}"
+    ranks = info.tensor_parallel_size
+    return f"{form.dtype} {form.packs} {info.kernels}\n{storage.dtype}\n{storage.device.type}" + f"\n{ranks}" * (
+        ranks > 1
+    )
 
 
 def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int) -> Scheduler:
@@ -201,12 +276,14 @@ def make_executor(
     limits: memory.Limits,
     pooling: Pooling = LAST_TOKEN,
     adapters: Adapters | None = None,
+    collective: Collective = SINGLE_RANK,
 ) -> Executor:
     """The executor for the storage's device. Results on a CPU never depend on the batch."""
     most = step_limits(limits)
     if storage.device.type == "cpu":
         forward = None if settings.enforce_eager else _recorded(model, storage)
-        return HostExecutor(model, storage, vocab_size, most, forward, pooling, adapters)
+        vocabulary = part_of_vocabulary(vocab_size, collective)
+        return HostExecutor(model, storage, vocab_size, most, forward, pooling, adapters, vocabulary)
     return StreamExecutor(
         model, storage, vocab_size, most, settings.batch_invariant, settings.enforce_eager, pooling, adapters
     )
@@ -257,10 +334,10 @@ def _kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractCo
     return compiling_beside(kv_dtype)
 
 
-def _prepare(device: torch.device) -> None:
+def _prepare(device: torch.device, num_ranks: int) -> None:
     """Prepare the device: set CPU thread counts, or load GPU kernels while the model is loaded."""
     if device.type == "cpu":
-        _share_cores(num_threads_wanted())
+        _share_cores(max(1, num_threads_wanted() // num_ranks))
     else:
         load_kernels()
 

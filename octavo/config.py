@@ -55,6 +55,9 @@ class ModelSettings:
         ("auto", "float32", "bfloat16", "float16"),
     )
     device: str = setting("auto", "device to run on", ("auto", "cpu", "cuda"))
+    tensor_parallel_size: int = setting(
+        1, "processes among which each layer of the model is divided: one for each GPU or group of CPU cores", low=1
+    )
     enable_lora: bool = setting(False, "serve LoRA adapters; a request selects one by its model name")
     lora_modules: str | None = setting(
         None, "LoRA adapters to load at startup, such as 'sql=/adapters/sql,fr=/adapters/fr'"

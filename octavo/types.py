@@ -338,6 +338,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Dimension of an embedding; 0 without the embed task."""
     sampling_defaults: dict[str, int | float] = {}
     """Defaults of ``SamplingParams`` fields that a request leaves unset, from the checkpoint's configuration."""
+    tensor_parallel_size: int = 1
 
 
 Masks = Mapping[int, Any]

@@ -24,6 +24,7 @@ from octavo.runtime.replies import Done, Failed
 from octavo.runtime.sampling_state import SamplingState
 from octavo.runtime.step_program import Forward, RowReader, StepProgram
 from octavo.runtime.step_views import view_host_step
+from octavo.runtime.vocabulary import WHOLE, Vocabulary
 from octavo.steps.layout import layout
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (
@@ -58,18 +59,20 @@ class HostExecutor:
         forward: Forward | None = None,
         pooling: Pooling = LAST_TOKEN,
         adapters: Adapters | None = None,
+        vocabulary: Vocabulary = WHOLE,
     ) -> None:
         """``forward`` may be a faster equivalent of ``model.forward`` over the storage's layers; it is used for steps
         without adapters."""
         device = storage.device
         max_len = limits.max_blocks * storage.block_size
-        self._state = SamplingState(limits.max_num_seqs, max_len, limits.max_num_seqs, vocab_size, device)
+        most = limits.max_num_seqs
+        self._state = SamplingState(most, max_len, most, vocab_size, device, vocabulary)
         self._last_tokens_C = self._state.last_tokens_C.numpy()
         self.adapters = adapters
         self._forward = forward
         self._model, self._layers = model, storage.layers
         self._program = StepProgram(model, self._compute, self._state, None if adapters is None else adapters.rows)
-        self._reader = RowReader(model, ChunkPooler(model, pooling))
+        self._reader = RowReader(model, ChunkPooler(model, pooling), vocabulary)
         self._copies = HostBlockCopies(storage)
         self._num_groups = storage.num_groups
 

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo import ops
 from octavo.layers.lora import AdapterRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
 from octavo.runtime.pooled import ChunkPooler
-from octavo.runtime.sampling_state import SamplingState, report
+from octavo.runtime.sampling_state import SamplingState
 from octavo.runtime.step_views import StepTensors
+from octavo.runtime.vocabulary import WHOLE, Vocabulary
 from octavo.steps.messages import PromptRows, Step, StepResult
 from octavo.steps.shapes import StepShape
 
@@ -55,7 +55,7 @@ class StepProgram:
     def __call__(self, step: StepTensors, shape: StepShape, message: Step | None = None) -> Computed:
         """Compute a step of this shape. Without a ``message``, reports have the maximum width and the step depends on
         its tensors alone, so that it can be captured in a graph."""
-        rows, extras = step.rows, step.extras
+        rows, extras, vocabulary = step.rows, step.extras, self.state.vocabulary
         if extras is not None:
             self.state.remember(step, extras)
         indices_R = step.logits_indices_R
@@ -72,14 +72,14 @@ class StepProgram:
         x_RD = x_TD if indices_R is rows.logits_indices_R else x_TD[indices_R]
         logits_RV = self.model.logits(x_RD)
         if extras is None:
-            return Computed(ops.sample(logits_RV, step.params), None, x_TD)
+            return Computed(vocabulary.sample(logits_RV, step.params), None, x_TD)
         adjusted_RV = self.state.adjust(logits_RV, step, extras, () if message is None else message.masks)
-        tokens_R = ops.sample(adjusted_RV, step.params)
+        tokens_R = vocabulary.sample(adjusted_RV, step.params)
         num_top = self.state.most_top if message is None else message.num_top
         if num_top < 0:
             return Computed(tokens_R, None, x_TD)
         asked_R = tokens_R.masked_fill(extras.wants_logprobs_R == 0, -1)
-        return Computed(tokens_R, report(logits_RV, asked_R, min(num_top, self.state.vocab_size)), x_TD)
+        return Computed(tokens_R, vocabulary.report(logits_RV, asked_R, num_top), x_TD)
 
     def _adapted(self, step: StepTensors) -> contextlib.AbstractContextManager[None]:
         if step.adapters_T is None:
@@ -91,9 +91,10 @@ class StepProgram:
 class RowReader:
     """Reads a step's results to the host: tokens, accepted drafts, log-probabilities and pooled vectors."""
 
-    def __init__(self, model: CausalLM, pooler: ChunkPooler) -> None:
+    def __init__(self, model: CausalLM, pooler: ChunkPooler, vocabulary: Vocabulary = WHOLE) -> None:
         self._model = model
         self._pooler = pooler
+        self._vocabulary = vocabulary
 
     def result(self, message: Step, computed: Computed) -> tuple[StepResult, list[int]]:
         """The step's result, and the index of each sequence's last accepted sampled row; waits for the device."""
@@ -114,10 +115,10 @@ class RowReader:
         for first in range(0, len(prompt.tokens), LOGPROB_ROWS):
             tokens = prompt.tokens[first : first + LOGPROB_ROWS]
             logits_RV = self._model.logits(x_TD[first : first + len(tokens)])
-            if not logits_RV.float().sum(dim=-1).isfinite().all():
+            if not self._vocabulary.are_finite(logits_RV):
                 return None
             tokens_R = torch.tensor(tokens, dtype=torch.int32, device=logits_RV.device)
-            parts.append(as_bytes(report(logits_RV, tokens_R, min(prompt.num_top, logits_RV.shape[1]))))
+            parts.append(as_bytes(self._vocabulary.report(logits_RV, tokens_R, prompt.num_top)))
         return b"".join(parts)
 
 

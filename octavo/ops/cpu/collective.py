@@ -153,7 +153,7 @@ class SharedCollective:
 
     def abort(self) -> None:
         """Make all collectives fail that are waiting, on all ranks, and all later ones."""
-        publish(self._region.ctypes.data + ABORT, 1, False)
+        publish(self._region.ctypes.data + ABORT, 1, 0)
 
     def _call(self, driver: int, x: Tensor, out: int, count: int) -> None:
         arguments = np.empty(1, ARGUMENTS)

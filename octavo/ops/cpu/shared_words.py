@@ -63,8 +63,11 @@ def add(word: int, amount: int) -> int:
 
 
 @compiled
-def publish(word: int, value: int, wakes: bool) -> None:
-    """Write a word after everything that was written before, and wake whoever sleeps on it if there may be one."""
+def publish(word: int, value: int, asleep: int) -> None:
+    """Write a word after everything that was written before, and wake its sleepers.
+
+    ``asleep`` is the address of their number, 0 if nobody sleeps on the word.
+    """
     atomic_store(word, value)
-    if wakes:
+    if asleep != 0 and atomic_load(asleep) > 0:
         futex(word, FUTEX_WAKE, EVERYONE, 0)
