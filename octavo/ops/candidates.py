@@ -127,11 +127,11 @@ def _choose(
     if cut is None:
         return UNDECIDED
     scores, ids = found_WK[:, HEAD : HEAD + MOST].ravel(), found_WK[:, HEAD + MOST :].ravel()
-    kept = np.sort(ids[(scores >= cut) & (scores > NEVER)]).astype(np.int64)
-    by_id = dict(zip(ids.tolist(), scores.tolist(), strict=True))
-    scores_C = torch.tensor([by_id[token] for token in kept.tolist()], dtype=torch.float32)
-    index, _ = _winner(scores_C, hashes[torch.from_numpy(kept)], seed, position)
-    return int(kept[index])
+    is_kept = (scores >= cut) & (scores > NEVER)
+    order = ids[is_kept].argsort()
+    ids_C = torch.from_numpy(ids[is_kept][order]).long()
+    index, _ = _winner(torch.from_numpy(scores[is_kept][order]).float(), hashes[ids_C], seed, position)
+    return int(ids_C[index])
 
 
 def _cut(found_WK: Numbers, highest: float, min_p: float, top_k: int, top_p: float) -> float | None:

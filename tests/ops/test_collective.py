@@ -1,0 +1,122 @@
+"""Collectives of ranks over shared memory: each rank is a thread here, with a view of its own."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.ops.collective import SINGLE_RANK
+from octavo.ops.cpu.collective import SharedCollective, region_bytes
+
+ROUNDS = int(os.environ.get("OCTAVO_COLLECTIVE_ROUNDS", "3000"))
+"""Rounds of the test with delays; 1,000,000 take minutes."""
+
+
+def together(size: int, work: Callable[[SharedCollective], Any], slot_bytes: int = 1 << 20) -> list[Any]:
+    """What ``work`` returns on each rank; an exception counts as a result."""
+    region = np.zeros(region_bytes(size, slot_bytes), np.uint8)
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(SharedCollective(region, rank, size, slot_bytes))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive()
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 64, 4096])
+def test_sums_are_those_of_float64_and_equal_on_all_ranks(size: int, num_rows: int) -> None:
+    torch.manual_seed(num_rows)
+    parts, residual = torch.randn(size, num_rows, 72), torch.randn(num_rows, 72)
+    sums = together(
+        size, lambda c: (c.all_reduce(parts[c.rank].clone()), c.all_reduce(parts[c.rank].clone(), residual.clone()))
+    )
+    expected = parts.double().sum(0)
+    for plain, with_residual in sums:
+        assert torch.equal(plain, sums[0][0])
+        assert torch.equal(with_residual, sums[0][1])
+        torch.testing.assert_close(plain.double(), expected, atol=2e-6, rtol=1e-6)
+        torch.testing.assert_close(with_residual.double(), expected + residual, atol=2e-6, rtol=1e-6)
+
+
+def test_sums_are_added_in_the_order_of_ranks() -> None:
+    parts = torch.tensor([[1e8], [1.0], [-1e8]])
+    [first, *_] = together(3, lambda c: c.all_reduce(parts[c.rank].clone()))
+    assert first.item() == ((parts[0] + parts[1]) + parts[2]).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_16_bits_are_rounded_once(dtype: torch.dtype) -> None:
+    parts, residual = torch.randn(2, 5, 8).to(dtype), torch.randn(5, 8).to(dtype)
+    for found in together(2, lambda c: c.all_reduce(parts[c.rank].clone(), residual.clone())):
+        assert torch.equal(found, (parts.float().sum(0) + residual.float()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float64])
+def test_gathered_are_the_tensors_of_all_ranks(dtype: torch.dtype) -> None:
+    parts = torch.randint(0, 2, (3, 4, 5)).to(dtype)
+    for found in together(3, lambda c: c.all_gather(parts[c.rank])):
+        assert found.dtype == dtype
+        assert torch.equal(found, parts)
+
+
+def test_rounds_are_not_mixed_under_random_delays() -> None:
+    """Small slots, so that most tensors take several rounds."""
+
+    def work(collective: SharedCollective) -> None:
+        rng, delays = random.Random(5), random.Random(collective.rank)
+        for number in range(ROUNDS):
+            count = rng.randrange(1, 40)
+            own = torch.full((count,), float(number % 1000 + collective.rank))
+            if rng.random() < 0.5:
+                assert torch.equal(collective.all_reduce(own), torch.full((count,), 3.0 * (number % 1000) + 3))
+            else:
+                assert collective.all_gather(own)[:, -1].tolist() == [number % 1000 + r for r in range(3)]
+            if delays.random() < 0.01:
+                time.sleep(delays.random() * 1e-3)
+
+    assert together(3, work, slot_bytes=64) == [None] * 3
+
+
+def test_ranks_out_of_step_fail_instead_of_mixing() -> None:
+    sizes = together(2, lambda c: c.all_reduce(torch.zeros(3 + c.rank)))
+    kinds = together(2, lambda c: c.all_gather(torch.zeros(3)) if c.rank else c.all_reduce(torch.zeros(3)))
+    for error in [*sizes, *kinds]:
+        assert isinstance(error, IndexError)
+        assert "out of step" in str(error)
+
+
+def test_an_abort_ends_the_wait_for_a_rank_that_does_not_come() -> None:
+    def work(collective: SharedCollective) -> None:
+        if collective.rank:
+            time.sleep(0.2)
+            collective.abort()
+        else:
+            collective.all_reduce(torch.zeros(4))
+
+    waiting, _ = together(2, work)
+    assert isinstance(waiting, IndexError)
+
+
+def test_one_rank_adds_nothing() -> None:
+    x, residual = torch.randn(3, 4), torch.randn(3, 4)
+    assert torch.equal(SINGLE_RANK.all_reduce(x.clone()), x)
+    assert torch.equal(SINGLE_RANK.all_reduce(x.clone(), residual.clone()), x + residual)
+    assert torch.equal(SINGLE_RANK.all_gather(x), x.unsqueeze(0))
