@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gguf
 import pytest
 import torch
 
@@ -155,13 +156,49 @@ def sizes(row: str, size: int) -> dict[str, Any]:
     return {**heads, "num_key_value_heads": kv_heads, **shared}
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(
-    "row", [*FIRST_ROWS, "qwen2/windows", "qwen3/biases", "gemma2/uncapped", "deepseek_v3/half_split"]
+    ("row", "size"),
+    [
+        *((row, size) for row in FIRST_ROWS for size in (2, 4)),
+        *((row, 3) for row in ("llama/gqa", "mixtral/two_of_five", "deepseek_v3/groups", "gpt_oss/sinks")),
+        *((row, 4) for row in ("qwen2/windows", "qwen3/biases", "gemma2/uncapped", "deepseek_v3/half_split")),
+    ],
 )
 def test_ranks_give_the_tokens_of_one_device(row: str, size: int, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, row, **sizes(row, size))
     compare(tmp_path, size)
+
+
+@pytest.mark.parametrize(
+    ("row", "size", "form"), [("llama/gqa", 2, "Q8_0"), ("llama/gqa", 4, "Q4_0"), ("mixtral/two_of_five", 2, "Q8_0")]
+)
+def test_blocks_are_divided(row: str, size: int, form: str, tmp_path: Path) -> None:
+    """Dense, with the same tokens; and packed, where products round activations to 8 bits: less each rank's own way."""
+    width = 32 * size
+    values = {"hidden_size": width, "intermediate_size": width, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = make_checkpoint(tmp_path, row, **values)
+
+    def quantise(name: str, values: Any) -> gguf.GGMLQuantizationType | None:
+        return gguf.GGMLQuantizationType[form] if values.ndim > 1 and "inp" not in name else None
+
+    path = write_gguf(tmp_path, model, quantise)
+    compare(path, size)
+    exact, one, ranks = (make_engine(path, *kind) for kind in ((1, False), (1, True), (size, True)))
+    (dense, packed, divided), _ = [[prompt_logprobs(made) for made in (exact, one, ranks)], ranks.executor.close()]
+    errors = [max(abs(a - b) for a, b in zip(dense, found, strict=True)) for found in (packed, divided)]
+    print(errors)
+    assert 0 < errors[1] < 2 * errors[0]
+
+
+def prompt_logprobs(made: Made) -> list[float]:
+    prompt = random.Random(1).choices(range(VOCAB_SIZE), k=60)
+    made.engine.add(Request(0, prompt, SamplingParams(temperature=0, prompt_logprobs=0), 1, 0))
+    found: list[float] = []
+    while made.engine.has_work:
+        for output in made.engine.step():
+            found += [entry.logprob for entry in output.prompt_logprobs or []]
+    assert len(found) == len(prompt) - 1
+    return found
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
