@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import logging
 import os
 import select
@@ -22,7 +23,7 @@ from typing import NoReturn, Protocol
 from octavo.cache.kv_events import KVEvent
 from octavo.collector import leave_out_what_exists
 from octavo.config import EngineConfig
-from octavo.errors import CheckpointError, OctavoError, RequestError
+from octavo.errors import CheckpointError, OctavoError, RanksLost, RequestError
 from octavo.kernel_compiler import prepare_where_there_may_be_a_gpu
 from octavo.server import wire
 from octavo.telemetry.events import Event
@@ -193,6 +194,9 @@ def _serve(build: Build | None) -> int:
             built.close()
     except FrontGone:
         logger.info("the front process is gone")
+    except RanksLost as error:
+        logger.error("%s", error)
+        return 1
     return 0
 
 
@@ -219,7 +223,18 @@ def _default_build(device: str) -> Build:
     from octavo.build import build_engine  # imports torch, which the front process must never import
 
     phases.done("imports of the engine process")
-    return build_engine
+    return functools.partial(build_engine, on_lost=_end_as)
+
+
+def _end_as(status: int) -> None:
+    """End this process as a rank of its engine ended, by the same signal or with its exit status.
+
+    The supervisor then judges the requests as if this process had been the one.
+    """
+    sys.stderr.flush()
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    os._exit(max(status, 1))
 
 
 def _settle_signals() -> None:
