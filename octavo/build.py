@@ -76,10 +76,8 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
     ``on_lost`` is called when another process of a tensor-parallel engine ends; steps then raise ``RanksLost``.
     """
     phases = Phases()
-    device = resolve_device(config.model.device)
-    _prepare(device, config.model.tensor_parallel_size)
-    path = resolve_model(config.model)
-    checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed, str(device))
+    device = _prepared_device(config.model)
+    path, checkpoint = _open(config.model, device)
     model_config, form = _read_model(config, checkpoint, device)
     eos_ids, defaults = _generation(config.model, checkpoint, path, model_config)
     phases.done("device and checkpoint")
@@ -92,11 +90,7 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
         loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form, collective)
         gc.collect()
         phases.done("weights")
-        free = ranks.least_free(memory.free_memory(device, config.cache.gpu_memory_utilization))
-        kinds = kv_dtype, form.dtype, device.type
-        sizes = loaded.num_bytes, free, collective.size
-        limits, budget = memory.settle(config, model_config, *kinds, *sizes)
-        ranks.settle(limits)
+        limits, budget = _settle(config, model_config, form, kv_dtype, loaded.num_bytes, ranks)
         storage = _storage(model_config, limits, kv_dtype, device, collective.size)
         vocab_size = model_config.vocab_size
         own = make_executor(config.model, loaded.model, storage, vocab_size, limits, pooling, adapters, collective)
@@ -143,10 +137,8 @@ def build_rank(config: EngineConfig, collective: Collective, settle: Callable[[i
 
     ``settle`` is given the free bytes when the weights are loaded, and returns the limits for which to allocate memory.
     """
-    device = resolve_device(config.model.device)
-    _prepare(device, collective.size)
-    path = resolve_model(config.model)
-    checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed, str(device))
+    device = _prepared_device(config.model)
+    path, checkpoint = _open(config.model, device)
     model_config, form = _read_model(config, checkpoint, device)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
@@ -178,6 +170,17 @@ def _started_ranks(config: EngineConfig, path: Path, model: ModelConfig, device:
     except BaseException:
         ranks.end()
         raise
+
+
+def _settle(
+    config: EngineConfig, model: ModelConfig, form: WeightFormat, kv_dtype: torch.dtype, weights: int, ranks: Ranks
+) -> tuple[memory.Limits, memory.MemoryBudget]:
+    """The limits of all ranks, each of which has so many bytes of weights."""
+    free = ranks.least_free(memory.free_memory(form.device, config.cache.gpu_memory_utilization))
+    kinds = kv_dtype, form.dtype, form.device.type
+    limits, budget = memory.settle(config, model, *kinds, weights, free, ranks.collective.size)
+    ranks.settle(limits)
+    return limits, budget
 
 
 def _generation(
@@ -334,12 +337,19 @@ def _kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractCo
     return compiling_beside(kv_dtype)
 
 
-def _prepare(device: torch.device, num_ranks: int) -> None:
-    """Prepare the device: set CPU thread counts, or load GPU kernels while the model is loaded."""
+def _open(settings: ModelSettings, device: torch.device) -> tuple[Path, Checkpoint]:
+    path = resolve_model(settings)
+    return path, open_checkpoint(path, settings.load_format, settings.seed, str(device))
+
+
+def _prepared_device(settings: ModelSettings) -> torch.device:
+    """The device, with the number of CPU threads set, or with GPU kernels being loaded while the model is."""
+    device = resolve_device(settings.device)
     if device.type == "cpu":
-        _share_cores(max(1, num_threads_wanted() // num_ranks))
+        _share_cores(max(1, num_threads_wanted() // settings.tensor_parallel_size))
     else:
         load_kernels()
+    return device
 
 
 def _share_cores(count: int) -> None:

@@ -55,9 +55,7 @@ class ModelSettings:
         ("auto", "float32", "bfloat16", "float16"),
     )
     device: str = setting("auto", "device to run on", ("auto", "cpu", "cuda"))
-    tensor_parallel_size: int = setting(
-        1, "processes among which each layer of the model is divided: one for each GPU or group of CPU cores", low=1
-    )
+    tensor_parallel_size: int = setting(1, "processes among which every layer is divided, such as CPU sockets", low=1)
     enable_lora: bool = setting(False, "serve LoRA adapters; a request selects one by its model name")
     lora_modules: str | None = setting(
         None, "LoRA adapters to load at startup, such as 'sql=/adapters/sql,fr=/adapters/fr'"
@@ -278,19 +276,8 @@ def settings(config_class: type[EngineConfig]) -> Iterator[Setting]:
             kind = owner_hints[item.name]
             optional = isinstance(kind, types.UnionType)
             base = next(t for t in typing.get_args(kind) if t is not types.NoneType) if optional else kind
-            meta = item.metadata
-            yield Setting(
-                item.name,
-                group.name,
-                base,
-                optional,
-                item.default,
-                meta["help"],
-                meta["choices"],
-                meta["low"],
-                meta["high"],
-                meta["is_json"],
-            )
+            details = (item.metadata[key] for key in ("help", "choices", "low", "high", "is_json"))
+            yield Setting(item.name, group.name, base, optional, item.default, *details)
 
 
 def _from_flat(config_class: type[EngineConfig], values: Mapping[str, Any]) -> EngineConfig:

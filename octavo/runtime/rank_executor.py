@@ -72,7 +72,7 @@ class RankExecutor:
         for rank in range(memory.size):
             if number and memory.digest(rank, number - 1) != self._digest:
                 raise RanksLost(f"the results of ranks {memory.rank} and {rank} differ before step {number}")
-        self._digest = zlib.crc32(np.array([*result.tokens, *result.num_accepted], np.int32), self._digest)
+        self._digest = zlib.crc32(np.array([*result.tokens, *result.num_accepted], np.int32).tobytes(), self._digest)
         self._num_steps += 1
         memory.write_digest(number, self._digest)
 

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,9 +109,10 @@ class RankGroup:
         self._finalizer = weakref.finalize(self, self._watch.end)
         """Also called when this object is collected or the interpreter exits."""
         self._watch.start()
-        for rank, connection in enumerate(self._watch.connections, 1):
-            start = StartRank(rank, size, config, logging.getLevelName(logging.getLogger("octavo").getEffectiveLevel()))
-            self._exchange(lambda c=connection, m=start: tell(c, m))  # type: ignore[misc]
+        level = logging.getLevelName(logging.getLogger("octavo").getEffectiveLevel())
+        with self._explained():
+            for rank, connection in enumerate(self._watch.connections, 1):
+                tell(connection, StartRank(rank, size, config, level))
 
     @property
     def collective(self) -> Collective:
@@ -120,18 +121,21 @@ class RankGroup:
 
     def least_free(self, free: int) -> int:
         """See ``Ranks``; ranks on CPUs share the memory. Raises the error of a rank, or ``RanksLost``."""
-        loaded = [self._exchange(lambda c=c: hear(c, RankLoaded)) for c in self._watch.connections]  # type: ignore[misc]
+        with self._explained():
+            loaded = [hear(connection, RankLoaded) for connection in self._watch.connections]
         return min(free, *(rank.free for rank in loaded)) // self.size
 
     def settle(self, limits: Limits) -> None:
         """See ``Ranks``."""
-        for connection in self._watch.connections:
-            self._exchange(lambda c=connection: tell(c, RankSettled(limits)))  # type: ignore[misc]
+        with self._explained():
+            for connection in self._watch.connections:
+                tell(connection, RankSettled(limits))
 
     def executor(self, own: Executor) -> RanksExecutor:
         """See ``Ranks``."""
-        for connection in self._watch.connections:
-            self._exchange(lambda c=connection: hear(c, RankReady))  # type: ignore[misc]
+        with self._explained():
+            for connection in self._watch.connections:
+                hear(connection, RankReady)
         return RanksExecutor(self, RankExecutor(own, self.memory))
 
     def report_to(self, on_lost: OnLost | None) -> None:
@@ -152,9 +156,11 @@ class RankGroup:
         self._watch.lost.wait(LOOK_SECONDS)
         return self._watch.problem
 
-    def _exchange(self, talk: Callable[[], Expected]) -> Expected:
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise ``RanksLost`` in place of the error of a connection whose rank has ended."""
         try:
-            return talk()
+            yield
         except (EOFError, OSError):
             self._watch.lost.wait(END_SECONDS)
             self.check()

@@ -108,14 +108,7 @@ class VocabularyShard:
         sent = (logits_AV.double().logsumexp(1), chosen_A.double())
         found = self._collective.all_gather(torch.cat((torch.stack(sent, 1), values_An, ids_An), dim=1))
         total_A, chosen_A = found[:, :, 0].logsumexp(0), found[:, :, 1].amax(0)
-        values_AU, ids_AU = (
-            (part.transpose(0, 1).flatten(1) for part in found[:, :, 2:].split(n, dim=2))
-            if n
-            else (
-                found.new_zeros(len(asks_A), 0),
-                found.new_zeros(len(asks_A), 0),
-            )
-        )
+        values_AU, ids_AU = (part.transpose(0, 1).flatten(1) for part in (found[:, :, 2 : 2 + n], found[:, :, 2 + n :]))
         # Ranks are in the order of ids, and so is each rank's list where values are equal.
         order_An = values_AU.sort(dim=1, descending=True, stable=True).indices[:, :n]
         greater_A = (logits_AV.double() > chosen_A.unsqueeze(1)).sum(dim=1)

@@ -48,7 +48,7 @@ def region_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
 @inlined
 def _phase(region: int, rank: int, size: int, stride: int) -> int:
     """The address of the slots of this rank's next round."""
-    number = atomic_load(region + FLAGS + rank * LINE) + 1
+    number: int = atomic_load(region + FLAGS + rank * LINE) + 1
     return region + FLAGS + size * LINE + (number & 1) * size * stride
 
 
@@ -84,7 +84,7 @@ def _sum_driver() -> int:
             phase = _phase(a.region, a.rank, a.size, stride)
             x = view(a.x + 4 * begin, n, np.float32)
             view(phase + a.rank * stride + LINE, n, np.float32)[:] = x
-            failed = _meet(a.region, a.rank, a.size, phase, stride, SUM, n, a.nap)
+            failed: int = _meet(a.region, a.rank, a.size, phase, stride, SUM, n, a.nap)
             if failed:
                 return failed
             x[:] = view(phase + LINE, n, np.float32)
@@ -107,7 +107,7 @@ def _gather_driver() -> int:
             n = min(a.slot_bytes, a.count - begin)
             phase = _phase(a.region, a.rank, a.size, stride)
             view(phase + a.rank * stride + LINE, n, np.uint8)[:] = view(a.x + begin, n, np.uint8)
-            failed = _meet(a.region, a.rank, a.size, phase, stride, GATHER, n, a.nap)
+            failed: int = _meet(a.region, a.rank, a.size, phase, stride, GATHER, n, a.nap)
             if failed:
                 return failed
             for r in range(a.size):
