@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -49,6 +50,7 @@ from octavo.runtime.cpu_threads import num_threads_wanted
 from octavo.runtime.device_program import load_kernels
 from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
 from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.peer_memory import device_collective, visible_gpus
 from octavo.runtime.ranks import OneRank, OnLost, Ranks, check_divides
 from octavo.runtime.step_program import Forward
 from octavo.runtime.stream_executor import StreamExecutor
@@ -67,6 +69,7 @@ from octavo.weights.hub import resolve_model
 DEPTH = {"cpu": 1, "cuda": 2}
 """Steps in flight: on a GPU, the next step is scheduled while one is computed. Not with speculation: drafts depend on
 the last token, which must be known."""
+logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -86,7 +89,7 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
     with _kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device) as ranks:
-        collective = ranks.collective
+        collective = device_collective(ranks.collective, device)
         loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form, collective)
         gc.collect()
         phases.done("weights")
@@ -132,17 +135,19 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
     return Engine(scheduler, timed, grammars=grammars, proposer=proposer, adapters=lora, depth=depth), info
 
 
-def build_rank(config: EngineConfig, collective: Collective, settle: Callable[[int], memory.Limits]) -> Executor:
+def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], memory.Limits]) -> Executor:
     """Load the part of a rank but the first, and make its executor; errors as for ``build_engine``.
 
-    ``settle`` is given the free bytes when the weights are loaded, and returns the limits for which to allocate memory.
+    ``host`` is the collective of the ranks' hosts. ``settle`` is given the free bytes when the weights are loaded, and
+    returns the limits for which to allocate memory.
     """
     device = _prepared_device(config.model)
     path, checkpoint = _open(config.model, device)
     model_config, form = _read_model(config, checkpoint, device)
-    pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
+    pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     with _kernel_compilation(form, kv_dtype):
+        collective = device_collective(host, device)
         loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form, collective)
         gc.collect()
         limits = settle(memory.free_memory(device, config.cache.gpu_memory_utilization))
@@ -158,13 +163,16 @@ def _started_ranks(config: EngineConfig, path: Path, model: ModelConfig, device:
     if size == 1:
         yield OneRank()
         return
-    if device.type != "cpu" or ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
-        raise ConfigError("tensor_parallel_size: more than 1 needs device cpu, and its compiled kernels")
+    if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
+        raise ConfigError("tensor_parallel_size: more than 1 needs the compiled kernels for CPUs, see `octavo doctor`")
     check_divides(model, size)
     from octavo.runtime.rank_group import RankGroup  # its shared memory needs compiled code
 
     settings = dataclasses.replace(config.model, model=str(path))
-    ranks = RankGroup(to_flat(dataclasses.replace(config, model=settings), EngineConfig), size)
+    gpus = visible_gpus() if device.type == "cuda" else []
+    if 0 < len(gpus) < size:
+        logger.warning("%d ranks share %d GPUs, which is slow: it is for tests", size, len(gpus))
+    ranks = RankGroup(to_flat(dataclasses.replace(config, model=settings), EngineConfig), size, gpus)
     try:
         yield ranks
     except BaseException:
@@ -177,8 +185,8 @@ def _settle(
 ) -> tuple[memory.Limits, memory.MemoryBudget]:
     """The limits of all ranks, each of which has so many bytes of weights."""
     free = ranks.least_free(memory.free_memory(form.device, config.cache.gpu_memory_utilization))
-    kinds = kv_dtype, form.dtype, form.device.type
-    limits, budget = memory.settle(config, model, *kinds, weights, free, ranks.collective.size)
+    sizes = weights, free, ranks.collective.size
+    limits, budget = memory.settle(config, model, kv_dtype, form.dtype, form.device.type, *sizes)
     ranks.settle(limits)
     return limits, budget
 
@@ -188,8 +196,7 @@ def _generation(
 ) -> tuple[tuple[int, ...], dict[str, int | float]]:
     """The ids that end a text, and default sampling parameters."""
     generation = chosen_config(settings.generation_config, checkpoint.generation_config, path)
-    defaults = sampling_defaults(settings.generation_config, generation)
-    return eos_token_ids(model, generation), defaults
+    return eos_token_ids(model, generation), sampling_defaults(settings.generation_config, generation)
 
 
 def _load_adapters(settings: ModelSettings, runner: StepRunner, numbers: dict[str, int]) -> LoadedAdapters:
@@ -287,9 +294,9 @@ def make_executor(
         forward = None if settings.enforce_eager else _recorded(model, storage)
         vocabulary = part_of_vocabulary(vocab_size, collective)
         return HostExecutor(model, storage, vocab_size, most, forward, pooling, adapters, vocabulary)
-    return StreamExecutor(
-        model, storage, vocab_size, most, settings.batch_invariant, settings.enforce_eager, pooling, adapters
-    )
+    vocabulary = part_of_vocabulary(vocab_size, collective, is_on_host=False)
+    kinds = settings.batch_invariant, settings.enforce_eager
+    return StreamExecutor(model, storage, vocab_size, most, *kinds, pooling, adapters, vocabulary)
 
 
 def make_runner(

@@ -12,11 +12,15 @@ import os
 import signal
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from octavo.errors import OctavoError
+
+STEPS_AHEAD = 2
+"""Steps that are started on a GPU before the first of them is waited for, as many as the engine has in flight."""
 
 
 class EngineGone(Exception):
@@ -57,7 +61,7 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
     from octavo.runtime.rank_executor import RankExecutor
     from octavo.runtime.rank_group import RankFailed, RankLoaded, RankReady, RankSettled, StartRank, hear, tell
     from octavo.runtime.rank_memory import RankMemory
-    from octavo.steps.messages import unpack
+    from octavo.steps.messages import Reply, unpack
     from octavo.telemetry.phases import log_to_stderr
 
     start = hear(connection, StartRank)
@@ -75,8 +79,11 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
         return 1
     rank, reader = RankExecutor(executor, memory), RingReader(memory.ring, start.rank - 1, check)
     tell(connection, RankReady())
+    replies: deque[Reply[object]] = deque()
     while True:
-        rank.send(unpack(reader.next())).wait()
+        replies.append(rank.send(unpack(reader.next())))
+        while len(replies) > (STEPS_AHEAD if rank.runs_ahead else 0):
+            replies.popleft().wait()
 
 
 if __name__ == "__main__":

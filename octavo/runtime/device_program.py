@@ -24,6 +24,7 @@ from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.sampling_state import SamplingState
 from octavo.runtime.step_program import Computed, StepProgram
 from octavo.runtime.step_views import StepTensors, view_step
+from octavo.runtime.vocabulary import WHOLE, Vocabulary
 from octavo.steps.layout import num_bytes
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Step
@@ -44,6 +45,7 @@ class DeviceProgram:
         vocab_size: int,
         limits: StepLimits,
         adapter_rows: StackedRows | None = None,
+        vocabulary: Vocabulary = WHOLE,
     ) -> None:
         device, largest = storage.device, limits.largest()
         tables = storage.num_groups, largest.num_seqs, limits.max_blocks
@@ -60,7 +62,7 @@ class DeviceProgram:
         self._results_QS = torch.zeros(STEPS_IN_FLIGHT, largest.num_seqs, dtype=torch.int32, pin_memory=pinned)
         """Host memory: the device writes a step's tokens to the row with the index of its upload row."""
         max_len = limits.max_blocks * storage.block_size
-        self.state = SamplingState(limits.max_num_seqs, max_len, largest.num_seqs, vocab_size, device)
+        self.state = SamplingState(limits.max_num_seqs, max_len, largest.num_seqs, vocab_size, device, vocabulary)
         width = report_width(self.state.most_top)
         self._reports_SW = torch.zeros(largest.num_seqs, width, dtype=torch.int32, device=device)
         """Reports of the last step, at a fixed address for graphs."""

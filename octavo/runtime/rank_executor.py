@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,25 @@ from octavo.steps.messages import (
     WriteBlock,
 )
 
+LAG_AHEAD = 4
+"""Steps after which results are compared where ranks run ahead of their hosts, which wait for two steps at most."""
+
+
+class StepReply:
+    """The reply to a step: waiting compares its result with those of the other ranks."""
+
+    def __init__(self, reply: Reply[StepResult], compare: Callable[[StepResult], None]) -> None:
+        self._reply, self._compare = reply, compare
+
+    def wait(self) -> StepResult:
+        """See ``Reply``; must be called for every step, in order. Raises ``RanksLost``, also if the step failed."""
+        try:
+            result = self._reply.wait()
+        except RunnerError as error:
+            raise RanksLost(str(error)) from error
+        self._compare(result)
+        return result
+
 
 class RankExecutor:
     """Executes messages on one rank of a model; all ranks must get the same messages.
@@ -30,19 +50,23 @@ class RankExecutor:
     A step that fails on one rank leaves the others waiting, so that a failed step ends the ranks: ``RanksLost``.
     """
 
-    runs_ahead = False
-
     def __init__(self, executor: Executor, memory: RankMemory) -> None:
         self._executor, self._memory = executor, memory
         self._collective = memory.collective
         self._num_steps = 0
         self._digest = 0
+        self._lag = LAG_AHEAD if executor.runs_ahead else 1
+
+    @property
+    def runs_ahead(self) -> bool:
+        """See ``Executor``."""
+        return self._executor.runs_ahead
 
     def send(self, message: Message) -> Reply[Any]:
         """See ``Executor``."""
         match message:
             case Step():
-                return self._step(message)
+                return StepReply(self._executor.send(message), self._compare)
             case ReadBlock():
                 content = self._executor.send(message).wait()
                 parts = self._collective.all_gather(torch.frombuffer(bytearray(content), dtype=torch.uint8))
@@ -55,26 +79,20 @@ class RankExecutor:
                 return self._load_adapter(message)
         return self._executor.send(message)
 
-    def _step(self, message: Step) -> Reply[StepResult]:
-        try:
-            result: StepResult = self._executor.send(message).wait()
-        except RunnerError as error:
-            raise RanksLost(str(error)) from error
-        self._compare(result)
-        return Done(result)
-
     def _compare(self, result: StepResult) -> None:
-        """Compare the results of the steps before this one with those of the other ranks, which have finished them.
+        """Compare the results up to an earlier step with those of the other ranks. Raises ``RanksLost``.
 
-        They have, because no rank finishes a step before all have begun it. Raises ``RanksLost``.
+        The others know those, because no rank finishes a step before all have begun it.
         """
         number, memory = self._num_steps, self._memory
-        for rank in range(memory.size):
-            if number and memory.digest(rank, number - 1) != self._digest:
-                raise RanksLost(f"the results of ranks {memory.rank} and {rank} differ before step {number}")
         self._digest = zlib.crc32(np.array([*result.tokens, *result.num_accepted], np.int32).tobytes(), self._digest)
-        self._num_steps += 1
         memory.write_digest(number, self._digest)
+        self._num_steps += 1
+        if (known := number - self._lag) < 0:
+            return
+        for rank in range(memory.size):
+            if memory.digest(rank, known) != memory.digest(memory.rank, known):
+                raise RanksLost(f"ranks {memory.rank} and {rank} have different results in step {known}")
 
     def _load_adapter(self, message: LoadAdapter) -> Reply[None]:
         """Load an adapter on all ranks or on none."""

@@ -100,17 +100,20 @@ def hear(connection: Connection, kind: type[Expected]) -> Expected:
 class RankGroup:
     """Starts the ranks but the first, and watches them until ``end``; see ``Ranks``."""
 
-    def __init__(self, config: dict[str, Any], size: int) -> None:
-        """Returns while the ranks load their parts of the model; ``config`` are the settings by their flat names."""
+    def __init__(self, config: dict[str, Any], size: int, gpus: Sequence[str] = ()) -> None:
+        """Returns while the ranks load their parts of the model; ``config`` are the settings by their flat names.
+
+        ``gpus`` are the names of the GPUs, which ranks share if there are fewer; empty for ranks on CPUs.
+        """
         descriptor = make_memory(size)
         self.memory = RankMemory(descriptor, 0, size)
-        self.size = size
-        self._watch = _Watch(self.memory, descriptor)
+        self._num_sharing = -(-size // max(1, len(gpus)))
+        self._watch = _Watch(self.memory, descriptor, gpus)
         self._finalizer = weakref.finalize(self, self._watch.end)
         """Also called when this object is collected or the interpreter exits."""
         self._watch.start()
         level = logging.getLevelName(logging.getLogger("octavo").getEffectiveLevel())
-        with self._explained():
+        with self._start_explained():
             for rank, connection in enumerate(self._watch.connections, 1):
                 tell(connection, StartRank(rank, size, config, level))
 
@@ -120,20 +123,20 @@ class RankGroup:
         return self.memory.collective
 
     def least_free(self, free: int) -> int:
-        """See ``Ranks``; ranks on CPUs share the memory. Raises the error of a rank, or ``RanksLost``."""
-        with self._explained():
+        """See ``Ranks``. Raises the error of a rank, or ``RanksLost``."""
+        with self._start_explained():
             loaded = [hear(connection, RankLoaded) for connection in self._watch.connections]
-        return min(free, *(rank.free for rank in loaded)) // self.size
+        return min(free, *(rank.free for rank in loaded)) // self._num_sharing
 
     def settle(self, limits: Limits) -> None:
         """See ``Ranks``."""
-        with self._explained():
+        with self._start_explained():
             for connection in self._watch.connections:
                 tell(connection, RankSettled(limits))
 
     def executor(self, own: Executor) -> RanksExecutor:
         """See ``Ranks``."""
-        with self._explained():
+        with self._start_explained():
             for connection in self._watch.connections:
                 hear(connection, RankReady)
         return RanksExecutor(self, RankExecutor(own, self.memory))
@@ -151,13 +154,18 @@ class RankGroup:
         """Raise ``RanksLost`` if a rank has ended."""
         self._watch.check()
 
-    def cause(self) -> RanksLost | None:
-        """Why a collective failed, if a rank ended; waits a moment, as it may be found out a little later."""
-        self._watch.lost.wait(LOOK_SECONDS)
-        return self._watch.problem
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise why a rank ended, if one did, in place of the ``RanksLost`` of an exchange with it."""
+        try:
+            yield
+        except RanksLost:
+            self._watch.lost.wait(LOOK_SECONDS)  # it may be found out a little later
+            self.check()
+            raise
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _start_explained(self) -> Iterator[None]:
         """Raise ``RanksLost`` in place of the error of a connection whose rank has ended."""
         try:
             yield
@@ -183,21 +191,31 @@ class RanksExecutor:
         """See ``Executor``; raises ``RanksLost`` when a rank is gone or stuck."""
         self._group.check()
         self._writer.write(pack(message))
-        try:
-            return self._own.send(message)
-        except RanksLost as error:
-            raise self._group.cause() or error from None
+        with self._group.explained():
+            return ExplainedReply(self._own.send(message), self._group)
+
+
+class ExplainedReply:
+    """A reply of rank 0, whose failure another rank may have caused."""
+
+    def __init__(self, reply: Reply[Any], group: RankGroup) -> None:
+        self._reply, self._group = reply, group
+
+    def wait(self) -> Any:
+        """See ``Reply``; raises ``RanksLost``."""
+        with self._group.explained():
+            return self._reply.wait()
 
 
 class _Watch:
     """The thread that starts the ranks and watches them; it holds no reference to the group."""
 
-    def __init__(self, memory: RankMemory, descriptor: int) -> None:
+    def __init__(self, memory: RankMemory, descriptor: int, gpus: Sequence[str]) -> None:
         self.connections: list[Connection] = []
         self.lost = threading.Event()
         self.problem: RanksLost | None = None
         self.on_lost: OnLost | None = None
-        self._memory, self._descriptor = memory, descriptor
+        self._memory, self._descriptor, self._gpus = memory, descriptor, gpus
         self._processes: list[subprocess.Popen[bytes]] = []
         self._failure: OSError | None = None
         self._is_started, self._is_ending = threading.Event(), threading.Event()
@@ -226,8 +244,8 @@ class _Watch:
 
     def _run(self) -> None:
         try:
-            for _ in range(1, self._memory.size):
-                self._start_rank()
+            for rank in range(1, self._memory.size):
+                self._start_rank(rank)
         except OSError as error:
             self._failure = error
         finally:
@@ -241,14 +259,22 @@ class _Watch:
                 process.kill()
                 process.wait()
 
-    def _start_rank(self) -> None:
+    def _start_rank(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             descriptors = [theirs.fileno(), self._descriptor]
             command = [sys.executable, "-m", "octavo.rank_process", *map(str, descriptors)]
-            process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
+            environment = {**os.environ, **self._own_gpu_first(rank)}
+            process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL, env=environment)
         self._processes.append(process)
         self.connections.append(Connection(ours.detach()))
+
+    def _own_gpu_first(self, rank: int) -> dict[str, str]:
+        """Variables that make a rank's GPU the first of its process; it also needs to see those of the others."""
+        if not self._gpus:
+            return {}
+        first = rank % len(self._gpus)
+        return {"CUDA_VISIBLE_DEVICES": ",".join([*self._gpus[first:], *self._gpus[:first]])}
 
     def _watch(self) -> None:
         """Return when a rank has ended or the group is closed."""

@@ -15,8 +15,8 @@ from octavo.ops.cpu.collective import LINE, SharedCollective, region_bytes
 from octavo.ops.cpu.shared_words import load, publish
 from octavo.runtime.message_ring import Ring, ring_bytes
 
-KEPT = 4
-"""Digests of each rank that are kept; ranks are less than two steps apart when they are compared."""
+KEPT = 16
+"""Digests of each rank that are kept; ranks are fewer steps apart when they are compared."""
 
 
 def make_memory(size: int) -> int:
@@ -27,7 +27,7 @@ def make_memory(size: int) -> int:
 
 
 def _num_bytes(size: int) -> int:
-    return _padded(region_bytes(size)) + _padded(ring_bytes(size - 1)) + size * LINE
+    return _padded(region_bytes(size)) + _padded(ring_bytes(size - 1)) + size * 8 * KEPT
 
 
 def _padded(num_bytes: int) -> int:
@@ -55,4 +55,4 @@ class RankMemory:
         return int(load(self._digest_at(rank, number)))
 
     def _digest_at(self, rank: int, number: int) -> int:
-        return int(self._digests + rank * LINE + 8 * (number % KEPT))
+        return int(self._digests + 8 * (rank * KEPT + number % KEPT))

@@ -17,7 +17,7 @@ from octavo import ops
 from octavo.ops.candidates import UNDECIDED, choose_tokens, find_candidates
 from octavo.ops.collective import Collective
 from octavo.ops.noise import token_hashes
-from octavo.ops.sample import BANNED, SampleParams
+from octavo.ops.sample import SampleParams
 from octavo.quant.shard import Shard
 
 
@@ -73,18 +73,42 @@ class WholeVocabulary:
 WHOLE = WholeVocabulary()
 
 
-class VocabularyShard:
-    """A rank's part of the vocabulary, on the host."""
+class GatheredVocabulary(WholeVocabulary):
+    """A rank's part of the vocabulary, on a GPU: logits are gathered, so that captured steps never ask the host."""
 
     def __init__(self, own: range, vocab_size: int, collective: Collective) -> None:
         self.first = own.start
         self._own, self._vocab_size, self._collective = own, vocab_size, collective
-        self._hashes = token_hashes(vocab_size, torch.device("cpu"))
         self._widest = -(-vocab_size // (8 * collective.size)) * 8
 
     def mask_bits(self, bits: bytes) -> bytes:
         """See ``Vocabulary``; parts begin at a multiple of 8."""
         return bits[self._own.start // 8 : -(-self._own.stop // 8)]
+
+    def sample(self, logits_RV: Tensor, params: SampleParams) -> Tensor:
+        """See ``Vocabulary``."""
+        return super().sample(self._gathered(logits_RV), params)
+
+    def report(self, logits_RV: Tensor, tokens_R: Tensor, num_top: int) -> Tensor:
+        """See ``Vocabulary``."""
+        return super().report(self._gathered(logits_RV), tokens_R, num_top)
+
+    def are_finite(self, logits_RV: Tensor) -> bool:
+        """See ``Vocabulary``."""
+        return super().are_finite(self._gathered(logits_RV))
+
+    def _gathered(self, logits_RV: Tensor) -> Tensor:
+        """All ranks' logits, [R, whole vocabulary]; parts but the last are of one width."""
+        padded = torch.nn.functional.pad(logits_RV, (0, self._widest - logits_RV.shape[1]))
+        return self._collective.all_gather(padded).transpose(0, 1).flatten(1)[:, : self._vocab_size].contiguous()
+
+
+class CandidateVocabulary(GatheredVocabulary):
+    """A rank's part of the vocabulary, on the host: logits are only gathered where candidates do not decide."""
+
+    def __init__(self, own: range, vocab_size: int, collective: Collective) -> None:
+        super().__init__(own, vocab_size, collective)
+        self._hashes = token_hashes(vocab_size, torch.device("cpu"))
 
     def sample(self, logits_RV: Tensor, params: SampleParams) -> Tensor:
         """See ``Vocabulary``."""
@@ -137,18 +161,13 @@ class VocabularyShard:
         ids_An[:, :count] = ordered.indices[:, :count].double() + self.first
         return values_An, ids_An
 
-    def _gathered(self, logits_RV: Tensor) -> Tensor:
-        """All ranks' logits of these rows."""
-        padded = torch.full((len(logits_RV), self._widest), BANNED)
-        padded[:, : len(self._own)] = logits_RV
-        return self._collective.all_gather(padded).transpose(0, 1).flatten(1)[:, : self._vocab_size]
 
-
-def part_of_vocabulary(vocab_size: int, collective: Collective) -> Vocabulary:
-    """The part of a rank, on the host."""
+def part_of_vocabulary(vocab_size: int, collective: Collective, is_on_host: bool = True) -> Vocabulary:
+    """The part of a rank."""
     if collective.size == 1:
         return WHOLE
-    return VocabularyShard(Shard(collective.rank, collective.size).tokens(vocab_size), vocab_size, collective)
+    own = Shard(collective.rank, collective.size).tokens(vocab_size)
+    return (CandidateVocabulary if is_on_host else GatheredVocabulary)(own, vocab_size, collective)
 
 
 def _as_report(logprob_R: Tensor, rank_R: Tensor, top_ids_Rn: Tensor, top_logprobs_Rn: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from octavo.errors import RanksLost
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import compiled_driver, inlined
 from octavo.ops.cpu.memory import atomic_load, atomic_store, fields, read, view
@@ -120,7 +121,10 @@ def _gather_driver() -> int:
 
 
 class SharedCollective:
-    """The collective of one rank, over ``region_bytes`` of shared memory; see ``ops.collective``."""
+    """The collective of one rank, over ``region_bytes`` of shared memory; see ``ops.collective``.
+
+    Calls raise ``RanksLost``.
+    """
 
     def __init__(self, region: Region, rank: int, size: int, slot_bytes: int = SLOT_BYTES) -> None:
         assert len(region) >= region_bytes(size, slot_bytes), "the shared memory is too small"
@@ -161,4 +165,7 @@ class SharedCollective:
             *(self._region.ctypes.data, self.rank, self.size, self._slot_bytes),
             *(x.data_ptr(), out, count, MILLISECOND.ctypes.data),
         )
-        call(driver, arguments, LOST)
+        try:
+            call(driver, arguments, LOST)
+        except IndexError as error:
+            raise RanksLost(LOST) from error
