@@ -255,10 +255,8 @@ def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
 
 def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage) -> str:
     """What cached keys and values depend on besides the checkpoint, as a string that is equal in every process."""
-    ranks = info.tensor_parallel_size
-    return f"{form.dtype} {form.packs} {info.kernels}\n{storage.dtype}\n{storage.device.type}" + f"\n{ranks}" * (
-        ranks > 1
-    )
+    ranks = f" {info.tensor_parallel_size} ranks" if info.tensor_parallel_size > 1 else ""
+    return f"{form.dtype} {form.packs} {info.kernels}\n{storage.dtype}\n{storage.device.type}{ranks}"
 
 
 def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int) -> Scheduler:

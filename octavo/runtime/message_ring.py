@@ -20,8 +20,8 @@ WRITTEN, ASLEEP, READ = 0, LINE, 2 * LINE
 RING_BYTES = 4 << 20
 HEAD = struct.Struct("<qq")
 YIELDS = 50
-NAP = np.array([0, 100_000_000], np.int64)
-"""A ``timespec``: a reader looks this often whether it is still needed."""
+NAP = np.array([1, 0], np.int64)
+"""A ``timespec``, one second: a reader looks this often whether it is still needed."""
 
 
 def ring_bytes(num_readers: int, capacity: int = RING_BYTES) -> int:

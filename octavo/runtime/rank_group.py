@@ -34,8 +34,10 @@ from octavo.runtime.rank_memory import RankMemory, make_memory
 from octavo.runtime.ranks import OnLost
 from octavo.steps.messages import Executor, Message, Reply, pack
 
-STALL_SECONDS = 5.0
-"""A rank that others wait for is stuck when it used no processor time for so long."""
+STOPPED_SECONDS = 5.0
+"""A rank that others wait for is stuck when a signal stopped it for so long."""
+STALL_SECONDS = 60.0
+"""And when it used no processor time for so long; it may wait for a file or for a kernel that is being compiled."""
 LOOK_SECONDS = 0.5
 END_SECONDS = 10.0
 KINDS = {kind.__name__: kind for kind in (ConfigError, CheckpointError)}
@@ -324,7 +326,7 @@ class Progress:
             last, since = self._last.get(rank, (None, now))
             if done != last or not is_waited_for:
                 self._last[rank] = done, now
-            elif now - since > STALL_SECONDS:
+            elif now - since > (STOPPED_SECONDS if is_stopped else STALL_SECONDS):
                 return rank, is_stopped
         return None
 
