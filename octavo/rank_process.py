@@ -58,7 +58,7 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
     from octavo.config import EngineConfig
     from octavo.runtime.memory import Limits
     from octavo.runtime.message_ring import RingReader
-    from octavo.runtime.rank_executor import RankExecutor
+    from octavo.runtime.rank_executor import RankExecutor, finish
     from octavo.runtime.rank_group import RankFailed, RankLoaded, RankReady, RankSettled, StartRank, hear, tell
     from octavo.runtime.rank_memory import RankMemory
     from octavo.steps.messages import Reply, unpack
@@ -83,7 +83,7 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
     while True:
         replies.append(rank.send(unpack(reader.next())))
         while len(replies) > (STEPS_AHEAD if rank.runs_ahead else 0):
-            replies.popleft().wait()
+            finish(replies.popleft())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,12 @@ from octavo.steps.messages import (
     UnloadAdapter,
     WriteBlock,
 )
+
+def finish(reply: Reply[object]) -> None:
+    """Wait for a reply that nobody asks for, on another rank than the first, which reports what failed on all."""
+    with contextlib.suppress(CheckpointError):
+        reply.wait()
+
 
 LAG_AHEAD = 4
 """Steps after which results are compared where ranks run ahead of their hosts, which wait for two steps at most."""

@@ -36,7 +36,7 @@ def together(size: int, work: Callable[[SharedCollective], Any], slot_bytes: int
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=120 + ROUNDS / 500)
         assert not thread.is_alive()
     return results
 

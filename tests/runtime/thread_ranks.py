@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from octavo.ops.cpu.collective import SharedCollective
-from octavo.runtime.rank_executor import RankExecutor
+from octavo.runtime.rank_executor import RankExecutor, finish
 from octavo.runtime.rank_memory import RankMemory, make_memory
 from octavo.steps.messages import Executor, Message, Reply, pack, unpack
 
@@ -48,7 +48,7 @@ class ThreadRanks:
     def _run(self, rank: RankExecutor, inbox: queue.Queue[bytes | None]) -> None:
         try:
             while (data := inbox.get()) is not None:
-                rank.send(unpack(data)).wait()
+                finish(rank.send(unpack(data)))
         except Exception as error:
             self.failures.append(error)
             self._collective.abort()
