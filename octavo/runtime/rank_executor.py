@@ -25,6 +25,7 @@ from octavo.steps.messages import (
     WriteBlock,
 )
 
+
 def finish(reply: Reply[object]) -> None:
     """Wait for a reply that nobody asks for, on another rank than the first, which reports what failed on all."""
     with contextlib.suppress(CheckpointError):

@@ -1,7 +1,8 @@
-"""Collectives of ranks over shared memory: each rank is a thread here, with a view of its own."""
+"""Collectives of ranks over shared memory: each rank is a thread or a forked process, with a view of its own."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import threading
@@ -36,7 +37,7 @@ def together(size: int, work: Callable[[SharedCollective], Any], slot_bytes: int
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120 + ROUNDS / 500)
+        thread.join(timeout=120)
         assert not thread.is_alive()
     return results
 
@@ -78,22 +79,40 @@ def test_gathered_are_the_tensors_of_all_ranks(dtype: torch.dtype) -> None:
         assert torch.equal(found, parts)
 
 
-def test_rounds_are_not_mixed_under_random_delays() -> None:
-    """Small slots, so that most tensors take several rounds."""
+@pytest.mark.parametrize("size", [2, 3])
+def test_rounds_are_not_mixed_under_random_delays(size: int) -> None:
+    """In processes, with slots so small that most tensors take several rounds."""
+    slot_bytes = 64
+    together(size, lambda c: (c.all_reduce(torch.zeros(1)), c.all_gather(torch.zeros(1))))  # compiles
+    memory = mmap.mmap(-1, region_bytes(size, slot_bytes))
+    pids = []
+    for rank in range(size):
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                _exchange_for_long(SharedCollective(np.frombuffer(memory, np.uint8), rank, size, slot_bytes))
+                code = 0
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * size
 
-    def work(collective: SharedCollective) -> None:
-        rng, delays = random.Random(5), random.Random(collective.rank)
-        for number in range(ROUNDS):
-            count = rng.randrange(1, 40)
-            own = torch.full((count,), float(number % 1000 + collective.rank))
-            if rng.random() < 0.5:
-                assert torch.equal(collective.all_reduce(own), torch.full((count,), 3.0 * (number % 1000) + 3))
-            else:
-                assert collective.all_gather(own)[:, -1].tolist() == [number % 1000 + r for r in range(3)]
-            if delays.random() < 0.01:
-                time.sleep(delays.random() * 1e-3)
 
-    assert together(3, work, slot_bytes=64) == [None] * 3
+def _exchange_for_long(collective: SharedCollective) -> None:
+    torch.set_num_threads(1)
+    rng, delays, num_rounds, size = random.Random(5), random.Random(collective.rank), 0, collective.size
+    while num_rounds < ROUNDS:
+        count, base = rng.randrange(1, 40), num_rounds % 1000
+        num_rounds += -(-count // 16)
+        own = torch.full((count,), float(base + collective.rank))
+        if rng.random() < 0.5:
+            found = collective.all_reduce(own).tolist()
+            assert found == [float(size * base + sum(range(size)))] * count
+        else:
+            found = collective.all_gather(own).tolist()
+            assert found == [[float(base + rank)] * count for rank in range(size)]
+        if delays.random() < 0.002:
+            time.sleep(delays.random() * 1e-3)
 
 
 def test_ranks_out_of_step_fail_instead_of_mixing() -> None:
