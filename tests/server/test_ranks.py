@@ -140,6 +140,24 @@ def test_an_idle_engine_whose_rank_dies_is_replaced_at_once(tmp_path: Path) -> N
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1.5])
+def test_a_rank_that_is_killed_while_it_starts_is_started_again(seconds: float, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(make_config(write_checkpoint(tmp_path))) as engine:
+            expected = await finish([send(engine, 1)])
+            first = processes(engine)
+            recorder = send(engine, 1)
+            os.kill(first[1], signal.SIGKILL)
+            await until(lambda: engine.pid != first[0] and len(processes(engine)) == 2, SECONDS)
+            await asyncio.sleep(seconds)
+            second = processes(engine)
+            os.kill(second[-1], signal.SIGKILL)
+            assert await finish([recorder]) == expected
+            assert await are_gone([*first, *second])
+
+    asyncio.run(main())
+
+
 def test_ranks_end_with_a_front_process_that_is_killed(tmp_path: Path) -> None:
     settings = ["--load-format", "dummy", "--device", "cpu", "--tensor-parallel-size", "2", "--port", "0"]
     folder = str(write_checkpoint(tmp_path))
