@@ -16,19 +16,23 @@ from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.engine import Engine
+from octavo.engine.graph_choice import GraphChoice
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_runner import BlockMessages
 from octavo.layers.lora import AdapterRows
-from octavo.models.adapters import Adapters
+from octavo.layers.stacked_lora import StackedRows
+from octavo.models.adapters import Adapters, make_stacks
 from octavo.models.layer_cache import kv_groups, rank_cache
 from octavo.models.registry import load_model, read_config
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.stored import WeightFormat
 from octavo.runtime.host_executor import HostExecutor
 from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.stream_executor import StreamExecutor
 from octavo.runtime.vocabulary import part_of_vocabulary
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StepLimits
+from octavo.steps.messages import Executor
 from octavo.steps.shapes import exact_shape
 from octavo.types import Output, Plan, Request
 from octavo.weights.checkpoint import open_checkpoint
@@ -67,13 +71,13 @@ class Repeat:
                 item.seq.draft_tokens = [item.seq.tokens[-1] or 0, 5]
 
 
-def make_engine(home: Path, size: int, packs: bool = False) -> Made:
-    """An engine of the model in a folder or file, on one device or on ranks."""
+def make_engine(home: Path, size: int, packs: bool = False, runs_ahead: bool = False) -> Made:
+    """An engine of the model in a folder or file, on one device or on ranks; ``runs_ahead``: with GPUs' executor."""
     checkpoint = open_checkpoint(home)
     config, form = read_config(checkpoint.config), WeightFormat(torch.float32, CPU, packs)
 
-    def make(collective: Collective) -> HostExecutor:
-        rows = AdapterRows()
+    def make(collective: Collective) -> Executor:
+        rows = StackedRows(3, 8) if runs_ahead else AdapterRows()
         loaded = load_model(config, checkpoint, form, rows, collective)
         specs = rank_cache(config.cache, collective.size)
         groups = kv_groups(specs, max_window=1000)
@@ -83,20 +87,26 @@ def make_engine(home: Path, size: int, packs: bool = False) -> Made:
             for part in pool:
                 part.fill_(torch.nan)
         storages.append(storage)
-        vocabulary = part_of_vocabulary(VOCAB_SIZE, collective)
+        vocabulary = part_of_vocabulary(VOCAB_SIZE, collective, is_on_host=not runs_ahead)
         adapters = Adapters(loaded.maps, rows, form)
-        return HostExecutor(loaded.model, storage, VOCAB_SIZE, LIMITS, adapters=adapters, vocabulary=vocabulary)
+        if not runs_ahead:
+            return HostExecutor(loaded.model, storage, VOCAB_SIZE, LIMITS, adapters=adapters, vocabulary=vocabulary)
+        make_stacks(loaded.maps, form)
+        return StreamExecutor(loaded.model, storage, VOCAB_SIZE, LIMITS, adapters=adapters, vocabulary=vocabulary)
 
     storages: list[KVStorage] = []
     executor: Any = make(SINGLE_RANK) if size == 1 else make_ranks(size, make)
     numbers: dict[str, int] = {}
-    runner = make_runner(executor, storages[0], VOCAB_SIZE, LIMITS, exact_shape, numbers)
+    graphs = GraphChoice(LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, has_adapters=True, uses_graphs=False)
+    choose = graphs.choose if runs_ahead else exact_shape
+    runner = make_runner(executor, storages[0], VOCAB_SIZE, LIMITS, choose, numbers)
     groups = kv_groups(config.cache, max_window=1000)
     cache = KVCache([GroupSize(NUM_BLOCKS, group.window) for group in groups], BLOCK_SIZE)
     cache.copy_slots = BlockMessages(runner, 0).copy_slots
     scheduler = Scheduler(cache, max_num_seqs=LIMITS.max_num_seqs, max_num_batched_tokens=LIMITS.max_num_batched_tokens)
     adapters = LoadedAdapters(runner, numbers, 3)
-    return Made(Engine(scheduler, runner, grammars=EveryThird(), proposer=Repeat(), adapters=adapters), executor)
+    parts: dict[str, Any] = {"grammars": EveryThird(), "proposer": Repeat(), "adapters": adapters}
+    return Made(Engine(scheduler, runner, **parts, depth=2 if runs_ahead else 1), executor)
 
 
 def run(made: Made, adapter: Path | None = None) -> Iterator[Output]:
@@ -129,8 +139,8 @@ def told(outputs: Iterator[Output]) -> tuple[dict[int, list[int]], list[float]]:
     return tokens, numbers
 
 
-def compare(home: Path, size: int, adapter: Path | None = None, packs: bool = False) -> None:
-    one, ranks = make_engine(home, 1, packs), make_engine(home, size, packs)
+def compare(home: Path, size: int, adapter: Path | None = None, runs_ahead: bool = False) -> None:
+    one, ranks = (make_engine(home, count, runs_ahead=runs_ahead) for count in (1, size))
     expected, expected_numbers = told(run(one, adapter))
     try:
         found, numbers = told(run(ranks, adapter))
@@ -173,7 +183,7 @@ def test_ranks_give_the_tokens_of_one_device(row: str, size: int, tmp_path: Path
     ("row", "size", "form"), [("llama/gqa", 2, "Q8_0"), ("llama/gqa", 4, "Q4_0"), ("mixtral/two_of_five", 2, "Q8_0")]
 )
 def test_blocks_are_divided(row: str, size: int, form: str, tmp_path: Path) -> None:
-    """Dense, with the same tokens; and packed, where products round activations to 8 bits: less each rank's own way."""
+    """Dense weights give the same tokens. Packed, products round activations to 8 bits, by rank: errors are alike."""
     width = 32 * size
     values = {"hidden_size": width, "intermediate_size": width, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = make_checkpoint(tmp_path, row, **values)
@@ -186,8 +196,18 @@ def test_blocks_are_divided(row: str, size: int, form: str, tmp_path: Path) -> N
     exact, one, ranks = (make_engine(path, *kind) for kind in ((1, False), (1, True), (size, True)))
     (dense, packed, divided), _ = [[prompt_logprobs(made) for made in (exact, one, ranks)], ranks.executor.close()]
     errors = [max(abs(a - b) for a, b in zip(dense, found, strict=True)) for found in (packed, divided)]
-    print(errors)
     assert 0 < errors[1] < 2 * errors[0]
+
+
+@pytest.mark.parametrize(("row", "size"), [("llama/gqa", 2), ("qwen2/windows", 4), ("deepseek_v3/groups", 2)])
+def test_the_executor_of_gpus_is_divided_too(row: str, size: int, tmp_path: Path) -> None:
+    """On the CPU, without graphs: padded shapes, steps that run ahead, gathered logits."""
+    make_checkpoint(tmp_path / "model", row, **sizes(row, size))
+    adapter = None
+    if row.startswith("llama"):
+        adapter = tmp_path / "adapter"
+        make_adapter(tmp_path / "model", adapter, 1, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"])
+    compare(tmp_path / "model", size, adapter, runs_ahead=True)
 
 
 def prompt_logprobs(made: Made) -> list[float]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from octavo.ops.cpu.collective import SharedCollective
+from octavo.rank_process import STEPS_AHEAD
 from octavo.runtime.rank_executor import RankExecutor, finish
 from octavo.runtime.rank_memory import RankMemory, make_memory
 from octavo.steps.messages import Executor, Message, Reply, pack, unpack
@@ -17,10 +19,9 @@ from octavo.steps.messages import Executor, Message, Reply, pack, unpack
 class ThreadRanks:
     """The executor of all ranks: every message goes to each; the answer is that of rank 0."""
 
-    runs_ahead = False
-
     def __init__(self, memories: Sequence[RankMemory], executors: Sequence[Executor]) -> None:
         pairs = zip(executors, memories, strict=True)
+        self.runs_ahead = executors[0].runs_ahead
         self._own, *others = [RankExecutor(executor, memory) for executor, memory in pairs]
         self._queues: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in others]
         self._threads = [
@@ -47,8 +48,11 @@ class ThreadRanks:
 
     def _run(self, rank: RankExecutor, inbox: queue.Queue[bytes | None]) -> None:
         try:
+            replies: deque[Reply[Any]] = deque()
             while (data := inbox.get()) is not None:
-                finish(rank.send(unpack(data)))
+                replies.append(rank.send(unpack(data)))
+                while len(replies) > (STEPS_AHEAD if rank.runs_ahead else 0):
+                    finish(replies.popleft())
         except Exception as error:
             self.failures.append(error)
             self._collective.abort()
