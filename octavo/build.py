@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -163,8 +164,8 @@ def _started_ranks(config: EngineConfig, path: Path, model: ModelConfig, device:
     if size == 1:
         yield OneRank()
         return
-    if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
-        raise ConfigError("tensor_parallel_size: more than 1 needs the compiled kernels for CPUs, see `octavo doctor`")
+    if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE or not hasattr(os, "memfd_create"):
+        raise ConfigError("tensor_parallel_size: more than 1 needs Linux and compiled CPU kernels, see `octavo doctor`")
     check_divides(model, size)
     from octavo.runtime.rank_group import RankGroup  # its shared memory needs compiled code
 

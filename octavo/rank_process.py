@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, RanksLost
 
 STEPS_AHEAD = 2
 """Steps that are started on a GPU before the first of them is waited for, as many as the engine has in flight."""
@@ -46,6 +47,8 @@ def main() -> NoReturn:
         code = _run(Connection(int(sys.argv[1])), int(sys.argv[2]), check)
     except (EngineGone, EOFError, ConnectionError):
         pass
+    except RanksLost as error:
+        logging.getLogger("octavo.rank").error("%s", error)
     except Exception:
         traceback.print_exc()
     sys.stderr.flush()

@@ -19,7 +19,8 @@ from octavo.ops.cpu.shared_words import MILLISECOND, add, load, publish, wait_fo
 WRITTEN, ASLEEP, READ = 0, LINE, 2 * LINE
 RING_BYTES = 4 << 20
 HEAD = struct.Struct("<qq")
-YIELDS = 50
+YIELDS = 500
+"""Before a reader sleeps: 0.2 ms and more, as the next step is often decided within that."""
 NAP = np.array([1, 0], np.int64)
 """A ``timespec``, one second: a reader looks this often whether it is still needed."""
 

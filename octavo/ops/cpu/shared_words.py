@@ -13,8 +13,8 @@ from octavo.ops.cpu.memory import atomic_add, atomic_load, atomic_store, futex, 
 
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 EVERYONE = (1 << 31) - 1
-SPINS = 4000
-"""Pauses of about 50 ns each: 0.2 ms."""
+SPINS = 40
+"""Pauses of about 50 ns each: 2 us. More would keep a rank on the same core from what is waited for."""
 LOW_WORD = (1 << 32) - 1
 MILLISECOND = np.array([0, 1_000_000], np.int64)
 """A ``timespec``: how long a sleep lasts, unless it ends early."""
