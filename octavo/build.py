@@ -25,6 +25,7 @@ from octavo.engine.mixed_steps import settle_mixed_steps
 from octavo.engine.ngram import NgramProposer
 from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.speculation import Speculation
 from octavo.engine.step_encoder import StepEncoder
 from octavo.engine.step_runner import BlockMessages, StepRunner, compute_padding
 from octavo.engine.step_times import logged
@@ -48,7 +49,7 @@ from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.step_program import Forward
 from octavo.runtime.stream_executor import StreamExecutor
-from octavo.speculative_config import parse_speculative_config
+from octavo.speculative_config import Method, parse_speculative_config
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
 from octavo.steps.shapes import exact_shape
@@ -60,8 +61,7 @@ from octavo.weights.generation_config import chosen_config, sampling_defaults
 from octavo.weights.hub import resolve_model
 
 DEPTH = {"cpu": 1, "cuda": 2}
-"""Steps in flight: on a GPU, the next step is scheduled while one is computed. Not with speculation: drafts depend on
-the last token, which must be known."""
+"""Steps in flight: on a GPU, the next step is scheduled while one is computed."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -90,9 +90,11 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         limits, budget = memory.settle(config, model_config, *kinds, weights=loaded.num_bytes, free=free)
         storage = _storage(model_config, limits, kv_dtype, device)
         vocab_size = model_config.vocab_size
-        executor = make_executor(config.model, loaded.model, storage, vocab_size, limits, pooling, adapters)
+        drafts = parse_speculative_config(config.speculative.speculative_config)
+        most = step_limits(limits, 0 if drafts is None else drafts.num_speculative_tokens)
+        executor = make_executor(config.model, loaded.model, storage, vocab_size, most, pooling, adapters)
         numbers = None if adapters is None else dict[str, int]()
-        runner, warm_up = make_runner(config.model, executor, storage.num_groups, vocab_size, limits, numbers)
+        runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers)
         phases.done("memory")
         warm_up()
         phases.done("kernels and graphs")
@@ -116,14 +118,12 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         sampling_defaults=defaults,
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
-    scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else loaded.num_bytes)
+    scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else loaded.num_bytes, drafts)
     _connect_blocks(scheduler.cache, config.cache, runner, storage, path, _forms(form, info, storage))
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
-    ngram = parse_speculative_config(config.speculative.speculative_config)
-    proposer = None if ngram is None else NgramProposer(ngram)
-    depth = DEPTH[device.type] if config.scheduler.async_scheduling and ngram is None else 1
+    depth = DEPTH[device.type] if config.scheduler.async_scheduling else 1
     timed = logged(runner, config.scheduler.step_log)
-    return Engine(scheduler, timed, grammars=grammars, proposer=proposer, adapters=lora, depth=depth), info
+    return Engine(scheduler, timed, grammars=grammars, adapters=lora, depth=depth), info
 
 
 def _load_adapters(settings: ModelSettings, runner: StepRunner, numbers: dict[str, int]) -> LoadedAdapters:
@@ -176,12 +176,13 @@ def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage) -> str:
     return f"{form.dtype} {form.packs} {info.kernels}\n{storage.dtype}\n{storage.device.type}"
 
 
-def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int) -> Scheduler:
+def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int, drafts: Method | None) -> Scheduler:
     return Scheduler(
         _cache(config.cache, limits),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         settings=settle_mixed_steps(config.scheduler, bytes_on_gpu),
+        speculation=None if drafts is None else Speculation(NgramProposer(drafts), drafts.num_speculative_tokens),
     )
 
 
@@ -198,12 +199,11 @@ def make_executor(
     model: CausalLM,
     storage: KVStorage,
     vocab_size: int,
-    limits: memory.Limits,
+    most: StepLimits,
     pooling: Pooling = LAST_TOKEN,
     adapters: Adapters | None = None,
 ) -> Executor:
     """The executor for the storage's device. Results on a CPU never depend on the batch."""
-    most = step_limits(limits)
     if storage.device.type == "cpu":
         forward = None if settings.enforce_eager else _recorded(model, storage)
         return HostExecutor(model, storage, vocab_size, most, forward, pooling, adapters)
@@ -215,28 +215,37 @@ def make_executor(
 def make_runner(
     settings: ModelSettings,
     executor: Executor,
-    num_groups: int,
+    storage: KVStorage,
     vocab_size: int,
-    limits: memory.Limits,
+    most: StepLimits,
     adapters: dict[str, int] | None = None,
 ) -> tuple[StepRunner, Callable[[], None]]:
     """The runner of an executor, and its warm-up. ``adapters`` is shared with ``LoadedAdapters``, which fills it."""
-    most = step_limits(limits)
-    batch = PersistentBatch(most.max_num_seqs, most.max_blocks, num_groups)
-    encoder = StepEncoder(batch, limits.block_size, vocab_size, exact_shape, adapters, settings.batch_invariant)
+    batch = PersistentBatch(most.max_num_seqs, most.max_blocks, storage.num_groups)
+    has_drafter = most.num_drafts > 0
+    encoder = StepEncoder(
+        batch, storage.block_size, vocab_size, exact_shape, adapters, settings.batch_invariant, has_drafter
+    )
     runner = StepRunner(executor, encoder)
     if not executor.runs_ahead:
         return runner, partial(compute_padding, runner)
     has_graphs = not settings.enforce_eager
-    graphs = GraphChoice(most.max_num_seqs, most.max_num_batched_tokens, adapters is not None, has_graphs)
+    graphs = GraphChoice(
+        most.max_num_seqs,
+        most.max_num_batched_tokens,
+        adapters is not None,
+        has_graphs,
+        most.max_drafts,
+        has_drafter,
+    )
     encoder.choose_shape = graphs.choose
     return runner, partial(graphs.warm_up, runner)
 
 
-def step_limits(limits: memory.Limits) -> StepLimits:
-    """Upper bounds of a step: sequences, tokens and blocks per sequence."""
+def step_limits(limits: memory.Limits, max_drafts: int = 0) -> StepLimits:
+    """Upper bounds of a step: sequences, tokens, and blocks and drafts per sequence."""
     max_blocks = -(-limits.max_model_len // limits.block_size)
-    return StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks)
+    return StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, max_drafts)
 
 
 def _recorded(model: CausalLM, storage: KVStorage) -> Forward | None:

@@ -11,11 +11,11 @@ from octavo.types import EngineStats, FinishReason, Output, Sampled, Scheduled, 
 def apply_result(
     item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats, events: EventLog
 ) -> Output | None:
-    """Replace the pending token by the sampled ones, and publish the blocks that are now full.
+    """Replace the pending tokens by the sampled ones, and publish the blocks that are now full.
 
     Returns the output, if there is any, with a ``finish_reason`` if the sequence must be ended.
     """
-    seq, start = item.seq, item.start
+    seq, start, num_drafts = item.seq, item.settled_start, len(item.drafts)
     num_committed = start + len(item.tokens)
     if start < seq.num_prompt_tokens:
         num_prompt_tokens = min(num_committed, seq.num_prompt_tokens) - start
@@ -25,15 +25,17 @@ def apply_result(
     reason: FinishReason | None = None
     if not item.samples:
         tokens = []
-    elif len(tokens) == 1 and num_committed + 1 < seq.max_computed_tokens and tokens[0] not in seq.stop_token_ids:
+    elif not num_drafts and num_committed + 1 < seq.max_computed_tokens and tokens[0] not in seq.stop_token_ids:
         seq.tokens[num_committed] = tokens[0]
     else:
         tokens, reason = stopping.cut(seq, num_committed, tokens)
-        seq.tokens[num_committed : num_committed + 1] = tokens
-    if item.drafts:
-        num_rejected = 1 + len(item.drafts) - len(result.tokens)
-        stats.num_drafts += len(item.drafts)
+        seq.tokens[num_committed : num_committed + 1 + num_drafts] = tokens
+    seq.device_drafts = result.drafts
+    if num_drafts:
+        num_rejected = 1 + num_drafts - len(result.tokens)
+        stats.num_drafts += num_drafts
         stats.num_accepted_drafts += len(result.tokens) - 1
+        seq.num_rejected += num_rejected
         cache.truncate(seq, seq.num_computed_tokens - num_rejected)
         num_committed += len(tokens) - 1
     if num_committed % cache.block_size < num_committed - start:  # at least one block is newly full

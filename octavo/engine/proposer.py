@@ -6,9 +6,6 @@ from typing import NamedTuple, Protocol
 
 from octavo.types import Sequence
 
-ON_DEVICE = -1
-"""In place of a draft's token id: the draft that the executor's drafter made after the sequence's last step."""
-
 
 class Guess(NamedTuple):
     """Drafts for the next tokens of a sequence."""

@@ -19,7 +19,7 @@ from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
 from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.sampling_state import SamplingState, report
-from octavo.runtime.step_views import StepTensors
+from octavo.runtime.step_views import ExtraInputs, StepTensors
 from octavo.steps.messages import PromptRows, Step, StepResult
 from octavo.steps.shapes import StepShape
 
@@ -36,6 +36,8 @@ class Computed(NamedTuple):
 
     tokens_R: Tensor | None
     """int32; ``None`` if the step samples nothing."""
+    num_accepted_S: Tensor | None
+    """int32; accepted drafts of each sequence, ``None`` if the step has no drafts."""
     reports_RW: Tensor | None
     x_TD: Tensor
     """The last layer's output; of all rows if the message needs them, else [R, D]."""
@@ -58,8 +60,8 @@ class StepProgram:
         rows, extras = step.rows, step.extras
         if extras is not None:
             self.state.remember(step, extras)
-        indices_R = step.logits_indices_R
-        if indices_R is None and shape.max_query_len > 1:
+        indices_R = None if shape.is_verification else step.logits_indices_R
+        if indices_R is None and shape.max_query_len > 1 and not shape.is_verification:
             indices_R = (rows.cu_seqlens_q[1:] - 1).clamp(min=0)
         # Adapter numbers cover all rows of a step, so with adapters the last layer keeps all rows.
         keeps_all = step.adapters_T is not None or (message is not None and message.needs_all_rows)
@@ -68,18 +70,26 @@ class StepProgram:
         with self._adapted(step):
             x_TD = self._forward(step.token_ids_T, step.positions_T, rows)
         if message is not None and not message.is_sampled:
-            return Computed(None, None, x_TD)
+            return Computed(None, None, None, x_TD)
         x_RD = x_TD if indices_R is rows.logits_indices_R else x_TD[indices_R]
         logits_RV = self.model.logits(x_RD)
-        if extras is None:
-            return Computed(ops.sample(logits_RV, step.params), None, x_TD)
-        adjusted_RV = self.state.adjust(logits_RV, step, extras, () if message is None else message.masks)
+        adjusted_RV = logits_RV
+        if extras is not None:
+            adjusted_RV = self.state.adjust(logits_RV, step, extras, () if message is None else message.masks)
         tokens_R = ops.sample(adjusted_RV, step.params)
+        num_accepted_S = None
+        if step.logits_indices_R is not None and step.cu_samples is not None:
+            num_accepted_S = ops.accept_drafts(tokens_R, step.token_ids_T, step.logits_indices_R, step.cu_samples)
+        return Computed(tokens_R, num_accepted_S, self._reports(logits_RV, tokens_R, extras, message), x_TD)
+
+    def _reports(
+        self, logits_RV: Tensor, tokens_R: Tensor, extras: ExtraInputs | None, message: Step | None
+    ) -> Tensor | None:
         num_top = self.state.most_top if message is None else message.num_top
-        if num_top < 0:
-            return Computed(tokens_R, None, x_TD)
+        if extras is None or num_top < 0:
+            return None
         asked_R = tokens_R.masked_fill(extras.wants_logprobs_R == 0, -1)
-        return Computed(tokens_R, report(logits_RV, asked_R, min(num_top, self.state.vocab_size)), x_TD)
+        return report(logits_RV, asked_R, min(num_top, self.state.vocab_size))
 
     def _adapted(self, step: StepTensors) -> contextlib.AbstractContextManager[None]:
         if step.adapters_T is None:
@@ -95,18 +105,18 @@ class RowReader:
         self._model = model
         self._pooler = pooler
 
-    def result(self, message: Step, computed: Computed) -> tuple[StepResult, list[int]]:
-        """The step's result, and the index of each sequence's last accepted sampled row; waits for the device."""
-        num_samples = message.num_seqs + sum(map(len, message.drafts))
+    def result(self, message: Step, computed: Computed) -> StepResult:
+        """The step's result; waits for the device."""
+        num_samples = message.num_samples
         tokens: list[int] = [] if computed.tokens_R is None else computed.tokens_R[:num_samples].tolist()
-        accepted, last_rows = _accept(message, tokens)
+        accepted = [] if computed.num_accepted_S is None else computed.num_accepted_S[: message.num_seqs].tolist()
         reports = b"" if computed.reports_RW is None else as_bytes(computed.reports_RW[:num_samples])
         x_TD = computed.x_TD
         prompts = [self._prompt_reports(prompt, x_TD[prompt.first_row :]) for prompt in message.prompts]
         values = [
             self._pooler.take(rows, x_TD[rows.first_row : rows.first_row + rows.num_rows]) for rows in message.pooled
         ]
-        return StepResult(tokens, accepted, reports, prompts, values), last_rows
+        return StepResult(tokens, accepted, reports, prompts, values)
 
     def _prompt_reports(self, prompt: PromptRows, x_TD: Tensor) -> bytes | None:
         """Reports of a prompt's rows, ``LOGPROB_ROWS`` at a time; ``None`` if a logit is not finite."""
@@ -119,24 +129,6 @@ class RowReader:
             tokens_R = torch.tensor(tokens, dtype=torch.int32, device=logits_RV.device)
             parts.append(as_bytes(report(logits_RV, tokens_R, min(prompt.num_top, logits_RV.shape[1]))))
         return b"".join(parts)
-
-
-def _accept(message: Step, tokens: list[int]) -> tuple[list[int], list[int]]:
-    """Accept drafts up to the first that differs from the sampled token, so that output is the same as without drafts.
-
-    For each sequence, the number of accepted drafts, and the index of the sampled row after them.
-    """
-    if not message.drafts:
-        return [], list(range(message.num_seqs))
-    accepted, last_rows, row = [], [], 0
-    for drafts in message.drafts:
-        num_accepted = 0
-        while num_accepted < len(drafts) and tokens[row + num_accepted] == drafts[num_accepted]:
-            num_accepted += 1
-        accepted.append(num_accepted)
-        last_rows.append(row + num_accepted)
-        row += len(drafts) + 1
-    return accepted, last_rows
 
 
 def as_bytes(values: Tensor) -> bytes:

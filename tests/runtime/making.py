@@ -54,7 +54,14 @@ def stream_runner(
 ) -> StepRunner:
     """Computes a step as soon as it is submitted, with the padding of graphs."""
     executor = StreamExecutor(model, storage, vocab_size, limits, batch_invariant, adapters=adapters)
-    graphs = GraphChoice(limits.max_num_seqs, limits.max_num_batched_tokens, numbers is not None, uses_graphs=False)
+    graphs = GraphChoice(
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        numbers is not None,
+        uses_graphs=False,
+        max_drafts=limits.max_drafts,
+        has_drafter=limits.num_drafts > 0,
+    )
     return make_runner(
         executor,
         storage,
