@@ -20,6 +20,7 @@ from octavo.kernel_compiler import preparation
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
+from octavo.runtime.drafter import Drafter
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.sampling_state import SamplingState
 from octavo.runtime.step_program import Computed, StepProgram
@@ -44,12 +45,14 @@ class DeviceProgram:
         vocab_size: int,
         limits: StepLimits,
         adapter_rows: StackedRows | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         device, largest = storage.device, limits.largest()
         tables = storage.num_groups, largest.num_seqs, limits.max_blocks
         self._tables_GSB = torch.zeros(tables, dtype=torch.int32, device=device)
         self._steps: dict[StepShape, StepTensors] = {}
         size = num_bytes(largest, limits.max_blocks, storage.num_groups)
+        size += 4 * largest.num_rows  # ``row_seqs``, which only smaller shapes have
         self._inputs = torch.zeros(size, dtype=torch.uint8, device=device)
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_steps = 0
@@ -63,7 +66,9 @@ class DeviceProgram:
         of its upload row."""
         self._block_size, self.num_groups = storage.block_size, storage.num_groups
         max_len = limits.max_blocks * storage.block_size
-        self.state = SamplingState(limits.max_num_seqs, max_len, largest.num_samples, vocab_size, device)
+        self.state = SamplingState(
+            limits.max_num_seqs, max_len, largest.num_samples, vocab_size, device, limits.num_drafts
+        )
         width = report_width(self.state.most_top)
         self._reports_RW = torch.zeros(largest.num_samples, width, dtype=torch.int32, device=device)
         """Reports of the last step, at a fixed address for graphs."""
@@ -73,7 +78,7 @@ class DeviceProgram:
         def forward(token_ids_T: torch.Tensor, positions_T: torch.Tensor, rows: PagedRows) -> torch.Tensor:
             return model.forward(token_ids_T, positions_T, storage.layers, rows)
 
-        self._program = StepProgram(model, forward, self.state, adapter_rows)
+        self._program = StepProgram(model, forward, self.state, adapter_rows, drafter)
 
     def upload(self, message: Step) -> None:
         """Write a step's bytes to the next upload row, and update the sampling state from the message."""

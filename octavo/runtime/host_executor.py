@@ -19,6 +19,7 @@ from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
 from octavo.runtime.block_copies import HostBlockCopies
+from octavo.runtime.drafter import Drafter
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.replies import Done, Failed
@@ -59,16 +60,21 @@ class HostExecutor:
         forward: Forward | None = None,
         pooling: Pooling = LAST_TOKEN,
         adapters: Adapters | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """``forward`` may be a faster equivalent of ``model.forward`` over the storage's layers; it is used for steps
         without adapters."""
         device = storage.device
         max_len = limits.max_blocks * storage.block_size
-        self._state = SamplingState(limits.max_num_seqs, max_len, limits.largest().num_samples, vocab_size, device)
+        self._state = SamplingState(
+            limits.max_num_seqs, max_len, limits.largest().num_samples, vocab_size, device, limits.num_drafts
+        )
         self.adapters = adapters
-        self._forward = forward
+        self._forward = forward if drafter is None else None  # a recorded one keeps no hidden states
         self._model, self._layers = model, storage.layers
-        self._program = StepProgram(model, self._compute, self._state, None if adapters is None else adapters.rows)
+        self._program = StepProgram(
+            model, self._compute, self._state, None if adapters is None else adapters.rows, drafter
+        )
         self._reader = RowReader(model, ChunkPooler(model, pooling))
         self._copies = HostBlockCopies(storage)
         self._num_groups, self._block_size = storage.num_groups, storage.block_size

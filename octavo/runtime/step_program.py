@@ -17,6 +17,7 @@ from octavo import ops
 from octavo.layers.lora import AdapterRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
+from octavo.runtime.drafter import Drafter, Drafting
 from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.sampling_state import SamplingState, report
 from octavo.runtime.step_views import ExtraInputs, StepTensors
@@ -41,18 +42,26 @@ class Computed(NamedTuple):
     reports_RW: Tensor | None
     x_TD: Tensor
     """The last layer's output; of all rows if the message needs them, else [R, D]."""
+    drafts_SK: Tensor | None = None
+    """int32; what the drafter proposes next, ``None`` without one."""
 
 
 class StepProgram:
     """The computation of a step on its device, which never synchronises with the host."""
 
     def __init__(
-        self, model: CausalLM, forward: Forward, state: SamplingState, adapter_rows: AdapterRows | None = None
+        self,
+        model: CausalLM,
+        forward: Forward,
+        state: SamplingState,
+        adapter_rows: AdapterRows | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.model = model
         self.state = state
         self._forward = forward
         self._adapter_rows = adapter_rows
+        self._draft = None if drafter is None else Drafting(model, drafter, state)
 
     def __call__(self, step: StepTensors, shape: StepShape, message: Step | None = None) -> Computed:
         """Compute a step of this shape. Without a ``message``, reports have the maximum width and the step depends on
@@ -65,11 +74,12 @@ class StepProgram:
             indices_R = (rows.cu_seqlens_q[1:] - 1).clamp(min=0)
         # Adapter numbers cover all rows of a step, so with adapters the last layer keeps all rows.
         keeps_all = step.adapters_T is not None or (message is not None and message.needs_all_rows)
+        keeps_all = keeps_all or self._draft is not None
         if indices_R is not None and not keeps_all:
             rows = replace(rows, logits_indices_R=indices_R)
         with self._adapted(step):
             x_TD = self._forward(step.token_ids_T, step.positions_T, rows)
-        if message is not None and not message.is_sampled:
+        if message is not None and not message.is_sampled and self._draft is None:
             return Computed(None, None, None, x_TD)
         x_RD = x_TD if indices_R is rows.logits_indices_R else x_TD[indices_R]
         logits_RV = self.model.logits(x_RD)
@@ -80,7 +90,9 @@ class StepProgram:
         num_accepted_S = None
         if step.logits_indices_R is not None and step.cu_samples is not None:
             num_accepted_S = ops.accept_drafts(tokens_R, step.token_ids_T, step.logits_indices_R, step.cu_samples)
-        return Computed(tokens_R, num_accepted_S, self._reports(logits_RV, tokens_R, extras, message), x_TD)
+        reports_RW = self._reports(logits_RV, tokens_R, extras, message)
+        drafts_SK = None if self._draft is None else self._draft(step, tokens_R, num_accepted_S, x_TD)
+        return Computed(tokens_R, num_accepted_S, reports_RW, x_TD, drafts_SK)
 
     def _reports(
         self, logits_RV: Tensor, tokens_R: Tensor, extras: ExtraInputs | None, message: Step | None
@@ -116,7 +128,9 @@ class RowReader:
         values = [
             self._pooler.take(rows, x_TD[rows.first_row : rows.first_row + rows.num_rows]) for rows in message.pooled
         ]
-        return StepResult(tokens, accepted, reports, prompts, values)
+        has_known_drafts = computed.drafts_SK is not None and message.masks
+        drafts = computed.drafts_SK[: message.num_seqs].tolist() if has_known_drafts else []
+        return StepResult(tokens, accepted, reports, prompts, values, drafts)
 
     def _prompt_reports(self, prompt: PromptRows, x_TD: Tensor) -> bytes | None:
         """Reports of a prompt's rows, ``LOGPROB_ROWS`` at a time; ``None`` if a logit is not finite."""

@@ -32,6 +32,7 @@ from octavo.runtime.device_program import (
     compiled_only,
     launched_early,
 )
+from octavo.runtime.drafter import Drafter
 from octavo.runtime.graphs import Graphs
 from octavo.runtime.host_executor import LAST_TOKEN, change_adapters
 from octavo.runtime.kv_storage import KVStorage
@@ -95,11 +96,12 @@ class StreamExecutor:
         enforce_eager: bool = False,
         pooling: Pooling = LAST_TOKEN,
         adapters: Adapters | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         device = storage.device
         rows = None if adapters is None else adapters.rows
         assert rows is None or isinstance(rows, StackedRows), "adapters on a CUDA device need StackedRows"
-        self._make_program = partial(DeviceProgram, model, storage, vocab_size, limits, rows)
+        self._make_program = partial(DeviceProgram, model, storage, vocab_size, limits, rows, drafter)
         self._batch_invariant = batch_invariant
         self._adapters = adapters
         self._program = self._make_program()
