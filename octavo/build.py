@@ -19,6 +19,7 @@ from octavo.cache.kv_events import KVEvents
 from octavo.cache.offloading import make_offload
 from octavo.config import CacheSettings, EngineConfig, ModelSettings, parse_lora_modules
 from octavo.engine.adapters import LoadedAdapters
+from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
 from octavo.engine.graph_choice import GraphChoice
 from octavo.engine.mixed_steps import settle_mixed_steps
@@ -43,6 +44,7 @@ from octavo.ops import dispatch
 from octavo.quant.blocks import without_kernel
 from octavo.quant.stored import WeightFormat
 from octavo.runtime import memory
+from octavo.runtime.acceptance import Verify, rule
 from octavo.runtime.cpu_threads import num_threads_wanted
 from octavo.runtime.device_program import load_kernels
 from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
@@ -92,7 +94,8 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         vocab_size = model_config.vocab_size
         drafts = parse_speculative_config(config.speculative.speculative_config)
         most = step_limits(limits, 0 if drafts is None else drafts.num_speculative_tokens)
-        executor = make_executor(config.model, loaded.model, storage, vocab_size, most, pooling, adapters)
+        verify = _rule(drafts)
+        executor = make_executor(config.model, loaded.model, storage, vocab_size, most, pooling, adapters, verify)
         numbers = None if adapters is None else dict[str, int]()
         runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers)
         phases.done("memory")
@@ -182,8 +185,19 @@ def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int, d
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         settings=settle_mixed_steps(config.scheduler, bytes_on_gpu),
-        speculation=None if drafts is None else Speculation(NgramProposer(drafts), drafts.num_speculative_tokens),
+        speculation=None if drafts is None else _speculation(drafts),
     )
+
+
+def _rule(drafts: Method | None) -> Verify | None:
+    if drafts is None:
+        return None
+    return rule(drafts.acceptance, drafts.synthetic_acceptance_length, drafts.num_speculative_tokens)
+
+
+def _speculation(drafts: Method) -> Speculation:
+    most = drafts.num_speculative_tokens
+    return Speculation(NgramProposer(drafts), most, DraftChoice(most) if drafts.adaptive else None)
 
 
 def _vocabulary(settings: ModelSettings, path: Path, info: EngineInfo) -> Vocabulary:
@@ -202,13 +216,22 @@ def make_executor(
     most: StepLimits,
     pooling: Pooling = LAST_TOKEN,
     adapters: Adapters | None = None,
+    verify: Verify | None = None,
 ) -> Executor:
     """The executor for the storage's device. Results on a CPU never depend on the batch."""
     if storage.device.type == "cpu":
         forward = None if settings.enforce_eager else _recorded(model, storage)
-        return HostExecutor(model, storage, vocab_size, most, forward, pooling, adapters)
+        return HostExecutor(model, storage, vocab_size, most, forward, pooling, adapters, verify=verify)
     return StreamExecutor(
-        model, storage, vocab_size, most, settings.batch_invariant, settings.enforce_eager, pooling, adapters
+        model,
+        storage,
+        vocab_size,
+        most,
+        settings.batch_invariant,
+        settings.enforce_eager,
+        pooling,
+        adapters,
+        verify=verify,
     )
 
 

@@ -132,8 +132,10 @@ class Sequence:
     """Positions that have a block in every KV group; later positions cannot be computed yet."""
     decodes: bool = False
     """Whether its last step that was planned, and has not failed, samples a token: drafts may follow that token."""
+    num_drafts: int = 0
+    """Drafts verified so far."""
     num_rejected: int = 0
-    """Drafts rejected so far; the length of what is planned was over-estimated by as much."""
+    """Of those, drafts rejected; the length of what is planned was over-estimated by as much."""
     device_drafts: tuple[int, ...] = ()
     """What the executor's drafter proposed after the last committed step, if its result told."""
     num_in_flight: int = 0
@@ -260,6 +262,10 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     error: str | None = None
     values: bytes | None = None
     """See ``Sampled.values``."""
+    num_drafts: int = 0
+    """Drafts verified for these tokens."""
+    num_accepted_drafts: int = 0
+    """Of those, accepted ones."""
 
 
 class KVGroupStats(msgspec.Struct, frozen=True, gc=False):
@@ -305,10 +311,14 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     """Tokens computed by the last step."""
     step_seconds: float = 0.0
     """Wall time of the last step."""
+    num_speculations: int = 0
+    """Shares of sequences in steps that verified drafts."""
     num_drafts: int = 0
     """Draft tokens verified."""
     num_accepted_drafts: int = 0
     """Of those, tokens accepted."""
+    accepted_by_position: list[int] = []
+    """Of the accepted drafts, those at each position behind a sequence's last token."""
     num_copied_tokens: int = 0
     """Cached tokens, also of preempted sequences, that were copied from a block of which only the start matches."""
     num_offload_saved: int = 0

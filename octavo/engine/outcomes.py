@@ -33,8 +33,8 @@ def apply_result(
     seq.device_drafts = result.drafts
     if num_drafts:
         num_rejected = 1 + num_drafts - len(result.tokens)
-        stats.num_drafts += num_drafts
-        stats.num_accepted_drafts += len(result.tokens) - 1
+        note_drafts(stats, num_drafts, num_drafts - num_rejected)
+        seq.num_drafts += num_drafts
         seq.num_rejected += num_rejected
         cache.truncate(seq, seq.num_computed_tokens - num_rejected)
         num_committed += len(tokens) - 1
@@ -56,7 +56,21 @@ def apply_result(
         start + 1 if result.prompt_logprobs else 0,
         None,
         result.values,  # positional arguments: faster, and this is made for every token
+        num_drafts,
+        num_drafts and len(result.tokens) - 1,
     )
+
+
+def note_drafts(stats: EngineStats, num_drafts: int, num_accepted: int) -> None:
+    """Count the drafts of one sequence in one step."""
+    stats.num_speculations += 1
+    stats.num_drafts += num_drafts
+    stats.num_accepted_drafts += num_accepted
+    by_position = stats.accepted_by_position
+    if len(by_position) < num_accepted:
+        by_position += [0] * (num_accepted - len(by_position))
+    for position in range(num_accepted):
+        by_position[position] += 1
 
 
 def error_output(seq: Sequence, error: str) -> Output:

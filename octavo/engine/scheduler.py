@@ -382,7 +382,10 @@ class Scheduler:
         seq.status = Status.FINISHED
         seq.finish_reason = reason
         self._disown_steps(seq)
-        self.events.note(seq.id, "ended", tokens=seq.num_output_tokens, reason=reason)
+        accepted = seq.num_drafts - seq.num_rejected
+        self.events.note(
+            seq.id, "ended", tokens=seq.num_output_tokens, reason=reason, drafts=seq.num_drafts, accepted=accepted
+        )
         if self.running.pop(seq.id, None) is not None:
             self.waiting.leave(seq)
         if self.speculation is not None:
@@ -403,6 +406,8 @@ class Scheduler:
         self.stats.step_tokens = sum([len(item.tokens) + len(item.drafts) for item in plan])
         self.stats.step_seconds = seconds
         self.step_budget.learn(plan, self.stats.step_tokens, seconds)
+        if self.speculation is not None:
+            self.speculation.note_step(plan, seconds)
 
     def snapshot(self) -> EngineStats:
         """Counters and gauges as of now; O(1)."""

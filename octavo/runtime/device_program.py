@@ -20,6 +20,7 @@ from octavo.kernel_compiler import preparation
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
+from octavo.runtime.acceptance import Verify
 from octavo.runtime.drafter import Drafter
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.sampling_state import SamplingState
@@ -46,6 +47,7 @@ class DeviceProgram:
         limits: StepLimits,
         adapter_rows: StackedRows | None = None,
         drafter: Drafter | None = None,
+        verify: Verify | None = None,
     ) -> None:
         device, largest = storage.device, limits.largest()
         tables = storage.num_groups, largest.num_seqs, limits.max_blocks
@@ -78,7 +80,7 @@ class DeviceProgram:
         def forward(token_ids_T: torch.Tensor, positions_T: torch.Tensor, rows: PagedRows) -> torch.Tensor:
             return model.forward(token_ids_T, positions_T, storage.layers, rows)
 
-        self._program = StepProgram(model, forward, self.state, adapter_rows, drafter)
+        self._program = StepProgram(model, forward, self.state, adapter_rows, drafter, verify)
 
     def upload(self, message: Step) -> None:
         """Write a step's bytes to the next upload row, and update the sampling state from the message."""

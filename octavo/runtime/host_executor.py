@@ -18,6 +18,7 @@ from octavo.models.adapters import Adapters
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
+from octavo.runtime.acceptance import Verify
 from octavo.runtime.block_copies import HostBlockCopies
 from octavo.runtime.drafter import Drafter
 from octavo.runtime.kv_storage import KVStorage
@@ -61,6 +62,7 @@ class HostExecutor:
         pooling: Pooling = LAST_TOKEN,
         adapters: Adapters | None = None,
         drafter: Drafter | None = None,
+        verify: Verify | None = None,
     ) -> None:
         """``forward`` may be a faster equivalent of ``model.forward`` over the storage's layers; it is used for steps
         without adapters."""
@@ -73,7 +75,7 @@ class HostExecutor:
         self._forward = forward if drafter is None else None  # a recorded one keeps no hidden states
         self._model, self._layers = model, storage.layers
         self._program = StepProgram(
-            model, self._compute, self._state, None if adapters is None else adapters.rows, drafter
+            model, self._compute, self._state, None if adapters is None else adapters.rows, drafter, verify
         )
         self._reader = RowReader(model, ChunkPooler(model, pooling))
         self._copies = HostBlockCopies(storage)

@@ -17,6 +17,7 @@ from octavo import ops
 from octavo.layers.lora import AdapterRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
+from octavo.runtime.acceptance import Verify
 from octavo.runtime.drafter import Drafter, Drafting
 from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.sampling_state import SamplingState, report
@@ -56,11 +57,13 @@ class StepProgram:
         state: SamplingState,
         adapter_rows: AdapterRows | None = None,
         drafter: Drafter | None = None,
+        verify: Verify | None = None,
     ) -> None:
         self.model = model
         self.state = state
         self._forward = forward
         self._adapter_rows = adapter_rows
+        self._verify = verify
         self._draft = None if drafter is None else Drafting(model, drafter, state)
 
     def __call__(self, step: StepTensors, shape: StepShape, message: Step | None = None) -> Computed:
@@ -86,8 +89,11 @@ class StepProgram:
         adjusted_RV = logits_RV
         if extras is not None:
             adjusted_RV = self.state.adjust(logits_RV, step, extras, () if message is None else message.masks)
-        tokens_R = ops.sample(adjusted_RV, step.params)
         num_accepted_S = None
+        if self._verify is not None and shape.num_drafts:
+            tokens_R = self._verify(adjusted_RV, step.params, _drafts_behind(step))
+        else:
+            tokens_R = ops.sample(adjusted_RV, step.params)
         if step.logits_indices_R is not None and step.cu_samples is not None:
             num_accepted_S = ops.accept_drafts(tokens_R, step.token_ids_T, step.logits_indices_R, step.cu_samples)
         reports_RW = self._reports(logits_RV, tokens_R, extras, message)
@@ -128,8 +134,9 @@ class RowReader:
         values = [
             self._pooler.take(rows, x_TD[rows.first_row : rows.first_row + rows.num_rows]) for rows in message.pooled
         ]
-        has_known_drafts = computed.drafts_SK is not None and message.masks
-        drafts = computed.drafts_SK[: message.num_seqs].tolist() if has_known_drafts else []
+        drafts: list[list[int]] = []
+        if computed.drafts_SK is not None and message.masks:
+            drafts = computed.drafts_SK[: message.num_seqs].tolist()
         return StepResult(tokens, accepted, reports, prompts, values, drafts)
 
     def _prompt_reports(self, prompt: PromptRows, x_TD: Tensor) -> bytes | None:
@@ -143,6 +150,17 @@ class RowReader:
             tokens_R = torch.tensor(tokens, dtype=torch.int32, device=logits_RV.device)
             parts.append(as_bytes(report(logits_RV, tokens_R, min(prompt.num_top, logits_RV.shape[1]))))
         return b"".join(parts)
+
+
+def _drafts_behind(step: StepTensors) -> Tensor:
+    """The draft behind each sampled row, int64 [R]; -1 if there is none."""
+    assert step.logits_indices_R is not None
+    assert step.cu_samples is not None
+    T, R = len(step.token_ids_T), len(step.logits_indices_R)
+    samples_R, ends_S = torch.arange(R, device=step.token_ids_T.device), step.cu_samples[1:].long()
+    seq_R = torch.searchsorted(ends_S, samples_R, right=True).clamp(max=len(ends_S) - 1)
+    drafts_R = step.token_ids_T[(step.logits_indices_R + 1).clamp(max=T - 1)]
+    return drafts_R.masked_fill(samples_R + 1 >= ends_S[seq_R], -1)
 
 
 def as_bytes(values: Tensor) -> bytes:

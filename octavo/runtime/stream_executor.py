@@ -25,6 +25,7 @@ from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import Adapters
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
+from octavo.runtime.acceptance import Verify
 from octavo.runtime.block_copies import DeviceBlockCopies, HostBlockCopies
 from octavo.runtime.device_program import (
     DeviceProgram,
@@ -97,11 +98,12 @@ class StreamExecutor:
         pooling: Pooling = LAST_TOKEN,
         adapters: Adapters | None = None,
         drafter: Drafter | None = None,
+        verify: Verify | None = None,
     ) -> None:
         device = storage.device
         rows = None if adapters is None else adapters.rows
         assert rows is None or isinstance(rows, StackedRows), "adapters on a CUDA device need StackedRows"
-        self._make_program = partial(DeviceProgram, model, storage, vocab_size, limits, rows, drafter)
+        self._make_program = partial(DeviceProgram, model, storage, vocab_size, limits, rows, drafter, verify)
         self._batch_invariant = batch_invariant
         self._adapters = adapters
         self._program = self._make_program()
