@@ -154,11 +154,7 @@ def _decode_kernel(
     CAPPED: tl.constexpr, PROLOGUE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
     AT_ONCE: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``GP`` and ``HP`` are G and H filled up to powers of two (H to 16 at least), ``ROWS`` the queries of a tile.
-
-    With ``BY_ROW``, each row is computed like the only row of a sequence; ``cu_seqlens`` and ``seq_lens`` are then the
-    sequence and the position of each row.
-    """
+    """``GP`` and ``HP`` are G and H filled up to powers of two (H to 16 at least), ``ROWS`` the queries of a tile."""
     split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     d, r, t = tl.arange(0, HP), tl.arange(0, ROWS), tl.arange(0, TILE)
     if not PROLOGUE:
@@ -212,7 +208,11 @@ def _decode_kernel(
 def _row(
     seq: tl.tensor, cu_seqlens: tl.tensor, seq_lens: tl.tensor, PROLOGUE: tl.constexpr, BY_ROW: tl.constexpr
 ) -> tl.tensor:
-    """The sequence's row, the length of its context, which is 0 if it has no row, or several, and the sequence."""
+    """The sequence's row, the length of its context, which is 0 if it has no row, or several, and the sequence.
+
+    With ``BY_ROW``, each row is computed like the only row of a sequence; ``cu_seqlens`` and ``seq_lens`` are then the
+    sequence and the position of each row.
+    """
     row, own = seq.to(tl.int64), seq.to(tl.int64)
     length = tl.load(seq_lens + seq).to(tl.int32)
     if BY_ROW:
