@@ -170,7 +170,8 @@ class Scheduler:
                 rest = budget + num_aside
                 break
             if self.num_lookahead:
-                self.cache.reserve(seq, start + num_taken + self.num_lookahead)  # without it, drafts are worse
+                end = min(start + num_taken + self.num_lookahead, seq.max_computed_tokens)
+                self.cache.reserve(seq, end)  # if there is no room, drafts are worse
             plan.append(take(seq, num_tokens, drafts))
             budget -= num_taken
         else:

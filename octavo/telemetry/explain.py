@@ -134,6 +134,8 @@ def as_text(report: dict[str, Any]) -> str:
     for entry in report["shared_steps_with"]:
         lines.append(f"    request {entry['request']} in {entry['steps']} of them")
     lines += [f"  preempted for request {by}" for by in report["preempted_by"]]
+    if report["drafts"]:
+        lines.append(f"  {report['drafts']['accepted']} of {report['drafts']['verified']} drafts accepted")
     if report["faults"]:
         lines.append(f"  {report['faults']} forward passes failed")
     if report["submissions"] > 1:
