@@ -12,6 +12,7 @@ from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.node import Node
 from octavo.config import SchedulerSettings
+from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
@@ -267,7 +268,8 @@ class Run:
         if not self.features.drafts:
             return None
         proposer = ToyProposer(self.rng) if self.rng.random() < 0.5 else DeviceProposer(self.rng)
-        return Speculation(proposer, max_drafts=1 + self.rng.randrange(5))
+        most = 1 + self.rng.randrange(5)
+        return Speculation(proposer, most, DraftChoice(most) if self.rng.random() < 0.3 else None)
 
     def clock(self) -> float:
         """A time that goes on with every look, faster or slower."""
