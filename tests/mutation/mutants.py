@@ -29,7 +29,7 @@ MUTANTS = [
     Mutant(SCHEDULER, "budget, num_aside = budget + num_aside, 0", "budget = budget + num_aside"),
     Mutant(SCHEDULER, "self.cache.note_filled(whole - rest)", "self.cache.note_filled(whole)"),
     Mutant("engine/shares.py", "samples = end == len(tokens)", "samples = end >= len(tokens) - 1"),
-    Mutant("engine/shares.py", "if seq.num_in_flight or position < len(seq.tokens):", "if position < len(seq.tokens):"),
+    Mutant("engine/shares.py", "tokens += [None] * len(drafts)", "pass"),
     # Preemption, and the end of sequences.
     Mutant(SCHEDULER, "if not other.num_in_flight:", "if True:"),
     Mutant(SCHEDULER, "if other is seq:\n                break", "if other is seq:\n                continue"),
