@@ -22,12 +22,14 @@ from octavo.cache.kv_events import KVEvents
 from octavo.cache.offloading import make_offload
 from octavo.config import CacheSettings, EngineConfig, ModelSettings, parse_lora_modules, to_flat
 from octavo.engine.adapters import LoadedAdapters
+from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
 from octavo.engine.graph_choice import GraphChoice
 from octavo.engine.mixed_steps import settle_mixed_steps
 from octavo.engine.ngram import NgramProposer
 from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.speculation import Speculation
 from octavo.engine.step_encoder import StepEncoder
 from octavo.engine.step_runner import BlockMessages, StepRunner, compute_padding
 from octavo.engine.step_times import logged
@@ -47,6 +49,7 @@ from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.blocks import without_kernel
 from octavo.quant.stored import WeightFormat
 from octavo.runtime import memory
+from octavo.runtime.acceptance import Verify, rule
 from octavo.runtime.cpu_threads import num_threads_wanted
 from octavo.runtime.device_program import load_kernels
 from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
@@ -56,7 +59,7 @@ from octavo.runtime.ranks import OneRank, OnLost, Ranks, check_divides
 from octavo.runtime.step_program import Forward
 from octavo.runtime.stream_executor import StreamExecutor
 from octavo.runtime.vocabulary import part_of_vocabulary
-from octavo.speculative_config import parse_speculative_config
+from octavo.speculative_config import Method, parse_speculative_config
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
 from octavo.steps.shapes import exact_shape
@@ -68,8 +71,7 @@ from octavo.weights.generation_config import chosen_config, sampling_defaults
 from octavo.weights.hub import resolve_model
 
 DEPTH = {"cpu": 1, "cuda": 2}
-"""Steps in flight: on a GPU, the next step is scheduled while one is computed. Not with speculation: drafts depend on
-the last token, which must be known."""
+"""Steps in flight: on a GPU, the next step is scheduled while one is computed."""
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -97,10 +99,13 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
         limits, budget = _settle(config, model_config, form, kv_dtype, loaded.num_bytes, ranks)
         storage = _storage(model_config, limits, kv_dtype, device, collective.size)
         vocab_size = model_config.vocab_size
-        own = make_executor(config.model, loaded.model, storage, vocab_size, limits, pooling, adapters, collective)
+        drafts = parse_speculative_config(config.speculative.speculative_config)
+        most = step_limits(limits, drafts)
+        parts = pooling, adapters, collective, _rule(drafts)
+        own = make_executor(config.model, loaded.model, storage, vocab_size, most, *parts)
         executor = ranks.executor(own)
         numbers = None if adapters is None else dict[str, int]()
-        runner, warm_up = make_runner(config.model, executor, storage.num_groups, vocab_size, limits, numbers)
+        runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers)
         phases.done("memory")
         warm_up()
         phases.done("kernels and graphs")
@@ -125,15 +130,13 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
         tensor_parallel_size=collective.size,
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
-    scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else loaded.num_bytes)
+    scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else loaded.num_bytes, drafts)
     _connect_blocks(scheduler.cache, config.cache, runner, storage, path, _forms(form, info, storage), collective.size)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
-    ngram = parse_speculative_config(config.speculative.speculative_config)
-    proposer = None if ngram is None else NgramProposer(ngram)
-    depth = DEPTH[device.type] if config.scheduler.async_scheduling and ngram is None else 1
+    depth = DEPTH[device.type] if config.scheduler.async_scheduling else 1
     timed = logged(runner, config.scheduler.step_log)
     ranks.report_to(on_lost)
-    return Engine(scheduler, timed, grammars=grammars, proposer=proposer, adapters=lora, depth=depth), info
+    return Engine(scheduler, timed, grammars=grammars, adapters=lora, depth=depth), info
 
 
 def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], memory.Limits]) -> Executor:
@@ -154,7 +157,9 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
         limits = settle(memory.free_memory(device, config.cache.gpu_memory_utilization))
         storage = _storage(model_config, limits, kv_dtype, device, collective.size)
         vocab_size = model_config.vocab_size
-        return make_executor(config.model, loaded.model, storage, vocab_size, limits, pooling, adapters, collective)
+        drafts = parse_speculative_config(config.speculative.speculative_config)
+        parts = pooling, adapters, collective, _rule(drafts)
+        return make_executor(config.model, loaded.model, storage, vocab_size, step_limits(limits, drafts), *parts)
 
 
 @contextlib.contextmanager
@@ -260,13 +265,25 @@ def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage) -> str:
     return f"{form.dtype} {form.packs} {info.kernels}\n{storage.dtype}\n{storage.device.type}{ranks}"
 
 
-def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int) -> Scheduler:
+def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int, drafts: Method | None) -> Scheduler:
     return Scheduler(
         _cache(config.cache, limits),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         settings=settle_mixed_steps(config.scheduler, bytes_on_gpu),
+        speculation=None if drafts is None else _speculation(drafts),
     )
+
+
+def _rule(drafts: Method | None) -> Verify | None:
+    if drafts is None:
+        return None
+    return rule(drafts.acceptance, drafts.synthetic_acceptance_length, drafts.num_speculative_tokens)
+
+
+def _speculation(drafts: Method) -> Speculation:
+    most = drafts.num_speculative_tokens
+    return Speculation(NgramProposer(drafts), most, DraftChoice(most) if drafts.adaptive else None)
 
 
 def _vocabulary(settings: ModelSettings, path: Path, info: EngineInfo) -> Vocabulary:
@@ -282,47 +299,57 @@ def make_executor(
     model: CausalLM,
     storage: KVStorage,
     vocab_size: int,
-    limits: memory.Limits,
+    most: StepLimits,
     pooling: Pooling = LAST_TOKEN,
     adapters: Adapters | None = None,
     collective: Collective = SINGLE_RANK,
+    verify: Verify | None = None,
 ) -> Executor:
     """The executor for the storage's device. Results on a CPU never depend on the batch."""
-    most = step_limits(limits)
     if storage.device.type == "cpu":
         forward = None if settings.enforce_eager else _recorded(model, storage)
         vocabulary = part_of_vocabulary(vocab_size, collective)
-        return HostExecutor(model, storage, vocab_size, most, forward, pooling, adapters, vocabulary)
+        return HostExecutor(model, storage, vocab_size, most, forward, pooling, adapters, vocabulary, verify=verify)
     vocabulary = part_of_vocabulary(vocab_size, collective, is_on_host=False)
     kinds = settings.batch_invariant, settings.enforce_eager
-    return StreamExecutor(model, storage, vocab_size, most, *kinds, pooling, adapters, vocabulary)
+    return StreamExecutor(model, storage, vocab_size, most, *kinds, pooling, adapters, vocabulary, verify=verify)
 
 
 def make_runner(
     settings: ModelSettings,
     executor: Executor,
-    num_groups: int,
+    storage: KVStorage,
     vocab_size: int,
-    limits: memory.Limits,
+    most: StepLimits,
     adapters: dict[str, int] | None = None,
 ) -> tuple[StepRunner, Callable[[], None]]:
     """The runner of an executor, and its warm-up. ``adapters`` is shared with ``LoadedAdapters``, which fills it."""
-    most = step_limits(limits)
-    batch = PersistentBatch(most.max_num_seqs, most.max_blocks, num_groups)
-    encoder = StepEncoder(batch, limits.block_size, vocab_size, exact_shape, adapters, settings.batch_invariant)
+    batch = PersistentBatch(most.max_num_seqs, most.max_blocks, storage.num_groups)
+    has_drafter = most.num_drafts > 0
+    encoder = StepEncoder(
+        batch, storage.block_size, vocab_size, exact_shape, adapters, settings.batch_invariant, has_drafter
+    )
     runner = StepRunner(executor, encoder)
     if not executor.runs_ahead:
         return runner, partial(compute_padding, runner)
     has_graphs = not settings.enforce_eager
-    graphs = GraphChoice(most.max_num_seqs, most.max_num_batched_tokens, adapters is not None, has_graphs)
+    graphs = GraphChoice(
+        most.max_num_seqs,
+        most.max_num_batched_tokens,
+        adapters is not None,
+        has_graphs,
+        most.max_drafts,
+        has_drafter,
+    )
     encoder.choose_shape = graphs.choose
     return runner, partial(graphs.warm_up, runner)
 
 
-def step_limits(limits: memory.Limits) -> StepLimits:
-    """Upper bounds of a step: sequences, tokens and blocks per sequence."""
+def step_limits(limits: memory.Limits, drafts: Method | None = None) -> StepLimits:
+    """Upper bounds of a step: sequences, tokens, and blocks and drafts per sequence."""
+    max_drafts = 0 if drafts is None else drafts.num_speculative_tokens
     max_blocks = -(-limits.max_model_len // limits.block_size)
-    return StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks)
+    return StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, max_drafts)
 
 
 def _recorded(model: CausalLM, storage: KVStorage) -> Forward | None:

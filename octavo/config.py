@@ -153,9 +153,7 @@ class SchedulerSettings:
         "prefill priority: while prompts are pending, decode only in every N-th step; default: 1",
         low=1,
     )
-    async_scheduling: bool = setting(
-        True, "on a GPU, schedule and launch the next step while one is computed; off with speculative decoding"
-    )
+    async_scheduling: bool = setting(True, "on a GPU, schedule and launch the next step while one is computed")
     max_itl: float | None = setting(
         None, "maximum inter-token latency in seconds: prefill chunks are cut so that steps stay below it", low=0.0001
     )

@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from octavo.errors import ConfigError
 
+Acceptance = Literal["exact", "distribution", "synthetic"]
 
-class Ngram(msgspec.Struct, frozen=True, tag_field="method", tag="ngram", forbid_unknown_fields=True):
-    """N-gram proposer: drafts from earlier tokens of the same sequence; the names are vLLM's."""
+
+class Drafts(msgspec.Struct, frozen=True, tag_field="method", forbid_unknown_fields=True, kw_only=True):
+    """Settings of every method."""
 
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] = 4
     """Maximum drafts per sequence and step."""
+    adaptive: bool = True
+    """Verify only the drafts that are expected to save time, by measured step times and acceptance rates."""
+    acceptance: Acceptance = "exact"
+    """``exact``: a draft is accepted if it is the token that would be sampled anyway. ``distribution``: rejection
+    sampling, which keeps the distribution only. ``synthetic``: drafts are accepted by chance, for measurements."""
+    synthetic_acceptance_length: Annotated[float, msgspec.Meta(ge=1)] | None = None
+    """With ``synthetic``: mean tokens per step and sequence when all drafts are verified."""
+
+
+class Ngram(Drafts, frozen=True, tag="ngram", kw_only=True):
+    """N-gram proposer: drafts from earlier tokens of the same sequence; the names are vLLM's."""
+
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=16)] = 3
     """Longest n-gram that is matched; lengths are tried from this down to ``prompt_lookup_min``."""
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
 
 
-def parse_speculative_config(text: str | None) -> Ngram | None:
+Method = Ngram
+"""Settings of one method; a union of them."""
+
+
+def parse_speculative_config(text: str | None) -> Method | None:
     """The proposer settings, from JSON; ``None`` without speculation. Raises ``ConfigError``."""
     if text is None:
         return None
     try:
-        found = msgspec.json.decode(text, type=Ngram)
+        found = msgspec.json.decode(text, type=Method)
     except msgspec.DecodeError as error:
         example = '{"method": "ngram", "num_speculative_tokens": 4}'
         raise ConfigError(f"speculative_config: {error}; expected, for example, {example}") from None
-    if found.prompt_lookup_min > found.prompt_lookup_max:
+    if (found.acceptance == "synthetic") != (found.synthetic_acceptance_length is not None):
+        raise ConfigError('speculative_config: synthetic_acceptance_length is for "acceptance": "synthetic"')
+    most = found.num_speculative_tokens + 1
+    if found.synthetic_acceptance_length is not None and found.synthetic_acceptance_length > most:
+        raise ConfigError(f"speculative_config: synthetic_acceptance_length must be at most {most}")
+    if isinstance(found, Ngram) and found.prompt_lookup_min > found.prompt_lookup_max:
         raise ConfigError("speculative_config: prompt_lookup_min must be at most prompt_lookup_max")
     return found

@@ -27,6 +27,7 @@ from octavo.ops.collective import Collective
 from octavo.ops.moe import ClampedSwish, Experts
 from octavo.ops.sample import SampleParams
 from octavo.ops.stacked_lora import LowRankStack
+from octavo.ops.stage_step import LastResults, StagedRows
 
 Call = Callable[[], object]
 DTYPES = (torch.bfloat16, torch.float32)
@@ -187,18 +188,25 @@ def _ends_of_a_step(make: Maker) -> Iterator[tuple[str, Call]]:
     uploads = torch.zeros(4, 808, dtype=torch.uint8, pin_memory=is_cuda)
     uploads[:, 0] = 101
     yield "pull_step", functools.partial(ops.pull_step, uploads[0].to(make.device), uploads, counter)
-    ids, tables = make.ints([3, -1, 4, -1], torch.int64), torch.zeros(3, 9, dtype=torch.int32, device=make.device)
+    ids, tables = make.ints([-1, 8, 4, -1], torch.int64), torch.zeros(1, 3, 9, dtype=torch.int32, device=make.device)
     cells, last = make.ints([2, 0, 3], torch.int64), make.ints([5, 6, 7, 8])
     packed, width = make.ints(list(range(6))), make.ints([2])
-    starts = make.ints([0, 2, 4, 4])
-    yield "stage_step", functools.partial(ops.stage_step, ids, starts, cells, last, packed, width, tables)
+    starts, samples = make.ints([0, 2, 4, 4]), make.ints([0, 2, 3, 3])
+    positions, slots = make.ints([9, 10, 2, 3], torch.int64), make.ints([[9, 10, 2, 3]], torch.int64)
+    rows = StagedRows(positions, slots, make.ints([10, 11, 4]), make.ints([11, 4, 0]), starts, samples, cells)
+    results_of = LastResults(last, make.ints([3, 3, 7, -1]), make.ints([[1], [2], [3], [4]]))
+    yield "stage_step", functools.partial(ops.stage_step, ids, rows, results_of, packed, width, tables, 8)
+    sampled, indices = make.ints([4, 5, 6]), make.ints([0, 1, 3], torch.int64)
+    yield "accept_drafts", functools.partial(ops.accept_drafts, sampled, ids, indices, samples)
     frequencies = torch.rand(24, device=make.device)
     yield (
         "rotary_angles",
         functools.partial(ops.rotary_angles, make.ints([0, 9, 70_000], torch.int64), frequencies, 1.0),
     )
-    results = torch.zeros(4, 5, dtype=torch.int32, pin_memory=is_cuda)
-    yield "publish_tokens", functools.partial(ops.publish_tokens, make.ints([4, 5, 6]), cells, last, results, counter)
+    results = torch.zeros(4, 9, dtype=torch.int32, pin_memory=is_cuda)
+    published = sampled, make.ints([10, 11, 4]), cells, last, make.ints([0] * 4), results, counter
+    yield "publish_tokens", functools.partial(ops.publish_tokens, *published)
+    yield "publish_tokens", functools.partial(ops.publish_tokens, *published, make.ints([1, 0, 0]), samples)
 
 
 def _exchanges(device: torch.device) -> Iterator[tuple[str, Call]]:

@@ -62,7 +62,7 @@ TORCH_FREE = {
 TORCH_FREE_FILES = {"weights/gguf.py", "weights/blocks.py", "weights/hub.py", "weights/default_model.py"}
 FRONT_PROCESS = ["octavo.server.app", "octavo.text.tokenizer", "octavo.engine.engine", "octavo.cli"]
 
-REQUESTS = {"Sequence", "Scheduled", "Plan", "Request", "Output", "Runner", "Grammars", "Proposer"}
+REQUESTS = {"Sequence", "Scheduled", "Plan", "Request", "Output"}
 """Names of ``types`` that the executing tower does not know: it is told of sequences by messages (``steps``)."""
 
 MAX_FILE_LINES = 400

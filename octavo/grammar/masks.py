@@ -135,10 +135,10 @@ class MatcherMasks:
         tasks = []
         for item in bound:
             seq, progress = item.seq, item.seq.grammar
-            end = item.start + len(item.tokens)
+            end = item.settled_start + len(item.tokens)
             tokens = seq.tokens[seq.num_prompt_tokens + progress.num_tokens : end]
             progress.num_tokens += len(tokens)
-            tasks.append(Task(seq.id, progress, tokens, item.drafts))
+            tasks.append(Task(seq.id, progress, tokens, item.known_drafts))
         self._last = self._masking.submit(self._compute, tasks)
         return ComingMasks(self._last)
 

@@ -1,5 +1,6 @@
 """Operations on tensors: one file each, holding the contract and its plain-torch reference; see ``dispatch``."""
 
+from octavo.ops.accept_drafts import accept_drafts
 from octavo.ops.adjust_logits import adjust_logits
 from octavo.ops.apply_rope import apply_rope
 from octavo.ops.attention import attention
@@ -31,6 +32,7 @@ from octavo.ops.store_kv import store_kv
 from octavo.ops.token_logprobs import token_logprobs
 
 __all__ = [
+    "accept_drafts",
     "adjust_logits",
     "apply_rope",
     "attention",

@@ -17,6 +17,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.ops.adjust_logits import Adjustments
 from octavo.ops.sample import BANNED
+from octavo.ops.stage_step import LastResults
 from octavo.runtime.step_views import ExtraInputs, StepTensors
 from octavo.runtime.vocabulary import WHOLE, Vocabulary
 from octavo.sampling_params import MAX_LOGPROBS
@@ -34,14 +35,20 @@ class SamplingState:
         most_rows: int,
         vocab_size: int,
         device: torch.device,
+        num_drafts: int = 0,
         vocabulary: Vocabulary = WHOLE,
     ) -> None:
-        """``most_rows``: most sampled rows of a step without drafts; ``max_len``: most positions of a sequence."""
+        """``most_rows``: most sampled rows of a step; ``max_len``: most positions of a sequence; ``num_drafts``: those
+        of a drafter."""
         C = num_indices + 1
         self.vocab_size = vocab_size
         self.vocabulary = vocabulary
         self.last_tokens_C = torch.zeros(C, dtype=torch.int32, device=device)
         """The last sampled token of each sequence."""
+        self.last_positions_C = torch.full((C,), -1, dtype=torch.int32, device=device)
+        """Its position; -1 if the last step failed."""
+        self.drafts_CK = torch.zeros(C, num_drafts, dtype=torch.int32, device=device) if num_drafts else None
+        """What the drafter proposes behind it."""
         self.histories_CL = torch.zeros(C, max_len, dtype=torch.int32, device=device)
         self._bias_ids_CB = torch.full((C, MAX_BIASES), -1, dtype=torch.int32, device=device)
         self._biases_CB = torch.zeros(C, MAX_BIASES, device=device)
@@ -69,15 +76,35 @@ class SamplingState:
             end = history.start + len(history.tokens)
             _send([token - first for token in history.tokens], self.histories_CL[history.index, history.start : end])
 
+    def forget_results(self, batch_indices: Sequence[int]) -> None:
+        """Record that a step of these sequences failed: what their next steps assume about it does not hold."""
+        self.last_positions_C[list(batch_indices)] = -1
+
     # ---- in a step
+
+    def stage(self, step: StepTensors, block_size: int) -> None:
+        """Complete the step's tensors with what earlier steps gave; see ``ops.stage_step``."""
+        last = LastResults(self.last_tokens_C, self.last_positions_C, self.drafts_CK)
+        ops.stage_step(step.token_ids_T, step.staged, last, step.packed_tables, step.width, step.tables_GSB, block_size)
 
     def remember(self, step: StepTensors, extras: ExtraInputs) -> None:
         """Write the step's tokens to the histories of their sequences."""
         self.histories_CL[extras.row_indices_T, step.positions_T] = step.token_ids_T.sub(self.vocabulary.first).int()
 
+    def keep(self, step: StepTensors, tokens_R: Tensor, num_accepted_S: Tensor | None) -> None:
+        """Keep each sequence's last token and its position for its next step."""
+        if num_accepted_S is None or step.cu_samples is None:
+            last_tokens_S, last_positions_S = tokens_R, step.params.position
+        else:
+            last_S = (step.cu_samples[:-1] + num_accepted_S).clamp(max=len(tokens_R) - 1)
+            last_tokens_S, last_positions_S = tokens_R[last_S], step.params.position[last_S]
+        self.last_tokens_C[step.batch_indices_S] = last_tokens_S
+        self.last_positions_C[step.batch_indices_S] = last_positions_S
+
     def adjust(self, logits_RV: Tensor, step: StepTensors, extras: ExtraInputs, masks: Sequence[Mask] = ()) -> Tensor:
         """Logits after penalties, biases, bans and masks; see ``ops.adjust_logits``."""
         masks_RW, has_mask_R = self._masks(masks, logits_RV)
+        ban_indices_R = extras.ban_indices_R.masked_fill(step.params.position >= extras.min_stops_R, -1)
         return ops.adjust_logits(
             logits_RV,
             Adjustments(
@@ -90,7 +117,7 @@ class SamplingState:
                 extras.presence_R,
                 self._bias_ids_CB[extras.bias_indices_R],
                 self._biases_CB[extras.bias_indices_R],
-                self._stop_ids_CE[extras.ban_indices_R],
+                self._stop_ids_CE[ban_indices_R],
                 masks_RW,
                 has_mask_R,
             ),

@@ -46,6 +46,10 @@ class Vocabulary(Protocol):
         """Whether all logits are finite numbers."""
         ...
 
+    def whole(self, logits_RV: Tensor) -> Tensor:
+        """The logits of the whole vocabulary."""
+        ...
+
 
 class WholeVocabulary:
     """The vocabulary on one device."""
@@ -69,6 +73,10 @@ class WholeVocabulary:
         """See ``Vocabulary``."""
         return bool(logits_RV.float().sum(dim=-1).isfinite().all())
 
+    def whole(self, logits_RV: Tensor) -> Tensor:
+        """See ``Vocabulary``."""
+        return logits_RV
+
 
 WHOLE = WholeVocabulary()
 
@@ -87,18 +95,18 @@ class GatheredVocabulary(WholeVocabulary):
 
     def sample(self, logits_RV: Tensor, params: SampleParams) -> Tensor:
         """See ``Vocabulary``."""
-        return super().sample(self._gathered(logits_RV), params)
+        return super().sample(self.whole(logits_RV), params)
 
     def report(self, logits_RV: Tensor, tokens_R: Tensor, num_top: int) -> Tensor:
         """See ``Vocabulary``."""
-        return super().report(self._gathered(logits_RV), tokens_R, num_top)
+        return super().report(self.whole(logits_RV), tokens_R, num_top)
 
     def are_finite(self, logits_RV: Tensor) -> bool:
         """See ``Vocabulary``."""
-        return super().are_finite(self._gathered(logits_RV))
+        return super().are_finite(self.whole(logits_RV))
 
-    def _gathered(self, logits_RV: Tensor) -> Tensor:
-        """All ranks' logits, [R, whole vocabulary]; parts but the last are of one width."""
+    def whole(self, logits_RV: Tensor) -> Tensor:
+        """See ``Vocabulary``; parts but the last are of one width."""
         padded = torch.nn.functional.pad(logits_RV, (0, self._widest - logits_RV.shape[1]))
         return self._collective.all_gather(padded).transpose(0, 1).flatten(1)[:, : self._vocab_size].contiguous()
 
@@ -117,7 +125,7 @@ class CandidateVocabulary(GatheredVocabulary):
         tokens_R = choose_tokens(self._collective.all_gather(found_RK), params, self._hashes)
         rows = (tokens_R == UNDECIDED).nonzero()[:, 0]
         if len(rows):
-            tokens_R[rows] = ops.sample(self._gathered(logits_RV[rows]), SampleParams(*(p[rows] for p in params)))
+            tokens_R[rows] = ops.sample(self.whole(logits_RV[rows]), SampleParams(*(p[rows] for p in params)))
         return tokens_R
 
     def report(self, logits_RV: Tensor, tokens_R: Tensor, num_top: int) -> Tensor:

@@ -41,7 +41,8 @@ DRAIN_POLL_SECONDS = 0.02
 
 COUNTER_FIELDS = (
     *("num_steps", "num_shares", "num_prompt_tokens", "num_output_tokens", "num_preemptions"),
-    *("prefix_queries", "prefix_hits", "num_copied_tokens", "num_faults", "num_drafts", "num_accepted_drafts"),
+    *("prefix_queries", "prefix_hits", "num_copied_tokens", "num_faults", "num_speculations", "num_drafts"),
+    "num_accepted_drafts",
     *("num_offload_saved", "num_offload_dropped", "num_offload_prefetched", "num_offload_restored"),
     *("num_offload_bad_files", "num_evictions"),
 )
@@ -382,10 +383,12 @@ class AsyncEngine:
         if self._earlier.num_steps:
             for name in COUNTER_FIELDS:
                 setattr(stats, name, getattr(stats, name) + getattr(self._earlier, name))
+            pairs = itertools.zip_longest(stats.accepted_by_position, self._earlier.accepted_by_position, fillvalue=0)
+            stats.accepted_by_position = [now + earlier for now, earlier in pairs]
         return stats
 
     @staticmethod
     def _settled(stats: EngineStats) -> EngineStats:
         """``stats`` with gauges reset: only counters and the number of blocks remain."""
-        kept = {name: getattr(stats, name) for name in COUNTER_FIELDS}
+        kept = {name: getattr(stats, name) for name in (*COUNTER_FIELDS, "accepted_by_position")}
         return msgspec.structs.replace(EngineStats(num_blocks=stats.num_blocks), **kept)

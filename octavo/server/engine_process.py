@@ -23,12 +23,13 @@ from typing import NoReturn, Protocol
 from octavo.cache.kv_events import KVEvent
 from octavo.collector import leave_out_what_exists
 from octavo.config import EngineConfig
+from octavo.engine.protocols import Adapters
 from octavo.errors import CheckpointError, OctavoError, RanksLost, RequestError
 from octavo.kernel_compiler import prepare_where_there_may_be_a_gpu
 from octavo.server import wire
 from octavo.telemetry.events import Event
 from octavo.telemetry.phases import Phases, log_to_stderr
-from octavo.types import Adapters, EngineInfo, EngineStats, Output, Request
+from octavo.types import EngineInfo, EngineStats, Output, Request
 
 SWITCH_INTERVAL = 0.0001
 """Seconds after which a thread yields the GIL. The step thread needs it several times per step and would wait 5 ms, the

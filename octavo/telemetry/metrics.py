@@ -57,6 +57,14 @@ class Metrics(Counts, Collector):
         for reason, count in self.rejected.items():
             rejected.add_metric([reason], count)
         yield rejected
+        accepted = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Of vllm:spec_decode_num_accepted_tokens, those at each position of a draft.",
+            labels=[*names, "position"],
+        )
+        for position, count in enumerate(self.stats.accepted_by_position):
+            accepted.add_metric([*values, str(position)], count)
+        yield accepted
         if self.info is not None:
             config = GaugeMetricFamily(
                 "vllm:cache_config_info",
