@@ -42,7 +42,7 @@ from octavo.ops import dispatch
 from octavo.quant.blocks import without_kernel
 from octavo.quant.stored import WeightFormat
 from octavo.runtime import memory
-from octavo.runtime.cpu_threads import num_threads_wanted
+from octavo.runtime.cpu_threads import default_num_threads
 from octavo.runtime.device_program import load_kernels
 from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
 from octavo.runtime.kv_storage import KVStorage
@@ -252,15 +252,15 @@ def _kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractCo
     """A context in which CPU kernels are compiled on two cores; no effect without kernels to compile."""
     if form.device.type != "cpu" or ops.attention.chosen("cpu", form.dtype) == dispatch.REFERENCE:
         return contextlib.nullcontext()
-    from octavo.ops.cpu.attention import compiling_beside
+    from octavo.ops.cpu.attention import compiling_in_background
 
-    return compiling_beside(kv_dtype)
+    return compiling_in_background(kv_dtype)
 
 
 def _prepare(device: torch.device) -> None:
     """Prepare the device: set CPU thread counts, or load GPU kernels while the model is loaded."""
     if device.type == "cpu":
-        _share_cores(num_threads_wanted())
+        _share_cores(default_num_threads())
     else:
         load_kernels()
 

@@ -22,7 +22,7 @@ from octavo.server.allowed_hosts import AllowedHosts
 from octavo.server.anthropic import messages
 from octavo.server.background_jobs import BackgroundJobs
 from octavo.server.batches import batches, files
-from octavo.server.bodies import Bodies
+from octavo.server.body_receiver import BodyReceiver
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import on_http_exception, on_request_error
 from octavo.server.keys import Keys
@@ -86,7 +86,7 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
             settings.tool_call_parser, settings.reasoning_parser, chat_template.source, special_ids
         ),
         admission=Admission(engine, tokenizer, config.server.max_num_queued_reqs),
-        bodies=Bodies(settings.max_request_bytes),
+        body_receiver=BodyReceiver(settings.max_request_bytes),
         store=_store(settings),
         jobs=BackgroundJobs(),
         keys=keys,

@@ -40,7 +40,7 @@ STOP_GRACE = 5.0
 DRAIN_POLL_SECONDS = 0.02
 
 COUNTER_FIELDS = (
-    *("num_steps", "num_shares", "num_prompt_tokens", "num_output_tokens", "num_preemptions"),
+    *("num_steps", "num_scheduled_seqs", "num_prompt_tokens", "num_output_tokens", "num_preemptions"),
     *("prefix_queries", "prefix_hits", "num_copied_tokens", "num_faults", "num_drafts", "num_accepted_drafts"),
     *("num_offload_saved", "num_offload_dropped", "num_offload_prefetched", "num_offload_restored"),
     *("num_offload_bad_files", "num_evictions"),
@@ -312,7 +312,7 @@ class AsyncEngine:
         self._earlier = self._settled(self.stats)
         self.metrics.stats = self._earlier
         for live in self._isolation.on_death(self._live.values(), is_from_outside):
-            self.metrics.convictions += 1
+            self.metrics.poison_requests += 1
             logger.error("request %d ends: %d engine processes ended with it", live.id, live.num_deaths)
             self._fail(live, RequestFailed("The engine fails whenever it computes this request."))
 

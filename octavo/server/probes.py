@@ -70,7 +70,7 @@ def _short_stats(services: Services) -> dict[str, Any]:
         "active_requests": stats.num_running,
         "completed_requests": sum(engine.metrics.finished[reason] for reason in ("stop", "length")),
         "decode_steps": stats.num_steps,
-        "average_batch_size": round(stats.num_shares / max(1, stats.num_steps), 3),
+        "average_batch_size": round(stats.num_scheduled_seqs / max(1, stats.num_steps), 3),
         "max_batch_observed": engine.metrics.max_running,
         "last_error": engine.failure,
         "cache": {

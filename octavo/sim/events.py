@@ -70,8 +70,8 @@ class Events:
         """A step has ended, or the next one must be scheduled: deliver the outputs, then run the next step."""
         done = replica.deliver(now)
         if done:
-            for told in done:
-                self._follow(told.job, now)
+            for progress in done:
+                self._follow(progress.job, now)
             while self._due and self._due[0][0] <= now:  # an immediate follow-up joins the next step
                 self._send(heapq.heappop(self._due)[2], now)
         again = replica.step(now)

@@ -12,7 +12,7 @@ from octavo.errors import RequestError
 from octavo.sim.clock import Clock
 from octavo.sim.cost_model import CostModel
 from octavo.sim.jobs import Job
-from octavo.sim.report import Ledger, Targets, Told
+from octavo.sim.report import Ledger, RequestProgress, Targets
 from octavo.sim.runner import SimRunner
 from octavo.types import EngineStats, Output
 
@@ -71,7 +71,7 @@ class Replica:
             clock=self.clock,
         )
         self.engine = Engine(self.scheduler, self.runner, depth=sizes.depth)
-        self.live: dict[int, Told] = {}
+        self.live: dict[int, RequestProgress] = {}
         """Unfinished requests as their clients see them, by id."""
         self.undelivered: list[Output] = []
         """Outputs of the current step, delivered when the event loop reaches its end."""
@@ -89,10 +89,10 @@ class Replica:
         except RequestError:
             self.ledger.num_refused += 1
             return False
-        self.live[request_id] = Told(job, now)
+        self.live[request_id] = RequestProgress(job, now)
         return True
 
-    def deliver(self, now: float) -> list[Told]:
+    def deliver(self, now: float) -> list[RequestProgress]:
         """The current step has ended: deliver its outputs. Returns the finished requests."""
         self._note_queue(now)
         if not self.undelivered:

@@ -71,7 +71,7 @@ class Simulation:
         # No reference cycles are created here, and a garbage collection over millions of cached blocks takes minutes.
         with without_collections():
             if self.fleet.separates(self.workload):
-                self.serve_apart()
+                self.serve_independently()
             else:
                 self.serve_together()
         return [replica.result() for replica in self.replicas]
@@ -80,7 +80,7 @@ class Simulation:
         """All events in one queue."""
         Events(self.replicas, make_router(self.fleet.router), self.workload).advance()
 
-    def serve_apart(self) -> None:
+    def serve_independently(self) -> None:
         """A queue for each replica; all are advanced in rounds, one after another, to a common time."""
         inboxes: list[Inbox | None] = [None] * self.fleet.num_replicas
         queues = []

@@ -151,9 +151,9 @@ COUNTERS: list[tuple[str, str, Reader]] = [
         lambda c: c.replays,
     ),
     (
-        "octavo_requests_convicted",
+        "octavo_poison_requests",
         "Requests failed because the engine process crashed each time it ran them.",
-        lambda c: c.convictions,
+        lambda c: c.poison_requests,
     ),
     ("octavo_front_cpu_seconds", "CPU time of the front process, user and system.", lambda _: time.process_time()),
 ]

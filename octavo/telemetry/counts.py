@@ -58,7 +58,7 @@ class Counts:
         self.restarts = 0
         self.hangs = 0
         self.replays = 0
-        self.convictions = 0
+        self.poison_requests = 0
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
         self.rejected = dict.fromkeys(REJECTIONS, 0)
         self.http_requests: dict[tuple[str, str, str], int] = {}

@@ -225,10 +225,10 @@ def _least_work(config: EngineConfig, info: Any, row: dict[str, Any]) -> dict[st
 
 def _served(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.offline import bench_config
-    from octavo_bench.served import served_beside_in_process
+    from octavo_bench.served import served_and_in_process
 
     config = bench_config(engine_config(args), args.sequences)
-    rows = served_beside_in_process(config, args.sequences, args.prompt, args.decode, args.rounds)
+    rows = served_and_in_process(config, args.sequences, args.prompt, args.decode, args.rounds)
     return {"model": config.model.model, "rows": list(rows)}
 
 

@@ -22,14 +22,16 @@ MUTANTS = [
     # Token budget of a step.
     Mutant(SCHEDULER, "num_tokens = min(num_tokens, budget - num_behind)", "num_tokens = min(num_tokens, budget)"),
     Mutant(SCHEDULER, "budget -= num_taken", "budget -= num_tokens"),
-    Mutant(SCHEDULER, "self._find_room(seq, start + num_taken)", "self._find_room(seq, start + num_tokens)"),
+    Mutant(SCHEDULER, "self._reserve_blocks(seq, start + num_taken)", "self._reserve_blocks(seq, start + num_tokens)"),
     Mutant(SCHEDULER, "len(self.running) + len(self.leaving) < self.max", "len(self.running) < self.max"),
     Mutant(SCHEDULER, "num_spare=len(self.running)", "num_spare=0"),
     Mutant(SCHEDULER, "is_sorted = is_sorted and (newest is None or newest.order < seq.order)", "is_sorted = True"),
-    Mutant(SCHEDULER, "budget, num_aside = budget + num_aside, 0", "budget = budget + num_aside"),
-    Mutant(SCHEDULER, "self.cache.note_filled(whole - rest)", "self.cache.note_filled(whole)"),
-    Mutant("engine/shares.py", "samples = end == len(tokens)", "samples = end >= len(tokens) - 1"),
-    Mutant("engine/shares.py", "if seq.num_in_flight or position < len(seq.tokens):", "if position < len(seq.tokens):"),
+    Mutant(SCHEDULER, "budget, num_reserved = budget + num_reserved, 0", "budget = budget + num_reserved"),
+    Mutant(SCHEDULER, "self.cache.note_filled(total_budget - rest)", "self.cache.note_filled(total_budget)"),
+    Mutant("engine/scheduled.py", "samples = end == len(tokens)", "samples = end >= len(tokens) - 1"),
+    Mutant(
+        "engine/scheduled.py", "if seq.num_in_flight or position < len(seq.tokens):", "if position < len(seq.tokens):"
+    ),
     # Preemption, and the end of sequences.
     Mutant(SCHEDULER, "if not other.num_in_flight:", "if True:"),
     Mutant(SCHEDULER, "if other is seq:\n                break", "if other is seq:\n                continue"),
@@ -46,7 +48,7 @@ MUTANTS = [
     Mutant("engine/outcomes.py", "num_committed += len(tokens) - 1", "num_committed += len(tokens)"),
     Mutant("engine/outcomes.py", " and tokens[0] not in seq.stop_token_ids", ""),
     Mutant("engine/outcomes.py", "num_committed + 1 < seq.max_computed_tokens", "True"),
-    Mutant(SCHEDULER, "sum([len(news.tokens) for news in outputs])", "len(outputs)"),
+    Mutant(SCHEDULER, "sum([len(output.tokens) for output in outputs])", "len(outputs)"),
     Mutant("engine/outcomes.py", "num_rejected = 1 + len(item.drafts) - len(result.tokens)", "num_rejected = 0"),
     Mutant("engine/outcomes.py", "cache.truncate(seq, seq.num_computed_tokens - num_rejected)", "pass"),
     Mutant("engine/stopping.py", "if count == room:", "if count == room + 1:"),
@@ -55,8 +57,8 @@ MUTANTS = [
     # Prefill priority, and drafts.
     Mutant("engine/interval.py", "self._num_without < self.interval - 1", "self._num_without < self.interval"),
     Mutant("engine/interval.py", "self._num_without + 1 if leaves_out else 0", "self._num_without + 1"),
-    Mutant(SCHEDULER, "bool(self.cut) or self._next_in() is not None", "bool(self.cut or self.waiting)"),
-    Mutant(SCHEDULER, "if not (waiting and self._has_place) or waiting.is_closed(self.running):", "if not waiting:"),
+    Mutant(SCHEDULER, "bool(self.cut) or self._next_admissible() is not None", "bool(self.cut or self.waiting)"),
+    Mutant(SCHEDULER, "if not (waiting and self._can_admit) or waiting.is_closed(self.running):", "if not waiting:"),
     Mutant(
         "engine/ngram.py",
         "for length in self.lengths:\n            start",
@@ -95,7 +97,7 @@ MUTANTS = [
     Mutant("engine/mixed_steps.py", "num_cut < num_running", "num_cut <= num_running"),
     Mutant("engine/mixed_steps.py", " and num_waiting <= FEW_WAITING", ""),
     Mutant("engine/mixed_steps.py", "num_running + 1), self.most)", "num_running), self.most)"),
-    Mutant("engine/pace.py", "self._bound(wanted) - self.predict(0, num_running)", "self._bound(wanted)"),
+    Mutant("engine/pace.py", "self._bound(targets) - self.predict(0, num_running)", "self._bound(targets)"),
     Mutant("engine/pace.py", "num_running + max(LEAST_CHUNK, num_chunk_tokens)", "num_running + num_chunk_tokens"),
     # Blocks.
     Mutant("cache/kv_cache.py", "least = (len(seq.tokens) - 1) // self", "least = len(seq.tokens) // self"),
@@ -131,7 +133,7 @@ MUTANTS = [
         "len(seq.tokens) - 1 - end.depth * self.block_size",
         "len(seq.tokens) - end.depth * self.block_size",
     ),
-    Mutant("cache/kv_cache.py", "if shares and not contents else ([], 0)", "if not contents else ([], 0)"),
+    Mutant("cache/kv_cache.py", "if may_share and not contents else ([], 0)", "if not contents else ([], 0)"),
     Mutant("cache/kv_cache.py", "self.num_copied += num_copied", "self.num_copied += 1"),
     Mutant(
         "cache/group_cache.py",
@@ -146,7 +148,7 @@ MUTANTS = [
     Mutant("cache/radix_tree.py", "node.edges[max(place - 1, 0) : place + 1]", "node.edges[place : place + 1]"),
     Mutant("cache/radix_tree.py", "node.edges[max(place - 1, 0) : place + 1]", "node.edges[max(place - 1, 0) : place]"),
     Mutant("cache/radix_tree.py", "[: limit + num_salts]", ""),
-    Mutant("cache/radix_tree.py", "_num_equal(edge, wanted) - num_salts", "_num_equal(edge, wanted)"),
+    Mutant("cache/radix_tree.py", "_num_equal(edge, key) - num_salts", "_num_equal(edge, key)"),
     Mutant("cache/radix_tree.py", "return edge if index else (salt, *edge)", "return edge"),
     Mutant(
         "cache/radix_tree.py",

@@ -130,7 +130,7 @@ def test_a_key_of_the_file_may_be_the_admins(serve_app: Any, tmp_path: Path) -> 
     assert statuses(served, "o-key", ("/admin/keys",)) == [403]
 
 
-def test_without_an_admin_key_nobody_is_the_admin(serve_app: Any) -> None:
+def test_without_an_admin_key_no_request_is_the_admin(serve_app: Any) -> None:
     served = serve_app()
     answer = served.client.get("/admin/keys")
     assert answer.status_code == 403

@@ -23,7 +23,7 @@ vllm:request_decode_time_seconds_sum vllm:request_max_num_generation_tokens_buck
 vllm:request_params_max_tokens_bucket vllm:num_preemptions_total vllm:prefix_cache_queries_total
 vllm:prefix_cache_hits_total vllm:prompt_tokens_cached_total vllm:request_inference_time_seconds_sum
 vllm:iteration_tokens_total_bucket vllm:admission_rejections_total
-octavo_engine_restarts_total octavo_requests_replayed_total octavo_requests_convicted_total octavo_faults_total
+octavo_engine_restarts_total octavo_requests_replayed_total octavo_poison_requests_total octavo_faults_total
 octavo_front_cpu_seconds_total octavo_seconds_since_progress octavo_engine_ready
 """.split()  # noqa: SIM905
 )
@@ -128,7 +128,7 @@ def test_what_clients_send_never_makes_new_series() -> None:
     assert len(metrics.render()) < 300_000
 
 
-def test_what_the_cache_its_tiers_and_guesses_come_to() -> None:
+def test_metrics_of_the_cache_its_tiers_and_drafts() -> None:
     metrics = Metrics("tiny")
     metrics.info = INFO
     stats = EngineStats(

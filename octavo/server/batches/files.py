@@ -50,7 +50,7 @@ async def create_file(request: Request) -> Response:
         message = "A file must be sent with 'Content-Type: multipart/form-data'."
         raise HTTPRefusal(400, message, "unsupported_media_type")
     content_type = request.headers["content-type"]
-    fields, files = await services.bodies.read(request, lambda body: _form(content_type, body))
+    fields, files = await services.body_receiver.read(request, lambda body: _form(content_type, body))
     if "file" not in files:
         raise MissingParameter("file")
     if fields.get("purpose") != "batch":

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from octavo.errors import InvalidParameter
 from octavo.grammar import forms
 from octavo.sampling_params import MAX_N, SamplingParams
-from octavo.server.admission import Asked
-from octavo.server.body import BodyReader
+from octavo.server.admission import ClientRequest
+from octavo.server.body_decoder import BodyDecoder
 from octavo.server.caller import caller_of
 from octavo.server.errors import UnsupportedParameter
 from octavo.server.generation import Choice, ChoiceUpdate
@@ -54,21 +54,21 @@ class CompletionBody(GenerationFields, kw_only=True):
     add_special_tokens: bool = True
 
 
-reader = BodyReader(CompletionBody, REFUSED | {"suffix": ()}, ACCEPTED, IGNORED)
+decoder = BodyDecoder(CompletionBody, REFUSED | {"suffix": ()}, ACCEPTED, IGNORED)
 
 
 async def create_completion(request: Request) -> Response:
     services = services_of(request)
     services.admission.check_room()
-    body, headers = await services.read(request, reader, without_effect)
-    asked = asked_of(body, services, request)
-    generation = await services.admission.admit(asked)
+    body, headers = await services.read(request, decoder, without_effect)
+    submitted = client_request(body, services, request)
+    generation = await services.admission.admit(submitted)
     answer = CompletionAnswer(services, body, generation.choices)
     services.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
     if body.stream:
         return EventStream(generation, answer, headers)
     choices = await finished_choices(generation, request)
-    if asked.params.logprobs is None and asked.params.prompt_logprobs is None:
+    if submitted.params.logprobs is None and submitted.params.prompt_logprobs is None:
         return json_response(answer.unstreamed(choices), headers)
     # Log-probabilities of long texts are megabytes of JSON.
     return await asyncio.to_thread(lambda: json_response(answer.unstreamed(choices), headers))
@@ -79,7 +79,7 @@ ENDPOINTS = [
 ]
 
 
-def asked_of(body: CompletionBody, services: Services, request: Request) -> Asked:
+def client_request(body: CompletionBody, services: Services, request: Request) -> ClientRequest:
     """The body as a request for admission. Raises ``RequestError``."""
     check_generation_fields(body, services)
     echoed = body.logprobs if body.echo else None
@@ -90,7 +90,7 @@ def asked_of(body: CompletionBody, services: Services, request: Request) -> Aske
         services.need_tokenizer(asked_for.field)
     # ``prompt_logprobs`` (vLLM) and ``echo`` need the same computation; the engine gets the larger number.
     scored = max((k for k in (echoed, body.prompt_logprobs) if k is not None), default=None)
-    return Asked(
+    return ClientRequest(
         caller=caller_of(request),
         prompts=prompts_of(body.prompt, "prompt"),
         prompt_field="prompt",
@@ -106,7 +106,7 @@ def asked_of(body: CompletionBody, services: Services, request: Request) -> Aske
         session=body.prompt_cache_key or "",
         cache_ttl=body.cache_ttl,
         timeout=body.timeout,
-        grammar=None if asked_for is None else lambda _: forms.whole(asked_for.form),
+        grammar=None if asked_for is None else lambda _: forms.grammar_text(asked_for.form),
         grammar_field="" if asked_for is None else asked_for.field,
     )
 

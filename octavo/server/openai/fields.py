@@ -228,10 +228,10 @@ def check_max_tokens(name: str, value: int | None) -> None:
         raise InvalidParameter(name, message)
 
 
-def default_max_tokens(services: Services, asked: int | None) -> int | None:
+def default_max_tokens(services: Services, requested: int | None) -> int | None:
     """The default token limit of a message: the one in the model's generation config, if any."""
     recommended = services.engine.info.sampling_defaults.get("max_tokens")
-    return None if recommended is None or asked == NO_LIMIT else int(recommended)
+    return None if recommended is None or requested == NO_LIMIT else int(recommended)
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:

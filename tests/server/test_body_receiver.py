@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.server import bodies
-from octavo.server.body import BodyReader
+from octavo.server import body_receiver
+from octavo.server.body_decoder import BodyDecoder
 from octavo.server.byte_budget import ByteBudget, Share
 from octavo.server.json_size import PIECE_BYTES, measure
 from tests.server.conftest import Served
@@ -63,7 +63,7 @@ def test_other_packings_are_refused_by_name(served: Served, coding: str) -> None
     [b"", BODY, gzip.compress(BODY)[:-9], gzip.compress(BODY) + b"x", b"\x1f\x8b" * 50],
     ids=["nothing", "plain", "cut", "longer", "broken"],
 )
-def test_what_is_not_packed_as_it_says(served: Served, packed: bytes) -> None:
+def test_a_body_with_a_wrong_content_encoding(served: Served, packed: bytes) -> None:
     assert error(post(served, packed, content_encoding="gzip")) == (400, "invalid_encoding")
 
 
@@ -107,7 +107,7 @@ def many(what: bytes, count: int, field: bytes = b"zzz") -> bytes:
 def test_more_than_any_request_needs_is_refused_before_it_is_built(
     served: Served, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octavo.server.body._split", None)
+    monkeypatch.setattr("octavo.server.body_decoder._split", None)
     assert error(post(served, body)) == (413, "request_too_large")
 
 
@@ -132,15 +132,15 @@ def test_fields_that_no_api_defines_are_not_decoded(served: Served) -> None:
     assert post(served, b'{"prompt":"Hi","max_tokens":4,"zzz":' + b"9" * 5000 + b"}").status_code == 200
 
 
-def test_large_bodies_are_read_beside_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_bodies_are_decoded_in_a_thread(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
-    read = BodyReader.read
+    read = BodyDecoder.read
 
-    def spy(reader: Any, *args: Any) -> Any:
+    def spy(decoder: Any, *args: Any) -> Any:
         threads.append(threading.current_thread())
-        return read(reader, *args)
+        return read(decoder, *args)
 
-    monkeypatch.setattr(BodyReader, "read", spy)
+    monkeypatch.setattr(BodyDecoder, "read", spy)
     for size in (10, 100_000):
         post(served, json.dumps({"prompt": "x" * size}).encode())
     small, large = threads
@@ -205,7 +205,7 @@ def test_the_largest_share_is_given_up() -> None:
 
 
 def test_unfinished_bodies_together(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "SPARE_BYTES", 0)
+    monkeypatch.setattr(body_receiver, "SPARE_BYTES", 0)
     served = serve_app(max_request_bytes=MiB)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     small = socket.create_connection(("127.0.0.1", served.port), timeout=10)
@@ -223,7 +223,7 @@ def test_unfinished_bodies_together(serve_app: Any, monkeypatch: pytest.MonkeyPa
     assert len(answers) == 6, "two have room"
     assert all(answer.startswith(b"HTTP/1.1 503 ") for answer in answers.values())
     assert all(b"retry-after: 1" in answer.lower() for answer in answers.values())
-    budget = served.app.state.services.bodies._budget
+    budget = served.app.state.services.body_receiver._budget
     assert served.call(lambda: budget.num_bytes) <= MiB
     small.sendall(whole[-5:])
     assert small.recv(4096).startswith(b"HTTP/1.1 200 ")

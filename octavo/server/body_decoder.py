@@ -18,7 +18,7 @@ from octavo.server.errors import MissingParameter, UnsupportedParameter
 from octavo.server.json_size import Size, measure
 
 SMALL_BYTES = 32 << 10
-"""Bodies up to this size decode in under a millisecond, whatever their content."""
+"""BodyReceiver up to this size decode in under a millisecond, whatever their content."""
 MAX_DEPTH = 64
 MAX_VALUES = 1 << 20
 """Most JSON values in addition to one full-context prompt of token ids; decoding them holds the GIL for about 40 ms."""
@@ -41,7 +41,7 @@ class MalformedJSON(RequestError):
     code = "invalid_json"
 
 
-class BodyReader(Generic[T]):
+class BodyDecoder(Generic[T]):
     """Reads JSON objects as ``kind``.
 
     ``refused`` names API fields that this server does not implement, each with its values that have no effect (null,

@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 
 from octavo.errors import RequestTooLarge, Unavailable
-from octavo.server.body import SMALL_BYTES, BodyReader
+from octavo.server.body_decoder import SMALL_BYTES, BodyDecoder
 from octavo.server.byte_budget import ByteBudget, Share
 from octavo.server.errors import RETRY_AFTER_SECONDS, HTTPRefusal, printable
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-class Bodies:
+class BodyReceiver:
     """Reads the bodies of an application's requests, each of at most ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -41,8 +41,10 @@ class Bodies:
         # One at a time: decoding two at once would hold the GIL twice as long and take twice the memory.
         self._decoding = asyncio.Semaphore()
 
-    async def read_json(self, request: Request, reader: BodyReader[Body], max_model_len: int) -> tuple[Body, list[str]]:
-        """Decode a JSON body with ``reader``; see ``BodyReader.read``. Raises ``RequestError``.
+    async def read_json(
+        self, request: Request, decoder: BodyDecoder[Body], max_model_len: int
+    ) -> tuple[Body, list[str]]:
+        """Decode a JSON body with ``decoder``; see ``BodyDecoder.read``. Raises ``RequestError``.
 
         Other media types are rejected as a defence against cross-site requests: a web page can make a browser post a
         form or plain text to this server, but not JSON.
@@ -51,7 +53,7 @@ class Bodies:
         if media_type != "application/json" and not media_type.endswith("+json"):
             message = "The body must be sent with 'Content-Type: application/json'."
             raise HTTPRefusal(400, message, "unsupported_media_type")
-        return await self.read(request, lambda body: reader.read(body, max_model_len))
+        return await self.read(request, lambda body: decoder.read(body, max_model_len))
 
     async def read(self, request: Request, decode: Callable[[bytes], T]) -> T:
         """Apply ``decode`` to the body, in a thread unless it is small. Raises ``RequestError``."""

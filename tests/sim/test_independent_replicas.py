@@ -16,7 +16,7 @@ from octavo.sim import simulate as simulation
 from octavo.sim import workers
 from octavo.sim.jobs import Awaits, Job
 from octavo.sim.report import MAX_POINTS, Ledger, Targets, Timeline
-from octavo.sim.setup import Asked
+from octavo.sim.setup import SimulationSpec
 from octavo.sim.simulate import Fleet, Simulation, figures
 from octavo.sim.workers import num_processes, simulate
 
@@ -25,11 +25,11 @@ SMALL = {"num_kv_blocks": 400, "block_size": 16, "max_num_seqs": 24}
 FAIR = {**SMALL, "scheduling_policy": "fair", "eviction_policy": "session"}
 
 
-def fleet_of(asked: Asked, settings: dict[str, Any]) -> Fleet:
-    return asked.fleet(EngineConfig.from_flat(settings))
+def fleet_of(spec: SimulationSpec, settings: dict[str, Any]) -> Fleet:
+    return spec.fleet(EngineConfig.from_flat(settings))
 
 
-def asked_for(tmp_path: Path, workload: str, router: str, replicas: int, seed: int) -> Asked:
+def spec_for(tmp_path: Path, workload: str, router: str, replicas: int, seed: int) -> SimulationSpec:
     if workload == "trace":
         path = tmp_path / "trace.jsonl"
         lines = [
@@ -51,7 +51,7 @@ def asked_for(tmp_path: Path, workload: str, router: str, replicas: int, seed: i
             for i in range(80)
         ]
         log.write_text("\n".join(map(json.dumps, steps)))
-    return Asked(
+    return SimulationSpec(
         "llama-3.1-8b", "h200", workload, 90, rate=70, burstiness=0.5, replicas=replicas, router=router,
         cost_log=log, seed=seed,
     )  # fmt: skip
@@ -70,7 +70,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("workload", "router", "replicas", "settings"), CASES)
-def test_the_same_figures_together_and_apart(
+def test_the_same_figures_together_and_independently(
     workload: str,
     router: str,
     replicas: int,
@@ -78,22 +78,22 @@ def test_the_same_figures_together_and_apart(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = asked_for(tmp_path, workload, router, replicas, seed=len(workload))
-    fleet = fleet_of(asked, settings)
-    assert fleet.separates(asked.clients())
-    together = Simulation(fleet, asked.clients(), TARGETS)
+    spec = spec_for(tmp_path, workload, router, replicas, seed=len(workload))
+    fleet = fleet_of(spec, settings)
+    assert fleet.separates(spec.clients())
+    together = Simulation(fleet, spec.clients(), TARGETS)
     together.serve_together()
     want = figures(fleet, [replica.result() for replica in together.replicas])
     assert want["requests"] + want["refused"] > 60
     for turn in (1, 20):
         monkeypatch.setattr(simulation, "TURN", turn)
-        apart = Simulation(fleet, asked.clients(), TARGETS)
-        apart.serve_apart()
+        apart = Simulation(fleet, spec.clients(), TARGETS)
+        apart.serve_independently()
         assert figures(fleet, [replica.result() for replica in apart.replicas]) == want
         for replica in apart.replicas:
             replica.engine.check()
             assert not replica.live, "a request without an answer"
-    parts = [Simulation(fleet, asked.clients(), TARGETS, range(first, replicas, 2)).results() for first in (0, 1)]
+    parts = [Simulation(fleet, spec.clients(), TARGETS, range(first, replicas, 2)).results() for first in (0, 1)]
     assert figures(fleet, sorted(parts[0] + parts[1], key=lambda one: one.number)) == want
 
 
@@ -107,15 +107,15 @@ def test_the_same_figures_together_and_apart(
         ("single", "round-robin", True),
     ],
 )
-def test_only_what_cannot_differ_is_divided(workload: str, router: str, separates: bool) -> None:
-    asked = Asked("llama-3.1-8b", "h200", workload, 10, rate=10, replicas=8, router=router)
-    fleet = fleet_of(asked, {})
-    assert fleet.separates(asked.clients()) == separates
-    loop = Asked("llama-3.1-8b", "h200", "W1", 10, concurrency=4, replicas=8, router=router)
+def test_only_independent_replicas_are_divided_among_processes(workload: str, router: str, separates: bool) -> None:
+    spec = SimulationSpec("llama-3.1-8b", "h200", workload, 10, rate=10, replicas=8, router=router)
+    fleet = fleet_of(spec, {})
+    assert fleet.separates(spec.clients()) == separates
+    loop = SimulationSpec("llama-3.1-8b", "h200", "W1", 10, concurrency=4, replicas=8, router=router)
     assert not fleet.separates(loop.clients()), "who asks next depends on who is answered first"
     assert num_processes(fleet, loop.clients(), 1_000_000) == 1
-    assert num_processes(fleet, asked.clients(), 100) == 1
-    assert (num_processes(fleet, asked.clients(), 1_000_000) > 1) <= separates
+    assert num_processes(fleet, spec.clients(), 100) == 1
+    assert (num_processes(fleet, spec.clients(), 1_000_000) > 1) <= separates
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ def test_only_what_cannot_differ_is_divided(workload: str, router: str, separate
     [("chat", "session", 2), ("timed", "round-robin", 2), ("trace", "round-robin", 3)],
 )
 def test_the_same_figures_of_several_processes(workload: str, router: str, processes: int, tmp_path: Path) -> None:
-    asked = asked_for(tmp_path, workload, router, 3, seed=4)
-    fleet = fleet_of(asked, SMALL)
-    want, alone = simulate(fleet, asked.clients(), TARGETS, 1)
-    got, took = simulate(fleet, asked.clients(), TARGETS, processes)
+    spec = spec_for(tmp_path, workload, router, 3, seed=4)
+    fleet = fleet_of(spec, SMALL)
+    want, alone = simulate(fleet, spec.clients(), TARGETS, 1)
+    got, took = simulate(fleet, spec.clients(), TARGETS, processes)
     assert got == want
     assert (alone["processes"], took["processes"]) == (1, processes)
     assert took["processor_seconds"] > 0
@@ -160,20 +160,22 @@ class Dies:
         return None
 
 
-def test_a_lost_process_and_a_bad_trace_are_told(tmp_path: Path) -> None:
-    fleet = fleet_of(Asked("llama-3.1-8b", "h200", "single", 10, rate=1, replicas=2, router="round-robin"), SMALL)
+def test_a_lost_process_and_a_bad_trace_are_reported(tmp_path: Path) -> None:
+    fleet = fleet_of(
+        SimulationSpec("llama-3.1-8b", "h200", "single", 10, rate=1, replicas=2, router="round-robin"), SMALL
+    )
     with pytest.raises(OctavoError, match="lost"):
         simulate(fleet, Dies(), TARGETS, 2)
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 9, "output_length": 2, "hash_ids": []}\n{"input_length": 1}\n')
-    trace = Asked("llama-3.1-8b", "h200", str(path), 10, replicas=2, router="round-robin")
+    trace = SimulationSpec("llama-3.1-8b", "h200", str(path), 10, replicas=2, router="round-robin")
     with pytest.raises(ConfigError, match="entry 2"):
         simulate(fleet, trace.clients(), TARGETS, 2)
 
 
 def test_a_conversation_is_the_same_whenever_it_is_answered() -> None:
-    asked = Asked("llama-3.1-8b", "h200", "agent", 60, rate=10, seed=3)
-    early, late = asked.clients(), asked.clients()
+    spec = SimulationSpec("llama-3.1-8b", "h200", "agent", 60, rate=10, seed=3)
+    early, late = spec.clients(), spec.clients()
     opened, followed = [], []
     while (job := early.next_job()) is not None:
         opened.append(job)

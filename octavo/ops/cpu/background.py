@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 
 @contextlib.contextmanager
-def beside(work: Callable[[], object]) -> Iterator[None]:
+def in_background(work: Callable[[], object]) -> Iterator[None]:
     """While the block runs, a forked process does ``work``, if a core is available.
 
     It ends with the block or with this process, whichever comes first. Its errors are not reported.

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.server.body import BodyReader
+from octavo.server.body_decoder import BodyDecoder
 from octavo.server.openai import chat, completions, tokenize
 from tests.server.conftest import Served
 
@@ -208,18 +208,18 @@ ODD_VALUES = (
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_no_value_of_any_field_is_a_server_error(served: Served, path: str) -> None:
-    readers: dict[str, BodyReader[Any]] = {
-        "/v1/completions": completions.reader,
-        "/v1/chat/completions": chat.reader,
-        "/tokenize": tokenize.tokenize_reader,
-        "/detokenize": tokenize.detokenize_reader,
+    readers: dict[str, BodyDecoder[Any]] = {
+        "/v1/completions": completions.decoder,
+        "/v1/chat/completions": chat.decoder,
+        "/tokenize": tokenize.tokenize_decoder,
+        "/detokenize": tokenize.detokenize_decoder,
     }
     fine = {"prompt": "x"}
     if path == "/v1/chat/completions":
         fine = {"messages": [{"role": "user", "content": "x"}]}  # type: ignore[dict-item]
-    reader = readers[path]
+    decoder = readers[path]
     seen = set()
-    for name in (*reader.decoders, *reader.refused, *reader.accepted, "unheard-of"):
+    for name in (*decoder.decoders, *decoder.refused, *decoder.accepted, "unheard-of"):
         for value in ODD_VALUES:
             response = served.client.post(path, json={**fine, "max_tokens": 2, name: value})
             seen.add(response.status_code)
