@@ -296,12 +296,13 @@ def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Che
     """The format of weights and activations.
 
     An explicit dtype converts every weight to dense tensors of that type. "auto" is float32 on a CPU, with
-    block-quantized weights kept packed if there is a kernel for them; on a GPU it is float16 for a float16 checkpoint,
+    quantised weights kept packed if there is a kernel for them; on a GPU it is float16 for a float16 checkpoint,
     else bfloat16.
     """
     if settings.dtype != "auto":
         return WeightFormat(DTYPES[settings.dtype], device)
     if device.type == "cpu":
-        return WeightFormat(torch.float32, device, packs=checkpoint.has_blocks and without_kernel("cpu") is None)
+        is_quantised = checkpoint.has_blocks or checkpoint.config.get("quantization_config") is not None
+        return WeightFormat(torch.float32, device, packs=is_quantised and without_kernel("cpu") is None)
     own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     return WeightFormat(torch.float16 if own == "float16" else torch.bfloat16, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -166,6 +166,10 @@ def _describe(model: ModelConfig, loaded: LoadedModel | LoadedEncoder, checkpoin
     yield f"{loaded.num_parameters:,} parameters, " + (
         f"stored as {', '.join(kinds)}" if kinds else "storage types not read"
     )
+    quantised = checkpoint.config.get("quantization_config")
+    if isinstance(quantised, Mapping):
+        names = (quantised.get("quant_method"), quantised.get("format"), quantised.get("quant_algo"))
+        yield f"quantised: {', '.join(name for name in names if isinstance(name, str))}"
     shown = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
     values = dataclasses.asdict(model)
     yield ", ".join(f"{name} {values[name]}" for name in (*shown, "max_position_embeddings"))

@@ -47,7 +47,9 @@ class BlockWeight:
         return block_linear(x_TK, self.packed, bias_N, norm_K, eps, residual_TN, activation)
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        return ops.block_embedding(ids_T, self.packed)
+        x_TK = ops.block_embedding(ids_T, self.packed)
+        order = self.packed.order
+        return x_TK if order is None else torch.empty_like(x_TK).index_copy_(1, order.long(), x_TK)
 
 
 @dataclass(frozen=True, eq=False)

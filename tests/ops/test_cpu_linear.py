@@ -58,4 +58,10 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="32 columns"):
         linear(torch.zeros(1, 32), torch.zeros(4, 33), None)
     with pytest.raises(ValueError, match="bfloat16"):
-        linear(torch.zeros(1, 32), torch.zeros(4, 32).bfloat16(), None)
+        linear(torch.zeros(1, 32).bfloat16(), torch.zeros(4, 32), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_of_sixteen_bits_gives_the_bits_of_the_same_in_float32(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(7, 96), torch.randn(64, 96).to(dtype)
+    assert torch.equal(linear(x, weight, activation="silu"), linear(x, weight.float(), activation="silu"))
