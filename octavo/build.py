@@ -295,14 +295,13 @@ def resolve_device(name: str) -> torch.device:
 def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Checkpoint) -> WeightFormat:
     """The format of weights and activations.
 
-    An explicit dtype converts every weight to dense tensors of that type. "auto" is float32 on a CPU, with
-    quantised weights kept packed if there is a kernel for them; on a GPU it is float16 for a float16 checkpoint,
-    else bfloat16.
+    "auto" is float32 on a CPU; on a GPU it is float16 for a float16 checkpoint, else bfloat16. Quantised weights are
+    kept packed if there is a kernel for them, which an explicit dtype on a CPU rules out.
     """
     if settings.dtype != "auto":
-        return WeightFormat(DTYPES[settings.dtype], device)
+        return WeightFormat(DTYPES[settings.dtype], device, packs=device.type != "cpu")
     if device.type == "cpu":
         is_quantised = checkpoint.has_blocks or checkpoint.config.get("quantization_config") is not None
         return WeightFormat(torch.float32, device, packs=is_quantised and without_kernel("cpu") is None)
     own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    return WeightFormat(torch.float16 if own == "float16" else torch.bfloat16, device)
+    return WeightFormat(torch.float16 if own == "float16" else torch.bfloat16, device, packs=True)

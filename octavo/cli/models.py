@@ -94,7 +94,7 @@ def _check(config: EngineConfig) -> int:
     for line in _check_modules(config, loaded):
         print(line)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
-    size = path.stat().st_size if checkpoint.has_blocks and form.packs else loaded.num_bytes
+    size = path.stat().st_size if checkpoint.has_blocks and form.packs and device.type == "cpu" else loaded.num_bytes
     try:
         limits, budget = memory.settle(config, model, kv_dtype, form.dtype, device.type, weights=size, free=free - size)
     except ConfigError as error:

@@ -10,13 +10,14 @@ import itertools
 import torch
 from torch import Tensor
 
-from octavo.quant.float4 import E2M1, Float4Stored
+from octavo.ops.grouped_linear import E2M1
+from octavo.quant.float4 import Float4Stored
 from octavo.quant.grouped import GroupedStored
 from octavo.quant.scaled import ScaledStored
 from octavo.quant.targets import names_module
 from octavo.quant.tensors import Tensors
 
-LARGEST = 0.08
+LARGEST = 0.078125
 """Numbers are clipped to this: four standard deviations."""
 UNQUANTISED = ("embed_tokens", "wte", "lm_head", "mlp.gate", "router", "block_sparse_moe.gate")
 """Modules that writers of quantised checkpoints usually leave out."""

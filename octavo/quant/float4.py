@@ -16,13 +16,13 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.ops.block_linear import ROWS_AT_ONCE, PackedBlocks
+from octavo.ops.grouped_linear import E2M1, PackedGroups
 from octavo.quant.blocks import BlockWeight, without_kernel
+from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
 from octavo.quant.tensors import Tensors
 from octavo.weights.blocks import Groups
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The number of each code: a sign bit, two exponent bits and one mantissa bit."""
 ZERO_POINT = 12
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
 
@@ -106,9 +106,17 @@ class Float4Stored:
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
         """On a CPU, codes become integers of 8 bits: twice their numbers, from -12 to 12, with half the scale."""
+        if packs_groups(form):
+            packed = self.packed_groups(form.device)
+            return None if packed is None else GroupedWeight(packed, form.dtype)
         if not form.packs or form.device.type != "cpu" or without_kernel("cpu") is not None:
             return None
         return BlockWeight(PackedBlocks.of_groups("float4", self.shape, 8, self._numbers()))
+
+    def packed_groups(self, device: torch.device) -> PackedGroups | None:
+        """For ``ops.grouped_linear``, on this device; ``None`` if its kernels do not take such groups."""
+        codes_NK = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(1)
+        return pack_groups("e2m1", codes_NK, self.scales_NG, self.group, device)
 
     def _numbers(self) -> Iterator[Groups]:
         doubled = (torch.tensor(E2M1) * 2 + ZERO_POINT).to(torch.uint8)

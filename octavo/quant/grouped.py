@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from octavo.ops.block_linear import ROWS_AT_ONCE, PackedBlocks
+from octavo.ops.grouped_linear import Number, PackedGroups
 from octavo.quant.blocks import BlockWeight, without_kernel
+from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
 from octavo.weights.blocks import Groups
 
@@ -100,6 +102,9 @@ class GroupedStored:
         return filled([self], form)
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
+        if packs_groups(form):
+            packed = self.packed_groups(form.device)
+            return None if packed is None else GroupedWeight(packed, form.dtype)
         if not form.packs or form.device.type != "cpu" or without_kernel("cpu") is not None:
             return None
         length = math.gcd(self.group, MOST_TOGETHER)
@@ -110,6 +115,11 @@ class GroupedStored:
         return BlockWeight(
             PackedBlocks.of_groups(f"int{self.bits}", self.shape, bits, self._numbers(bits, length), order)
         )
+
+    def packed_groups(self, device: torch.device) -> PackedGroups | None:
+        """For ``ops.grouped_linear``, on this device; ``None`` if its kernels do not take such groups."""
+        number: Number = "int4" if self.bits <= 4 else "int8"
+        return pack_groups(number, self.codes_NK, self.scales_NG, self.group, device, self.zeros_NG, self.order_K)
 
     def _numbers(self, bits: int, length: int) -> Iterator[Groups]:
         """Unsigned numbers, with groups divided into groups of ``length``; zero points become minima."""

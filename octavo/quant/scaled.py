@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.ops.grouped_linear import PackedGroups
+from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
 
 
@@ -75,7 +77,16 @@ class ScaledStored:
         return filled([self], form)
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
-        return None
+        packed = self.packed_groups(form.device) if packs_groups(form) else None
+        return None if packed is None else GroupedWeight(packed, form.dtype)
+
+    def packed_groups(self, device: torch.device) -> PackedGroups | None:
+        """For ``ops.grouped_linear``, on this device; ``None`` if its kernels do not take such blocks or numbers."""
+        codes_NK, (height, width) = self.values_NK.view(torch.uint8), self.block
+        if any(bool(((codes_NK[rows] & 0x7F) == 0x7F).any()) for rows in row_slices(self.shape)):  # not a number
+            return None
+        scales = self.scales[torch.arange(self.shape[0]) // height]
+        return pack_groups("e4m3", codes_NK, scales, width, device)
 
     def _by_row(self) -> ScaledStored:
         """The same matrix with separate scales for each row."""
