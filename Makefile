@@ -26,7 +26,7 @@ test: $(VENV)/.dev  ## run every test but those of `timing`; those that need a G
 CHECKED := tests/test_architecture.py tests/cache tests/engine tests/grammar tests/text tests/server
 
 check: export PYTHONDONTWRITEBYTECODE :=
-check: lint  ## style, types, and the tests of all that decides and serves, in some two minutes on two cores
+check: lint  ## style, types, and the tests of all that decides and serves, in some 70 seconds on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not model and not timing" $(CHECKED) $(ARGS)
 
 timing: $(VENV)/.dev  ## tests that compare times, on a machine that has nothing else to do

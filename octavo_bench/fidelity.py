@@ -42,7 +42,7 @@ TALK = Profile(128, Lengths(48, 0.6, 256), Lengths(32, 0.6, 256), Lengths(32, 0.
 CALIBRATION = ((1, 4), (2, 2), (4, 6), (8, 10), (16, 20)) * 2
 """Clients and requests of the loops that the time of a step is learned from: twice, since one is over in no time. One
 client has several, for the first step of a loop follows a pause: without the others, what such a step takes right after
-another could not be progress from what it takes after a rest."""
+another could not be told from what it takes after a rest."""
 PAUSES = Profile(0, Lengths(96, 0.6, 512), Lengths(1), Lengths(4)), 2.0, 4
 """Short answers, how many a second, and requests: of the load that says what a step takes after a pause."""
 FULL_LOAD = (16, 48)

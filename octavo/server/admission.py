@@ -21,10 +21,10 @@ from octavo.grammar.compiler import GrammarCompiler, Refused
 from octavo.grammar.forms import FormError
 from octavo.grammar.vocabulary import PackedVocabulary
 from octavo.sampling_params import SamplingParams, choice_key, resolve_max_tokens
-from octavo.server.caller import Caller
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import RETRY_AFTER_SECONDS
 from octavo.server.generation import Choice, Generation, Prompt
+from octavo.server.keys import Caller
 from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
 from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer

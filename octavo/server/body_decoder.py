@@ -18,7 +18,7 @@ from octavo.server.errors import MissingParameter, UnsupportedParameter
 from octavo.server.json_size import Size, measure
 
 SMALL_BYTES = 32 << 10
-"""BodyReceiver up to this size decode in under a millisecond, whatever their content."""
+"""Bodies up to this size decode in under a millisecond, whatever their content."""
 MAX_DEPTH = 64
 MAX_VALUES = 1 << 20
 """Most JSON values in addition to one full-context prompt of token ids; decoding them holds the GIL for about 40 ms."""

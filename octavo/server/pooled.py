@@ -10,8 +10,8 @@ from starlette.requests import Request
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import SamplingParams
 from octavo.server.admission import ClientRequest, PromptSource
-from octavo.server.caller import caller_of
 from octavo.server.generation import Choice
+from octavo.server.keys import caller_of
 from octavo.server.services import Services
 from octavo.server.sse import finished_choices
 from octavo.text.vectors import Floats

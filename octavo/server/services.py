@@ -17,10 +17,9 @@ from octavo.server.admission import Admission
 from octavo.server.background_jobs import BackgroundJobs
 from octavo.server.body_decoder import BodyDecoder
 from octavo.server.body_receiver import BodyReceiver
-from octavo.server.caller import caller_of
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import UnknownParameter, printable
-from octavo.server.keys import Keys
+from octavo.server.keys import Keys, caller_of
 from octavo.server.store import Store
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.detokenizer import Detokenizer

@@ -70,7 +70,7 @@ MUTANTS = [
         "engine/ngram.py",
         "seq.status is Status.RUNNING and not",
         "not",
-        "guesses for those who have ended are never looked at, and who is preempted forgets them: it saves time only",
+        "drafts of finished sequences are never read, and preemption discards them: only time is saved",
     ),
     # Queues and policies.
     Mutant(
@@ -154,7 +154,7 @@ MUTANTS = [
         "cache/radix_tree.py",
         "self.node_of.get(node.block) is not node:",
         "self.node_of.get(node.block) is None:",
-        "a node that was given up has no block any more",
+        "a released node has no block",
     ),
     Mutant("cache/radix_tree.py", "if parent.is_idle and not parent.children and parent.entry is None:", "if False:"),
     Mutant("cache/radix_tree.py", "if on_path or not all(", "if not all("),

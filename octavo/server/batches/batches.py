@@ -24,8 +24,8 @@ from octavo.server.background_jobs import retry_while_unavailable
 from octavo.server.batches.files import CONTENT, items_of, new_file, page
 from octavo.server.batches.runner import BadLine, Line, LineRunner, Outcome, read_lines
 from octavo.server.body_decoder import BodyDecoder
-from octavo.server.caller import caller_of
 from octavo.server.errors import NotFound, UnexpectedError, printable
+from octavo.server.keys import caller_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.services import Services, services_of

@@ -17,7 +17,6 @@ from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.server.admission import ClientRequest
 from octavo.server.body_decoder import BodyDecoder
-from octavo.server.caller import caller_of
 from octavo.server.errors import UnsupportedParameter
 from octavo.server.generation import Choice, ChoiceUpdate
 from octavo.server.openai import fields
@@ -32,6 +31,7 @@ from octavo.server.openai.fields import (
     check_max_tokens,
     default_max_tokens,
     sampling_params,
+    scheduling_fields,
 )
 from octavo.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from octavo.server.openai.messages import Conversation, TemplateOptions
@@ -136,27 +136,16 @@ def conversation(
 def client_request(body: ChatBody, services: Services, request: Request, tools: ToolUse | None) -> ClientRequest:
     """The body as a request for admission. Raises ``RequestError``."""
     check_generation_fields(body, services)
-    if body.prompt_logprobs is not None and body.stream:
-        raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
     field, grammar = _grammar(body, services, tools)
     max_tokens = _max_tokens(body)
     variables = {**(effort(body.reasoning_effort, services) or {}), **_documents(body, services)}
     return ClientRequest(
-        caller=caller_of(request),
+        **scheduling_fields(body, services, request),
         prompts=[conversation(body.messages, body, services, tools, **variables).prompt],
         prompt_field="messages",
         params=sampling_params(body, services, max_tokens, _logprobs(body), body.prompt_logprobs),
         default_max_tokens=default_max_tokens(services, max_tokens),
         add_special_tokens=body.add_special_tokens,
-        model=body.model,
-        priority=body.priority,
-        cache_salt=services.cache_salt(request, body.cache_salt),
-        tenant=services.tenant(request, body.user, body.model),
-        ttft_target=body.ttft_target or 0.0,
-        tpot_target=body.tpot_target or 0.0,
-        session=body.prompt_cache_key or "",
-        cache_ttl=body.cache_ttl,
-        timeout=body.timeout,
         grammar=grammar,
         grammar_field=field,
         shown_ids=services.message_format.shown_ids,

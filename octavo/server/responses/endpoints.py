@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter, RequestError, Unavailable
 from octavo.server.background_jobs import inner_request, retry_while_unavailable
-from octavo.server.caller import Caller, caller_of
 from octavo.server.chat_reply import begin_reply
 from octavo.server.errors import NotFound, UnexpectedError, printable
+from octavo.server.keys import Caller, caller_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.responses.answer import ResponseAnswer, ResponseStream, begun, failed
