@@ -192,6 +192,7 @@ class Admission:
         except BaseException:
             generation.close()
             raise
+        self.engine.metrics.observe_choices(asked.params.n)
         asked.caller.account.charge(sum(len(prompt.tokens) for prompt, _ in prompts))
         return generation
 

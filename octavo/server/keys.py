@@ -16,10 +16,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.config import ServerSettings
 from octavo.errors import AuthenticationError, ConfigError
 from octavo.server.caller import Caller
 from octavo.server.errors import HTTPRefusal
+from octavo.server_settings import ServerSettings
 
 ADMIN_PREFIX = "/admin/"
 REPORTS_PREFIX = "/v1/requests/"

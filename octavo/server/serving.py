@@ -22,6 +22,8 @@ from octavo.collector import leave_out_what_exists
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.server.async_engine import AsyncEngine
+from octavo.server.data_parallel import DataParallelEngine
+from octavo.server.kv_publisher import KVEventPublisher, parse_kv_events_config
 from octavo.server.model_name import served_model_names
 from octavo.telemetry.phases import Phases, log_to_stderr
 from octavo.weights.hub import resolve_model
@@ -59,7 +61,7 @@ class _Serving:
     def __init__(self, config: ServeConfig, listener: socket.socket, engine_argv: list[str] | None) -> None:
         self.config = config
         self.listener = listener
-        self.engine = AsyncEngine(config, engine_argv)
+        self.engine, self.publishers = make_engine(config, engine_argv)
         self.services: Services | None = None
         self.server: HTTPServer | None = None
         self.starting: asyncio.Task[HTTPServer] | None = None
@@ -82,6 +84,8 @@ class _Serving:
                 await self.drain
             if self.services is not None:
                 self.services.close()
+            for publisher in self.publishers:
+                publisher.close()
         return 0
 
     async def _start(self) -> HTTPServer:
@@ -149,6 +153,22 @@ class _Serving:
 
 
 # --- helpers ---
+
+
+def make_engine(
+    config: ServeConfig, argv: list[str] | None
+) -> tuple[AsyncEngine | DataParallelEngine, list[KVEventPublisher]]:
+    """The engine, or the engines, that the settings ask for, and a publisher of each one's KV events, if any."""
+    is_fleet = config.server.data_parallel_size > 1
+    engine = DataParallelEngine(config, argv) if is_fleet else AsyncEngine(config, argv)
+    settings = config.server.kv_events_config
+    events = None if settings is None else parse_kv_events_config(settings)
+    publishers = []
+    if events is not None:
+        for rank, each in enumerate(engine.engines if isinstance(engine, DataParallelEngine) else [engine]):
+            publishers.append(KVEventPublisher(events, rank))
+            each.send_kv_events_to(publishers[-1])
+    return engine, publishers
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
