@@ -31,7 +31,7 @@ BASE: list[set[str]] = [
 DECIDING: list[set[str]] = [{"grammar"}, {"text", "cache"}, {"engine", "routing"}]
 EXECUTING: list[set[str]] = [{"ops"}, {"quant"}, {"layers"}, {"models"}, {"runtime"}]
 BUILD: list[set[str]] = [{"build_encoder"}, {"build"}]
-SURFACES: list[set[str]] = [{"llm", "server"}, {"sim"}, {"cli"}, {"__main__", "__init__"}]
+SURFACES: list[set[str]] = [{"llm", "server"}, {"sim", "ray"}, {"cli"}, {"__main__", "__init__"}]
 COLUMNS = {"base": BASE, "deciding": DECIDING, "executing": EXECUTING, "build": BUILD, "surfaces": SURFACES}
 BELOW = {
     "base": set[str](),

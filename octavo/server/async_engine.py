@@ -8,11 +8,9 @@ pause. Everything here runs on one event loop.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping
 
 from octavo.config import EngineConfig, ServeConfig, to_flat
@@ -23,13 +21,14 @@ from octavo.server.crash_isolation import CrashIsolation
 from octavo.server.engine_client import KVEventSink, OutputListener
 from octavo.server.engine_link import EngineLink
 from octavo.server.engine_stats import TotalStats
+from octavo.server.journal import RequestJournal
 from octavo.server.live_request import LiveRequest, adapters_of
 from octavo.server.supervisor import Supervisor
 from octavo.server.timelines import KVEventRing, Timelines
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.events import Event
 from octavo.telemetry.metrics import Metrics
-from octavo.types import EngineInfo, EngineStats, FinishReason, Output, Request
+from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 
 ENGINE_ARGV = (sys.executable, "-m", "octavo.server.engine_process")
 PATIENCE = 5
@@ -43,7 +42,7 @@ DRAIN_POLL_SECONDS = 0.02
 logger = logging.getLogger("octavo.server")
 
 
-class AsyncEngine:
+class AsyncEngine(RequestJournal):
     """The server's engine client, independent of any single engine process.
 
     ``argv`` is the engine process's command line without its last argument, the inherited socket's descriptor.
@@ -57,6 +56,7 @@ class AsyncEngine:
         rank: int = 0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        super().__init__()
         self.metrics = Metrics((config.server.served_model_name or config.model.model).partition(",")[0], config, rank)
         self.metrics.condition = self._condition
         self.timelines = Timelines()
@@ -70,10 +70,6 @@ class AsyncEngine:
             argv or ENGINE_ARGV, self._engine_settings, config.server.engine_timeout, self, environment or {}
         )
         self._kv_event_sinks: list[KVEventSink] = [self.kv_events] if config.cache.enable_kv_events else []
-        self._ids = itertools.count(1)
-        self._live: dict[int, LiveRequest] = {}
-        self.num_live_of: Counter[str] = Counter()
-        """Number of live requests by tenant."""
         self._isolation = CrashIsolation()
         self._info: EngineInfo | None = None
         self._has_engine = False
@@ -126,11 +122,6 @@ class AsyncEngine:
         return self._accepts and self._is_up and self.seconds_since_progress < READY_SECONDS
 
     @property
-    def num_live(self) -> int:
-        """Requests accepted and not yet ended."""
-        return len(self._live)
-
-    @property
     def num_restarts(self) -> int:
         return self.metrics.restarts
 
@@ -160,10 +151,6 @@ class AsyncEngine:
 
     # --- requests ---
 
-    def next_id(self) -> int:
-        """A request id unique within this server."""
-        return next(self._ids)
-
     def add(self, request: Request, listener: OutputListener) -> None:
         """Accept a request; ``listener`` is then guaranteed a final output or error, also across engine restarts.
 
@@ -182,8 +169,7 @@ class AsyncEngine:
             except wire.FrameError as error:
                 raise InvalidParameter("request", str(error)) from None
             live.is_submitted = True
-        self._live[request.id] = live
-        self.num_live_of[request.tenant] += 1
+        self._keep(live)
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
         """End a request without notifying its listener; an id that is not live is ignored.
@@ -193,7 +179,7 @@ class AsyncEngine:
         live = self._live.get(request_id)
         if live is not None:
             self._end(live, reason)
-            self._forget_in_engine(live)
+            self._forget(live)
             self._admit_waiting()
 
     # --- adapters ---
@@ -269,27 +255,10 @@ class AsyncEngine:
         assert link is not None
         link.send(wire.Submit(link.generation, live.replay()))
 
-    def _forget_in_engine(self, live: LiveRequest) -> None:
+    def _forget(self, live: LiveRequest) -> None:
         link = self._supervisor.link
         if live.is_submitted and link is not None:
             link.send(wire.Abort(link.generation, live.id))
-
-    def _end(self, live: LiveRequest, reason: FinishReason) -> None:
-        del self._live[live.id]
-        request = live.request
-        self.num_live_of[request.tenant] -= 1
-        if not self.num_live_of[request.tenant]:
-            del self.num_live_of[request.tenant]
-        self.metrics.observe_end(live.timing, reason, len(request.prompt_tokens), len(live.tokens), request.max_tokens)
-
-    def _fail(self, live: LiveRequest, error: RequestError) -> None:
-        """End a request with an error, and notify its listener."""
-        self._end(live, "error")
-        self._forget_in_engine(live)
-        try:
-            live.listener.on_error(error)
-        except Exception:
-            logger.exception("the listener of request %d failed on an error", live.id)
 
     def _admit_waiting(self) -> None:
         """Submit the live requests that crash isolation now lets into the engine."""
@@ -360,31 +329,3 @@ class AsyncEngine:
         for event in events:
             if event.kind == "chunk" and (live := self._live.get(event.request_id)) is not None:
                 live.note_computed(event.start + event.tokens)
-
-    def _deliver(self, live: LiveRequest, output: Output, now: float) -> None:
-        """Journal the output, then update metrics, then notify the listener."""
-        tokens = output.tokens
-        if tokens:
-            live.note_tokens(tokens)
-            timing = live.timing
-            if timing.first_token:
-                self.metrics.observe_tokens(timing, len(tokens), now)
-            else:
-                timing.first_scheduled = output.first_scheduled
-                self.metrics.observe_first_tokens(
-                    timing, len(tokens), now, len(live.request.prompt_tokens), output.num_cached_tokens
-                )
-        if output.prompt_logprobs is not None:
-            live.drop_delivered_prompt_logprobs(output)
-        if output.error is not None:
-            live.is_submitted = False
-            self._fail(live, RequestFailed(output.error))
-            return
-        if output.finish_reason is not None:
-            self._end(live, output.finish_reason)
-        try:
-            live.listener.on_output(output)
-        except Exception:
-            logger.exception("the listener of request %d failed; the request ends", live.id)
-            if live.id in self._live:
-                self._fail(live, RequestFailed("The server failed to handle the output of this request."))

@@ -7,7 +7,6 @@ seconds to finish. A second signal stops the server at once.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import logging
 import os
@@ -24,9 +23,8 @@ from octavo.errors import ConfigError
 from octavo.server.async_engine import AsyncEngine
 from octavo.server.data_parallel import DataParallelEngine
 from octavo.server.kv_publisher import KVEventPublisher, parse_kv_events_config
-from octavo.server.model_name import served_model_names
+from octavo.server.model_name import with_local_model
 from octavo.telemetry.phases import Phases, log_to_stderr
-from octavo.weights.hub import resolve_model
 
 if TYPE_CHECKING:
     # Imported at run time while the engine process starts, which takes longer.
@@ -48,9 +46,7 @@ def run(config: ServeConfig, engine_argv: list[str] | None = None) -> int:
     # Each text is tokenised in the calling thread; the library's thread pool only adds overhead.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with _listening_socket(config.server.host, config.server.port) as listener:
-        server = dataclasses.replace(config.server, served_model_name=",".join(served_model_names(config)))
-        model = dataclasses.replace(config.model, model=str(resolve_model(config.model)))
-        config = dataclasses.replace(config, model=model, server=server)
+        config = with_local_model(config)
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             return runner.run(_Serving(config, listener, engine_argv).run())
 
