@@ -74,7 +74,7 @@ class ServerSettings:
     data_parallel_router: str = setting(
         "prefix-aware",
         "which engine process a request goes to",
-        ("round-robin", "session", "least-loaded", "prefix-aware"),
+        ("round-robin", "random", "session", "least-loaded", "prefix-aware"),
     )
     kv_events_config: str | None = setting(
         None,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Ingress:
         return self._app
 
 
-def build_app(args: dict[str, Any]) -> serve.Application:
+def application(args: Mapping[str, Any]) -> serve.Application:
     """The application that ``args`` describe. Raises ``ConfigError``."""
     fleet, settings = parse(args)
     engines = serve.deployment(EngineReplica).options(**engine_options(fleet, settings))

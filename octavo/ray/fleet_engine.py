@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
-from ray.serve.handle import DeploymentHandle
 
 from octavo.config import ServeConfig
 from octavo.errors import InvalidParameter, RequestFailed, Unavailable
@@ -30,6 +30,9 @@ MAX_MOVES = 5
 """A request that is lost this many times in a row without a new token ends with an error."""
 PAUSE_SECONDS = 0.2
 """Pause before a request is sent again, times the number of losses in a row."""
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
 
 logger = logging.getLogger("octavo.ray")
 

@@ -6,6 +6,7 @@ deployment and simulated engines are chosen by the same code.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -80,6 +81,18 @@ class RoundRobin:
         return replicas[self.turn]
 
 
+class AtRandom:
+    """Any of them."""
+
+    separates: ClassVar[tuple[str, ...]] = ("none",)
+
+    def __init__(self) -> None:
+        self.rng = random.Random(0)
+
+    def choose(self, query: Query, replicas: Sequence[T]) -> T:
+        return self.rng.choice(replicas)
+
+
 class BySession(RoundRobin):
     """All turns of a session to one replica; sessions, and requests without a session, in turn."""
 
@@ -113,7 +126,7 @@ class PrefixAware:
         return min(allowed, key=cost)
 
 
-BLIND: dict[str, type[BlindRouter]] = {"round-robin": RoundRobin, "session": BySession}
+BLIND: dict[str, type[BlindRouter]] = {"round-robin": RoundRobin, "random": AtRandom, "session": BySession}
 ROUTERS: dict[str, type[Router]] = {
     **BLIND,
     "least-loaded": LeastLoaded,
