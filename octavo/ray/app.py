@@ -41,7 +41,9 @@ HEALTH_PERIOD_S = 5.0
 class Ingress:
     """Octavo's HTTP server: validation, admission, tokenizer and streams, with the journal of live requests."""
 
-    async def __init__(self, settings: dict[str, Any], engines: DeploymentHandle, max_replicas: int) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, settings: dict[str, Any], engines: DeploymentHandle, max_replicas: int
+    ) -> None:
         """``settings``: flat names of ``ServeConfig``."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         config = await asyncio.to_thread(with_local_model, ServeConfig.from_flat(settings))

@@ -29,7 +29,7 @@ class EngineReplica:
     """One engine. The engine process inside may die and is restarted; when the replica itself dies, the HTTP side
     continues its requests on another."""
 
-    async def __init__(self, settings: dict[str, Any]) -> None:
+    async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """``settings``: flat names of ``ServeConfig``."""
         config = await asyncio.to_thread(with_local_model, ServeConfig.from_flat(settings))
         log_to_stderr(config.server.log_level)

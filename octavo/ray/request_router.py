@@ -50,7 +50,7 @@ class _View:
             self.prefixes.update(stats["digest"], time.monotonic())
 
 
-class OctavoRequestRouter(RequestRouter):
+class OctavoRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not always installed
     """Ranks the chosen replica first, and all others second, in case that it is full."""
 
     def initialize_state(self, router: str, patience: float, is_only_router: bool) -> None:

@@ -38,7 +38,7 @@ def parse(arguments: Mapping[str, Any]) -> tuple[FleetSettings, dict[str, Any]]:
     """The fleet's settings, and the flat settings of ``ServeConfig``. Raises ``ConfigError``."""
     own = {name: value for name, value in arguments.items() if name in FleetSettings.__struct_fields__}
     try:
-        fleet = msgspec.convert(own, FleetSettings)
+        fleet = msgspec.convert(own, FleetSettings, strict=False)  # `serve run` gives text
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from None
     rest = {name: value for name, value in arguments.items() if name not in own}

@@ -24,7 +24,7 @@ from octavo.server.async_engine import AsyncEngine
 from octavo.server.engine_client import OutputListener
 from octavo.server.engine_stats import summed
 from octavo.server.timelines import KVEventRing, Timelines
-from octavo.telemetry.metrics import FleetMetrics
+from octavo.telemetry.metrics import FleetMetrics, Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 
 GPUS = Path("/proc/driver/nvidia/gpus")
@@ -38,7 +38,9 @@ class DataParallelEngine:
         own = dataclasses.replace(config, cache=dataclasses.replace(config.cache, enable_kv_events=False))
         environments = environments_of(config.model.device, size)
         self.engines = [AsyncEngine(own, argv, rank, environment) for rank, environment in enumerate(environments)]
-        self.metrics = FleetMetrics(self.engines[0].metrics.model_name, [each.metrics for each in self.engines])
+        self.metrics: Metrics = FleetMetrics(
+            self.engines[0].metrics.model_name, [each.metrics for each in self.engines]
+        )
         self.adapters = self.engines[0].adapters
         self.timelines = Timelines()
         self.kv_events = KVEventRing()

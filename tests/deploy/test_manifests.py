@@ -15,12 +15,13 @@ import pytest
 import yaml
 
 from octavo.config import ServeConfig, settings
-from octavo.ray.settings import parse
+from octavo.ray.settings import FleetSettings, parse
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm/octavo"
 KUBERNETES = "1.30"
+DEFAULTS = [(name, getattr(FleetSettings(), name)) for name in FleetSettings.__struct_fields__]
 
 
 def load(path: Path) -> Any:
@@ -117,3 +118,12 @@ def test_compose_files_agree() -> None:
         assert compose["services"]["octavo"]["build"]["target"] in stages
     targets = load(DEPLOY / "prometheus/prometheus.yml")["scrape_configs"][0]["static_configs"][0]["targets"]
     assert targets == ["octavo:8000"]
+
+
+def test_the_page_lists_the_arguments_of_a_fleet() -> None:
+    text = (ROOT / "docs/deployment.md").read_text()
+    table = text[text.index("| argument | default |") : text.index("All other arguments")]
+    rows = re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", table, re.MULTILINE)
+    pairs = [zip(names.split(", "), values.split(", "), strict=True) for names, values in rows]
+    listed = {name: value for row in pairs for name, value in row}
+    assert listed == {f"`{name}`": value if isinstance(value, str) else f"{value:g}" for name, value in DEFAULTS}
