@@ -267,6 +267,8 @@ def _check_combinations(config: EngineConfig) -> None:
                 raise ConfigError(f"{name} needs ssl_certfile: without a certificate, there is no HTTPS")
     if isinstance(config, ServeConfig):
         _check_kv_events(config.server, cache)
+        if config.server.data_parallel_size > 1 and cache.kv_offload_dir is not None:
+            raise ConfigError("data_parallel_size and kv_offload_dir: engines cannot share the folder")
     if isinstance(config, ServeConfig):
         _check_tenants(config.server, config.model)
     _check_policy(scheduler, cache)

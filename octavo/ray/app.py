@@ -57,13 +57,20 @@ class Ingress:
     async def __serve_build_asgi_app__(self) -> Starlette:
         return self._app
 
+    def __del__(self) -> None:
+        if hasattr(self, "_app"):
+            self._app.state.services.close()
+
 
 def application(args: Mapping[str, Any]) -> serve.Application:
     """The application that ``args`` describe. Raises ``ConfigError``."""
     fleet, settings = parse(args)
     engines = serve.deployment(EngineReplica).options(**engine_options(fleet, settings))
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
-        name="Ingress", num_replicas=fleet.num_ingress, max_ongoing_requests=MAX_ONGOING
+        name="Ingress",
+        num_replicas=fleet.num_ingress,
+        max_ongoing_requests=MAX_ONGOING,
+        graceful_shutdown_timeout_s=ServeConfig.from_flat(settings).server.shutdown_timeout,
     )
     return ingress.bind(settings, engines.bind(settings), fleet.max_replicas)
 

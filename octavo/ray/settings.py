@@ -11,8 +11,11 @@ from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.routing.routers import ROUTERS
 
-REFUSED = ("port", "ssl_certfile", "data_parallel_size", "state_dir", "kv_events_config", "enable_kv_events")
-"""Settings of one HTTP server, which a fleet on Ray does not have."""
+REFUSED = (
+    *("port", "ssl_certfile", "data_parallel_size", "state_dir", "kv_events_config", "enable_kv_events"),
+    "kv_offload_dir",
+)
+"""Settings of a single HTTP server, and a folder that engines of one node would share."""
 
 
 class FleetSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):

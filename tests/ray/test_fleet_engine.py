@@ -153,6 +153,7 @@ def test_an_aborted_request_is_cancelled() -> None:
         ({"target_ongoing_requests": 0}, "target_ongoing_requests"),
         ({"port": 8000}, "port: does not apply"),
         ({"data_parallel_size": 2}, "data_parallel_size: does not apply"),
+        ({"kv_offload_dir": "/x", "kv_offload_memory": 1}, "kv_offload_dir: does not apply"),
         ({"replicas": 2}, "unknown setting 'replicas'"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
     ],
