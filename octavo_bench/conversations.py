@@ -17,8 +17,6 @@ import httpx
 
 from octavo.sim.jobs import Awaits, Job
 
-VOCABULARY = range(1000, 20_000)
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -31,6 +29,8 @@ class Shape:
     more: int = 48
     answer: int = 24
     pause: float = 4.0
+    vocab_size: int = 20_000
+    """Prompts are drawn from the tokens below this, without the first few, which are special in many models."""
 
 
 @dataclass
@@ -55,11 +55,12 @@ async def converse(url: str, model: str, shape: Shape, seed: int = 0) -> Measure
 
 async def _client(client: httpx.AsyncClient, model: str, shape: Shape, rng: random.Random, measured: Measured) -> None:
     await asyncio.sleep(rng.random() * shape.pause)
+    vocabulary = range(20, shape.vocab_size)
     for _ in range(shape.conversations_each):
-        tokens = rng.choices(VOCABULARY, k=shape.first)
+        tokens = rng.choices(vocabulary, k=shape.first)
         for _ in range(shape.turns):
             answer = await _turn(client, model, tokens, shape.answer, measured)
-            tokens = [*tokens, *answer, *rng.choices(VOCABULARY, k=shape.more)]
+            tokens = [*tokens, *answer, *rng.choices(vocabulary, k=shape.more)]
             await asyncio.sleep(shape.pause)
 
 

@@ -110,8 +110,6 @@ class RemotePrefixes:
 
     def update(self, digest: bytes, now: float) -> None:
         """Take a digest that the replica made; ``now`` is the time of its arrival."""
-        if digest == self._digest and not self._sent:
-            return
         if digest != self._digest:
             self._digest = digest
             self._hashes = frozenset(array("I", digest))
@@ -124,9 +122,8 @@ class RemotePrefixes:
 
     def num_cached_blocks(self, query: PromptQuery, block_size: int) -> int:
         """How many blocks from the start of a prompt are cached there, or about to be."""
-        count = 0
-        for each in query.hashes(block_size):
-            if (each & SHORT) not in self._hashes and (each & SHORT) not in self._sent:
-                break
-            count += 1
-        return count
+        short = (each & SHORT for each in query.hashes(block_size))
+        return num_matched(short, self)
+
+    def __contains__(self, short: object) -> bool:
+        return short in self._hashes or short in self._sent

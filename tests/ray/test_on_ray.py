@@ -23,6 +23,7 @@ ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
 
 from octavo.ray import build_app  # noqa: E402
+from octavo_bench.conversations import Shape, converse  # noqa: E402
 from tests.models.families import make_checkpoint  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -132,6 +133,17 @@ def test_a_replica_killed_under_32_streams_loses_nothing(fleet: Fleet) -> None:
     while fleet.num_replicas() < 2:  # Ray replaces it
         assert time.monotonic() < deadline
         time.sleep(0.5)
+
+
+def test_turns_of_a_conversation_go_where_their_prefix_is(fleet: Fleet) -> None:
+    fleet.deploy(min_replicas=2, max_replicas=2, block_size=16)
+    shape = Shape(6, conversations_each=2, turns=4, first=200, more=20, answer=8, pause=0.3, vocab_size=97)
+    measured = asyncio.run(converse(fleet.url, "tiny", shape))
+    assert not measured.num_failed
+    stats = httpx.get(f"{fleet.url}/stats", trust_env=False).json()
+    lengths = [shape.first + turn * (shape.more + shape.answer) for turn in range(shape.turns)]
+    most = sum(lengths[:-1]) / sum(lengths)  # all of the turn before
+    assert stats["prefix_hits"] / stats["prefix_queries"] > 0.85 * most
 
 
 def test_scaling_up_and_down_under_load_fails_no_request(fleet: Fleet) -> None:
