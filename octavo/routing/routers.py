@@ -112,16 +112,16 @@ class LeastLoaded:
 class PrefixAware:
     """Of the replicas within ``SLACK`` of the least loaded one, the one with most of the prompt cached.
 
-    Among equals, it is the one with the fewest requests, those of the same tenant counted twice: each tenant is spread
-    over the replicas, so that shares that are fair on each replica are fair over the fleet.
+    Among equals, it is the one with the fewest requests, then the one with the fewest of the same tenant: each tenant
+    is spread over the replicas, so that shares that are fair on each replica are fair over the fleet.
     """
 
     def choose(self, query: Query, replicas: Sequence[R]) -> R:
         limit = 1.25 * min(replica.num_live for replica in replicas) + SLACK
         allowed = [replica for replica in replicas if replica.num_live <= limit]
 
-        def cost(replica: R) -> tuple[int, int]:
-            return -replica.num_cached_blocks(query), replica.num_live + replica.num_live_of(query.tenant)
+        def cost(replica: R) -> tuple[int, int, int]:
+            return -replica.num_cached_blocks(query), replica.num_live, replica.num_live_of(query.tenant)
 
         return min(allowed, key=cost)
 

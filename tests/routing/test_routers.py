@@ -35,10 +35,12 @@ def test_the_longest_cached_prefix_wins_within_the_slack() -> None:
     assert PrefixAware().choose(QUERY, [cold, warm]) is cold
 
 
-def test_requests_of_the_same_tenant_count_twice() -> None:
-    own, others = Replica("own", 3, 0, {"a": 3}), Replica("others", 4, 0, {"b": 4})
+def test_a_tenant_is_spread_where_load_and_prefix_are_equal() -> None:
+    own, others = Replica("own", 3, 0, {"a": 3}), Replica("others", 3, 0, {"b": 3})
     assert PrefixAware().choose(QUERY, [own, others]) is others
     assert PrefixAware().choose(PromptQuery([1], tenant="b"), [own, others]) is own
+    others.num_live += 1
+    assert PrefixAware().choose(QUERY, [own, others]) is own
 
 
 def test_sessions_stay_and_are_spread() -> None:
