@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="h200", help="device type of each replica")
     parser.add_argument("--replicas", type=positive, default=1, help="number of replicas")
     parser.add_argument("--tensor-parallel-size", type=positive, default=1, help="devices per replica")
-    parser.add_argument("--router", default="least-loaded", help="round-robin, session, least-loaded or prefix-aware")
+    parser.add_argument(
+        "--router", default="least-loaded", help="round-robin, random, session, least-loaded or prefix-aware"
+    )
     parser.add_argument("--weight-bits", type=float, default=16, help="bits per weight")
     parser.add_argument(
         "--cost-log",

@@ -195,6 +195,7 @@ class Admission:
         except BaseException:
             generation.close()
             raise
+        self.engine.metrics.observe_choices(client_request.params.n)
         client_request.caller.account.charge(sum(len(prompt.tokens) for prompt, _ in prompts))
         return generation
 

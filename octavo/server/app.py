@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from octavo.config import ServeConfig, ServerSettings
+from octavo.config import ServeConfig
 from octavo.errors import RequestError
 from octavo.server import admin, explanations, probes
 from octavo.server.admission import Admission
@@ -35,6 +35,7 @@ from octavo.server.openai.schema import PAGE, openapi_document
 from octavo.server.responses import endpoints as responses
 from octavo.server.services import Services
 from octavo.server.store import Store
+from octavo.server_settings import ServerSettings
 from octavo.telemetry.metrics import Metrics
 from octavo.text.chat_template import load_chat_template
 from octavo.text.message_format import find_format

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from octavo.config import ServerSettings
 from octavo.errors import AuthenticationError, ConfigError
 from octavo.server.errors import HTTPRefusal
 from octavo.server.quotas import Account
+from octavo.server_settings import ServerSettings
 
 ADMIN_PREFIX = "/admin/"
 REPORTS_PREFIX = "/v1/requests/"

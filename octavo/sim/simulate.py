@@ -17,13 +17,13 @@ from typing import Any
 
 from octavo.collector import without_collections
 from octavo.config import CacheSettings, SchedulerSettings
+from octavo.routing.routers import BLIND, RoundRobin, make_router
 from octavo.sim.clock import START
 from octavo.sim.cost_model import CostModel
 from octavo.sim.events import NEVER, Events, Inbox
 from octavo.sim.jobs import Workload
 from octavo.sim.replica import Replica, Result, Sizes
 from octavo.sim.report import Ledger, Targets
-from octavo.sim.router import BLIND, RoundRobin, make_router
 
 TURN = 128
 """Mean number of jobs that a replica is given before the next one's turn."""

@@ -12,13 +12,14 @@ import anthropic
 import httpx
 import pytest
 
-from octavo.config import ServeConfig, ServerSettings
+from octavo.config import ServeConfig
 from octavo.errors import ConfigError, QueueFull
 from octavo.server import quotas
 from octavo.server.allowed_hosts import AllowedHosts
 from octavo.server.http import HTTPServer
 from octavo.server.keys import Keys
 from octavo.server.quotas import Account
+from octavo.server_settings import ServerSettings
 from tests.server.in_process import InProcessEngine
 
 

@@ -43,6 +43,10 @@ def test_load_counts_unfinished_requests(serve_app: Any) -> None:
     assert served.client.get("/load").json() == {"server_load": 0}
 
 
+def test_an_engine_never_sleeps(served: Served) -> None:
+    assert served.client.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
 def test_metrics_and_version(served: Served) -> None:
     response = served.client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")

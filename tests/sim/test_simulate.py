@@ -204,7 +204,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--device", "abacus"], "device"),
         (["--workload", "nothing", "--rate", "1"], "workload"),
         (["--workload", "chat"], "rate"),
-        (["--router", "random", "--rate", "1"], "router"),
+        (["--router", "guess", "--rate", "1"], "router"),
         (["--model", "gpt9", "--rate", "1"], "model"),
         (["--rate", "1", "--tensor-parallel-size", "3"], "tensor_parallel"),
         (["--rate", "1", "--device", "l4", "--gpu-memory-utilization", "0.6"], "device"),
