@@ -21,6 +21,7 @@ from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.offloading import make_offload
 from octavo.config import CacheSettings, EngineConfig, ModelSettings, parse_lora_modules, to_flat
+from octavo.device_settings import prepared_device, resolve_kv_dtype, weight_format
 from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
@@ -46,12 +47,9 @@ from octavo.models.registry import CausalLM, read_config
 from octavo.models.sizes import check_dummy, check_sizes, eos_token_ids
 from octavo.ops import dispatch
 from octavo.ops.collective import SINGLE_RANK, Collective
-from octavo.quant.blocks import without_kernel
 from octavo.quant.stored import WeightFormat
 from octavo.runtime import memory
 from octavo.runtime.acceptance import Verify, rule
-from octavo.runtime.cpu_threads import num_threads_wanted
-from octavo.runtime.device_program import load_kernels
 from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.peer_memory import device_collective, visible_gpus
@@ -73,7 +71,6 @@ from octavo.weights.hub import resolve_model
 DEPTH = {"cpu": 1, "cuda": 2}
 """Steps in flight: on a GPU, the next step is scheduled while one is computed."""
 logger = logging.getLogger(__name__)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[Engine, EngineInfo]:
@@ -82,7 +79,7 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
     ``on_lost`` is called when another process of a tensor-parallel engine ends; steps then raise ``RanksLost``.
     """
     phases = Phases()
-    device = _prepared_device(config.model)
+    device = prepared_device(config.model)
     path, checkpoint = _open(config.model, device)
     model_config, form = _read_model(config, checkpoint, device)
     eos_ids, defaults = _generation(config.model, checkpoint, path, model_config)
@@ -102,8 +99,7 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
         drafts = parse_speculative_config(config.speculative.speculative_config)
         most = step_limits(limits, drafts)
         parts = pooling, adapters, collective, _rule(drafts)
-        own = make_executor(config.model, loaded.model, storage, vocab_size, most, *parts)
-        executor = ranks.executor(own)
+        executor = ranks.executor(make_executor(config.model, loaded.model, storage, vocab_size, most, *parts))
         numbers = None if adapters is None else dict[str, int]()
         runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers)
         phases.done("memory")
@@ -145,7 +141,7 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
     ``host`` is the collective of the ranks' hosts. ``settle`` is given the free bytes when the weights are loaded, and
     returns the limits for which to allocate memory.
     """
-    device = _prepared_device(config.model)
+    device = prepared_device(config.model)
     path, checkpoint = _open(config.model, device)
     model_config, form = _read_model(config, checkpoint, device)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
@@ -365,63 +361,11 @@ def _kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractCo
     """A context in which CPU kernels are compiled on two cores; no effect without kernels to compile."""
     if form.device.type != "cpu" or ops.attention.chosen("cpu", form.dtype) == dispatch.REFERENCE:
         return contextlib.nullcontext()
-    from octavo.ops.cpu.attention import compiling_beside
+    from octavo.ops.cpu.attention import compiling_in_background
 
-    return compiling_beside(kv_dtype)
+    return compiling_in_background(kv_dtype)
 
 
 def _open(settings: ModelSettings, device: torch.device) -> tuple[Path, Checkpoint]:
     path = resolve_model(settings)
     return path, open_checkpoint(path, settings.load_format, settings.seed, str(device))
-
-
-def _prepared_device(settings: ModelSettings) -> torch.device:
-    """The device, with the number of CPU threads set, or with GPU kernels being loaded while the model is."""
-    device = resolve_device(settings.device)
-    if device.type == "cpu":
-        _share_cores(max(1, num_threads_wanted() // settings.tensor_parallel_size))
-    else:
-        load_kernels()
-    return device
-
-
-def _share_cores(count: int) -> None:
-    """Assign the cores to the threads of compiled kernels, if any: torch's spinning threads would occupy them."""
-    if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
-        torch.set_num_threads(count)
-        return
-    from octavo.ops.cpu import threads
-
-    torch.set_num_threads(1)
-    threads.set_num_threads(count)
-
-
-def resolve_kv_dtype(name: str, form: WeightFormat, device: torch.device) -> torch.dtype:
-    """The data type of cached keys and values; "auto" follows the weights. Raises ``ConfigError``."""
-    if name == "fp8":
-        if device.type == "cpu":
-            raise ConfigError("kv_cache_dtype: fp8 is for GPUs; on a CPU use bfloat16 or float16")
-        return torch.float8_e4m3fn
-    return DTYPES.get(name, form.kv_dtype)
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of a setting; "auto" uses a GPU if there is one. Raises ``ConfigError``."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was requested, but torch finds no CUDA device")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
-
-
-def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Checkpoint) -> WeightFormat:
-    """The format of weights and activations.
-
-    An explicit dtype converts every weight to dense tensors of that type. "auto" is float32 on a CPU, with
-    block-quantized weights kept packed if there is a kernel for them; on a GPU it is float16 for a float16 checkpoint,
-    else bfloat16.
-    """
-    if settings.dtype != "auto":
-        return WeightFormat(DTYPES[settings.dtype], device)
-    if device.type == "cpu":
-        return WeightFormat(torch.float32, device, packs=checkpoint.has_blocks and without_kernel("cpu") is None)
-    own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    return WeightFormat(torch.float16 if own == "float16" else torch.bfloat16, device)

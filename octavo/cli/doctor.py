@@ -72,7 +72,7 @@ def _versions(config: EngineConfig) -> Iterator[str]:
 def _machine(config: EngineConfig) -> Iterator[str]:
     import torch
 
-    from octavo.build import resolve_device
+    from octavo.device_settings import resolve_device
     from octavo.ops.cpu.host import FLOAT_FEATURES, VNNI_FEATURES, cpu_features
     from octavo.runtime.cpu_threads import num_physical_cores
     from octavo.runtime.memory import free_memory
@@ -124,7 +124,7 @@ def _model(config: EngineConfig) -> Iterator[str]:
 
 
 def _kernels(config: EngineConfig) -> Iterator[str]:
-    from octavo.build import DTYPES, resolve_device
+    from octavo.device_settings import DTYPES, resolve_device
     from octavo.ops import dispatch
 
     device = resolve_device(config.model.device)

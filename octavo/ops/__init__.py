@@ -10,6 +10,8 @@ from octavo.ops.embedding import embedding
 from octavo.ops.encoder_attention import encoder_attention
 from octavo.ops.gelu import gelu
 from octavo.ops.gelu_and_mul import gelu_and_mul
+from octavo.ops.grouped_linear import grouped_linear
+from octavo.ops.grouped_moe import grouped_moe
 from octavo.ops.head_linear import head_linear
 from octavo.ops.keep_own_rows import keep_own_rows
 from octavo.ops.latent_attention import latent_attention
@@ -42,6 +44,8 @@ __all__ = [
     "encoder_attention",
     "gelu",
     "gelu_and_mul",
+    "grouped_linear",
+    "grouped_moe",
     "head_linear",
     "keep_own_rows",
     "latent_attention",

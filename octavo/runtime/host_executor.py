@@ -71,7 +71,13 @@ class HostExecutor:
         device = storage.device
         max_len = limits.max_blocks * storage.block_size
         self._state = SamplingState(
-            limits.max_num_seqs, max_len, limits.largest().num_samples, vocab_size, device, limits.num_drafts, vocabulary
+            limits.max_num_seqs,
+            max_len,
+            limits.largest().num_samples,
+            vocab_size,
+            device,
+            limits.num_drafts,
+            vocabulary,
         )
         self.adapters = adapters
         self._forward = forward if drafter is None else None  # a recorded one keeps no hidden states

@@ -17,7 +17,9 @@ from octavo.config import CacheSettings, EngineConfig, SchedulerSettings
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import KVGroup, kv_groups, rank_cache
+from octavo.ops.grouped_linear import LARGEST_COPY
 from octavo.ops.paged_attention import MAX_SCRATCH
+from octavo.quant.plain import Plain
 from octavo.runtime.group_memory import GroupMemory
 from octavo.runtime.step_program import LOGPROB_ROWS
 from octavo.types import KVGroupInfo
@@ -123,6 +125,7 @@ def settle(
     activations = _activation_bytes(model, max_num_batched_tokens, dtype, num_ranks)
     if device == "cuda":
         activations += 4 * (max_num_seqs + 1) * max_model_len  # histories for penalties, see ``sampling_state``
+        activations += _copy_bytes(model, dtype)
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     room = free - activations - logits
     groups = _groups(settings.cache, model, max_model_len - max_num_batched_tokens - block_size)
@@ -210,6 +213,13 @@ def _activation_bytes(model: ModelConfig, num_tokens: int, dtype: torch.dtype, n
     widest = 3 * model.hidden_size + max(3 * model.ffn_size, 3 * heads) // num_ranks
     scratch = ATTENTION_COPIES * MAX_SCRATCH * 4
     return num_tokens * widest * dtype.itemsize + scratch
+
+
+def _copy_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of the dense copy that kernels make of a quantised weight for many tokens."""
+    if isinstance(model.quantization, Plain):
+        return 0
+    return min(2 * model.ffn_size * model.hidden_size, LARGEST_COPY) * dtype.itemsize
 
 
 def _meminfo_available() -> int | None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octavo import ops
 from octavo.layers.lora import AdapterRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows

@@ -25,7 +25,7 @@ from octavo.collector import leave_out_what_exists
 from octavo.config import EngineConfig
 from octavo.engine.protocols import Adapters
 from octavo.errors import CheckpointError, OctavoError, RanksLost, RequestError
-from octavo.kernel_compiler import prepare_where_there_may_be_a_gpu
+from octavo.kernel_compiler import prepare_if_there_may_be_a_gpu
 from octavo.server import wire
 from octavo.telemetry.events import Event
 from octavo.telemetry.phases import Phases, log_to_stderr
@@ -220,7 +220,7 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
 
 def _default_build(device: str) -> Build:
     phases = Phases()
-    prepare_where_there_may_be_a_gpu(device)
+    prepare_if_there_may_be_a_gpu(device)
     from octavo.build import build_engine  # imports torch, which the front process must never import
 
     phases.done("imports of the engine process")
