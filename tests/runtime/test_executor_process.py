@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
@@ -79,6 +81,15 @@ class Kept:
 
     def wait(self) -> Any:
         return self._answer
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the other process: torch's products round differently with another number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kind", EXECUTORS)
