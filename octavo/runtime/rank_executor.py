@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -93,7 +94,9 @@ class RankExecutor:
         The others know those, because no rank finishes a step before all have begun it.
         """
         number, memory = self._num_steps, self._memory
-        self._digest = zlib.crc32(np.array([*result.tokens, *result.num_accepted], np.int32).tobytes(), self._digest)
+        drafts = itertools.chain.from_iterable(result.drafts)
+        numbers = np.array([*result.tokens, *result.num_accepted, *drafts], np.int32)
+        self._digest = zlib.crc32(numbers.tobytes(), self._digest)
         memory.write_digest(number, self._digest)
         self._num_steps += 1
         if (known := number - self._lag) < 0:

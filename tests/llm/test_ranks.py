@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import time
@@ -21,14 +22,18 @@ pytestmark = [pytest.mark.slow, needs_float_kernels]
 
 PROMPTS = ["The quick brown fox", "jumps over", "the lazy dog and says: " * 6]
 
+PROMPT_LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False}
+REPEATING: dict[str, Any] = {"logit_bias": {100: 50.0, 200: 50.0}}
+"""Answers of two tokens, one of each rank, so that prompt lookup finds drafts that are often right."""
+
 
 def make(folder: Path, size: int, **settings: Any) -> LLM:
     return LLM(str(folder), device="cpu", tensor_parallel_size=size, **{**SETTINGS, **settings})
 
 
-def texts(llm: LLM, prompts: list[str] = PROMPTS) -> list[list[int]]:
-    params = SamplingParams(temperature=0.8, max_tokens=30, seed=3)
-    return [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
+def texts(llm: LLM, prompts: list[str] = PROMPTS, **params: Any) -> list[list[int]]:
+    sampling = SamplingParams(temperature=0.8, max_tokens=30, seed=3, **params)
+    return [list(result.outputs[0].token_ids) for result in llm.generate(prompts, sampling)]
 
 
 def ranks() -> list[int]:
@@ -47,6 +52,30 @@ def test_ranks_give_the_tokens_of_one_process_and_end_with_it(tmp_path: Path) ->
     del two
     gc.collect()
     assert ranks() == []
+
+
+def test_prompt_lookup_gives_the_tokens_of_one_process_without_it(tmp_path: Path) -> None:
+    """Accepted are the tokens that would be sampled anyway, so drafts change nothing; some are right, some wrong."""
+    write_checkpoint(tmp_path)
+    with make(tmp_path, 1) as one:
+        expected = texts(one, **REPEATING)
+    with make(tmp_path, 2, speculative_config=json.dumps(PROMPT_LOOKUP)) as two:
+        assert texts(two, **REPEATING) == expected
+        stats = two.engine.stats()
+        assert 0 < stats.num_accepted_drafts < stats.num_drafts
+
+
+@pytest.mark.parametrize(
+    "rule", [{"acceptance": "distribution"}, {"acceptance": "synthetic", "synthetic_acceptance_length": 2.5}]
+)
+def test_rules_that_need_all_logits_give_the_tokens_of_one_process(tmp_path: Path, rule: dict[str, Any]) -> None:
+    write_checkpoint(tmp_path)
+    settings = {"speculative_config": json.dumps({**PROMPT_LOOKUP, **rule})}
+    with make(tmp_path, 1, **settings) as one:
+        expected = texts(one, **REPEATING)
+    with make(tmp_path, 2, **settings) as two:
+        assert texts(two, **REPEATING) == expected
+        assert two.engine.stats().num_accepted_drafts > 0
 
 
 def test_blocks_go_to_host_memory_and_come_back(tmp_path: Path) -> None:

@@ -65,8 +65,17 @@ def test_equal_results_are_those_of_the_first_rank() -> None:
     ranks.close()
 
 
-def test_a_result_that_differs_ends_the_ranks_in_the_next_step() -> None:
-    ranks, _ = make(lambda rank, number: Done(StepResult([number + (rank == 2 and number == 7)])))
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda number: StepResult([number]),
+        lambda number: StepResult([1], [number]),
+        lambda number: StepResult([1], [1], drafts=[[2, 3], [4, number]]),
+    ],
+    ids=["tokens", "accepted drafts", "drafts"],
+)
+def test_a_result_that_differs_ends_the_ranks_in_the_next_step(result: Callable[[int], StepResult]) -> None:
+    ranks, _ = make(lambda rank, number: Done(result(number + (rank == 2 and number == 7))))
     for _ in range(8):
         ranks.send(STEP).wait()
     with pytest.raises(RanksLost, match="ranks 0 and 2 have different results in step 7"):

@@ -39,6 +39,8 @@ from octavo.weights.checkpoint import open_checkpoint
 from tests.models.adapter_files import make_adapter
 from tests.models.families import FIRST_ROWS, VOCAB_SIZE, make_checkpoint
 from tests.models.gguf_files import write_gguf
+from tests.models.test_quantised import FORMATS
+from tests.quant.writers import quantise
 from tests.runtime.making import CPU, make_runner
 from tests.runtime.test_restricted_rows import EveryThird
 from tests.runtime.thread_ranks import make_ranks
@@ -48,6 +50,8 @@ NUM_DRAFTS = 2
 LIMITS = StepLimits(max_num_seqs=5, max_num_batched_tokens=24, max_blocks=30, max_drafts=NUM_DRAFTS)
 BLOCK_SIZE, NUM_BLOCKS = 4, 34
 NUM_REQUESTS = 14
+DENSE_ON_CPUS = {"fp8, blocks"}
+"""Formats that no kernel for CPUs takes."""
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0, "logprobs": 3},
     {"temperature": 0.8, "top_p": 0.9, "logprobs": 3},
@@ -189,11 +193,39 @@ def test_blocks_are_divided(row: str, size: int, form: str, tmp_path: Path) -> N
     values = {"hidden_size": width, "intermediate_size": width, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = make_checkpoint(tmp_path, row, **values)
 
-    def quantise(name: str, values: Any) -> gguf.GGMLQuantizationType | None:
+    def choose(name: str, values: Any) -> gguf.GGMLQuantizationType | None:
         return gguf.GGMLQuantizationType[form] if values.ndim > 1 and "inp" not in name else None
 
-    path = write_gguf(tmp_path, model, quantise)
+    path = write_gguf(tmp_path, model, choose)
     compare(path, size)
+    compare_packed(path, size)
+
+
+@pytest.mark.parametrize(
+    ("row", "size", "name"),
+    [
+        ("llama/gqa", 2, "int4"),
+        ("llama/gqa", 4, "int4, zeros"),
+        ("llama/gqa", 2, "gptq, in activation order"),
+        ("llama/gqa", 2, "fp8, blocks"),
+        ("mixtral/two_of_five", 2, "awq"),
+        ("mixtral/two_of_five", 2, "fp8, blocks"),
+        ("llama/gqa", 2, "modelopt nvfp4"),
+    ],
+)
+def test_quantised_weights_are_divided(row: str, size: int, name: str, tmp_path: Path) -> None:
+    """Parts that end within a block of scales are among them: 96 inputs are 48 a rank, blocks of FP8 are 32."""
+    source, home = tmp_path / "source", tmp_path / "quantised"
+    widths = {"hidden_size": 32 * size, "intermediate_size": 48 * size}
+    make_checkpoint(source, row, **widths, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1)
+    quantise(source, home, FORMATS[name])
+    compare(home, size)
+    if name not in DENSE_ON_CPUS:
+        compare_packed(home, size)
+
+
+def compare_packed(path: Path, size: int) -> None:
+    """Compare the rounding errors of packed weights, on one device and on ranks."""
     exact, one, ranks = (make_engine(path, *kind) for kind in ((1, False), (1, True), (size, True)))
     (dense, packed, divided), _ = [[prompt_logprobs(made) for made in (exact, one, ranks)], ranks.executor.close()]
     errors = [max(abs(a - b) for a, b in zip(dense, found, strict=True)) for found in (packed, divided)]
