@@ -30,6 +30,7 @@ from octavo.engine.speculation import Speculation
 from octavo.engine.step_encoder import StepEncoder
 from octavo.engine.step_runner import BlockMessages, StepRunner, compute_padding
 from octavo.engine.step_times import logged
+from octavo.engine.suffix import SuffixProposer
 from octavo.errors import ConfigError
 from octavo.grammar.masks import MatcherMasks
 from octavo.grammar.matchers import GrammarError
@@ -51,7 +52,7 @@ from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.step_program import Forward
 from octavo.runtime.stream_executor import StreamExecutor
-from octavo.speculative_config import Method, parse_speculative_config
+from octavo.speculative_config import Method, Suffix, parse_speculative_config
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
 from octavo.steps.shapes import exact_shape
@@ -197,7 +198,8 @@ def _rule(drafts: Method | None) -> Verify | None:
 
 def _speculation(drafts: Method) -> Speculation:
     most = drafts.num_speculative_tokens
-    return Speculation(NgramProposer(drafts), most, DraftChoice(most) if drafts.adaptive else None)
+    proposer = SuffixProposer(drafts) if isinstance(drafts, Suffix) else NgramProposer(drafts)
+    return Speculation(proposer, most, DraftChoice(most) if drafts.adaptive else None)
 
 
 def _vocabulary(settings: ModelSettings, path: Path, info: EngineInfo) -> Vocabulary:

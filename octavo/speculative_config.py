@@ -33,8 +33,22 @@ class Ngram(Drafts, frozen=True, tag="ngram", kw_only=True):
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
 
 
-Method = Ngram
-"""Settings of one method; a union of them."""
+class Suffix(Drafts, frozen=True, tag="suffix", kw_only=True):
+    """Suffix decoding: drafts from earlier tokens of the sequence and from earlier answers; the names are vLLM's."""
+
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] = 16
+    suffix_decoding_max_tree_depth: Annotated[int, msgspec.Meta(ge=2, le=256)] = 24
+    """Longest context that is matched."""
+    suffix_decoding_max_cached_requests: Annotated[int, msgspec.Meta(ge=0)] = 10000
+    """Earlier answers that are kept; 0: drafts come from the sequence alone."""
+    suffix_decoding_max_spec_factor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """Most drafts for each token of the matched context."""
+    suffix_decoding_min_token_prob: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
+    """Drafts end where fewer occurrences of the context agree with them than this share."""
+
+
+Method = Ngram | Suffix
+"""Settings of one method."""
 
 
 def parse_speculative_config(text: str | None) -> Method | None:
