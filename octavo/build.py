@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from octavo import ops
+from octavo.build_drafter import Target, load_drafter, make_proposer
 from octavo.build_encoder import build_encoder
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
@@ -23,14 +24,12 @@ from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
 from octavo.engine.graph_choice import GraphChoice
 from octavo.engine.mixed_steps import settle_mixed_steps
-from octavo.engine.ngram import NgramProposer
 from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.engine.step_encoder import StepEncoder
 from octavo.engine.step_runner import BlockMessages, StepRunner, compute_padding
 from octavo.engine.step_times import logged
-from octavo.engine.suffix import SuffixProposer
 from octavo.errors import ConfigError
 from octavo.grammar.masks import MatcherMasks
 from octavo.grammar.matchers import GrammarError
@@ -38,6 +37,7 @@ from octavo.grammar.vocabulary import Vocabulary
 from octavo.models.adapters import Adapters, load_with_adapters
 from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
+from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, read_config
 from octavo.models.sizes import check_dummy, check_sizes, eos_token_ids
@@ -48,11 +48,12 @@ from octavo.runtime import memory
 from octavo.runtime.acceptance import Verify, rule
 from octavo.runtime.cpu_threads import num_threads_wanted
 from octavo.runtime.device_program import load_kernels
+from octavo.runtime.drafter import Drafter
+from octavo.runtime.forward import make_forward
 from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.step_program import Forward
 from octavo.runtime.stream_executor import StreamExecutor
-from octavo.speculative_config import Method, Suffix, parse_speculative_config
+from octavo.speculative_config import Method, parse_speculative_config
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
 from octavo.steps.shapes import exact_shape
@@ -86,17 +87,27 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
     with _kernel_compilation(form, kv_dtype):
         loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form)
+        method = parse_speculative_config(config.speculative.speculative_config)
+        form_of = partial(weight_format, config.model, device)
+        drafting = load_drafter(method, config, Target(loaded, model_config, checkpoint, form, form_of))
         gc.collect()
         phases.done("weights")
         free = memory.free_memory(device, config.cache.gpu_memory_utilization)
         kinds = kv_dtype, form.dtype, device.type
-        limits, budget = memory.settle(config, model_config, *kinds, weights=loaded.num_bytes, free=free)
-        storage = _storage(model_config, limits, kv_dtype, device)
+        num_bytes, draft_specs = loaded.num_bytes, tuple[LayerCacheSpec, ...]()
+        if drafting is not None:
+            num_bytes, draft_specs = num_bytes + drafting.num_bytes, drafting.cache
+        limits, budget = memory.settle(config, model_config, *kinds, num_bytes, free, draft_specs)
+        specs = (*model_config.cache, *draft_specs)
+        sizes = limits.groups, limits.num_blocks, limits.block_size
+        storage = KVStorage(specs, *sizes, kv_dtype, device, len(draft_specs))
         vocab_size = model_config.vocab_size
-        drafts = parse_speculative_config(config.speculative.speculative_config)
-        most = step_limits(limits, 0 if drafts is None else drafts.num_speculative_tokens)
-        verify = _rule(drafts)
-        executor = make_executor(config.model, loaded.model, storage, vocab_size, most, pooling, adapters, verify)
+        drafter = None if drafting is None else drafting.start(storage)
+        most = step_limits(limits, 0 if method is None else method.num_speculative_tokens, drafter)
+        drafting_rule = _rule(method)
+        executor = make_executor(
+            config.model, loaded.model, storage, vocab_size, most, pooling, adapters, drafter, drafting_rule
+        )
         numbers = None if adapters is None else dict[str, int]()
         runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers)
         phases.done("memory")
@@ -122,7 +133,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         sampling_defaults=defaults,
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
-    scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else loaded.num_bytes, drafts)
+    scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else num_bytes, method)
     _connect_blocks(scheduler.cache, config.cache, runner, storage, path, _forms(form, info, storage))
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
     depth = DEPTH[device.type] if config.scheduler.async_scheduling else 1
@@ -159,10 +170,6 @@ def _read_model(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
     return model, form
 
 
-def _storage(model: ModelConfig, limits: memory.Limits, dtype: torch.dtype, device: torch.device) -> KVStorage:
-    return KVStorage(model.cache, limits.groups, limits.num_blocks, limits.block_size, dtype, device)
-
-
 def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
     groups = zip(limits.groups, limits.num_blocks, strict=True)
     return KVCache(
@@ -180,26 +187,25 @@ def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage) -> str:
     return f"{form.dtype} {form.packs} {info.kernels}\n{storage.dtype}\n{storage.device.type}"
 
 
-def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int, drafts: Method | None) -> Scheduler:
+def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int, method: Method | None) -> Scheduler:
     return Scheduler(
         _cache(config.cache, limits),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         settings=settle_mixed_steps(config.scheduler, bytes_on_gpu),
-        speculation=None if drafts is None else _speculation(drafts),
+        speculation=None if method is None else _speculation(method),
     )
 
 
-def _rule(drafts: Method | None) -> Verify | None:
-    if drafts is None:
+def _rule(method: Method | None) -> Verify | None:
+    if method is None:
         return None
-    return rule(drafts.acceptance, drafts.synthetic_acceptance_length, drafts.num_speculative_tokens)
+    return rule(method.acceptance, method.synthetic_acceptance_length, method.num_speculative_tokens)
 
 
-def _speculation(drafts: Method) -> Speculation:
-    most = drafts.num_speculative_tokens
-    proposer = SuffixProposer(drafts) if isinstance(drafts, Suffix) else NgramProposer(drafts)
-    return Speculation(proposer, most, DraftChoice(most) if drafts.adaptive else None)
+def _speculation(method: Method) -> Speculation:
+    most = method.num_speculative_tokens
+    return Speculation(make_proposer(method), most, DraftChoice(most) if method.adaptive else None)
 
 
 def _vocabulary(settings: ModelSettings, path: Path, info: EngineInfo) -> Vocabulary:
@@ -218,12 +224,13 @@ def make_executor(
     most: StepLimits,
     pooling: Pooling = LAST_TOKEN,
     adapters: Adapters | None = None,
+    drafter: Drafter | None = None,
     verify: Verify | None = None,
 ) -> Executor:
     """The executor for the storage's device. Results on a CPU never depend on the batch."""
     if storage.device.type == "cpu":
-        forward = None if settings.enforce_eager else _recorded(model, storage)
-        return HostExecutor(model, storage, vocab_size, most, forward, pooling, adapters, verify=verify)
+        forward = make_forward(model, storage.layers, storage.device, settings.enforce_eager)
+        return HostExecutor(model, storage, vocab_size, most, forward, pooling, adapters, drafter, verify)
     return StreamExecutor(
         model,
         storage,
@@ -233,7 +240,8 @@ def make_executor(
         settings.enforce_eager,
         pooling,
         adapters,
-        verify=verify,
+        drafter,
+        verify,
     )
 
 
@@ -267,19 +275,11 @@ def make_runner(
     return runner, partial(graphs.warm_up, runner)
 
 
-def step_limits(limits: memory.Limits, max_drafts: int = 0) -> StepLimits:
+def step_limits(limits: memory.Limits, max_drafts: int = 0, drafter: Drafter | None = None) -> StepLimits:
     """Upper bounds of a step: sequences, tokens, and blocks and drafts per sequence."""
     max_blocks = -(-limits.max_model_len // limits.block_size)
-    return StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, max_drafts)
-
-
-def _recorded(model: CausalLM, storage: KVStorage) -> Forward | None:
-    """A forward pass that replays recorded kernel calls; ``None`` without compiled CPU kernels."""
-    if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
-        return None
-    from octavo.runtime.recorded_forward import RecordedForward
-
-    return RecordedForward(model, storage.layers)
+    num_drafts = 0 if drafter is None else drafter.num_drafts
+    return StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, max_drafts, num_drafts)
 
 
 def _kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractContextManager[None]:

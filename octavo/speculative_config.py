@@ -9,12 +9,13 @@ import msgspec
 from octavo.errors import ConfigError
 
 Acceptance = Literal["exact", "distribution", "synthetic"]
+NumDrafts = Annotated[int, msgspec.Meta(ge=1, le=32)]
 
 
 class Drafts(msgspec.Struct, frozen=True, tag_field="method", forbid_unknown_fields=True, kw_only=True):
     """Settings of every method."""
 
-    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] = 4
+    num_speculative_tokens: NumDrafts = 4
     """Maximum drafts per sequence and step."""
     adaptive: bool = True
     """Verify only the drafts that are expected to save time, by measured step times and acceptance rates."""
@@ -36,7 +37,7 @@ class Ngram(Drafts, frozen=True, tag="ngram", kw_only=True):
 class Suffix(Drafts, frozen=True, tag="suffix", kw_only=True):
     """Suffix decoding: drafts from earlier tokens of the sequence and from earlier answers; the names are vLLM's."""
 
-    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] = 16
+    num_speculative_tokens: NumDrafts = 16
     suffix_decoding_max_tree_depth: Annotated[int, msgspec.Meta(ge=2, le=256)] = 24
     """Longest context that is matched."""
     suffix_decoding_max_cached_requests: Annotated[int, msgspec.Meta(ge=0)] = 10000
@@ -47,7 +48,36 @@ class Suffix(Drafts, frozen=True, tag="suffix", kw_only=True):
     """Drafts end where fewer occurrences of the context agree with them than this share."""
 
 
-Method = Ngram | Suffix
+class DraftModel(Drafts, frozen=True, tag="draft_model", kw_only=True):
+    """A smaller model of the same vocabulary drafts."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1)]
+    """Path or name of the drafter's checkpoint."""
+
+
+class Eagle3(Drafts, frozen=True, tag="eagle3", kw_only=True):
+    """An EAGLE-3 head drafts."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1)]
+    num_speculative_tokens: NumDrafts = 3
+
+
+class MTP(Drafts, frozen=True, tag="mtp", kw_only=True):
+    """The multi-token prediction layer of the model's own checkpoint drafts."""
+
+    num_speculative_tokens: NumDrafts = 1
+
+
+class DFlash(Drafts, frozen=True, tag="dflash", kw_only=True):
+    """A DFlash drafter fills a block of tokens in one pass."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1)]
+    num_speculative_tokens: NumDrafts = 15
+
+
+WithDrafter = DraftModel | Eagle3 | MTP | DFlash
+"""Methods whose drafts are computed on the device."""
+Method = Ngram | Suffix | WithDrafter
 """Settings of one method."""
 
 

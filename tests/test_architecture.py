@@ -29,7 +29,7 @@ BASE: list[set[str]] = [
 ]
 DECIDING: list[set[str]] = [{"grammar"}, {"text", "cache"}, {"engine"}]
 EXECUTING: list[set[str]] = [{"ops"}, {"quant"}, {"layers"}, {"models"}, {"runtime"}]
-BUILD: list[set[str]] = [{"build_encoder"}, {"build"}]
+BUILD: list[set[str]] = [{"build_drafter", "build_encoder"}, {"build"}]
 SURFACES: list[set[str]] = [{"llm", "server"}, {"sim"}, {"cli"}, {"__main__", "__init__"}]
 COLUMNS = {"base": BASE, "deciding": DECIDING, "executing": EXECUTING, "build": BUILD, "surfaces": SURFACES}
 BELOW = {

@@ -103,8 +103,7 @@ class SuffixProposer:
         while len(tokens) < most:
             ahead = len(tokens)
             found = [
-                tokens[place + ahead - end] if place + ahead >= end else chains.token(place + ahead)
-                for place in places
+                tokens[place + ahead - end] if place + ahead >= end else chains.token(place + ahead) for place in places
             ]
             token, num_agreeing = found[0], 1
             if len(found) > 1:

@@ -24,6 +24,7 @@ from octavo.models.llama import LlamaForCausalLM
 from octavo.models.loader import MapPart, WeightLoader
 from octavo.models.mistral import MistralForCausalLM
 from octavo.models.mixtral import MixtralForCausalLM
+from octavo.models.mtp_names import mtp_prefixes
 from octavo.models.olmo2 import Olmo2ForCausalLM
 from octavo.models.phi3 import Phi3ForCausalLM
 from octavo.models.qwen2 import Qwen2ForCausalLM
@@ -115,6 +116,8 @@ def load_model(
     make_linear = Linear if adapter_rows is None else adapter_rows.make_linear
     weights = WeightLoader(TextPart(source), form, make_linear, method=config.quantization)
     model = _family(config.architecture)(config, weights)
+    for prefix in mtp_prefixes(weights.tensors.names, config.num_layers):
+        weights.tensors.leave_out(prefix)  # drafters load them
     weights.tensors.finish()
     return LoadedModel(model, weights.num_parameters, weights.num_bytes, weights.maps)
 

@@ -36,12 +36,12 @@ class Tensors:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._names = source.names()
+        self.names = source.names()
         self._used: set[str] = set()
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has this tensor."""
-        return name in self._names
+        return name in self.names
 
     def load(self, name: str, shape: tuple[int, ...]) -> Part:
         """A floating-point or block-quantised tensor of this shape."""
@@ -67,13 +67,13 @@ class Tensors:
 
     def leave_out(self, prefix: str) -> None:
         """Ignore tensors whose names start with ``prefix``."""
-        self._used.update(name for name in self._names if name.startswith(prefix))
+        self._used.update(name for name in self.names if name.startswith(prefix))
 
     def finish(self) -> None:
         """Refuse a checkpoint with unread tensors."""
         if self._source.is_dummy:
             return
-        unexpected = sorted(name for name in self._names - self._used if not HARMLESS.search(name))
+        unexpected = sorted(name for name in self.names - self._used if not HARMLESS.search(name))
         if unexpected:
             shown = "; ".join(self._found(name) for name in unexpected[:5]) + ("; ..." if len(unexpected) > 5 else "")
             raise CheckpointError(f"{len(unexpected)} tensors that this architecture does not have: {shown}")
@@ -83,7 +83,7 @@ class Tensors:
         return f"{name}: expected none, found {kind} of shape {list(shape)}"
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Part:
-        if not self._source.is_dummy and name not in self._names:
+        if not self._source.is_dummy and name not in self.names:
             raise CheckpointError(f"tensor {name} is missing; expected one of shape {list(shape)}")
         part = self._source.load(name, shape)
         if tuple(part.shape) != shape:

@@ -20,8 +20,8 @@ from octavo.weights.folder import MAX_JSON_BYTES, find_file, parse_json, read_js
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
-DTYPES = (*FLOATS, "U8")
-"""U8 holds packed formats, which their quantisation methods decode."""
+DTYPES = (*FLOATS, "U8", "I64")
+"""U8 holds packed formats, which their quantisation methods decode, and I64 token ids."""
 
 
 @dataclass(frozen=True, eq=False)
