@@ -5,6 +5,7 @@ Shapes: T rows, S sequences, R sampled rows, D model, K drafts of a sequence, B 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -117,8 +118,9 @@ def _next_tokens(step: StepTensors, tokens_R: Tensor) -> Tensor:
     return torch.where(nth_T >= 0, behind_T, step.token_ids_T.roll(-1))
 
 
-class Tap:
-    """A layer that keeps its input, which it may overwrite."""
+class Tap(threading.local):
+    """A layer that keeps its input, which it may overwrite. Each thread has its own, as kernels are compiled in one of
+    their own by steps that nobody asked for."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -139,7 +141,8 @@ def tap_layers(model: Any, layers: Iterable[int]) -> dict[int, Tap | None]:
     for layer in layers:
         taps[layer] = None
         if layer < len(model.layers):
-            taps[layer] = model.layers[layer] = Tap(model.layers[layer])
+            whole = model.layers[layer]
+            taps[layer] = model.layers[layer] = whole if isinstance(whole, Tap) else Tap(whole)
     return taps
 
 

@@ -48,7 +48,7 @@ class DFlashSettings:
         if after is not None:
             layers = [i + 1 for i in after if type(i) is int] if isinstance(after, list | tuple) else []
         else:
-            layers = list(keys.get("eagle_aux_hidden_state_layer_ids") or ())
+            layers = list(keys.get("aux_hidden_state_layer_ids") or ())
         if not layers or not all(type(i) is int and 0 <= i <= num_layers for i in layers):
             raise wrong("target_layer_ids", after, f"a list of layers, from 0 to {num_layers - 1}")
         self.layers = tuple(layers)
