@@ -86,9 +86,10 @@ def _name(method: Method) -> str:
 
 
 def _open(config: EngineConfig, name: str, form: WeightFormat) -> Checkpoint:
-    """The checkpoint of a drafter."""
+    """The checkpoint of a drafter; its weights are random if the model's are."""
     settings = dataclasses.replace(config.model, model=name, revision=None)
-    return open_checkpoint(resolve_model(settings), "auto", config.model.seed, str(form.device))
+    load_format = "dummy" if config.model.load_format == "dummy" else "auto"
+    return open_checkpoint(resolve_model(settings), load_format, config.model.seed, str(form.device))
 
 
 def _head(method: WithDrafter, config: EngineConfig, target: Target) -> LoadedDrafter:

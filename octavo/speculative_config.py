@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
@@ -86,10 +86,9 @@ def parse_speculative_config(text: str | None) -> Method | None:
     if text is None:
         return None
     try:
-        found = msgspec.json.decode(text, type=Method)
+        found: Method = msgspec.json.decode(text, type=Method)
     except msgspec.DecodeError as error:
-        example = '{"method": "ngram", "num_speculative_tokens": 4}'
-        raise ConfigError(f"speculative_config: {error}; expected, for example, {example}") from None
+        raise ConfigError(f"speculative_config: {error}; {_allowed(text)}") from None
     if (found.acceptance == "synthetic") != (found.synthetic_acceptance_length is not None):
         raise ConfigError('speculative_config: synthetic_acceptance_length is for "acceptance": "synthetic"')
     most = found.num_speculative_tokens + 1
@@ -98,3 +97,15 @@ def parse_speculative_config(text: str | None) -> Method | None:
     if isinstance(found, Ngram) and found.prompt_lookup_min > found.prompt_lookup_max:
         raise ConfigError("speculative_config: prompt_lookup_min must be at most prompt_lookup_max")
     return found
+
+
+def _allowed(text: str) -> str:
+    """What a configuration may say."""
+    methods: dict[str, type[Drafts]] = {str(kind.__struct_config__.tag): kind for kind in get_args(Method)}
+    try:
+        method = msgspec.json.decode(text, type=dict).get("method")
+    except msgspec.DecodeError:
+        method = None
+    if method not in methods:
+        return f'"method" must be one of {", ".join(methods)}, for example {{"method": "ngram"}}'
+    return f"the keys of {method} are {', '.join(methods[method].__struct_fields__)}"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.config import EngineConfig, ModelSettings, SpeculativeSettings
-from octavo.engine.engine import Engine
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.text.chat_template import load_chat_template

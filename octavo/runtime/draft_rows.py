@@ -16,15 +16,13 @@ from octavo.runtime.drafter import DraftInputs, slots_of
 
 def next_rows(inputs: DraftInputs, positions_S: Tensor, block_size: int) -> PagedRows:
     """One row for each sequence, at these positions (int64)."""
-    S = len(positions_S)
     capacities_S = inputs.capacities_S
     groups = [
         GroupRows(slots_of(group, positions_S, capacities_S, block_size), group.block_tables_SB)
         for group in inputs.rows.groups
     ]
     lengths_S = torch.minimum(positions_S + 1, capacities_S.long()).int()
-    starts = torch.arange(S + 1, dtype=torch.int32, device=positions_S.device)
-    return PagedRows(tuple(groups), starts, lengths_S, 1)
+    return PagedRows(tuple(groups), _starts(capacities_S), lengths_S, 1)
 
 
 def block_rows(inputs: DraftInputs, positions_SN: Tensor, needed_R: Tensor, block_size: int) -> PagedRows:
@@ -32,8 +30,7 @@ def block_rows(inputs: DraftInputs, positions_SN: Tensor, needed_R: Tensor, bloc
 
     ``needed_R``: the rows whose output is needed.
     """
-    S, N = positions_SN.shape
-    M = S * N
+    N = positions_SN.shape[1]
     capacities_M = inputs.capacities_S.repeat_interleave(N)
     groups = []
     for group in inputs.rows.groups:
@@ -41,9 +38,14 @@ def block_rows(inputs: DraftInputs, positions_SN: Tensor, needed_R: Tensor, bloc
         wide = GroupRows(group.slot_mapping_T, tables_MB)
         groups.append(GroupRows(slots_of(wide, positions_SN.flatten(), capacities_M, block_size), tables_MB))
     lengths_S = torch.minimum(positions_SN[:, -1] + 1, inputs.capacities_S.long()).int()
-    starts = torch.arange(M + 1, dtype=torch.int32, device=positions_SN.device)
     # The bound of two rows forbids kernels that store the keys of a sequence's only row while others are attending.
-    return PagedRows(tuple(groups), starts, lengths_S.repeat_interleave(N), 2, needed_R)
+    return PagedRows(tuple(groups), _starts(capacities_M), lengths_S.repeat_interleave(N), 2, needed_R)
+
+
+def _starts(capacities_M: Tensor) -> Tensor:
+    """``PagedRows.cu_seqlens_q`` of sequences of one row; those at the end that are padding have no blocks and none."""
+    has_row_M = (capacities_M > 0).int()
+    return torch.cat((has_row_M.new_zeros(1), has_row_M.cumsum(0, dtype=torch.int32)))
 
 
 def drawn(logits_SV: Tensor, params_S: SampleParams, ahead: int | Tensor) -> Tensor:

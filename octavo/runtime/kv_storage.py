@@ -47,9 +47,9 @@ class KVStorage:
                 pool.append(torch.empty(len(layers), P, count, K, block_size, H, dtype=dtype, device=device))
                 caches |= {i: LayerCache(part[0], part[-1], index) for i, part in zip(layers, pool[-1], strict=True)}
             self.pools.append(pool)
-        layers = [caches[i if spec.shared_with is None else spec.shared_with] for i, spec in enumerate(specs)]
-        self.layers = layers[: len(layers) - num_draft_layers]
-        self.draft_layers = layers[len(self.layers) :]
+        every = [caches[i if spec.shared_with is None else spec.shared_with] for i, spec in enumerate(specs)]
+        self.layers = every[: len(every) - num_draft_layers]
+        self.draft_layers = every[len(self.layers) :]
 
     @property
     def num_groups(self) -> int:

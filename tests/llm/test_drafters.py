@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, SamplingParams, build
+from octavo.errors import CheckpointError, ConfigError
+from octavo.ops import dispatch
+from octavo.ops.dispatch import REFERENCE
 from octavo.ops.sample import BANNED
 from octavo.runtime import drafters
 from octavo.runtime.drafter import DraftInputs
 from octavo.runtime.drafters import BlockDrafter, HeadDrafter, ModelDrafter
+from octavo.runtime.stream_executor import StreamExecutor
 from octavo.types import EngineStats
+from tests.llm.test_any_requests import some_params, without_rounding
+from tests.llm.tiny import write_checkpoint
 from tests.models.drafter_files import Reference, dflash, eagle3, model_reference, mtp
 from tests.models.families import make_checkpoint
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 8, "num_kv_blocks": 120, "max_num_batched_tokens": 48}
 NUM_DRAFTS = 4
+VOCAB_SIZE = 264
 
 
 class Case:
@@ -32,29 +42,38 @@ class Case:
         self.config = {"num_speculative_tokens": NUM_DRAFTS, "adaptive": False, **config}
 
 
+def _target(folder: Path, row: str, **changes: Any) -> None:
+    """A family's model with a tokenizer, which grammars need."""
+    write_checkpoint(folder / "model")
+    make_checkpoint(folder / "model", row, vocab_size=VOCAB_SIZE, **changes)
+
+
 def _draft_model(folder: Path, target: str = "llama/gqa", row: str = "qwen3/wide_heads") -> Case:
-    make_checkpoint(folder / "model", target)
-    make_checkpoint(folder / "draft", row)
+    _target(folder, target)
+    make_checkpoint(folder / "draft", row, vocab_size=VOCAB_SIZE)
     reference = model_reference(folder / "draft")
     return Case(folder / "model", reference, method="draft_model", model=str(folder / "draft"))
 
 
 def _eagle3(folder: Path, layout: str, layers: tuple[int, ...], row: str = "llama/gqa", **flags: Any) -> Case:
-    make_checkpoint(folder / "model", row, num_hidden_layers=6, **({"layer_types": None} if "qwen" in row else {}))
+    _target(folder, row, num_hidden_layers=6, **({"layer_types": None} if "qwen" in row else {}))
     reference = eagle3(folder / "draft", folder / "model", layout, layers, **flags)
     return Case(folder / "model", reference, method="eagle3", model=str(folder / "draft"))
 
 
-def _mtp(folder: Path, row: str, names: str, **changes: Any) -> Case:
-    return Case(folder / "model", mtp(folder / "model", row, names, **changes), method="mtp")
+def _mtp(folder: Path, row: str, names: str) -> Case:
+    write_checkpoint(folder / "model")
+    reference = mtp(folder / "model", row, names, vocab_size=VOCAB_SIZE)
+    return Case(folder / "model", reference, method="mtp")
 
 
 def _dflash(folder: Path, layout: str) -> Case:
-    make_checkpoint(folder / "model", "qwen3/wide_heads", num_hidden_layers=4, layer_types=None)
+    _target(folder, "qwen3/wide_heads", num_hidden_layers=4, layer_types=None)
     reference = dflash(folder / "draft", folder / "model", (0, 2), layout)
     return Case(folder / "model", reference, method="dflash", model=str(folder / "draft"))
 
 
+DFLASH = "dflash of its authors"
 CASES: dict[str, Callable[[Path], Case]] = {
     "draft_model": _draft_model,
     "draft_model of another kind": lambda folder: _draft_model(folder, "mistral/window", "gpt2/small"),
@@ -72,7 +91,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "mtp of GLM-4": lambda folder: _mtp(folder, "glm4/biases", "deepseek"),
     "mtp of Qwen3-Next": lambda folder: _mtp(folder, "qwen3/wide_heads", "qwen"),
     "mtp of Qwen3-Next with experts": lambda folder: _mtp(folder, "qwen3_moe/normalised", "qwen"),
-    "dflash of its authors": lambda folder: _dflash(folder, "authors"),
+    DFLASH: lambda folder: _dflash(folder, "authors"),
     "dflash of speculators": lambda folder: _dflash(folder, "speculators"),
 }
 Made = Callable[[str], Case]
@@ -112,7 +131,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Drawn]]:
 
         monkeypatch.setattr(kind, "__call__", call)
     monkeypatch.setattr(drafters, "drawn", recorded)
-    yield passes
+    return passes
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -137,44 +156,122 @@ def test_logits_are_those_of_a_plain_reference(case_of: Made, name: str, drafted
     assert num_compared > 5
 
 
-def some_params(rng: random.Random) -> SamplingParams:
-    penalties = {"frequency_penalty": 0.5} if rng.random() < 0.3 else {}
-    bias = {"logit_bias": {rng.randrange(90): 5.0}} if rng.random() < 0.3 else {}
-    return SamplingParams(
-        temperature=rng.choice([0, 0, 0.7, 1.0]),
-        seed=rng.randrange(1000),
-        max_tokens=rng.randrange(1, 40),
-        top_k=rng.choice([0, 5]),
-        min_p=rng.choice([0, 0.05]),
-        logprobs=rng.choice([None, 2]),
-        ignore_eos=rng.random() < 0.5,
-        num_speculative_tokens=rng.choice([None, None, 0, 2]),
-        **penalties,
-        **bias,
-    )
+def requests_of(rng: random.Random) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Several requests with every field, whose prompts begin alike."""
+    params = [some_params(rng) for _ in range(rng.randrange(5, 9))]
+    lengths = [rng.randrange(1, 70) for _ in params]
+    prompts = [[(5 * i + i // 9) % 11 for i in range(length)] + [rng.randrange(90)] for length in lengths]
+    return prompts, [
+        msgspec.structs.replace(each, num_speculative_tokens=rng.choice([None, None, 0, 2])) for each in params
+    ]
 
 
-def generated(model: Path, seed: str, **settings: Any) -> tuple[list[Any], EngineStats]:
-    """What random requests get: many at once, with prompts that begin alike."""
-    rng, found = random.Random(seed), []
+def generated(model: Path, **settings: Any) -> tuple[list[Any], EngineStats]:
+    """What requests get, several at once."""
+    rng, found = random.Random(11), []
     with LLM(model, **{**SETTINGS, **settings}) as llm:
-        for _ in range(6):
-            params = [some_params(rng) for _ in range(rng.randrange(5, 9))]
-            lengths = [rng.randrange(1, 70) for _ in params]
-            prompts = [[(5 * i + i // 9) % 11 for i in range(length)] + [rng.randrange(90)] for length in lengths]
-            found += [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
+        for _ in range(3):
+            prompts, params = requests_of(rng)
+            found += without_rounding(llm.generate(prompts, params))
             llm.engine.check()
         return found, llm.engine.stats()
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
+TIGHT = {"num_kv_blocks": 16, "max_model_len": 120}
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_no_token_changes(case_of: Made, name: str, adaptive: bool) -> None:
+def test_no_output_changes(case_of: Made, name: str) -> None:
     case = case_of(name)
-    want, _ = generated(case.target, name)
-    config = {**case.config, "adaptive": adaptive}
-    for settings in ({}, {"num_kv_blocks": 16, "max_model_len": 120}):
-        found, stats = generated(case.target, name, **settings, speculative_config=config)
-        assert found == want
-        assert stats.num_drafts > 0 or adaptive
-    assert stats.num_preemptions > 0
+    want, _ = generated(case.target)
+    adapted, _ = generated(case.target, speculative_config={**case.config, "adaptive": True})
+    tight, stats = generated(case.target, **TIGHT, speculative_config=case.config)
+    assert adapted == tight == want
+    assert stats.num_drafts > 0 < stats.num_preemptions
+
+
+@pytest.mark.parametrize("name", ["draft_model with windows", "eagle3 of its authors", "mtp of DeepSeek-V3", DFLASH])
+def test_no_output_changes_a_step_ahead(case_of: Made, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: steps are padded, and planned before the results of the step before."""
+    case = case_of(name)
+    with dispatch.only(REFERENCE):
+        want, _ = generated(case.target)
+        monkeypatch.setattr(build, "DEPTH", {"cpu": 2})
+        monkeypatch.setattr(build, "make_executor", stream_executor)
+        found, stats = generated(case.target, **TIGHT, speculative_config=case.config)
+    assert tokens_of(found) == tokens_of(want)  # the log-probabilities of references depend on the batch
+    assert stats.num_drafts > 0 < stats.num_preemptions
+
+
+def tokens_of(results: list[Any]) -> list[Any]:
+    return [output[1] for _, outputs in results for output in outputs]
+
+
+def stream_executor(settings: Any, model: Any, storage: Any, vocab_size: int, most: Any, *parts: Any) -> Any:
+    pooling, adapters, drafter, verify = parts
+    return StreamExecutor(model, storage, vocab_size, most, False, False, pooling, adapters, drafter, verify)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_model_accepts_all_that_it_drafts_itself(case_of: Made, temperature: float) -> None:
+    target = case_of("draft_model").target
+    config = {"method": "draft_model", "model": str(target), "num_speculative_tokens": 3, "adaptive": False}
+    rng = random.Random(1)
+    prompts = [[rng.randrange(90) for _ in range(rng.randrange(1, 60))] for _ in range(100)]
+    params = SamplingParams(temperature=temperature, seed=7, max_tokens=24, ignore_eos=True)
+    with LLM(target, **{**SETTINGS, "num_kv_blocks": 400}, speculative_config=config) as llm:
+        llm.generate(prompts, params)
+        stats = llm.engine.stats()
+    assert stats.num_accepted_drafts == stats.num_drafts > 1000
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "distribution"])
+def test_outputs_have_the_distribution_of_the_model(tmp_path: Path, acceptance: str) -> None:
+    """Three tokens from a vocabulary of three, many times."""
+    model = make_checkpoint(tmp_path / "model", "llama/gqa", vocab_size=3)
+    make_checkpoint(tmp_path / "draft", "qwen3/wide_heads", vocab_size=3)
+    shares = {(): 1.0}
+    with torch.inference_mode():
+        for _ in range(3):
+            last = {text: model(torch.tensor([[1, 0, *text]])).logits[0, -1].softmax(0) for text in shares}
+            shares = {(*text, i): share * float(last[text][i]) for text, share in shares.items() for i in range(3)}
+    num_draws, config = 8_000, {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
+    settings = {**SETTINGS, "max_num_seqs": 500, "max_num_batched_tokens": 2000, "num_kv_blocks": 1200}
+    settings["speculative_config"] = {**config, "acceptance": acceptance, "adaptive": False}
+    params = [SamplingParams(temperature=1, seed=seed, max_tokens=3, ignore_eos=True) for seed in range(num_draws)]
+    with LLM(tmp_path / "model", **settings) as llm:
+        found = Counter(tuple(r.outputs[0].token_ids) for r in llm.generate([[1, 0]] * num_draws, params))
+        assert 0 < llm.engine.stats().num_accepted_drafts < llm.engine.stats().num_drafts
+    for text, share in shares.items():
+        assert abs(found[text] / num_draws - share) <= 4.5 * math.sqrt(share * (1 - share) / num_draws)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("draft_model", {"model": ""}, "model"),
+        ("draft_model", {"model": "/nowhere"}, "/nowhere"),
+        ("draft_model", {"num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ("draft_model", {"depth": 3}, "depth.*the keys of draft_model are num_speculative_tokens, adaptive"),
+        ("draft_model", {"method": "medusa"}, "one of ngram, suffix, draft_model, eagle3, mtp, dflash"),
+        ("draft_model", {"method": "mtp"}, "model"),
+        ("eagle3 of its authors", {"method": "draft_model"}, "LlamaForCausalLMEagle3"),
+        ("draft_model", {"method": "eagle3"}, "fc.weight"),
+        (DFLASH, {"num_speculative_tokens": 5}, "block_size, 5"),
+    ],
+)
+def test_wrong_settings_are_named(case_of: Made, name: str, changes: dict[str, Any], words: str) -> None:
+    case = case_of(name)
+    with pytest.raises((ConfigError, CheckpointError), match=words):
+        LLM(case.target, **SETTINGS, speculative_config={**case.config, **changes})
+
+
+def test_a_checkpoint_without_mtp_layers_is_refused(case_of: Made) -> None:
+    with pytest.raises(CheckpointError, match="no MTP layers"):
+        LLM(case_of("draft_model").target, **SETTINGS, speculative_config={"method": "mtp"})
+
+
+def test_a_drafter_is_not_combined_with_adapters(case_of: Made) -> None:
+    case = case_of("draft_model")
+    with pytest.raises(ConfigError, match="enable_lora"):
+        LLM(case.target, **SETTINGS, speculative_config=case.config, enable_lora=True)

@@ -21,7 +21,6 @@ from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import Rotary
 from octavo.models.drafters.head import Renamed, llama_like, spread
 from octavo.models.keys import ConfigKeys, wrong
-from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.llama import LlamaConfig, LlamaLayer, read_llama
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
@@ -139,7 +138,7 @@ class Eagle3Head:
         self._settings, self._vocab_size = settings, own.vocab_size
         has = weights.tensors.has
         shares = not has("embed_tokens.weight")
-        if shares and D != own.hidden_size:
+        if shares and own.hidden_size != D:
             raise CheckpointError(f"tensor embed_tokens.weight is missing, and the model's has width {own.hidden_size}")
         table = target.embedding if shares else weights.embedding("embed_tokens", config.vocab_size, D)
         self._embedding = table
@@ -156,10 +155,12 @@ class Eagle3Head:
         if has("d2t"):
             offsets = weights.tensors.typed("d2t", (W,), torch.int64)
             self._target_ids = (torch.arange(W) + offsets).to(form.device)
+        elif source.is_dummy:
+            self._target_ids = torch.arange(W, device=form.device)
         elif own.vocab_size != W:
             raise CheckpointError(f"tensor d2t is missing; expected one of shape [{W}]")
         weights.tensors.leave_out("t2d")
-        if has("lm_head.weight"):
+        if has("lm_head.weight") or source.is_dummy:
             self._head = weights.head("lm_head", table, (W, D), False)
         elif shares and self._target_ids is None:
             self._head = target.head

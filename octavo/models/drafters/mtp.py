@@ -56,8 +56,9 @@ def mtp_names(prefix: str) -> MTPNames:
     if prefix == QWEN_PREFIX:
         norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
         return MTPNames(prefix, "mtp.layers.0", *norms, "mtp.fc", "mtp.norm", "mtp.embed_tokens", "mtp.lm_head", False)
-    parts = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "embed_tokens", "shared_head.head")
-    return MTPNames(prefix, prefix.removesuffix("."), *(prefix + part for part in parts), True)
+    norms = f"{prefix}enorm", f"{prefix}hnorm"
+    shared = f"{prefix}shared_head.norm", f"{prefix}embed_tokens", f"{prefix}shared_head.head"
+    return MTPNames(prefix, prefix.removesuffix("."), *norms, f"{prefix}eh_proj", *shared, True)
 
 
 class MTPHead:
@@ -76,7 +77,7 @@ class MTPHead:
         weights = WeightLoader(Renamed(source, own), form, method=config.quantization)
         D, L, eps, offset = config.hidden_size, config.num_layers, config.norm_eps, config.norm_offset
         config = _with_layer(config)
-        self.layers = (L,)
+        self.layers: tuple[int, ...] = (L,)
         self.cache = config.cache[-1:]
         self._target, self._masks_first = target, names.masks_first
         has = weights.tensors.has
