@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from octavo.config import EngineConfig
+from octavo.device_settings import weight_format
 from octavo.engine.device_drafts import DeviceDrafts
 from octavo.engine.ngram import NgramProposer
 from octavo.engine.proposer import Proposer
@@ -38,7 +39,11 @@ class LoadedDrafter(NamedTuple):
 
     cache: tuple[LayerCacheSpec, ...]
     num_bytes: int
-    start: Callable[[KVStorage], Drafter]
+    start: Callable[[KVStorage], Drafter | None]
+
+
+NO_DRAFTER = LoadedDrafter((), 0, lambda _: None)
+"""What methods without a drafter have."""
 
 
 class Target(NamedTuple):
@@ -48,8 +53,6 @@ class Target(NamedTuple):
     config: ModelConfig
     checkpoint: Checkpoint
     form: WeightFormat
-    form_of: Callable[[Checkpoint], WeightFormat]
-    """The format of another checkpoint's weights with the same settings."""
 
 
 def make_proposer(method: Method) -> Proposer:
@@ -65,12 +68,14 @@ def make_proposer(method: Method) -> Proposer:
             return DeviceDrafts(method.num_speculative_tokens)
 
 
-def load_drafter(method: Method | None, config: EngineConfig, target: Target) -> LoadedDrafter | None:
+def load_drafter(method: Method | None, config: EngineConfig, target: Target) -> LoadedDrafter:
     """The drafter of a method that has one. Raises ``ConfigError`` or ``CheckpointError``."""
     if not isinstance(method, WithDrafter):
-        return None
-    if config.model.enable_lora:
-        raise ConfigError(f'speculative_config: "{_name(method)}" cannot be combined with enable_lora')
+        return NO_DRAFTER
+    settings = config.model
+    if settings.enable_lora or settings.tensor_parallel_size > 1:
+        other = "enable_lora" if settings.enable_lora else "tensor_parallel_size above 1"
+        raise ConfigError(f'speculative_config: "{_name(method)}" cannot be combined with {other}')
     try:
         if isinstance(method, DraftModel):
             return _model(method, config, target)
@@ -131,7 +136,8 @@ def _model(method: DraftModel, config: EngineConfig, target: Target) -> LoadedDr
     if own.vocab_size != target.config.vocab_size:
         sizes = f"{own.vocab_size} tokens, and the model {target.config.vocab_size}"
         logger.warning("the drafter has %s: drafts are accepted only if the tokens that both have are the same", sizes)
-    form = dataclasses.replace(target.form_of(checkpoint), dtype=target.form.dtype)  # its cache has the model's type
+    form = weight_format(config.model, target.form.device, checkpoint)
+    form = dataclasses.replace(form, dtype=target.form.dtype)  # its cache has the type of the model's
     loaded = load_model(own, checkpoint, form)
 
     def start(storage: KVStorage) -> Drafter:

@@ -295,7 +295,7 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     kv_groups: list[KVGroupStats] = []
     """Blocks of each KV group, where the cache has several; the counts above are of the first."""
     num_steps: int = 0
-    num_shares: int = 0
+    num_scheduled_seqs: int = 0
     """Sum of the batch sizes, in sequences, of all steps."""
     num_prompt_tokens: int = 0
     """Prompt tokens computed."""
@@ -373,6 +373,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Dimension of an embedding; 0 without the embed task."""
     sampling_defaults: dict[str, int | float] = {}
     """Defaults of ``SamplingParams`` fields that a request leaves unset, from the checkpoint's configuration."""
+    tensor_parallel_size: int = 1
 
 
 Masks = Mapping[int, Any]

@@ -23,6 +23,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.ops.adjust_logits import Adjustments
 from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows
+from octavo.ops.collective import Collective
 from octavo.ops.moe import ClampedSwish, Experts
 from octavo.ops.sample import SampleParams
 from octavo.ops.stacked_lora import LowRankStack
@@ -76,6 +77,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
             yield f"{what} {name}", call
     yield from _long_prompt(make)
     yield from _ends_of_a_step(make)
+    yield from _exchanges(device)
 
 
 def _linears(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
@@ -205,6 +207,22 @@ def _ends_of_a_step(make: Maker) -> Iterator[tuple[str, Call]]:
     published = sampled, make.ints([10, 11, 4]), cells, last, make.ints([0] * 4), results, counter
     yield "publish_tokens", functools.partial(ops.publish_tokens, *published)
     yield "publish_tokens", functools.partial(ops.publish_tokens, *published, make.ints([1, 0, 0]), samples)
+
+
+def _exchanges(device: torch.device) -> Iterator[tuple[str, Call]]:
+    """Of a rank alone, which waits for itself."""
+    from octavo.ops.triton.collective import PeerCollective, buffer_bytes
+
+    buffer = torch.zeros(buffer_bytes(1, 4096), dtype=torch.uint8, device=device)
+    collective = PeerCollective(torch.tensor([buffer.data_ptr()], device=device), 0, 4096)
+    x = torch.zeros(3, 64, dtype=torch.bfloat16, device=device)
+    yield "all_reduce", functools.partial(_reduce, collective, x, buffer)
+    yield "all_gather", functools.partial(collective.all_gather, x)
+
+
+def _reduce(collective: Collective, x: torch.Tensor, buffer: torch.Tensor) -> object:
+    """``buffer`` is kept as long as the collective writes to it."""
+    return collective.all_reduce(x, x.clone()), collective.all_reduce(x)
 
 
 def _invariantly(call: Call) -> object:

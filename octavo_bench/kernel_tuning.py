@@ -24,6 +24,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
+from octavo.ops.triton.config_tables import table_path
 from octavo.ops.triton.gemv import GemvConfig
 from octavo.ops.triton.launch import num_multiprocessors, pdl
 from octavo.ops.triton.linear_configs import (
@@ -33,7 +34,6 @@ from octavo.ops.triton.linear_configs import (
     bucket_of,
     read_table,
     table_of,
-    table_path,
     write_table,
 )
 from octavo.ops.triton.skinny_gemm import SkinnyConfig

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from octavo import build
-from octavo.build import build_engine, resolve_kv_dtype
+from octavo.build import build_engine
 from octavo.config import EngineConfig
+from octavo.device_settings import resolve_kv_dtype
 from octavo.errors import CheckpointError, ConfigError
 from octavo.ops import dispatch
 from octavo.ops.cpu import threads

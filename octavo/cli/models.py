@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,12 +67,13 @@ def _about(family: object) -> str:
 
 
 def _check(config: EngineConfig) -> int:
-    from octavo.build import resolve_device, resolve_kv_dtype, weight_format
+    from octavo.device_settings import resolve_device, resolve_kv_dtype, weight_format
     from octavo.models.bert import EncoderConfig
     from octavo.models.outline import outline
     from octavo.models.registry import read_config
     from octavo.models.sizes import check_sizes
     from octavo.runtime import memory
+    from octavo.runtime.ranks import check_divides
     from octavo.weights.checkpoint import open_checkpoint
     from octavo.weights.hub import resolve_model
 
@@ -85,7 +86,10 @@ def _check(config: EngineConfig) -> int:
     check_sizes(model, checkpoint)
     device = resolve_device(config.model.device)
     form = weight_format(config.model, device, checkpoint)
-    loaded = outline(model, checkpoint, form.dtype)
+    num_ranks = config.model.tensor_parallel_size
+    if not isinstance(model, EncoderConfig):
+        check_divides(model, num_ranks)
+    loaded = outline(model, checkpoint, form.dtype, num_ranks)
     for line in _describe(model, loaded, checkpoint):
         print(line)
     free = memory.free_memory(device, config.cache.gpu_memory_utilization)
@@ -94,13 +98,17 @@ def _check(config: EngineConfig) -> int:
     for line in _check_modules(config, loaded):
         print(line)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
-    size = path.stat().st_size if checkpoint.has_blocks and form.packs else loaded.num_bytes
+    has_packed_blocks = checkpoint.has_blocks and form.packs and device.type == "cpu"
+    size = path.stat().st_size // num_ranks if has_packed_blocks else loaded.num_bytes
+    left = (free // num_ranks if device.type == "cpu" else free) - size
     try:
-        limits, budget = memory.settle(config, model, kv_dtype, form.dtype, device.type, weights=size, free=free - size)
+        kinds = kv_dtype, form.dtype, device.type
+        limits, budget = memory.settle(config, model, *kinds, weights=size, free=left, num_ranks=num_ranks)
     except ConfigError as error:
         print(f"does not fit on {device}: {error}")
         return 1
-    print(f"fits on {device}, with contexts of {limits.max_model_len} tokens:\n{budget.table()}")
+    each = f", divided among {num_ranks} ranks that hold so much each" if num_ranks > 1 else ""
+    print(f"fits on {device}, with contexts of {limits.max_model_len} tokens{each}:\n{budget.table()}")
     return 0
 
 
@@ -166,6 +174,10 @@ def _describe(model: ModelConfig, loaded: LoadedModel | LoadedEncoder, checkpoin
     yield f"{loaded.num_parameters:,} parameters, " + (
         f"stored as {', '.join(kinds)}" if kinds else "storage types not read"
     )
+    quantised = checkpoint.config.get("quantization_config")
+    if isinstance(quantised, Mapping):
+        names = (quantised.get("quant_method"), quantised.get("format"), quantised.get("quant_algo"))
+        yield f"quantised: {', '.join(name for name in names if isinstance(name, str))}"
     shown = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
     values = dataclasses.asdict(model)
     yield ", ".join(f"{name} {values[name]}" for name in (*shown, "max_position_embeddings"))

@@ -45,7 +45,7 @@ NO_REPORTS = np.zeros((0, HEAD), dtype=np.int32)
 class StepEncoder:
     """Makes the messages of steps, with padded shapes from ``choose_shape``.
 
-    ``adapters`` are the numbers of the loaded adapters by name. With ``always_looks_for_adapters`` every step uses LoRA
+    ``adapters`` are the numbers of the loaded adapters by name. With ``always_uses_lora`` every step uses LoRA
     kernels, so that a row's result does not depend on whether another row has an adapter.
     """
 
@@ -56,7 +56,7 @@ class StepEncoder:
         vocab_size: int,
         choose_shape: ChooseShape,
         adapters: Mapping[str, int] | None = None,
-        always_looks_for_adapters: bool = False,
+        always_uses_lora: bool = False,
         has_drafter: bool = False,
     ) -> None:
         self.batch = batch
@@ -64,7 +64,7 @@ class StepEncoder:
         self.vocab_size = vocab_size
         self.choose_shape = choose_shape
         self.adapters = adapters
-        self.always_looks_for_adapters = always_looks_for_adapters
+        self.always_uses_lora = always_uses_lora
         self.has_drafter = has_drafter
 
     @property
@@ -90,7 +90,7 @@ class StepEncoder:
             counts = [count + drafts for count, drafts in zip(counts, num_drafts, strict=True)]
         needs = int(np.bitwise_or.reduce(batch.needs[of_seq]))
         has_extras, needs_rows = bool(needs & Needs.EXTRAS), bool(needs & Needs.ROWS)
-        kind = Kind(has_extras, self._looks_for_adapters(plan, has_extras), self.has_drafter)
+        kind = Kind(has_extras, self._uses_lora(plan, has_extras), self.has_drafter)
         is_plain = not needs & (Needs.MASKS | Needs.ROWS)
         sizes = Sizes(sum(counts), len(plan), max(counts, default=1), total, is_plain)
         shape, uses_graph = self.choose_shape(sizes, kind)
@@ -224,10 +224,10 @@ class StepEncoder:
 
     # ---- messages alongside the arrays
 
-    def _looks_for_adapters(self, plan: Plan, has_extras: bool) -> bool:
+    def _uses_lora(self, plan: Plan, has_extras: bool) -> bool:
         if self.adapters is None:
             return False
-        return has_extras or self.always_looks_for_adapters or any(item.seq.request.adapter for item in plan)
+        return has_extras or self.always_uses_lora or any(item.seq.request.adapter for item in plan)
 
     def _masks(self, plan: Plan, of_seq: Indices, grammar_masks: Masks) -> Iterator[Mask]:
         row = 0

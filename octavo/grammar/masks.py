@@ -59,7 +59,7 @@ class Task:
     drafts: tuple[int, ...]
 
 
-class ComingMasks(Mapping[int, list[Mask]]):
+class PendingMasks(Mapping[int, list[Mask]]):
     """Masks that are being computed; access waits for them."""
 
     def __init__(self, future: Future[dict[int, list[Mask]]]) -> None:
@@ -140,7 +140,7 @@ class MatcherMasks:
             progress.num_tokens += len(tokens)
             tasks.append(Task(seq.id, progress, tokens, item.known_drafts))
         self._last = self._masking.submit(self._compute, tasks)
-        return ComingMasks(self._last)
+        return PendingMasks(self._last)
 
     def _compute(self, tasks: list[Task]) -> dict[int, list[Mask]]:
         return {task.sequence_id: self._compute_one(task) for task in tasks}

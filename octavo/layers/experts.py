@@ -16,8 +16,11 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.linear import Linear
 from octavo.ops.dispatch import REFERENCE
+from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.grouped_moe import GroupedExperts, join_experts
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish, Experts, sum_over_experts
+from octavo.quant.packed import GroupedWeight, packs_groups
 from octavo.quant.stored import StoredWeight, WeightFormat, fill, make_weights
 
 
@@ -44,6 +47,20 @@ class DenseMixture:
 
     def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor) -> Tensor:
         return ops.moe(x_TD, ids_TS, shares_TS, self.experts)
+
+
+class GroupedMixture:
+    """Experts with packed groups, computed together by ``ops.grouped_moe``."""
+
+    def __init__(self, experts: GroupedExperts) -> None:
+        self.experts = experts
+
+    @property
+    def num_bytes(self) -> int:
+        return self.experts.gate_up.num_bytes + self.experts.down.num_bytes
+
+    def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor) -> Tensor:
+        return ops.grouped_moe(x_TD, ids_TS, shares_TS, self.experts)
 
 
 class PackedMixture:
@@ -84,12 +101,17 @@ class StoredExperts:
 
 
 def make_mixture(stored: StoredExperts, form: WeightFormat) -> Mixture:
-    """Prepare experts: packed if all can be and ``ops.moe`` has no kernel for this device, dense otherwise."""
+    """Prepare experts: packed if all can be, for ``ops.grouped_moe`` or one by one, dense otherwise."""
+    if packs_groups(form):
+        gate_up, down = (_joined(part, stored.count, form) for part in (stored.gate_up, stored.down))
+        if gate_up is not None and down is not None:
+            biases = stored.gate_up_bias, stored.down_bias
+            return GroupedMixture(GroupedExperts(stored.count, gate_up, down, stored.activation, *biases))
     packed = _packed(stored, form)
     if packed is not None:
         return PackedMixture(packed, stored.activation)
-    gate_up, down = (_stacked(part, stored.count, form) for part in (stored.gate_up, stored.down))
-    return DenseMixture(Experts(gate_up, down, stored.activation, stored.gate_up_bias, stored.down_bias))
+    dense_gate_up, dense_down = (_stacked(part, stored.count, form) for part in (stored.gate_up, stored.down))
+    return DenseMixture(Experts(dense_gate_up, dense_down, stored.activation, stored.gate_up_bias, stored.down_bias))
 
 
 def _packed(stored: StoredExperts, form: WeightFormat) -> list[tuple[Linear, Linear]] | None:
@@ -104,6 +126,17 @@ def _packed(stored: StoredExperts, form: WeightFormat) -> list[tuple[Linear, Lin
         gate_up, down = itertools.starmap(Linear, zip(parts, biases, strict=True))
         experts.append((gate_up, down))
     return experts
+
+
+def _joined(part: Callable[[int], Sequence[StoredWeight]], count: int, form: WeightFormat) -> PackedGroups | None:
+    """The packed matrices of all experts, one after the other; ``None`` if they cannot be packed alike."""
+    packed = []
+    for i in range(count):
+        weights = make_weights(part(i), form)
+        if len(weights) != 1 or not isinstance(weights[0], GroupedWeight):
+            return None
+        packed.append(weights[0].packed)
+    return join_experts(packed)
 
 
 def _stacked(part: Callable[[int], Sequence[StoredWeight]], count: int, form: WeightFormat) -> Tensor:

@@ -10,12 +10,16 @@ from octavo.ops.embedding import embedding
 from octavo.ops.encoder_attention import encoder_attention
 from octavo.ops.gelu import gelu
 from octavo.ops.gelu_and_mul import gelu_and_mul
+from octavo.ops.grouped_linear import grouped_linear
+from octavo.ops.grouped_moe import grouped_moe
 from octavo.ops.head_linear import head_linear
+from octavo.ops.keep_own_rows import keep_own_rows
 from octavo.ops.latent_attention import latent_attention
 from octavo.ops.layer_norm import layer_norm
 from octavo.ops.linear import linear
 from octavo.ops.lora import lora
 from octavo.ops.moe import moe
+from octavo.ops.own_ids import own_ids
 from octavo.ops.paged_attention import paged_attention
 from octavo.ops.publish_tokens import publish_tokens
 from octavo.ops.pull_step import pull_step
@@ -40,12 +44,16 @@ __all__ = [
     "encoder_attention",
     "gelu",
     "gelu_and_mul",
+    "grouped_linear",
+    "grouped_moe",
     "head_linear",
+    "keep_own_rows",
     "latent_attention",
     "layer_norm",
     "linear",
     "lora",
     "moe",
+    "own_ids",
     "paged_attention",
     "publish_tokens",
     "pull_step",

@@ -16,6 +16,7 @@ from octavo.ops.dispatch import op
 def block_embedding(token_ids_T: Tensor, packed: PackedBlocks) -> Tensor:
     """Row ``token_ids[t]`` (int64) of the table [V, D] for each t, dequantised exactly; a new float32 tensor [T, D].
 
+    Columns are those of the panels, whatever ``packed.order``.
     Raises ``IndexError`` for an id that is not in the table.
     """
     T, (V, D) = len(token_ids_T), packed.shape

@@ -14,6 +14,7 @@ zeros.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -32,7 +33,8 @@ FOUR_BIT_KINDS = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 KINDS = FOUR_BIT_KINDS | {"Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K"}
 """The block kinds that can be packed. Five- and six-bit numbers take a byte each."""
 
-_PANELS_AT_ONCE = 64
+ROWS_AT_ONCE = 64 * PANEL
+"""Rows to give to ``PackedBlocks.of_groups`` at a time, which bounds temporary memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +49,8 @@ class PackedBlocks:
     """uint8 [P, G, steps, 16, 4]"""
     scales: Tensor
     """float16 where that is exact, else float32: [P, G, 1 or 2, 16]"""
+    order: Tensor | None = None
+    """int32 [K]: the input that each column multiplies; ``None``: column k multiplies input k."""
 
     @property
     def group(self) -> int:
@@ -59,7 +63,7 @@ class PackedBlocks:
 
     @property
     def num_bytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes
+        return self.values.nbytes + self.scales.nbytes + (0 if self.order is None else self.order.nbytes)
 
     @classmethod
     def pack(cls, tensor: BlockTensor) -> PackedBlocks:
@@ -67,25 +71,30 @@ class PackedBlocks:
         if tensor.kind not in KINDS:
             raise ValueError(f"blocks of kind {tensor.kind} cannot be packed; these can: {', '.join(sorted(KINDS))}")
         bits = 4 if tensor.kind in FOUR_BIT_KINDS else 8
-        step = PANEL * _PANELS_AT_ONCE
+        parts = (tensor.data[start : start + ROWS_AT_ONCE] for start in range(0, tensor.shape[0], ROWS_AT_ONCE))
+        blocks = (BlockTensor(tensor.kind, (len(data), tensor.shape[1]), data) for data in parts)
+        return cls.of_groups(tensor.kind, tensor.shape, bits, map(split_groups, blocks))
+
+    @classmethod
+    def of_groups(
+        cls, kind: str, shape: tuple[int, int], bits: int, parts: Iterable[Groups], order: Tensor | None = None
+    ) -> PackedBlocks:
+        """Pack rows of numbers of ``bits`` bits, 4 or 8, in parts of ``ROWS_AT_ONCE`` rows (the last may have fewer).
+
+        ``kind`` names the format. The parts have one zero point.
+        """
         values, scales, zero_point = [], [], 0
-        for start in range(0, tensor.shape[0], step):
-            data = tensor.data[start : start + step]
-            groups = split_groups(BlockTensor(tensor.kind, (len(data), tensor.shape[1]), data))
+        for groups in parts:
             zero_point = groups.zero_point
             values.append(_value_panels(groups, bits))
             scales.append(_scale_panels(groups))
+        packed = torch.from_numpy(np.concatenate(values))
         return cls(
-            tensor.kind,
-            tensor.shape,
-            bits,
-            zero_point,
-            torch.from_numpy(np.concatenate(values)),
-            torch.from_numpy(_smallest_exact(np.concatenate(scales))),
+            kind, shape, bits, zero_point, packed, torch.from_numpy(_smallest_exact(np.concatenate(scales))), order
         )
 
     def unpack(self) -> Tensor:
-        """The weight as float32 [N, K]."""
+        """The weight as float32 [N, K], its columns in the order of inputs."""
         N, K = self.shape
         P, G = self.values.shape[:2]
         numbers = self.values.unsqueeze(3)
@@ -96,7 +105,8 @@ class PackedBlocks:
         weight = (numbers.float() - self.zero_point) * parts[0]
         if self.has_minima:
             weight += parts[1]
-        return weight.view(P * PANEL, K)[:N]
+        weight = weight.view(P * PANEL, K)[:N]
+        return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
 
 
 Number = TypeVar("Number", np.uint8, np.float32)

@@ -31,13 +31,16 @@ def linear(
 ) -> Tensor:
     """``act(rms_norm(x) @ weight.T + bias) + residual``, all of one dtype, sums in float32 at least.
 
+    On a CPU the weight may also be of 16 bits with everything else in float32.
     Arguments that are ``None`` are left out. ``norm_K`` is the weight of an RMSNorm with ``eps``. Activations are
     gated: the N outputs are N / 2 gates, then N / 2 ups, and the result is ``act(gate) * up``, [T, N / 2].
     ``residual`` may be overwritten and returned.
     """
-    return compose(
-        x_TK, norm_K, eps, residual_TN, activation, lambda normed_TK: functional.linear(normed_TK, weight_NK, bias_N)
-    )
+
+    def multiply(normed_TK: Tensor) -> Tensor:
+        return functional.linear(normed_TK, weight_NK.to(x_TK.dtype), bias_N)
+
+    return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)
 
 
 def compose(

@@ -14,11 +14,17 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
+from octavo.ops.block_linear import FOUR_BIT_KINDS, KINDS, PackedBlocks, block_linear
 from octavo.ops.dispatch import REFERENCE
+from octavo.ops.grouped_linear import Number, PackedGroups
 from octavo.ops.linear import Activation
+from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, shard_range
-from octavo.weights.blocks import BLOCK_KINDS, BlockTensor, dequantize
+from octavo.weights.blocks import BLOCK_KINDS, BlockTensor, dequantize, split_groups
+
+NUMBERS: dict[str, Number] = {kind: "uint4" if kind in FOUR_BIT_KINDS else "int8" for kind in KINDS}
+NUMBERS |= {"Q4_0": "int4"}
+"""Numbers as which blocks are packed for GPUs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +53,9 @@ class BlockWeight:
         return block_linear(x_TK, self.packed, bias_N, norm_K, eps, residual_TN, activation)
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        return ops.block_embedding(ids_T, self.packed)
+        x_TK = ops.block_embedding(ids_T, self.packed)
+        order = self.packed.order
+        return x_TK if order is None else torch.empty_like(x_TK).index_copy_(1, order.long(), x_TK)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +97,27 @@ class BlockStored:
         return torch.from_numpy(dequantize(self.parts[0])).to(device=form.device, dtype=form.dtype)
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
+        if packs_groups(form):
+            packed = self.packed_groups(form.device)
+            return None if packed is None else GroupedWeight(packed, form.dtype)
         if not form.packs or self._kind not in KINDS or without_kernel(form.device.type) is not None:
             return None
         return BlockWeight(PackedBlocks.pack(self._one()))
+
+    def packed_groups(self, device: torch.device) -> PackedGroups | None:
+        """For ``ops.grouped_linear``, on this device; ``None`` for kinds that it does not take."""
+        number = NUMBERS.get(self._kind)
+        if number is None:
+            return None
+        groups = split_groups(self._one())
+        codes_NK = torch.from_numpy(groups.numbers.astype(np.int16) - groups.zero_point).to(torch.int8)
+        scales_NG, minima_NG = (
+            None if part is None else torch.from_numpy(np.ascontiguousarray(part, dtype=np.float32))
+            for part in (groups.scales, groups.minima)
+        )
+        assert scales_NG is not None
+        group = self.shape[1] // scales_NG.shape[1]
+        return pack_groups(number, codes_NK, scales_NG, group, device, minima_NG=minima_NG)
 
     @property
     def _kind(self) -> str:

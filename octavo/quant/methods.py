@@ -9,6 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from octavo.errors import CheckpointError
+from octavo.quant.awq import AWQ
+from octavo.quant.compressed_tensors import CompressedTensors
+from octavo.quant.fp8 import FP8
+from octavo.quant.gptq import GPTQ
+from octavo.quant.keys import INSTEAD
+from octavo.quant.modelopt import ModelOpt
 from octavo.quant.mxfp4 import MXFP4
 from octavo.quant.plain import PLAIN
 from octavo.quant.stored import StoredWeight
@@ -36,7 +42,16 @@ class QuantMethod(Protocol):
         ...
 
 
-METHODS: Mapping[str, Callable[[Mapping[str, Any]], QuantMethod]] = {"mxfp4": MXFP4.read}
+METHODS: Mapping[str, Callable[[Mapping[str, Any]], QuantMethod]] = {
+    "awq": AWQ.read,
+    "compressed-tensors": CompressedTensors.read,
+    "fp8": FP8.read,
+    "gptq": GPTQ.read,
+    "modelopt": ModelOpt.read,
+    "modelopt_fp4": ModelOpt.read,
+    "modelopt_mixed": ModelOpt.read,
+    "mxfp4": MXFP4.read,
+}
 """Name of a method to the function that reads its configuration."""
 
 
@@ -52,7 +67,6 @@ def read_method(given: object) -> QuantMethod:
     name = given.get("quant_method")
     if not isinstance(name, str) or name not in METHODS:
         raise CheckpointError(
-            f"config: quantization_config.quant_method is {name!r}; it must be {' or '.join(METHODS)}. "
-            "Use a checkpoint of this model that is not quantised, or a GGUF file of it"
+            f"config: quantization_config.quant_method is {name!r}; it must be one of {', '.join(METHODS)}. {INSTEAD}"
         )
     return METHODS[name](given)

@@ -9,7 +9,7 @@ Shapes: T tokens, K inputs, N outputs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -24,6 +24,7 @@ from octavo.ops.linear import Activation
 
 Order = npt.NDArray[np.int64]
 """For each row of the result, the index of its row in the matrix."""
+_WEIGHTS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class WeightFormat:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """The default dtype of keys and values: 16 bits suffice next to quantised weights of 8 bits or fewer."""
-        return torch.float16 if self.packs else self.dtype
+        """The default dtype of keys and values: 16 bits on CPUs next to quantised weights of 8 bits or fewer."""
+        return torch.float16 if self.packs and self.device.type == "cpu" else self.dtype
 
 
 class LinearWeight(Protocol):
@@ -119,6 +120,8 @@ class DenseWeight:
     """A weight as a dense matrix."""
 
     weight_NK: Tensor
+    dtype: torch.dtype | None = None
+    """Of activations, where it is not the weight's."""
 
     @property
     def num_bytes(self) -> int:
@@ -126,7 +129,7 @@ class DenseWeight:
 
     @property
     def dense_NK(self) -> Tensor | None:
-        return self.weight_NK
+        return self.weight_NK.to(self.dtype or self.weight_NK.dtype)
 
     def apply(
         self,
@@ -140,7 +143,7 @@ class DenseWeight:
         return ops.linear(x_TK, self.weight_NK, bias_N, norm_K, eps, residual_TN, activation)
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        return ops.embedding(ids_T, self.weight_NK)
+        return ops.embedding(ids_T, self.weight_NK, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ class DenseStored:
 
     @property
     def layout(self) -> Hashable:
-        return "dense"
+        return self.parts[0].dtype
 
     def rows(self, order: Order) -> DenseStored:
         return DenseStored((self._one()[torch.from_numpy(order)],))
@@ -177,7 +180,11 @@ class DenseStored:
         return self.parts[0].to(device=form.device, dtype=form.dtype).contiguous()
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
-        return None
+        """Beside packed weights on a CPU, 16 bits stay 16 bits: a head in float32 would take longer than the rest."""
+        dtype, K = self.parts[0].dtype, self.shape[1]
+        if not form.packs or form.device.type != "cpu" or dtype.itemsize != 2 or K % 16:
+            return None
+        return DenseWeight(self._one().contiguous(), form.dtype)
 
     def _one(self) -> Tensor:
         return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
@@ -194,6 +201,13 @@ def shard_range(shape: tuple[int, int], dim: int, rank: int, size: int, unit: in
         raise CheckpointError(f"{shape[dim]} {what} cannot be divided among {size} devices{units}")
     own = shape[dim] // size
     return range(rank * own, (rank + 1) * own)
+
+
+def row_slices(shape: tuple[int, int]) -> Iterator[slice]:
+    """Slices that cover all rows, a few million weights at a time, which bounds temporary memory."""
+    rows, columns = shape
+    step = max(1, _WEIGHTS_AT_ONCE // max(1, columns))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def fill(matrix_NK: Tensor, parts: Sequence[StoredWeight]) -> None:

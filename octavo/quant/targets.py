@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from octavo.errors import CheckpointError
 
+MOST_REPEATS = 5
+ESCAPES_AND_CLASSES = re.compile(r"\\.|\[[^\]]*\]")
+REPEATS, REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
 
-def module_names(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """A list of names in ``quantization_config``, empty if absent or null. Raises ``CheckpointError``."""
-    found = values.get(key)
-    if found is None:
-        return ()
-    if not isinstance(found, list | tuple) or not all(isinstance(name, str) for name in found):
-        raise CheckpointError(f"config: quantization_config.{key} is {found!r}; it must be a list of module names")
-    return tuple(found)
+
+def compiled(pattern: str, key: str) -> re.Pattern[str]:
+    """A pattern in a ``quantization_config``. Raises ``CheckpointError`` naming the key.
+
+    Patterns whose matching could take very long are refused: those with repeated groups or many repeats.
+    """
+    wrong = f"config: quantization_config.{key}: {pattern[:200]!r}"
+    plain = ESCAPES_AND_CLASSES.sub("x", pattern)
+    if len(REPEATS.findall(plain)) > MOST_REPEATS or REPEATED_GROUP.search(plain):
+        raise CheckpointError(f"{wrong} has repeated groups or more than {MOST_REPEATS} repeats (* or +)")
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError) as error:
+        raise CheckpointError(f"{wrong} is not a pattern: {error}") from None
 
 
 def names_module(names: Sequence[str], module: str) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import re
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -11,11 +14,20 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.weights.blocks import BlockTensor
 
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Part = Tensor | BlockTensor
 """A tensor as stored in a file. Only matrices can be block-quantised."""
 
+ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_global_scale")
+MOST_CACHE_SCALES = 1 << 16
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias)$")
 """Redundant buffers that some exporters write: rotary frequencies and GPT-2's causal masks."""
+
+CACHE_SCALES = re.compile(
+    r"\.(k_scale|v_scale|kv_scale|q_scale|prob_output_scale|k_proj\.output_scale|v_proj\.output_scale)$"
+)
+"""Scales with which some checkpoints want keys, values and attention to be rounded to FP8."""
+logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
@@ -39,6 +51,11 @@ class Tensors:
         self.names = source.names()
         self._used: set[str] = set()
 
+    @property
+    def is_dummy(self) -> bool:
+        """Whether tensors are random, of any name and shape."""
+        return self._source.is_dummy
+
     def has(self, name: str) -> bool:
         """Whether the checkpoint has this tensor."""
         return name in self.names
@@ -46,7 +63,7 @@ class Tensors:
     def load(self, name: str, shape: tuple[int, ...]) -> Part:
         """A floating-point or block-quantised tensor of this shape."""
         part = self._take(name, shape)
-        if isinstance(part, Tensor) and not part.is_floating_point():
+        if isinstance(part, Tensor) and part.dtype not in FLOATS:
             raise CheckpointError(f"tensor {name} is {_type_name(part)}; expected floating-point numbers")
         return part
 
@@ -65,18 +82,62 @@ class Tensors:
             raise CheckpointError(f"tensor {name} is {_type_name(part)}; expected {allowed}")
         return part
 
+    def scales(self, name: str, *shapes: tuple[int, ...], dtypes: Sequence[torch.dtype] = FLOATS) -> Tensor:
+        """A tensor of one of these dtypes and shapes, without infinities and NaNs, in float32."""
+        found = self.shape(name)
+        part = self.typed(name, found if found in shapes else shapes[0], *dtypes).float()
+        self.check(torch.isfinite(part), f"tensor {name} has scales that are infinite or not numbers")
+        return part
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor in the checkpoint, ``None`` if it has none of this name."""
+        return self._source.describe(name)[1] if self.has(name) else None
+
+    def check(self, holds: Tensor, message: str) -> None:
+        """Raise ``CheckpointError(message)`` unless all of ``holds`` is true, or unknown as on the "meta" device."""
+        if not holds.is_meta and not holds.all():
+            raise CheckpointError(message)
+
+    def leave_out_activation_scales(self, module: str) -> None:
+        """Check the scales with which a module's inputs may be rounded, which are not used."""
+        for part in ACTIVATION_SCALES:
+            if self.has(f"{module}.{part}"):
+                self.scales(f"{module}.{part}", (1,), (), (1, 1))
+        if self.has(f"{module}.input_zero_point"):
+            self._used.add(f"{module}.input_zero_point")
+
     def leave_out(self, prefix: str) -> None:
         """Ignore tensors whose names start with ``prefix``."""
         self._used.update(name for name in self.names if name.startswith(prefix))
+
+    def leave_out_zeros(self, name: str, shape: tuple[int, ...]) -> None:
+        """Ignore this tensor, if it is there with this shape and without any number but zero."""
+        if self.shape(name) == shape:
+            part = self._source.load(name, shape)
+            if isinstance(part, Tensor) and (part.is_meta or not part.any()):
+                self._used.add(name)
 
     def finish(self) -> None:
         """Refuse a checkpoint with unread tensors."""
         if self._source.is_dummy:
             return
+        self._leave_out_cache_scales()
         unexpected = sorted(name for name in self.names - self._used if not HARMLESS.search(name))
         if unexpected:
             shown = "; ".join(self._found(name) for name in unexpected[:5]) + ("; ..." if len(unexpected) > 5 else "")
             raise CheckpointError(f"{len(unexpected)} tensors that this architecture does not have: {shown}")
+
+    def _leave_out_cache_scales(self) -> None:
+        """Check the scales of quantised keys and values, which are not used."""
+        names = [name for name in self.names - self._used if CACHE_SCALES.search(name)]
+        for name in names:
+            shape = self.shape(name) or ()
+            if math.prod(shape) > MOST_CACHE_SCALES:
+                raise CheckpointError(f"tensor {name} has shape {list(shape)}; expected scales of heads at most")
+            scales = self.scales(name, shape)
+            self.check(scales > 0, f"tensor {name} has scales that are not positive")
+        if names:
+            logger.warning("%d scales of keys and values are not used: they are cached unscaled", len(names))
 
     def _found(self, name: str) -> str:
         kind, shape = self._source.describe(name)

@@ -26,6 +26,7 @@ from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.sampling_state import SamplingState
 from octavo.runtime.step_program import Computed, StepProgram
 from octavo.runtime.step_views import StepTensors, view_step
+from octavo.runtime.vocabulary import WHOLE, Vocabulary
 from octavo.steps.layout import num_bytes
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Step
@@ -46,6 +47,7 @@ class DeviceProgram:
         vocab_size: int,
         limits: StepLimits,
         adapter_rows: StackedRows | None = None,
+        vocabulary: Vocabulary = WHOLE,
         drafter: Drafter | None = None,
         verify: Verify | None = None,
     ) -> None:
@@ -69,7 +71,7 @@ class DeviceProgram:
         self._block_size, self.num_groups = storage.block_size, storage.num_groups
         max_len = limits.max_blocks * storage.block_size
         self.state = SamplingState(
-            limits.max_num_seqs, max_len, largest.num_samples, vocab_size, device, limits.num_drafts
+            limits.max_num_seqs, max_len, largest.num_samples, vocab_size, device, limits.num_drafts, vocabulary
         )
         width = report_width(self.state.most_top)
         self._reports_RW = torch.zeros(largest.num_samples, width, dtype=torch.int32, device=device)

@@ -27,6 +27,7 @@ from octavo.runtime.replies import Done, Failed
 from octavo.runtime.sampling_state import SamplingState
 from octavo.runtime.step_program import Forward, RowReader, StepProgram
 from octavo.runtime.step_views import batch_indices, view_host_step
+from octavo.runtime.vocabulary import WHOLE, Vocabulary
 from octavo.steps.layout import layout
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (
@@ -61,6 +62,7 @@ class HostExecutor:
         forward: Forward | None = None,
         pooling: Pooling = LAST_TOKEN,
         adapters: Adapters | None = None,
+        vocabulary: Vocabulary = WHOLE,
         drafter: Drafter | None = None,
         verify: Verify | None = None,
     ) -> None:
@@ -69,7 +71,13 @@ class HostExecutor:
         device = storage.device
         max_len = limits.max_blocks * storage.block_size
         self._state = SamplingState(
-            limits.max_num_seqs, max_len, limits.largest().num_samples, vocab_size, device, limits.num_drafts
+            limits.max_num_seqs,
+            max_len,
+            limits.largest().num_samples,
+            vocab_size,
+            device,
+            limits.num_drafts,
+            vocabulary,
         )
         self.adapters = adapters
         keeps_hidden = drafter is not None and bool(drafter.layers)  # which a recorded forward pass does not
@@ -78,7 +86,7 @@ class HostExecutor:
         self._program = StepProgram(
             model, self._compute, self._state, None if adapters is None else adapters.rows, drafter, verify
         )
-        self._reader = RowReader(model, ChunkPooler(model, pooling))
+        self._reader = RowReader(model, ChunkPooler(model, pooling), vocabulary)
         self._copies = HostBlockCopies(storage)
         self._num_groups, self._block_size = storage.num_groups, storage.block_size
 

@@ -17,8 +17,10 @@ import torch
 from octavo.config import CacheSettings, EngineConfig, SchedulerSettings
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
-from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups
+from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups, rank_cache
+from octavo.ops.grouped_linear import LARGEST_COPY
 from octavo.ops.paged_attention import MAX_SCRATCH
+from octavo.quant.plain import Plain
 from octavo.runtime.group_memory import GroupMemory
 from octavo.runtime.step_program import LOGPROB_ROWS
 from octavo.types import KVGroupInfo
@@ -110,30 +112,33 @@ def settle(
     device: str,
     weights: int,
     free: int,
+    num_ranks: int = 1,
     draft_specs: Sequence[LayerCacheSpec] = (),
 ) -> tuple[Limits, MemoryBudget]:
     """Resolve the limits that the settings leave open, given the bytes of the loaded weights and the free bytes.
 
-    ``draft_specs`` say what the layers of a drafter cache, next to those of the model.
+    With several ranks, all bytes are those of one rank, ``free`` of the rank that has least. ``draft_specs`` say what
+    the layers of a drafter cache, next to those of the model.
     Raises ``ConfigError`` naming the setting to change when something does not fit.
     """
     defaults = DEFAULTS[device]
     block_size = settings.cache.block_size or defaults.block_size
     max_num_seqs, max_num_batched_tokens = _batch_limits(settings.scheduler, defaults)
     max_model_len = _longest_asked(settings, model)
-    activations = _activation_bytes(model, max_num_batched_tokens, dtype)
+    activations = _activation_bytes(model, max_num_batched_tokens, dtype, num_ranks)
     if device == "cuda":
         activations += 4 * (max_num_seqs + 1) * max_model_len  # histories for penalties, see ``sampling_state``
+        activations += _copy_bytes(model, dtype)
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     room = free - activations - logits
-    specs = (*model.cache, *draft_specs)
+    specs = (*rank_cache(model.cache, num_ranks), *draft_specs)
     groups = _groups(settings.cache, specs, max_model_len - max_num_batched_tokens - block_size)
     pools = GroupMemory.of(specs, groups, kv_dtype, block_size, max_num_seqs, max_num_batched_tokens)
     per_block = sum(pools.bytes_per_block)
     given = _given_blocks(settings.cache, per_block)
     kept = pools.kept(max_model_len)[0]
     if given is None:
-        preferred = int(min(CPU_KV_MEMORY, room * CPU_KV_SHARE)) if device == "cpu" else room
+        preferred = int(min(CPU_KV_MEMORY // num_ranks, room * CPU_KV_SHARE)) if device == "cpu" else room
         size = max(pools.least_bytes(max_model_len), preferred)
     else:
         size = given * per_block
@@ -204,12 +209,19 @@ def _check_fit(max_model_len: int, kept: int, num_blocks: int, block_size: int, 
         )
 
 
-def _activation_bytes(model: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
-    """Peak activation bytes of a layer: the residual stream plus the MLP's or the attention's tensors."""
+def _activation_bytes(model: ModelConfig, num_tokens: int, dtype: torch.dtype, num_ranks: int) -> int:
+    """Peak activation bytes of a layer: the residual stream plus a rank's part of the MLP or of attention."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    widest = 3 * model.hidden_size + max(3 * model.ffn_size, 3 * heads)
+    widest = 3 * model.hidden_size + max(3 * model.ffn_size, 3 * heads) // num_ranks
     scratch = ATTENTION_COPIES * MAX_SCRATCH * 4
     return num_tokens * widest * dtype.itemsize + scratch
+
+
+def _copy_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of the dense copy that kernels make of a quantised weight for many tokens."""
+    if isinstance(model.quantization, Plain):
+        return 0
+    return min(2 * model.ffn_size * model.hidden_size, LARGEST_COPY) * dtype.itemsize
 
 
 def _meminfo_available() -> int | None:

@@ -20,8 +20,9 @@ from octavo.ops.attention import PagedRows
 from octavo.runtime.acceptance import Verify
 from octavo.runtime.drafter import Drafter, Drafting
 from octavo.runtime.pooled import ChunkPooler
-from octavo.runtime.sampling_state import SamplingState, report
+from octavo.runtime.sampling_state import SamplingState
 from octavo.runtime.step_views import ExtraInputs, StepTensors
+from octavo.runtime.vocabulary import WHOLE, Vocabulary
 from octavo.steps.messages import PromptRows, Step, StepResult
 from octavo.steps.shapes import StepShape
 
@@ -69,7 +70,7 @@ class StepProgram:
     def __call__(self, step: StepTensors, shape: StepShape, message: Step | None = None) -> Computed:
         """Compute a step of this shape. Without a ``message``, reports have the maximum width and the step depends on
         its tensors alone, so that it can be captured in a graph."""
-        rows, extras = step.rows, step.extras
+        rows, extras, vocabulary = step.rows, step.extras, self.state.vocabulary
         if extras is not None:
             self.state.remember(step, extras)
         indices_R = None if shape.is_verification else step.logits_indices_R
@@ -91,9 +92,9 @@ class StepProgram:
             adjusted_RV = self.state.adjust(logits_RV, step, extras, () if message is None else message.masks)
         num_accepted_S = None
         if self._verify is not None and shape.num_drafts:
-            tokens_R = self._verify(adjusted_RV, step.params, _drafts_behind(step))
+            tokens_R = self._verify(vocabulary.whole(adjusted_RV), step.params, _drafts_behind(step))
         else:
-            tokens_R = ops.sample(adjusted_RV, step.params)
+            tokens_R = vocabulary.sample(adjusted_RV, step.params)
         if step.logits_indices_R is not None and step.cu_samples is not None:
             num_accepted_S = ops.accept_drafts(tokens_R, step.token_ids_T, step.logits_indices_R, step.cu_samples)
         reports_RW = self._reports(logits_RV, tokens_R, extras, message)
@@ -107,7 +108,7 @@ class StepProgram:
         if extras is None or num_top < 0:
             return None
         asked_R = tokens_R.masked_fill(extras.wants_logprobs_R == 0, -1)
-        return report(logits_RV, asked_R, min(num_top, self.state.vocab_size))
+        return self.state.vocabulary.report(logits_RV, asked_R, num_top)
 
     def _adapted(self, step: StepTensors) -> contextlib.AbstractContextManager[None]:
         if step.adapters_T is None:
@@ -119,9 +120,10 @@ class StepProgram:
 class RowReader:
     """Reads a step's results to the host: tokens, accepted drafts, log-probabilities and pooled vectors."""
 
-    def __init__(self, model: CausalLM, pooler: ChunkPooler) -> None:
+    def __init__(self, model: CausalLM, pooler: ChunkPooler, vocabulary: Vocabulary = WHOLE) -> None:
         self._model = model
         self._pooler = pooler
+        self._vocabulary = vocabulary
 
     def result(self, message: Step, computed: Computed) -> StepResult:
         """The step's result; waits for the device."""
@@ -145,10 +147,10 @@ class RowReader:
         for first in range(0, len(prompt.tokens), LOGPROB_ROWS):
             tokens = prompt.tokens[first : first + LOGPROB_ROWS]
             logits_RV = self._model.logits(x_TD[first : first + len(tokens)])
-            if not logits_RV.float().sum(dim=-1).isfinite().all():
+            if not self._vocabulary.are_finite(logits_RV):
                 return None
             tokens_R = torch.tensor(tokens, dtype=torch.int32, device=logits_RV.device)
-            parts.append(as_bytes(report(logits_RV, tokens_R, min(prompt.num_top, logits_RV.shape[1]))))
+            parts.append(as_bytes(self._vocabulary.report(logits_RV, tokens_R, prompt.num_top)))
         return b"".join(parts)
 
 

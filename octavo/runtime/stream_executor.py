@@ -41,6 +41,7 @@ from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.replies import Done, Failed
 from octavo.runtime.step_program import RowReader
 from octavo.runtime.step_views import batch_indices
+from octavo.runtime.vocabulary import WHOLE, Vocabulary
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (
     Compile,
@@ -97,17 +98,19 @@ class StreamExecutor:
         enforce_eager: bool = False,
         pooling: Pooling = LAST_TOKEN,
         adapters: Adapters | None = None,
+        vocabulary: Vocabulary = WHOLE,
         drafter: Drafter | None = None,
         verify: Verify | None = None,
     ) -> None:
         device = storage.device
         rows = None if adapters is None else adapters.rows
         assert rows is None or isinstance(rows, StackedRows), "adapters on a CUDA device need StackedRows"
-        self._make_program = partial(DeviceProgram, model, storage, vocab_size, limits, rows, drafter, verify)
+        parts = rows, vocabulary, drafter, verify
+        self._make_program = partial(DeviceProgram, model, storage, vocab_size, limits, *parts)
         self._batch_invariant = batch_invariant
         self._adapters = adapters
         self._program = self._make_program()
-        self._reader = RowReader(model, ChunkPooler(model, pooling))
+        self._reader = RowReader(model, ChunkPooler(model, pooling), vocabulary)
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._graphs = Graphs(self._program, launched_early) if self._is_cuda and not enforce_eager else None

@@ -1,7 +1,7 @@
 """Events of requests, recorded as they happen: the data behind ``octavo explain``.
 
 An event is recorded when the state of a request changes, not in every step. Between two events of a request, the
-difference of ``step`` is its number of steps, and the difference of ``shares`` the sequences in those steps.
+difference of ``step`` is its number of steps, and that of ``num_scheduled_seqs`` the sequences in those steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """``time.monotonic()``."""
     step: int
     """Steps that the engine had finished."""
-    shares: int
+    num_scheduled_seqs: int
     """Sum over those steps of the number of sequences in each."""
     tokens: int = 0
     start: int = 0
@@ -75,7 +75,7 @@ class EventLog:
                 kind,
                 self._clock(),
                 stats.num_steps,
-                stats.num_shares,
+                stats.num_scheduled_seqs,
                 tokens,
                 start,
                 others,

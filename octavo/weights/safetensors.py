@@ -20,8 +20,10 @@ from octavo.weights.folder import MAX_JSON_BYTES, find_file, parse_json, read_js
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
-DTYPES = (*FLOATS, "U8", "I64")
-"""U8 holds packed formats, which their quantisation methods decode, and I64 token ids."""
+DTYPES = (*FLOATS, "F8_E4M3", "F8_E8M0", "I8", "U8", "I32", "I64")
+"""Types behind the floating-point ones hold quantised weights, which their quantisation methods decode."""
+METHOD_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}
+"""Files that hold the quantisation settings where ``config.json`` does not, and the method that writes each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +96,10 @@ def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     config = read_json(folder, "config.json")
     if config is None:
         raise CheckpointError(f"{folder}: there is no config.json")
+    if config.get("quantization_config") is None:
+        for name, method in METHOD_FILES.items():
+            if (settings := read_json(folder, name)) is not None:
+                config["quantization_config"] = {"quant_method": method, **settings}
     return config, read_json(folder, "generation_config.json") or {}
 
 

@@ -121,7 +121,7 @@ def test_first_answer(server: Server) -> None:
         assert "4" in reply.json()["choices"][0]["message"]["content"]
 
 
-def test_neighbours_preemption_and_streaming_change_nothing(serve: Callable[..., Server]) -> None:
+def test_batching_preemption_and_streaming_change_nothing(serve: Callable[..., Server]) -> None:
     """32 requests at once in a pool that cannot hold them give what each gives alone, streamed or not.
 
     Those that are alone are computed on one thread, the others on as many as there are.

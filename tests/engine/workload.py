@@ -109,9 +109,9 @@ class WatchedCache(KVCache):
         self.history: list[tuple[str, list[int | None]]] = []
         self.num_adopted = 0
 
-    def start(self, seq: Sequence, ends: list[Node], shares: bool, max_step_tokens: int) -> None:
-        super().start(seq, ends, shares, max_step_tokens)
-        if self.must_find and shares:
+    def start(self, seq: Sequence, ends: list[Node], may_share: bool, max_step_tokens: int) -> None:
+        super().start(seq, ends, may_share, max_step_tokens)
+        if self.must_find and may_share:
             best = max((self._common(seq, *entry) for entry in self.history), default=0)
             if self.copy_slots is None:
                 best -= best % self.block_size

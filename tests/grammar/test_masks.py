@@ -30,7 +30,7 @@ TOKENS = [character.encode() for character in CHARACTERS[: VOCAB_SIZE - 2]]
 TOKENS += [b""] * (VOCAB_SIZE - 1 - len(TOKENS)) + [b"<eos>"]
 VOCABULARY = Vocabulary(TOKENS, [EOS], [EOS])
 GRAMMARS = [
-    forms.whole(part)
+    forms.grammar_text(part)
     for part in (
         forms.regex("[a-z]{3,}-[0-9]{2}"),
         forms.choice(["abc", "abcdef", "xyz"]),
@@ -178,7 +178,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.grammar.masks.MAX_KEPT_BYTES", 3 * len(GRAMMARS[0]))
     masks = MatcherMasks(lambda: VOCABULARY)
     for count in range(1, 9):
-        prepared(masks, forms.whole(forms.regex(f"[a-z]{{3,}}-[0-9]{{{count}}}")))
+        prepared(masks, forms.grammar_text(forms.regex(f"[a-z]{{3,}}-[0-9]{{{count}}}")))
     assert 1 <= len(masks._kept) <= 4
 
 
@@ -207,7 +207,7 @@ class OracleSampler(OracleRunner):
         return super()._row(item, table, masks)
 
 
-def test_masks_are_computed_beside_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_computed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     gate: Future[None] = Future()
     real = MatcherMasks._compute
 

@@ -208,8 +208,10 @@ def tokens_of(results: list[Any]) -> list[Any]:
 
 
 def stream_executor(settings: Any, model: Any, storage: Any, vocab_size: int, most: Any, *parts: Any) -> Any:
-    pooling, adapters, drafter, verify = parts
-    return StreamExecutor(model, storage, vocab_size, most, False, False, pooling, adapters, drafter, verify)
+    pooling, adapters, _, drafter, verify = parts
+    return StreamExecutor(
+        model, storage, vocab_size, most, pooling=pooling, adapters=adapters, drafter=drafter, verify=verify
+    )
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])

@@ -13,9 +13,11 @@ from torch import Tensor
 from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
 from octavo.models.registry import read_config
-from octavo.weights.mxfp4 import decode_mxfp4
+from octavo.quant.float4 import Float4Stored
+from octavo.quant.stored import WeightFormat
 from tests.models.families import make_checkpoint
 from tests.models.test_architectures import SETTINGS, random_tokens
+from tests.ops.cpu_cases import needs_float_kernels
 
 
 def decode_one_by_one(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -40,7 +42,9 @@ def random_mxfp4(*shape: int) -> tuple[Tensor, Tensor]:
 def test_mxfp4_is_decoded_to_the_bit(dtype: torch.dtype) -> None:
     blocks, scales = random_mxfp4(3, 5, 2)
     scales[0, 0] = torch.tensor([1, 250], dtype=torch.uint8)
-    assert torch.equal(decode_mxfp4(blocks, scales, dtype), decode_one_by_one(blocks, scales).to(dtype))
+    form = WeightFormat(dtype, torch.device("cpu"))
+    dense = [Float4Stored(codes.flatten(1), own).dense(form) for codes, own in zip(blocks, scales, strict=True)]
+    assert torch.equal(torch.stack(dense), decode_one_by_one(blocks, scales).to(dtype))
 
 
 def make_packed(folder: Path) -> torch.nn.Module:
@@ -74,11 +78,28 @@ def test_a_checkpoint_in_mxfp4_gives_what_its_widened_weights_give(tmp_path: Pat
             assert logprob.logprob == pytest.approx(expected[i, token].item(), abs=1e-4)
 
 
+@needs_float_kernels
+def test_packed_experts_are_close_to_widened_ones(tmp_path: Path) -> None:
+    make_packed(tmp_path)
+    prompt, params = random_tokens(60), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5)
+    found = []
+    for settings in ({}, {"dtype": "float32"}):
+        with LLM(tmp_path, **SETTINGS, **settings) as llm:
+            found.append(llm.generate([prompt], params)[0].prompt_logprobs or [])
+    differences = [
+        abs(entry.logprob - exact[token].logprob)
+        for packed, exact in zip(*(rows[1:] for rows in found), strict=True)
+        for token, entry in (packed or {}).items()
+        if token in exact
+    ]
+    assert sum(differences) / len(differences) < 0.05
+
+
 def test_another_form_of_quantised_weights_is_refused_by_name(tmp_path: Path) -> None:
     make_packed(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
-    with pytest.raises(CheckpointError, match=r"quantization_config\.quant_method is 'fp8'; it must be mxfp4"):
+    config["quantization_config"] = {"quant_method": "quark"}
+    with pytest.raises(CheckpointError, match=r"quantization_config\.quant_method is 'quark'; it must be one of awq"):
         read_config(config)
 
 

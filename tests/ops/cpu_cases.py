@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.ops.block_linear import PackedBlocks
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
-from octavo.weights.blocks import BLOCK_KINDS, BlockTensor
+from octavo.weights.blocks import BLOCK_KINDS, BlockTensor, Groups
 
 needs_float_kernels = pytest.mark.skipif(missing(FLOAT_FEATURES) is not None, reason=str(missing(FLOAT_FEATURES)))
 
@@ -36,6 +37,15 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> BlockTen
         factors = rng.uniform(-0.01, 0.01, (rows, columns // length, 1)).astype(np.float16)
         data[:, :, at : at + 2] = factors.view(np.uint8)
     return BlockTensor(kind, (rows, columns), data.reshape(rows, -1))
+
+
+def random_ordered(rows: int, columns: int) -> PackedBlocks:
+    """Four bits with minima in groups of 64, whose columns multiply inputs in another order."""
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(0, 16, (rows, columns), dtype=np.uint8)
+    scales, minima = (rng.uniform(-0.1, 0.1, (rows, columns // 64)).astype(np.float32) for _ in range(2))
+    order = torch.from_numpy(rng.permutation(columns).astype(np.int32))
+    return PackedBlocks.of_groups("int4", (rows, columns), 4, [Groups(numbers, 0, scales, minima)], order)
 
 
 def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
 from octavo.ops.cpu import threads
 from octavo.weights.blocks import dequantize
-from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks
+from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks, random_ordered
 
 SHAPES = [(64, 512), (37, 768), (5, 256), (16, 1536)]
 
@@ -73,7 +75,7 @@ def test_error_is_within_the_stated_bound(kind: str, shape: tuple[int, int]) -> 
 
 @needs_float_kernels
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(kind: str) -> None:
+def test_a_row_does_not_depend_on_other_rows_or_on_threads(kind: str) -> None:
     packed, x = PackedBlocks.pack(random_blocks(kind, 83, 512)), torch.randn(300, 512)
     alone = torch.cat([block_linear(row, packed) for row in x[:, None]])
     try:
@@ -180,9 +182,23 @@ def test_more_large_numbers_than_there_is_room_for(kind: str) -> None:
 
 @needs_float_kernels
 @pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "Q8_0"])
-def test_a_row_does_not_depend_on_its_neighbours_large_channels(kind: str) -> None:
+def test_a_row_does_not_depend_on_other_rows_large_channels(kind: str) -> None:
     packed, x = PackedBlocks.pack(random_blocks(kind, 83, 512)), rows_with_large_channels(33, 512)
     x[::5] = torch.randn(7, 512)
     alone = torch.cat([block_linear(row, packed) for row in x[:, None]])
     for num_rows in (2, 3, 4, 7, 12, 16, 31, 33):
         assert torch.equal(block_linear(x[:num_rows], packed), alone[:num_rows])
+
+
+@needs_float_kernels
+def test_columns_in_another_order_multiply_their_inputs() -> None:
+    packed, x, norm = random_ordered(37, 192), torch.randn(30, 192), torch.rand(192)
+    assert packed.order is not None
+    plain = replace(packed, order=None)
+    matrix = torch.empty(37, 192).index_copy_(1, packed.order.long(), plain.unpack())
+    assert torch.equal(packed.unpack(), matrix)
+    assert torch.equal(block_linear(x, packed), block_linear(x[:, packed.order], plain))
+    normed = block_linear(x, packed, None, norm, 1e-6)
+    assert torch.equal(block_linear(x[7:8], packed, None, norm, 1e-6), normed[7:8])
+    exact = (x.double() * (x.double().square().mean(1, keepdim=True) + 1e-6).rsqrt() * norm) @ matrix.double().T
+    assert (normed - exact).norm() < 0.01 * exact.norm()

@@ -18,7 +18,7 @@ from octavo.ops import block_linear, linear
 from octavo.ops.block_linear import PackedBlocks
 from octavo.ops.cpu import threads
 from octavo.ops.linear import Activation
-from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks
+from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks, random_ordered
 
 pytestmark = needs_float_kernels
 K = 64
@@ -71,7 +71,7 @@ def test_close_to_float64(
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", None])
 @pytest.mark.parametrize("make", [dense, blocks])
-def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(
+def test_a_row_does_not_depend_on_other_rows_or_on_threads(
     make: Callable[[int], tuple[Apply, Tensor, float]], activation: Activation | None
 ) -> None:
     apply, _, _ = make(96)
@@ -112,12 +112,13 @@ import sys, torch
 from octavo.ops import block_linear, linear
 from octavo.ops.block_linear import PackedBlocks
 from octavo.ops.cpu.vector_ir import HAS_VNNI
-from tests.ops.cpu_cases import random_blocks
+from tests.ops.cpu_cases import random_blocks, random_ordered
 assert not HAS_VNNI
 torch.manual_seed(0)
 x, norm, results = torch.randn(13, 256), torch.randn(256), []
 for kind in ("Q4_1", "Q8_0", "Q6_K", "Q4_0"):
     results.append(block_linear(x, PackedBlocks.pack(random_blocks(kind, 64, 256)), None, norm, 1e-5, None, "silu"))
+results.append(block_linear(x, random_ordered(64, 256), None, norm, 1e-5, None, "silu"))
 results.append(linear(x, torch.randn(37, 256)))
 torch.save(results, sys.argv[1])
 """
@@ -134,4 +135,5 @@ def test_without_avx512_the_bits_are_the_same(tmp_path: Path) -> None:
     for kind, result in zip(("Q4_1", "Q8_0", "Q6_K", "Q4_0"), found, strict=False):
         packed = PackedBlocks.pack(random_blocks(kind, 64, 256))
         assert torch.equal(block_linear(x, packed, None, norm, 1e-5, None, "silu"), result), kind
+    assert torch.equal(block_linear(x, random_ordered(64, 256), None, norm, 1e-5, None, "silu"), found[-2])
     assert torch.equal(linear(x, torch.randn(37, 256)), found[-1])

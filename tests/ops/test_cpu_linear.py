@@ -33,7 +33,7 @@ def test_close_to_float64(shape: tuple[int, int], dtype: torch.dtype, num_tokens
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_other_rows_or_on_threads(dtype: torch.dtype) -> None:
     weight, bias, x = torch.randn(301, 200).to(dtype), torch.randn(301).to(dtype), torch.randn(64, 200).to(dtype)
     alone = torch.cat([linear(row, weight, bias) for row in x[:, None]])
     try:
@@ -58,4 +58,10 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="32 columns"):
         linear(torch.zeros(1, 32), torch.zeros(4, 33), None)
     with pytest.raises(ValueError, match="bfloat16"):
-        linear(torch.zeros(1, 32), torch.zeros(4, 32).bfloat16(), None)
+        linear(torch.zeros(1, 32).bfloat16(), torch.zeros(4, 32), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_of_sixteen_bits_gives_the_bits_of_the_same_in_float32(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(7, 96), torch.randn(64, 96).to(dtype)
+    assert torch.equal(linear(x, weight, activation="silu"), linear(x, weight.float(), activation="silu"))

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.quant.float4 import Float4Stored
 from octavo.quant.methods import read_method
-from octavo.quant.mxfp4 import MXFP4, MXFP4Stored
+from octavo.quant.mxfp4 import MXFP4
 from octavo.quant.plain import PLAIN
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored import DenseStored, WeightFormat
 from octavo.quant.targets import names_module
 from octavo.quant.tensors import Tensors
 
@@ -44,10 +45,10 @@ def test_a_checkpoint_without_a_configuration_has_plain_tensors() -> None:
     ("given", "message"),
     [
         (
-            {"quant_method": "gptq", "bits": 4},
-            r"config\.quant_method is 'gptq'; it must be mxfp4\. .*GGUF",
+            {"quant_method": "exl2", "bits": 4},
+            r"config\.quant_method is 'exl2'; it must be one of awq, .*mxfp4\. .*GGUF",
         ),
-        ({"bits": 4}, r"quant_method is None; it must be mxfp4"),
+        ({"bits": 4}, r"quant_method is None; it must be one of awq"),
         ({"quant_method": ["fp8"]}, r"quant_method is \['fp8'\]"),
         ("fp8", "quantization_config is 'fp8'; it must be an object"),
         (
@@ -91,11 +92,11 @@ def test_modules_that_are_kept_are_not_unpacked() -> None:
     blocks = torch.randint(0, 256, (2, 4, 1, 16), dtype=torch.uint8)
     source = InMemory(a=torch.randn(2, 32, 4), b_blocks=blocks, b_scales=torch.full((2, 4, 1), 127, dtype=torch.uint8))
     tensors, method = Tensors(source), MXFP4(("a",))
-    assert [part.layout for part in method.stack("a", (2, 4, 32), tensors, True)] == ["dense"] * 2
+    assert all(isinstance(part, DenseStored) for part in method.stack("a", (2, 4, 32), tensors, True))
     with pytest.raises(CheckpointError, match="2 tensors that this architecture does not have: b_blocks"):
         tensors.finish()
     packed = method.stack("b", (2, 4, 32), tensors, True)
-    assert all(isinstance(part, MXFP4Stored) for part in packed)
+    assert all(isinstance(part, Float4Stored) for part in packed)
     tensors.finish()
     source.tensors["b_scales"] = torch.ones(2, 4, 1)
     with pytest.raises(CheckpointError, match="tensor b_scales is float32; expected uint8"):

@@ -70,6 +70,6 @@ def stream_runner(
         limits,
         graphs.choose,
         numbers,
-        always_looks_for_adapters=batch_invariant and numbers is not None,
+        always_uses_lora=batch_invariant and numbers is not None,
         has_drafter=limits.num_drafts > 0,
     )

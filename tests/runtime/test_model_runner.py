@@ -247,7 +247,7 @@ def test_a_mask_restricts_its_own_sequence(loaded: Loaded) -> None:
     assert bound.tokens == [40]
 
 
-def test_stale_items_are_skipped_and_their_neighbours_are_not(loaded: Loaded) -> None:
+def test_stale_items_are_skipped_and_others_are_not(loaded: Loaded) -> None:
     runner = loaded.engine().runner
     seqs = [Sequence(Request(i, [1, 2, 3], SamplingParams(temperature=0), 5)) for i in range(3)]
     for i, seq in enumerate(seqs):

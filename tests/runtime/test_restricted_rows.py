@@ -140,7 +140,9 @@ def with_grammars(engine: Engine) -> Engine:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_restricted_rows_beside_plain_ones(loaded: Loaded, cases: list[tuple[Request, list[int]]], name: str) -> None:
+def test_restricted_and_plain_rows_in_one_step(
+    loaded: Loaded, cases: list[tuple[Request, list[int]]], name: str
+) -> None:
     settings = ENGINES[name]
     make = loaded.engine if name.startswith("plain") else lambda **given: stream_engine(loaded, **given)
     engine = with_grammars(make(**settings))

@@ -303,7 +303,7 @@ def test_a_replayed_request_goes_on_with_the_same_tokens(loaded: Loaded) -> None
     assert whole[:6] + tokens_of(run(without_host(stream_engine(loaded)), [rest]))[0] == whole
 
 
-def test_tokens_that_were_replaced_behind_the_devices_back_are_told(loaded: Loaded) -> None:
+def test_tokens_replaced_by_the_host_are_sent(loaded: Loaded) -> None:
     """A step is taken back, and its position gets another token in a step that the host computes."""
     runner: Any = stream_engine(loaded).runner
     penalized, other = SamplingParams(temperature=0, repetition_penalty=2), SamplingParams(prompt_logprobs=0)

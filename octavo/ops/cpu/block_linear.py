@@ -37,6 +37,7 @@ ARGUMENTS = fields(
     x=int,
     norm=int,
     eps=float,
+    order=int,
     values=int,
     scales=int,
     zero_point=int,
@@ -66,22 +67,28 @@ def _part_bytes(a: Any) -> Any:
 
 @functools.cache
 def _prepare_task() -> int:
-    """Task over rows: normalise, quantise."""
+    """Task over rows: normalise, put in the order of the weight's columns, quantise."""
 
     def prepare(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
         K = a.G * a.group
         counts = view(a.counts, a.T, np.int32)
         normed, scales, rest = whole_lines(1, K), np.empty(2 * a.G, np.float32), whole_lines(2, a.group)
+        ordered, order = whole_lines(1, K * (a.order != 0)), view(a.order, K * (a.order != 0), np.int32)
         for t in range(begin, end):
             x = a.x + 4 * K * t
             if a.norm:
                 normalise_row(x, a.norm, normed.ctypes.data, K, K, a.eps)
                 x = normed.ctypes.data
+            if a.order:
+                given = view(x, K, np.float32)
+                for k in range(K):
+                    ordered[0, k] = given[order[k]]
+                x = ordered.ctypes.data
             places = x, a.terms + _first_term(a, t), a.parts + t * _part_bytes(a)
             room = scales.ctypes.data, rest.ctypes.data
             counts[t] = quantize_row(a.group, a.has_minima, *places, a.zero_point, a.G, *room)
-        keep((normed, scales, rest))
+        keep((normed, scales, rest, ordered))
 
     return compiled_task(prepare)
 
@@ -262,7 +269,14 @@ def block_linear_numba(
     arguments[0] = (
         *(address(bias_N), address(residual_TN), out_TN.data_ptr(), GATES[activation], T, N),
         *(_prepare_task(), _multiply_task(packed.bits, packed.group, has_minima, scale_format)),
-        *(x.data_ptr(), address(norm_K), eps, packed.values.data_ptr(), packed.scales.data_ptr()),
+        *(
+            x.data_ptr(),
+            address(norm_K),
+            eps,
+            address(packed.order),
+            packed.values.data_ptr(),
+            packed.scales.data_ptr(),
+        ),
         *(packed.zero_point, has_minima, packed.group, G, *[0] * 3),
     )
     call(_driver(), arguments)

@@ -1,4 +1,4 @@
-"""``embedding``: rows copied as bytes, for any dtype."""
+"""``embedding``: rows copied as bytes, for any dtype, or widened to float32."""
 
 from __future__ import annotations
 
@@ -10,11 +10,30 @@ from torch import Tensor
 
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import compiled_driver
+from octavo.ops.cpu.half import widen
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.ops.cpu.memory import fields, read, view
+from octavo.ops.cpu.tensors import FORMATS
+from octavo.ops.cpu.vector_ir import FORMAT_BYTES
 from octavo.ops.embedding import embedding
 
 ARGUMENTS = fields(ids=int, table=int, out=int, T=int, V=int, row_bytes=int)
+
+
+@functools.cache
+def _widening_driver(number_format: int) -> int:
+    item = FORMAT_BYTES[number_format]
+
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, ARGUMENTS)
+        ids, D = view(a.ids, a.T, np.int64), a.row_bytes // item
+        for t in range(a.T):
+            if not 0 <= ids[t] < a.V:
+                return 1
+            widen(number_format, a.table + ids[t] * a.row_bytes, a.out + 4 * D * t, D)
+        return 0
+
+    return compiled_driver(drive)
 
 
 @functools.cache
@@ -38,11 +57,16 @@ def supports_ids(dtype: torch.dtype) -> str | None:
 
 
 @embedding.kernel(device="cpu", name="numba", preference=10, supports=supports_ids)
-def embedding_numba(token_ids_T: Tensor, table_VD: Tensor) -> Tensor:
+def embedding_numba(token_ids_T: Tensor, table_VD: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """See ``ops.embedding``."""
     ids, table, (V, D) = token_ids_T.contiguous(), table_VD.contiguous(), table_VD.shape
-    out_TD = torch.empty(len(ids), D, dtype=table.dtype)
+    widens = dtype is not None and dtype != table.dtype
+    out_TD = torch.empty(len(ids), D, dtype=torch.float32 if widens else table.dtype)
     arguments = np.empty(1, ARGUMENTS)
     arguments[0] = (ids.data_ptr(), table.data_ptr(), out_TD.data_ptr(), len(ids), V, D * table.itemsize)
-    call(_driver(), arguments, f"embedding: token ids must be from 0 to {V - 1}")
+    call(
+        _widening_driver(FORMATS[table.dtype]) if widens else _driver(),
+        arguments,
+        f"embedding: token ids must be from 0 to {V - 1}",
+    )
     return out_TD

@@ -131,7 +131,7 @@ def linear_numba(
             return linear_numba(normed_TK, weight_NK, bias_N)
 
         return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)
-    if weight_NK.dtype != x_TK.dtype:
+    if weight_NK.dtype != x_TK.dtype and (x_TK.dtype != torch.float32 or weight_NK.dtype not in FORMATS):
         raise ValueError(f"linear: x is of {x_TK.dtype}, the weight of {weight_NK.dtype}")
     width = N // 2 if activation else N
     check_linear("linear", K, weight_NK.shape, bias_N, norm_K, residual_TN, (T, width))

@@ -156,6 +156,20 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have."""
+    if device.type != "cuda":
+        return 99 * 1024
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def has_assembly(device: torch.device) -> bool:
+    """Whether kernels for this device may contain PTX; not in Triton's interpreter."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
 def declines_floats(dtype: torch.dtype) -> str | None:
     """Why kernels for floats cannot take this dtype, or ``None``."""
     return None if dtype in FLOATS else f"they take {', '.join(map(str, FLOATS))}; this is {dtype}"

@@ -69,11 +69,11 @@ def run_linear(
         block_t = config.block_t or bucket_of(max(len(x_TK), 2))
         assert block_t, f"{config} does not say how many of {len(x_TK)} rows make a tile"
         return skinny_gemm(x_TK, weight_NK, bias_N, norm_K, eps, residual_TN, activation, config, block_t)
-    multiply = invariant_linear if is_invariant() else _cublas_linear
+    multiply = invariant_linear if is_invariant() else cublas_linear
     return multiply(x_TK, weight_NK, bias_N, residual_TN, activation)
 
 
-def _cublas_linear(
+def cublas_linear(
     x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_TN: Tensor | None, activation: Activation | None
 ) -> Tensor:
     """The products by cuBLAS, which takes a residual, or else a bias, along."""

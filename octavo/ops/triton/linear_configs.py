@@ -1,29 +1,25 @@
 """Which kernel computes ``linear`` for a shape, and how: a table for each GPU that was measured, defaults for the rest.
 
-Tables are ``configs/<name of the GPU>.json``, written by ``octavo bench kernels --tune``::
-
-    {"linear": {"6144x4096, 16": {"kernel": "skinny", "block_n": 64, ...}, ...}}
-
-with one entry for each N x K of the weight and bucket of rows. An entry's fields are those of its configuration.
+Tables (``config_tables``) are written by ``octavo bench kernels --tune``, with one entry for each N x K of the weight
+and bucket of rows.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 
+from octavo.ops.triton.config_tables import Kinds, read_section, table_path, write_section
 from octavo.ops.triton.gemv import GemvConfig
 from octavo.ops.triton.launch import num_multiprocessors
 from octavo.ops.triton.skinny_gemm import SkinnyConfig
 
-FOLDER = Path(__file__).parent / "configs"
+SECTION = "linear"
 ROW_BUCKETS = (1, 16, 32, 64, 128, 256)
 """Each is tuned separately; beyond the last, the library's kernels are as good as arithmetic allows."""
 FEW_ROWS = 64
@@ -34,7 +30,7 @@ since the copy engine is slow beyond the end of a matrix (Qwen3-8B's gates: 157 
 
 LinearConfig = GemvConfig | SkinnyConfig | None
 """``None`` leaves the products to cuBLAS."""
-_KINDS: dict[str, Any] = {"gemv": GemvConfig, "skinny": SkinnyConfig}
+_KINDS: Kinds = {"gemv": GemvConfig, "skinny": SkinnyConfig}
 
 
 class Shape(NamedTuple):
@@ -84,38 +80,11 @@ def table_of(device: torch.device) -> Mapping[str, LinearConfig]:
     return read_table(table_path(torch.cuda.get_device_name(device))) if device.type == "cuda" else {}
 
 
-def table_path(gpu: str) -> Path:
-    """Where the table of the GPU of this name is kept."""
-    return FOLDER / f"{gpu.replace(' ', '_')}.json"
-
-
 def read_table(path: Path) -> Mapping[str, LinearConfig]:
-    """The table in this file, empty if there is none. Raises ``ValueError`` for an entry that is wrong."""
-    entries = json.loads(path.read_text())["linear"] if path.is_file() else {}
-    return {shape: _parse(shape, fields, path) for shape, fields in entries.items()}
+    """The configurations in this file, none without it. Raises ``ValueError`` for an entry that is wrong."""
+    return read_section(path, SECTION, _KINDS)
 
 
 def write_table(path: Path, configs: Mapping[str, LinearConfig]) -> None:
-    """Write a table in the form that ``read_table`` reads, an entry a line."""
-    lines = [
-        f"    {json.dumps(str(shape))}: {json.dumps(_fields(config))}" for shape, config in sorted(configs.items())
-    ]
-    path.write_text('{\n  "linear": {\n' + ",\n".join(lines) + "\n  }\n}\n")
-
-
-def _fields(config: LinearConfig) -> dict[str, Any]:
-    kind = next((name for name, type_ in _KINDS.items() if isinstance(config, type_)), "cublas")
-    return {"kernel": kind, **(asdict(config) if config else {})}
-
-
-def _parse(shape: str, fields: Mapping[str, Any], path: Path) -> LinearConfig:
-    kind = str(fields.get("kernel"))
-    rest = {name: value for name, value in fields.items() if name != "kernel"}
-    try:
-        if kind == "cublas" and not rest:
-            return None
-        config: LinearConfig = _KINDS[kind](**rest)
-    except (KeyError, TypeError) as error:
-        kinds = ", ".join([*_KINDS, "cublas"])
-        raise ValueError(f"{path.name}: linear, {shape}: {error}; kernels are {kinds}, with their own fields") from None
-    return config
+    """Write configurations in the form that ``read_table`` reads."""
+    write_section(path, SECTION, configs, _KINDS)

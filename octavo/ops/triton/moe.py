@@ -147,6 +147,15 @@ def sum_kernel(
     tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
+def sum_experts(parts_PD: Tensor, like_TD: Tensor) -> Tensor:
+    """The sums over each token's experts, in the type of the other tensor."""
+    T, D = like_TD.shape
+    out_TD = torch.empty_like(like_TD, memory_format=torch.contiguous_format)
+    grid = (T, triton.cdiv(D, SUMS_AT_ONCE))
+    launch(sum_kernel, grid, parts_PD, out_TD, D, len(parts_PD) // T, SUMS_AT_ONCE, num_warps=4)
+    return out_TD
+
+
 @moe.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
 def moe_triton(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts) -> Tensor:
     """See ``ops.moe``; a row's sum is taken in the order in which its experts were chosen."""
@@ -162,6 +171,4 @@ def moe_triton(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts
         gated = gate_and_mul(gate_up, experts.activation)
     parts = torch.empty(P, D, dtype=torch.float32, device=x_TD.device)
     _expert_linear(gated, experts.down, experts.down_bias, shares_TS.contiguous(), parts, tiles)
-    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    launch(sum_kernel, (T, triton.cdiv(D, SUMS_AT_ONCE)), parts, out_TD, D, P // T, SUMS_AT_ONCE, num_warps=4)
-    return out_TD
+    return sum_experts(parts, x_TD)

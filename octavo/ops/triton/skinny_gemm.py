@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.ops.triton.gates import gated
 from octavo.ops.triton.launch import counters, launch, prefetch_lines, start_successor, wait_for_predecessor
+from octavo.ops.triton.tile_epilogue import add_splits, finish, residual_tile, store_split
 
 MAX_TILES = 1 << 16
 """Tiles of a product whose sums are split; each has a counter."""
@@ -121,70 +121,6 @@ def _sum_chunks(
 
 
 @triton.jit
-def _store_split(
-    acc: tl.tensor, up: tl.tensor, squares: tl.tensor, at: tl.tensor, at_squares: tl.tensor, split: tl.tensor,
-    counter_ptr: tl.tensor, SUMS: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, HAS_NORM: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Store the sums of a split; whether it was the last of its tile to do so."""
-    tl.store(at + split * SUMS, acc)
-    if GATED:
-        tl.store(at + split * SUMS + SUMS // 2, up)
-    if HAS_NORM:
-        tl.store(at_squares + split * squares.shape[0], squares)
-    tl.debug_barrier()
-    return tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-
-
-@triton.jit
-def _add_splits(
-    acc: tl.tensor, up: tl.tensor, squares: tl.tensor, at: tl.tensor, at_squares: tl.tensor,
-    SUMS: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, HAS_NORM: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Sums of all splits, in their order; past the first-level cache, which may hold what was there before."""
-    for s in tl.static_range(SPLITS):
-        acc_s = tl.load(at + s * SUMS, cache_modifier=".cg")
-        acc = acc_s if s == 0 else acc + acc_s
-        if GATED:
-            up_s = tl.load(at + s * SUMS + SUMS // 2, cache_modifier=".cg")
-            up = up_s if s == 0 else up + up_s
-        if HAS_NORM:
-            squares_s = tl.load(at_squares + s * squares.shape[0], cache_modifier=".cg")
-            squares = squares_s if s == 0 else squares + squares_s
-    return acc, up, squares
-
-
-@triton.jit
-def _of_outputs(ptr: tl.tensor, n: tl.tensor, num_outputs: tl.tensor) -> tl.tensor:
-    """Entries of a vector of outputs, [outputs, 1] in float32."""
-    return tl.load(ptr + n, mask=n < num_outputs, other=0.0).to(tl.float32)[:, None]
-
-
-@triton.jit
-def _residual_tile(ptr: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """The residual in float32, 0 without one."""
-    if ptr is None:  # noqa: SIM108 (an expression would load in any case)
-        tile = tl.zeros(mask.shape, tl.float32)
-    else:
-        tile = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
-    return tile
-
-
-@triton.jit
-def _finish(
-    acc: tl.tensor, up: tl.tensor, residual: tl.tensor, outputs: tl.tensor, num_outputs: tl.tensor,
-    bias_ptr: tl.tensor, ACTIVATION: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Bias, gate and residual of the sums of a tile."""
-    if bias_ptr is not None:
-        acc += _of_outputs(bias_ptr, outputs, num_outputs)
-    if ACTIVATION is not None:
-        if bias_ptr is not None:
-            up += _of_outputs(bias_ptr + num_outputs, outputs, num_outputs)
-        acc = gated(acc, up, ACTIVATION)
-    return acc + residual
-
-
-@triton.jit
 def _prefetch(
     weight_ptr: tl.tensor, outputs: tl.tensor, num_outputs: tl.tensor, k: tl.tensor, K: tl.tensor,
     COLUMNS: tl.constexpr, GATED: tl.constexpr,
@@ -197,7 +133,7 @@ def _prefetch(
 
 
 @triton.jit
-def _place(tile: tl.tensor, tiles_n: tl.tensor, tiles_t: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
+def place(tile: tl.tensor, tiles_n: tl.tensor, tiles_t: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
     """Which tile of N and which of T: GROUP tiles of N side by side over all rows, then the next ones."""
     in_group = tile % (GROUP * tiles_t)
     first = (tile - in_group) // tiles_t
@@ -223,7 +159,7 @@ def skinny_kernel(
     SUMS: tl.constexpr = (2 if GATED else 1) * BLOCK_N * BLOCK_T
     chunks = tl.cdiv(K, BLOCK_K)
     tile, split = tl.program_id(0), tl.program_id(1)
-    tile_n, tile_t = _place(tile, tl.cdiv(num_outputs, BLOCK_N), tl.cdiv(T, BLOCK_T), GROUP)
+    tile_n, tile_t = place(tile, tl.cdiv(num_outputs, BLOCK_N), tl.cdiv(T, BLOCK_T), GROUP)
     n, t = tile_n * BLOCK_N, tile_t * BLOCK_T
     rows, outputs = t + tl.arange(0, BLOCK_T), n + tl.arange(0, BLOCK_N)
     if PDL and PREFETCH:
@@ -252,19 +188,19 @@ def skinny_kernel(
         at += tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
         at_squares = sums_ptr + tl.num_programs(0).to(tl.int64) * SPLITS * SUMS
         at_squares += tile * SPLITS * BLOCK_T + tl.arange(0, BLOCK_T)
-        is_last = _store_split(
+        is_last = store_split(
             acc, up, squares, at, at_squares, split, counters_ptr + tile, SUMS, SPLITS, GATED, HAS_NORM
         )
     if is_last:
         at_out = rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
         mask = (rows < T)[None, :] & (outputs < num_outputs)[:, None]
-        residual = _residual_tile(residual_ptr, at_out, mask)
+        residual = residual_tile(residual_ptr, at_out, mask)
         if SPLITS > 1 and not SPLITS_IN_TURN:
             tl.store(counters_ptr + tile, 0)
-            acc, up, squares = _add_splits(acc, up, squares, at, at_squares, SUMS, SPLITS, GATED, HAS_NORM)
+            acc, up, squares = add_splits(acc, up, squares, at, at_squares, SUMS, SPLITS, GATED, HAS_NORM)
         if HAS_NORM:
             acc, up = acc * tl.rsqrt(squares / K + eps)[None, :], up * tl.rsqrt(squares / K + eps)[None, :]
-        acc = _finish(acc, up, residual, outputs, num_outputs, bias_ptr, ACTIVATION)
+        acc = finish(acc, up, residual, outputs, num_outputs, bias_ptr, ACTIVATION)
         tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from octavo.ops.triton import linear_configs
+from octavo.ops.triton.config_tables import FOLDER, table_path
 from octavo.ops.triton.gemv import GemvConfig
-from octavo.ops.triton.linear_configs import LinearConfig, bucket_of, config_for, read_table, table_path, write_table
+from octavo.ops.triton.linear_configs import LinearConfig, bucket_of, config_for, read_table, write_table
 from octavo.ops.triton.skinny_gemm import SkinnyConfig
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ def test_a_wrong_entry_is_named(tmp_path: Path, fields: dict[str, object]) -> No
 
 
 def test_shipped_tables_can_be_read() -> None:
-    for path in linear_configs.FOLDER.glob("*.json"):
+    for path in FOLDER.glob("*.json"):
         assert read_table(path), path.name
 
 

@@ -1,0 +1,190 @@
+"""A linear map whose weight is stored in numbers of 4 or 8 bits, with scales for groups of inputs.
+
+Shapes: T tokens, K inputs, N outputs, G groups of K / G inputs, B tiles of 16 outputs, C chunks of inputs.
+
+``PackedGroups`` holds the numbers in 16-bit words, in the order in which kernels for GPUs load them::
+
+    4 bit   [B, C, 16, 32]   bits 4 p .. 4 p + 3 of word j of a chunk are its input 32 p + j, of 128
+    8 bit   [B, C, 16, 32]   bits 8 p .. 8 p + 7 of word j of a chunk are its input 32 p + j, of 64
+
+So a tile's chunk is 1 KiB in one piece, and a mask and a shift give 32 neighbouring inputs at a time, two in each
+register as tensor cores want them. Outputs are filled up to whole tiles and inputs to whole chunks; what kernels read
+there is multiplied by 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from octavo.ops.dispatch import op
+from octavo.ops.linear import Activation, compose
+
+Number = Literal["int4", "uint4", "int8", "e4m3", "e2m1"]
+BITS: dict[Number, int] = {"int4": 4, "uint4": 4, "int8": 8, "e4m3": 8, "e2m1": 4}
+"""Integers, and the floating-point numbers of FP8 and FP4."""
+TILE = 16
+WORDS = 32
+HALF = WORDS // 2
+"""Inputs that a tensor core multiplies at once, at least; the length of the shortest groups."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The number of each code of FP4: a sign bit, two exponent bits and one mantissa bit."""
+LARGEST_COPY = 1 << 28
+"""Entries of the largest weight of which kernels may make a dense copy for many tokens."""
+_WORDS_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class PackedGroups:
+    """A weight [N, K] whose entries are ``(number - zero) * scale + minimum``."""
+
+    number: Number
+    shape: tuple[int, int]
+    words: Tensor
+    """int16 [B, C, 16, 32]"""
+    scales_GN: Tensor
+    """In the smallest of bfloat16, float16 and float32 that holds them exactly. G is 1 for a scale per output."""
+    zeros_GN: Tensor | None = None
+    """int8, of integers"""
+    minima_GN: Tensor | None = None
+    """Like scales; G is more than 1."""
+    order_K: Tensor | None = None
+    """int64: the input that each column multiplies; ``None``: column k multiplies input k."""
+
+    @property
+    def group(self) -> int:
+        """Number of columns that share a scale."""
+        return self.shape[1] // len(self.scales_GN)
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.words, self.scales_GN, self.zeros_GN, self.minima_GN, self.order_K)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    @classmethod
+    def pack(
+        cls,
+        number: Number,
+        codes_NK: Tensor,
+        scales_NG: Tensor,
+        zeros_NG: Tensor | None = None,
+        order_K: Tensor | None = None,
+        minima_NG: Tensor | None = None,
+    ) -> PackedGroups:
+        """Pack codes of 8 bits each, integers or the bits of numbers, on the device that they are on.
+
+        Raises ``ValueError`` for groups that kernels do not take; see ``takes_groups``.
+        """
+        (N, K), G = codes_NK.shape, scales_NG.shape[1]
+        if K % G or not takes_groups(number, K, K // G) or (G == 1 and minima_NG is not None):
+            raise ValueError(f"groups of {K / G:g} of {K} inputs cannot be packed as {number}")
+        return cls(
+            number,
+            (N, K),
+            _words(codes_NK.view(torch.uint8), number),
+            _smallest_exact(scales_NG.T.contiguous()),
+            None if zeros_NG is None else zeros_NG.T.contiguous(),
+            None if minima_NG is None else _smallest_exact(minima_NG.T.contiguous()),
+            order_K,
+        )
+
+    def unpack(self) -> Tensor:
+        """The weight as float32 [N, K], columns in the order of inputs."""
+        return self._rows_of(self.words, torch.arange(self.shape[0], device=self.words.device))
+
+    def rows(self, ids_T: Tensor) -> Tensor:
+        """Rows of the weight as float32 [T, K]."""
+        tiles, row = self.words[ids_T // TILE], ids_T % TILE
+        own = torch.take_along_dim(tiles, row[:, None, None, None], dim=2)
+        return self._rows_of(own, ids_T)
+
+    def _rows_of(self, words: Tensor, ids_T: Tensor) -> Tensor:
+        """Float32 rows: of all in these tiles, as many as there are ids, which choose their scales."""
+        T, K, bits = len(ids_T), self.shape[1], BITS[self.number]
+        shifts = torch.arange(0, 16, bits, device=words.device).view(-1, 1)
+        fields = (words.int().transpose(1, 2).unsqueeze(3) >> shifts) & ((1 << bits) - 1)
+        numbers = _numbers(fields.reshape(-1, fields[0, 0].numel())[:T, :K], self.number)
+        weight = numbers.view(T, -1, self.group)
+        if self.zeros_GN is not None:
+            weight = weight - self.zeros_GN.T[ids_T].unsqueeze(2)
+        weight = weight * self.scales_GN.T[ids_T].float().unsqueeze(2)
+        if self.minima_GN is not None:
+            weight += self.minima_GN.T[ids_T].float().unsqueeze(2)
+        weight = weight.flatten(1)
+        return weight if self.order_K is None else torch.empty_like(weight).index_copy_(1, self.order_K, weight)
+
+
+def chunk_of(number: Number) -> int:
+    """Inputs of a chunk."""
+    return WORDS * 16 // BITS[number]
+
+
+def takes_groups(number: Number, K: int, group: int) -> bool:
+    """Whether scales for groups of this length can be packed: 16, parts of chunks, whole chunks, or the whole row."""
+    chunk = chunk_of(number)
+    return group in (K, HALF) or group % chunk == 0 or (group % WORDS == 0 and chunk % group == 0)
+
+
+def _words(codes_NK: Tensor, number: Number) -> Tensor:
+    (N, K), bits, chunk = codes_NK.shape, BITS[number], chunk_of(number)
+    planes = 16 // bits
+    tiles, chunks = -(-N // TILE), -(-K // chunk)
+    words = torch.empty(tiles, chunks, TILE, WORDS, dtype=torch.int16, device=codes_NK.device)
+    step = max(1, _WORDS_AT_ONCE // words[0].numel())
+    for start in range(0, tiles, step):
+        part = codes_NK[start * TILE : (start + step) * TILE].int()
+        if number == "int4":
+            part += 8
+        part = functional.pad(part & ((1 << bits) - 1), (0, chunks * chunk - K, 0, -len(part) % TILE))
+        shifts = torch.arange(0, 16, bits, device=part.device).view(-1, 1)
+        merged = (part.view(-1, TILE, chunks, planes, WORDS) << shifts).sum(3, dtype=torch.int32)
+        words[start : start + step] = merged.transpose(1, 2).to(torch.int16)
+    return words
+
+
+def _numbers(fields: Tensor, number: Number) -> Tensor:
+    """Values of unsigned fields in float32."""
+    if number == "int4":
+        return fields.float() - 8
+    if number == "uint4":
+        return fields.float()
+    if number == "int8":
+        return fields.to(torch.int8).float()
+    if number == "e4m3":
+        return fields.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    return torch.tensor(E2M1, device=fields.device)[fields]
+
+
+def _smallest_exact(scales: Tensor) -> Tensor:
+    for dtype in (torch.bfloat16, torch.float16):
+        small = scales.to(dtype)
+        if torch.equal(small.float(), scales):
+            return small
+    return scales.float()
+
+
+@op
+def grouped_linear(
+    x_TK: Tensor,
+    packed: PackedGroups,
+    bias_N: Tensor | None = None,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    residual_TN: Tensor | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
+    """``act(rms_norm(x) @ weight.T + bias) + residual`` as ``ops.linear`` has it, in the dtype of x.
+
+    Activations keep their dtype: only the weight is quantised. Kernels may round an entry of the weight to the dtype of
+    x, or multiply the rounding of float32 sums by 30. Numbers must be finite.
+    """
+
+    def multiply(normed_TK: Tensor) -> Tensor:
+        bias = None if bias_N is None else bias_N.float()
+        return functional.linear(normed_TK.float(), packed.unpack(), bias).to(x_TK.dtype)
+
+    return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)

@@ -1,0 +1,85 @@
+"""Which kernel computes ``grouped_linear`` for a shape, and how."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+import triton
+
+from octavo.ops.grouped_linear import LARGEST_COPY, WORDS, PackedGroups, chunk_of
+from octavo.ops.triton.config_tables import Kinds, read_section, table_path
+from octavo.ops.triton.grouped_gemm import GroupedGemmConfig
+from octavo.ops.triton.grouped_gemv import MAX_ROWS, GroupedGemvConfig
+from octavo.ops.triton.launch import num_multiprocessors, shared_bytes
+
+GroupedConfig = GroupedGemvConfig | GroupedGemmConfig | None
+"""``None`` makes the weight dense for cuBLAS."""
+SECTION = "grouped_linear"
+KINDS: Kinds = {"gemv": GroupedGemvConfig, "gemm": GroupedGemmConfig}
+MISSING = object()
+ROW_BUCKETS = (1, 8, 16, 32, 64, 128, 256)
+MOST_ROWS = 256
+"""Beyond these a dense copy is worth its bytes, which are written and read once."""
+ENOUGH_PROGRAMS = 256
+"""Of an invariant product; affects the order of sums, so it does not depend on the device."""
+MAX_SPLITS = 8
+
+
+def config_for(T: int, packed: PackedGroups, is_gated: bool, device: torch.device) -> GroupedConfig:
+    """The configuration for T rows: that of the device's table for this bucket of rows, or a default."""
+    rows = rows_bucket(T)
+    if rows is not None and (found := table_of(device).get(key_of(packed, rows), MISSING)) is not MISSING:
+        return found  # type: ignore[return-value]
+    return default_config(T, packed, is_gated, device)
+
+
+def rows_bucket(T: int) -> int | None:
+    """The bucket that T rows are in, which a table's entry serves; ``None`` beyond the last."""
+    return next((bucket for bucket in ROW_BUCKETS if bucket >= T), None)
+
+
+def key_of(packed: PackedGroups, rows: int) -> str:
+    """The name of a configuration: numbers and group, or "row" for a scale per output, shape, bucket of rows."""
+    N, K = packed.shape
+    group = "row" if len(packed.scales_GN) == 1 else str(packed.group)
+    return f"{packed.number}/{group} {N}x{K}, {rows}"
+
+
+@functools.cache
+def table_of(device: torch.device) -> Mapping[str, GroupedConfig]:
+    """The table of this device, read once."""
+    if device.type != "cuda":
+        return {}
+    return read_section(table_path(torch.cuda.get_device_name(device)), SECTION, KINDS)
+
+
+def default_config(T: int, packed: PackedGroups, is_gated: bool, device: torch.device) -> GroupedConfig:
+    """Default by the size of the weight."""
+    N, K = packed.shape
+    outputs = N // 2 if is_gated else N
+    chunks = triton.cdiv(K, chunk_of(packed.number))
+    if T <= MAX_ROWS:
+        return GroupedGemvConfig(16 if is_gated else 32, split=8, warps=8, stages=3)
+    if T > MOST_ROWS and N * K <= LARGEST_COPY:
+        return None
+    block_t = min(max(16, rows_bucket(T) or MOST_ROWS), 64 if is_gated else 128)  # gates and ups take registers twice
+    block_n, warps = (64, 4) if is_gated or block_t < 128 else (128, 8)
+    tiles = triton.cdiv(outputs, block_n) * triton.cdiv(T, block_t)
+    splits = max(1, min(2 * num_multiprocessors(device) // tiles, chunks // 4, 16))
+    stage = (block_n * (2 if is_gated else 1) * WORDS + block_t * chunk_of(packed.number)) * 2
+    stages = max(2, min(4, shared_bytes(device) // stage))
+    return GroupedGemmConfig(block_n, block_t, warps, stages, splits)
+
+
+def invariant_config(T: int, packed: PackedGroups, is_gated: bool) -> tuple[GroupedGemmConfig, bool]:
+    """One configuration for any number of rows, and whether a program takes the splits of a tile in turn."""
+    N, K = packed.shape
+    outputs = N // 2 if is_gated else N
+    chunks = triton.cdiv(K, chunk_of(packed.number))
+    block_n, block_t = 64, 64
+    tiles = triton.cdiv(outputs, block_n)
+    splits = max(1, min(triton.cdiv(ENOUGH_PROGRAMS, tiles), chunks // 8, MAX_SPLITS))
+    in_turn = splits > 1 and tiles * triton.cdiv(T, block_t) >= ENOUGH_PROGRAMS
+    return GroupedGemmConfig(block_n, block_t, warps=4, stages=4, splits=splits), in_turn

@@ -1,0 +1,97 @@
+"""``grouped_moe`` for CUDA devices: as ``moe``, with the products of ``grouped_gemm``.
+
+Shapes: T tokens, S chosen for each, P = T S pairs of a token and an expert, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.grouped_moe import GroupedExperts, grouped_moe
+from octavo.ops.moe import ClampedSwish
+from octavo.ops.triton.gates import gate_and_mul
+from octavo.ops.triton.grouped_gemm import parts_of, sum_chunks
+from octavo.ops.triton.grouped_linear import declines_grouped
+from octavo.ops.triton.grouped_numbers import assembly
+from octavo.ops.triton.launch import after_predecessor, launch
+from octavo.ops.triton.moe import Tiles, sort_into_tiles, sum_experts
+
+BLOCK_N, STAGES = 64, 3
+
+
+@triton.jit(do_not_specialize=["T"])
+def grouped_expert_kernel(
+    x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor,
+    bias_ptr: tl.tensor, share_ptr: tl.tensor, out_ptr: tl.tensor, order_ptr: tl.tensor, expert_ptr: tl.tensor,
+    first_ptr: tl.tensor, rows_ptr: tl.tensor, T: tl.tensor, N: tl.tensor, K: tl.tensor, num_rows: tl.tensor,
+    group_size: tl.tensor, num_groups: tl.tensor, pairs_a_row: tl.tensor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PER_ROW: tl.constexpr,
+    NUMBER: tl.constexpr, CHUNK: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """BLOCK_N outputs of a tile's pairs; pair p reads row p / pairs_a_row of x and writes row p of the result."""
+    after_predecessor(PDL)
+    tile = tl.program_id(1)
+    num_pairs = tl.load(rows_ptr + tile)
+    if num_pairs > 0:
+        expert = tl.load(expert_ptr + tile)
+        m, n = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        pair = tl.load(order_ptr + tl.load(first_ptr + tile) + m, mask=m < num_pairs, other=0).to(tl.int64)
+        row = tl.where(m < num_pairs, pair // pairs_a_row, T)  # rows beyond the last are not read
+        own = expert * N + tl.minimum(n, N - 1)
+        acc, _ = sum_chunks(
+            x_ptr, words_ptr, scales_ptr, zeros_ptr, minima_ptr, row, own, T, N, num_rows, K, group_size, num_groups,
+            0, tl.cdiv(K, CHUNK),
+            BLOCK_M, BLOCK_N, WIDTH, PARTS, PER_ROW, NUMBER, CHUNK, False, EVEN_K, STAGES, ASSEMBLY,
+        )  # fmt: skip
+        if PER_ROW:
+            acc *= tl.load(scales_ptr + own).to(tl.float32)[:, None]
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + own).to(tl.float32)[:, None]
+        if share_ptr is not None:
+            acc *= tl.load(share_ptr + pair, mask=m < num_pairs, other=0.0)[None, :]
+        is_inside = (m < num_pairs)[None, :] & (n < N)[:, None]
+        tl.store(out_ptr + pair[None, :] * N + n[:, None], acc.to(out_ptr.dtype.element_ty), mask=is_inside)
+
+
+def _expert_linear(
+    x: Tensor, packed: PackedGroups, count: int, bias: Tensor | None, share: Tensor | None, out_PN: Tensor, tiles: Tiles
+) -> Tensor:
+    (num_rows, K), groups = packed.shape, len(packed.scales_GN)
+    N = num_rows // count
+    launch(
+        grouped_expert_kernel,
+        (triton.cdiv(N, BLOCK_N), len(tiles.expert)),
+        *(x, packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN, bias, share, out_PN),
+        *(tiles.order_P, tiles.expert, tiles.first, tiles.rows),
+        *(len(x), N, K, num_rows, packed.group, groups, len(tiles.order_P) // len(x)),
+        BLOCK_M=tiles.block,
+        BLOCK_N=BLOCK_N,
+        **parts_of(packed),
+        STAGES=STAGES,
+        ASSEMBLY=assembly(packed, x.dtype),
+        num_warps=4,
+    )
+    return out_PN
+
+
+@grouped_moe.kernel(device="cuda", name="triton", preference=10, supports=declines_grouped)
+def grouped_moe_triton(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: GroupedExperts) -> Tensor:
+    """See ``ops.grouped_moe``; a row's sum is taken in the order in which its experts were chosen."""
+    (T, D), P, count = x_TD.shape, ids_TS.numel(), experts.num_experts
+    if not T:
+        return torch.empty_like(x_TD)
+    tiles = sort_into_tiles(ids_TS, count)
+    gate_up = torch.empty(P, experts.gate_up.shape[0] // count, dtype=x_TD.dtype, device=x_TD.device)
+    _expert_linear(x_TD.contiguous(), experts.gate_up, count, experts.gate_up_bias, None, gate_up, tiles)
+    if isinstance(experts.activation, ClampedSwish):
+        gated = experts.activation(gate_up)
+    else:
+        gated = gate_and_mul(gate_up, experts.activation)
+    parts = torch.empty(P, D, dtype=torch.float32, device=x_TD.device)
+    _expert_linear(gated, experts.down, count, experts.down_bias, shares_TS.contiguous(), parts, tiles)
+    return sum_experts(parts, x_TD)

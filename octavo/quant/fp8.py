@@ -1,0 +1,76 @@
+"""FP8 weights of 8 bits (e4m3) with float scales: ``weight`` times ``weight_scale`` or ``weight_scale_inv``.
+
+``quant_method`` "fp8" is the format of DeepSeek-V3, of transformers and of vLLM: a scale for a tensor, or for each
+block of ``weight_block_size``. Despite its name, ``weight_scale_inv`` is multiplied.
+
+Only weights are FP8 in the computation: scales of activations (``input_scale``) are not used, which is more precise.
+
+Shapes: K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from octavo.quant.dummies import dummy_scaled, is_quantised_dummy
+from octavo.quant.keys import QuantKeys
+from octavo.quant.plain import Plain
+from octavo.quant.scaled import ScaledStored
+from octavo.quant.stored import StoredWeight
+from octavo.quant.tensors import FLOATS, Tensors
+
+SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu)
+
+
+@dataclass(frozen=True)
+class FP8(Plain):
+    """Modules without a scale are unquantised."""
+
+    block: tuple[int, int] | None
+    """``weight_block_size``: rows and columns."""
+    kept: tuple[str, ...] = ()
+    """``modules_to_not_convert``; used for random weights alone."""
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> FP8:
+        """Read a ``quantization_config``. Raises ``CheckpointError``."""
+        keys = QuantKeys(values)
+        fmt = keys.get("fmt", "e4m3")
+        if fmt not in ("e4m3", "float8_e4m3fn"):
+            raise keys.wrong("fmt", "e4m3")
+        keys.word("activation_scheme", ("dynamic", "static"), "dynamic")
+        return cls(keys.pair("weight_block_size"), keys.names("modules_to_not_convert") + keys.names("ignored_layers"))
+
+    def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
+        if is_quantised_dummy(name, self.kept, tensors):
+            return dummy_scaled(name, shape, self.block or shape, tensors)
+        scale_name = next((scale for scale in SCALE_NAMES if tensors.has(f"{name}.{scale}")), None)
+        if scale_name is None:
+            return super().matrix(name, shape, tensors, is_transposed)
+        return read_fp8(name, shape, tensors, scale_name, self.block)
+
+
+def read_fp8(
+    name: str, shape: tuple[int, int], tensors: Tensors, scale_name: str, block: tuple[int, int] | None
+) -> ScaledStored:
+    """Module ``name``, with scales for blocks, or else one for each output or for the tensor."""
+    N, K = shape
+    values_NK = tensors.typed(f"{name}.weight", shape, torch.float8_e4m3fn)
+    tensors.leave_out_activation_scales(name)
+    whole = ((1,), (), (1, 1))
+    if block is not None:
+        height, width = block
+        rows, columns = -(-N // height), -(-K // width)
+        shapes = ((rows, columns), (rows, 1, columns, 1), *(whole if rows == columns == 1 else ()))
+    else:
+        shapes = (*whole, (N, 1), (N,))
+    scales = tensors.scales(f"{name}.{scale_name}", *shapes, dtypes=SCALE_DTYPES)
+    if block is None:
+        block = (N, K) if scales.numel() == 1 else (1, K)
+        return ScaledStored(values_NK, scales.reshape(-1, 1), block)
+    return ScaledStored(values_NK, scales.reshape(rows, columns), block)

@@ -1,0 +1,160 @@
+"""Integer weights with a scale, and possibly a zero point, for each group of inputs.
+
+GPTQ, AWQ and the integer formats of compressed-tensors all become a ``GroupedStored``.
+
+Shapes: K inputs, N outputs, G groups of K / G inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.ops.block_linear import ROWS_AT_ONCE, PackedBlocks
+from octavo.ops.grouped_linear import Number, PackedGroups
+from octavo.quant.blocks import BlockWeight, without_kernel
+from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
+from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
+from octavo.weights.blocks import Groups
+
+FEWEST_TOGETHER, MOST_TOGETHER = 16, 64
+"""Fewest and most inputs that share a scale in a packed weight; ``ops.block_linear`` rounds as many activations
+together. Longer groups are divided."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedStored:
+    """A matrix whose entries are ``(code - zero) * scale``, computed in float32."""
+
+    codes_NK: Tensor
+    """int8, from -2 ** (bits - 1) to 2 ** (bits - 1) - 1: formats of unsigned codes are shifted by 2 ** (bits - 1)."""
+    scales_NG: Tensor
+    """float32; groups are runs of K / G columns. G is 1 for a scale per output."""
+    zeros_NG: Tensor | None
+    """int8, with the same range as the codes; ``None``: zero."""
+    bits: int
+    """From 2 to 8."""
+    order_K: Tensor | None = None
+    """int64: the input that each column multiplies; ``None``: column k multiplies input k.
+
+    Checkpoints in activation order (GPTQ's ``desc_act``) assign inputs to groups freely. Their columns are sorted by
+    group, which makes groups runs of columns.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        N, K = self.codes_NK.shape
+        return N, K
+
+    @property
+    def group(self) -> int:
+        """Number of columns that share a scale."""
+        return self.shape[1] // self.scales_NG.shape[1]
+
+    @property
+    def layout(self) -> Hashable:
+        order = None if self.order_K is None else self.order_K.numpy().tobytes()
+        return "grouped", self.bits, self.group, self.zeros_NG is not None, order
+
+    def rows(self, order: Order) -> GroupedStored:
+        index = torch.from_numpy(order)
+        zeros = None if self.zeros_NG is None else self.zeros_NG[index]
+        return GroupedStored(self.codes_NK[index], self.scales_NG[index], zeros, self.bits, self.order_K)
+
+    def join(self, others: Sequence[GroupedStored]) -> GroupedStored:
+        parts = (self, *others)
+        zeros = [part.zeros_NG for part in parts if part.zeros_NG is not None]
+        return GroupedStored(
+            torch.cat([part.codes_NK for part in parts]),
+            torch.cat([part.scales_NG for part in parts]),
+            torch.cat(zeros) if zeros else None,
+            self.bits,
+            self.order_K,
+        )
+
+    def shard(self, dim: int, rank: int, size: int) -> GroupedStored:
+        own = shard_range(self.shape, dim, rank, size)
+        if dim == 1:
+            unit = 1 if self.order_K is not None else math.gcd(self.group, len(own))
+            return self._in_groups_of(unit)._columns(own)
+        zeros = None if self.zeros_NG is None else self.zeros_NG[own.start : own.stop]
+        codes, scales = (part[own.start : own.stop] for part in (self.codes_NK, self.scales_NG))
+        return GroupedStored(codes, scales, zeros, self.bits, self.order_K)
+
+    def fill(self, out_NK: Tensor) -> None:
+        device = out_NK.device
+        for rows in row_slices(self.shape):
+            scales_RG1 = self.scales_NG[rows].to(device).unsqueeze(2)
+            weight = self.codes_NK[rows].to(device).float().view(*scales_RG1.shape[:2], self.group)
+            if self.zeros_NG is not None:
+                weight -= self.zeros_NG[rows].to(device).unsqueeze(2)
+            weight *= scales_RG1
+            if self.order_K is None:
+                out_NK[rows].copy_(weight.flatten(1))
+            else:
+                out_NK[rows].index_copy_(1, self.order_K.to(device), weight.flatten(1).to(out_NK.dtype))
+
+    def dense(self, form: WeightFormat) -> Tensor:
+        return filled([self], form)
+
+    def pack(self, form: WeightFormat) -> LinearWeight | None:
+        if packs_groups(form):
+            packed = self.packed_groups(form.device)
+            return None if packed is None else GroupedWeight(packed, form.dtype)
+        if not form.packs or form.device.type != "cpu" or without_kernel("cpu") is not None:
+            return None
+        length = math.gcd(self.group, MOST_TOGETHER)
+        if length < FEWEST_TOGETHER:
+            return None
+        bits = 4 if self.bits <= 4 else 8
+        order = None if self.order_K is None else self.order_K.to(torch.int32)
+        return BlockWeight(
+            PackedBlocks.of_groups(f"int{self.bits}", self.shape, bits, self._numbers(bits, length), order)
+        )
+
+    def packed_groups(self, device: torch.device) -> PackedGroups | None:
+        """For ``ops.grouped_linear``, on this device; ``None`` if its kernels do not take such groups."""
+        number: Number = "int4" if self.bits <= 4 else "int8"
+        return pack_groups(number, self.codes_NK, self.scales_NG, self.group, device, self.zeros_NG, self.order_K)
+
+    def _numbers(self, bits: int, length: int) -> Iterator[Groups]:
+        """Unsigned numbers, with groups divided into groups of ``length``; zero points become minima."""
+        offset, parts = 1 << (bits - 1), self.group // length
+        for first in range(0, self.shape[0], ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            numbers = (self.codes_NK[rows].to(torch.int16) + offset).to(torch.uint8).numpy()
+            scales = self.scales_NG[rows].repeat_interleave(parts, dim=1)
+            if self.zeros_NG is None:
+                yield Groups(numbers, offset, scales.numpy(), None)
+            else:
+                minima = -(self.zeros_NG[rows].float() + offset).repeat_interleave(parts, dim=1) * scales
+                yield Groups(numbers, 0, scales.numpy(), minima.numpy())
+
+    def _in_groups_of(self, length: int) -> GroupedStored:
+        """The same matrix in smaller groups. In groups of 1, columns are in the order of inputs."""
+        if length == self.group and self.order_K is None:
+            return self
+        parts = [None if part is None else part.repeat_interleave(self.group // length, dim=1) for part in self._sides]
+        codes_NK = self.codes_NK
+        if self.order_K is not None:
+            place_K = torch.argsort(self.order_K)
+            codes_NK = codes_NK[:, place_K]
+            parts = [None if part is None else part[:, place_K] for part in parts]
+        scales, zeros = parts
+        assert scales is not None
+        return GroupedStored(codes_NK, scales, zeros, self.bits)
+
+    def _columns(self, own: range) -> GroupedStored:
+        """Whole groups of columns, of a matrix in the order of inputs."""
+        first, count = own.start // self.group, len(own) // self.group
+        scales, zeros = (None if part is None else part.narrow(1, first, count) for part in self._sides)
+        assert scales is not None
+        return GroupedStored(self.codes_NK.narrow(1, own.start, len(own)), scales, zeros, self.bits)
+
+    @property
+    def _sides(self) -> tuple[Tensor, Tensor | None]:
+        return self.scales_NG, self.zeros_NG

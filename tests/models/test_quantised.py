@@ -1,0 +1,162 @@
+"""Quantised checkpoints through the engine: what they compute is what their dequantised matrices compute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from octavo import LLM, SamplingParams
+from octavo.models.outline import outline
+from octavo.models.registry import read_config
+from octavo.weights.safetensors import SafetensorsCheckpoint
+from tests.models.families import VOCAB_SIZE, make_checkpoint
+from tests.models.test_architectures import SETTINGS, random_tokens
+from tests.ops.cpu_cases import needs_float_kernels
+from tests.quant.writers import (
+    Writer,
+    awq,
+    compressed,
+    fp8,
+    gptq,
+    modelopt_fp8,
+    modelopt_nvfp4,
+    quantise,
+    replace_matrices,
+)
+
+GROUP = 16
+INT = {"type": "int", "strategy": "group", "group_size": GROUP}
+FORMATS: dict[str, Writer] = {
+    "gptq": gptq(4, GROUP),
+    "gptq v2, 3 bits, zeros": gptq(3, GROUP, "gptq_v2", has_zeros=True),
+    "gptq, in activation order": gptq(4, GROUP, has_zeros=True, is_ordered=True),
+    "gptq, 8 bits": gptq(8, GROUP),
+    "awq": awq(GROUP),
+    "fp8": fp8(),
+    "fp8, blocks": fp8(32, 32),
+    "modelopt fp8": modelopt_fp8(),
+    "modelopt nvfp4": modelopt_nvfp4(),
+    "int4": compressed("pack-quantized", num_bits=4, **INT),
+    "int4, zeros": compressed("pack-quantized", num_bits=4, **INT, symmetric=False),
+    "int8": compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+    "compressed fp8": compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+    "nvfp4": compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+    "mxfp4": compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "llama/biases": {},
+    "qwen3/wide_heads": {},
+    "gemma3/two_ropes": {"num_hidden_layers": 3},
+    "phi3/fused": {},
+    "mixtral/two_of_five": {},
+    "qwen3_moe/normalised": {"moe_intermediate_size": 32},
+    "deepseek_v3/groups": {"moe_intermediate_size": 32, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16},
+}
+ALL_FAMILIES = {"gptq", "awq", "fp8, blocks", "int4", "modelopt nvfp4"}
+"""Formats that every family is tried in; Llama is tried in each."""
+PROMPT = random_tokens(60)
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, prompt_logprobs=5, logprobs=5)
+
+
+def checkpoint(folder: Path, row: str) -> Path:
+    make_checkpoint(folder, row, hidden_size=64, intermediate_size=96, initializer_range=0.1, **SIZES[row])
+    return folder
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(row, name) for row in SIZES for name in FORMATS if row == "llama/biases" or name in ALL_FAMILIES],
+    ids="/".join,
+)
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint in a format, and one with the same matrices unquantised."""
+    row, name = request.param
+    torch.manual_seed(0)
+    source, folder, plain = (tmp_path_factory.mktemp(kind) for kind in ("source", "quantised", "plain"))
+    checkpoint(source, row)
+    matrices = quantise(source, folder, FORMATS[name])
+    assert len(matrices) >= 2 * 4
+    replace_matrices(source, plain, matrices)
+    return folder, plain
+
+
+def logprobs(folder: Path, **settings: Any) -> tuple[Tensor, list[int]]:
+    """Log-probabilities of each prompt token's best five as a table [tokens, V], NaN elsewhere; and the answer."""
+    with LLM(folder, **SETTINGS, **settings) as llm:
+        result = llm.generate([PROMPT], PARAMS)[0]
+    output = result.outputs[0]
+    rows = [*(result.prompt_logprobs or [])[1:], *(output.logprobs or [])]
+    table = torch.full((len(rows), VOCAB_SIZE), float("nan"))
+    for row, told in zip(table, rows, strict=True):
+        for token, entry in (told or {}).items():
+            row[token] = entry.logprob
+    return table, list(output.token_ids)
+
+
+def test_dequantised_weights_give_the_logits_of_their_matrices(folders: tuple[Path, Path]) -> None:
+    folder, plain = folders
+    (found, answer), (expected, same) = (logprobs(path, dtype="float32") for path in (folder, plain))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0, equal_nan=True)
+    assert answer == same
+
+
+@needs_float_kernels
+def test_packed_weights_are_close_to_their_matrices(folders: tuple[Path, Path]) -> None:
+    """Activations are rounded to 8 bits for packed integers: log-probabilities move by a few hundredths.
+
+    Those of models with experts move more: near ties of the router may be decided otherwise, too.
+    """
+    folder, plain = folders
+    (found, answer), (expected, same) = (logprobs(path, kv_cache_dtype="auto") for path in (folder, plain))
+    assert (found - expected)[: len(PROMPT) - 1].abs().nanmean() < 0.05
+    best = expected[len(PROMPT) - 1 :].nan_to_num(-1e9).topk(2).values
+    for token, other, (first, second) in zip(answer, same, best.tolist(), strict=True):
+        if token != other:
+            assert first - second < 0.25, "only near ties may be decided otherwise"
+            break
+
+
+@pytest.mark.parametrize("name", ["gptq, in activation order", "fp8, blocks", "modelopt nvfp4", "int8"])
+def test_random_weights_need_no_files_of_weights(tmp_path: Path, name: str) -> None:
+    checkpoint(tmp_path, "qwen3_moe/normalised")
+    (tmp_path / "model.safetensors").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": FORMATS[name].config}))
+    found, answer = logprobs(tmp_path, load_format="dummy")
+    assert len(answer) == PARAMS.max_tokens
+    assert not found[: len(PROMPT)].isnan().all(dim=1).any()
+
+
+def test_a_quantised_embedding_is_tied_to_the_head(tmp_path: Path) -> None:
+    """compressed-tensors may quantise embeddings too (targets: Embedding)."""
+    source, folder, plain = (tmp_path / name for name in ("source", "quantised", "plain"))
+    make_checkpoint(source, "llama/one_kv_head_tied", hidden_size=64)
+    tensors = load_file(source / "model.safetensors")
+    name, writer = "model.embed_tokens", compressed("int-quantized", num_bits=8, type="int", strategy="channel")
+    written, matrix = writer.write(tensors.pop(f"{name}.weight"))
+    replace_matrices(source, plain, {f"{name}.weight": matrix})
+    folder.mkdir()
+    save_file({**tensors, **{f"{name}.{part}": value for part, value in written.items()}}, folder / "model.safetensors")
+    writer.config["config_groups"]["group_0"]["targets"] = ["Embedding"]
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": writer.config}))
+    found, expected = (logprobs(path, dtype="float32") for path in (folder, plain))
+    assert found[1] == expected[1]
+    packed = logprobs(folder)[0]
+    assert (packed - expected[0])[: len(PROMPT) - 1].abs().nanmean() < 0.05
+
+
+def test_a_quantised_checkpoint_is_checked_from_its_headers(folders: tuple[Path, Path]) -> None:
+    folder, plain = folders
+    found, expected = (
+        outline(read_config(checkpoint.config), checkpoint, torch.bfloat16)
+        for checkpoint in (SafetensorsCheckpoint(folder), SafetensorsCheckpoint(plain))
+    )
+    assert found.num_parameters == expected.num_parameters
+    assert found.num_bytes == expected.num_bytes

@@ -1,0 +1,241 @@
+"""Linear maps of packed groups against float64: every kernel, format and part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.ops.grouped_linear import PackedGroups, grouped_linear
+from octavo.ops.triton import grouped_configs
+from octavo.ops.triton.config_tables import FOLDER, read_section, write_section
+from octavo.ops.triton.grouped_configs import GroupedConfig
+from octavo.ops.triton.grouped_dense import dense
+from octavo.ops.triton.grouped_gemm import GroupedGemmConfig
+from octavo.ops.triton.grouped_gemv import GroupedGemvConfig
+from octavo.ops.triton.grouped_linear import grouped_linear_triton, run_grouped
+from octavo.ops.triton.launch import counters, invariant
+from octavo.ops.triton.skinny_gemm import MAX_TILES
+from tests.ops.triton.poison import poison_new_tensors
+from tests.ops.triton.test_linear import PARTS, Case
+
+GEMM = GroupedGemmConfig(64, 16, warps=4, stages=2)
+CONFIGS: dict[str, GroupedConfig] = {
+    "gemv": GroupedGemvConfig(16, split=4, warps=4, stages=2),
+    "gemv, more parts than warps": GroupedGemvConfig(32, split=8, warps=4, stages=3, release="late"),
+    "gemm": GEMM,
+    "gemm, splits": replace(GEMM, splits=3, release="late"),
+    "dense": None,
+}
+FORMATS = {
+    "int4, 16": ("int4", 16),
+    "int4, 32": ("int4", 32),
+    "int4, 64": ("int4", 64),
+    "int4, 128": ("int4", 128),
+    "int4, 256": ("int4", 256),
+    "int4, per output": ("int4", 0),
+    "uint4 with minima, 32": ("uint4", 32),
+    "uint4 with minima, 128": ("uint4", 128),
+    "int8, 16": ("int8", 16),
+    "int8, 32": ("int8", 32),
+    "int8, 128": ("int8", 128),
+    "int8, per output": ("int8", 0),
+    "e4m3, 128": ("e4m3", 128),
+    "e4m3, per output": ("e4m3", 0),
+    "e2m1, 16": ("e2m1", 16),
+    "e2m1, 32": ("e2m1", 32),
+}
+"""Numbers and groups; 0 for a scale per output."""
+
+
+def random_groups(
+    device: str, number: str, N: int, K: int, group: int, zeros: bool = False, order: bool = False
+) -> PackedGroups:
+    """A random weight of about unit variance for rows of K."""
+    if number == "e4m3":
+        codes = torch.randn(N, K, device=device).mul(20).to(torch.float8_e4m3fn).view(torch.uint8)
+    elif number in ("e2m1", "uint4"):
+        codes = torch.randint(0, 16, (N, K), device=device, dtype=torch.uint8)
+    else:
+        top = 8 if number == "int4" else 128
+        codes = torch.randint(-top, top, (N, K), device=device, dtype=torch.int8)
+    unit = {"int4": 5, "uint4": 5, "int8": 70, "e4m3": 20, "e2m1": 3}[number]
+    scales = (torch.rand(N, K // (group or K), device=device) + 0.5) / unit / K**0.5
+    zeros_NG = torch.randint(-7, 8, scales.shape, device=device, dtype=torch.int8) if zeros else None
+    order_K = torch.randperm(K, device=device) if order else None
+    minima_NG = (-7 * scales).half().float() if number == "uint4" else None
+    return PackedGroups.pack(number, codes, scales.bfloat16().float(), zeros_NG, order_K, minima_NG)
+
+
+@dataclass
+class GroupedCase:
+    """The arguments of one call: those of a dense one, with another weight."""
+
+    case: Case
+    packed: PackedGroups
+
+    @classmethod
+    def random(
+        cls, device: str, T: int, packed: PackedGroups, dtype: torch.dtype = torch.bfloat16, **parts: Any
+    ) -> GroupedCase:
+        case = Case.random(device, T, *packed.shape, dtype, **parts)
+        case.weight_NK = packed.unpack()
+        return cls(case, packed)
+
+    def arguments(self) -> tuple[Any, ...]:
+        x, _, *rest = self.case.arguments()
+        return x, self.packed, *rest
+
+    def check(self, out_TN: Tensor) -> None:
+        self.case.check(out_TN)
+
+
+@pytest.fixture(autouse=True)
+def _poison(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    counters(torch.device(device), MAX_TILES)
+    poison_new_tensors(monkeypatch)
+
+
+def rows_for(name: str) -> int:
+    return 1 if "gemv" in name else 5
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS.keys())
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_configuration_with_all_parts(device: str, name: str, parts: dict[str, Any]) -> None:
+    packed = random_groups(device, "int4", 46, 640, 128)
+    for T in (1, 3) if "gemv" in name else (3,):
+        case = GroupedCase.random(device, T, packed, **parts)
+        case.check(run_grouped(*case.arguments(), CONFIGS[name]))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format(device: str, form: str, name: str) -> None:
+    number, group = FORMATS[form]
+    for zeros in (False, True) if number in ("int4", "int8") else (False,):
+        packed = random_groups(device, number, 37, 768, group, zeros)
+        case = GroupedCase.random(device, 2, packed)
+        case.check(run_grouped(*case.arguments(), CONFIGS[name]))
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "group"), [(1, 32, 32), (17, 96, 32), (16, 64, 64), (75, 33, 0), (2, 7, 0), (40, 192, 64)]
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_odd_shapes(device: str, name: str, N: int, K: int, group: int) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        case = GroupedCase.random(device, 1, random_groups(device, "int4", N, K, group), dtype, **PARTS["norm"])
+        case.check(run_grouped(*case.arguments(), CONFIGS[name]))
+
+
+@pytest.mark.parametrize("T", [1, 2, 8, 9, 16, 17, 70, 130, 260])
+def test_rows_by_the_chosen_configuration(device: str, T: int) -> None:
+    packed = random_groups(device, "int4", 70, 256, 128)
+    for parts in (PARTS["norm and silu"], PARTS["bias and residual"]):
+        case = GroupedCase.random(device, T, packed, **parts)
+        case.check(grouped_linear_triton(*case.arguments()))
+
+
+@pytest.mark.parametrize("number", ["int4", "uint4", "int8", "e4m3", "e2m1"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_code_is_exact(device: str, number: str, dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    if number == "e4m3":
+        codes[(codes & 0x7F) == 0x7F] = 0  # not a number
+    elif number in ("e2m1", "uint4"):
+        codes &= 15
+    elif number == "int4":
+        codes = (codes % 16).to(torch.int8) - 8
+    packed = PackedGroups.pack(number, codes.repeat(3, 1), torch.ones(3, 1, device=device))  # type: ignore[arg-type]
+    assert torch.equal(dense(packed, dtype).float(), packed.unpack())
+    one_hot = torch.eye(256, device=device, dtype=dtype)
+    for config in (CONFIGS["gemv"], CONFIGS["gemm"]):
+        for rows in one_hot.split(8):
+            found = run_grouped(rows, packed, None, None, 0.0, None, None, config)
+            assert torch.equal(found.float(), (rows.float() @ packed.unpack().T).to(dtype).float())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_activation_order(device: str, name: str) -> None:
+    packed = random_groups(device, "int4", 20, 256, 64, zeros=True, order=True)
+    case = GroupedCase.random(device, 3, packed, **PARTS["norm"])
+    case.check(run_grouped(*case.arguments(), CONFIGS[name]))
+
+
+def test_splits_leave_their_counters_at_zero(device: str) -> None:
+    case = GroupedCase.random(device, 5, random_groups(device, "int4", 150, 1024, 128))
+    first, second = (run_grouped(*case.arguments(), CONFIGS["gemm, splits"]) for _ in range(2))
+    assert torch.equal(first, second)
+    assert not counters(torch.device(device), MAX_TILES).any()
+
+
+@pytest.mark.parametrize("parts", [PARTS["norm and silu"], PARTS["bias and residual"]], ids=["gated", "residual"])
+def test_invariant_rows_have_the_same_bits_in_any_company(
+    device: str, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the splits of a tile go from several programs to one, for there are enough tiles."""
+    monkeypatch.setattr(grouped_configs, "ENOUGH_PROGRAMS", 4)
+    case = GroupedCase.random(device, 130, random_groups(device, "int4", 140, 2048, 128), **parts)
+    with invariant():
+        whole = grouped_linear_triton(*case.arguments())
+        case.check(whole)
+        x, packed, bias, norm, eps, residual, activation = case.arguments()
+        for rows in (slice(0, 1), slice(3, 5), slice(2, 66)):
+            own = None if residual is None else residual[rows].clone()
+            found = grouped_linear_triton(x[rows], packed, bias, norm, eps, own, activation)
+            assert torch.equal(found, whole[rows])
+
+
+def test_the_reference_agrees(device: str) -> None:
+    case = GroupedCase.random(device, 3, random_groups(device, "int8", 20, 128, 64, zeros=True), **PARTS["all"])
+    case.check(grouped_linear.reference(*case.arguments()))
+
+
+def test_rows_of_the_weight(device: str) -> None:
+    packed = random_groups(device, "int4", 50, 256, 64, zeros=True, order=True)
+    ids = torch.tensor([49, 3, 3, 16], device=device)
+    assert torch.equal(packed.rows(ids), packed.unpack()[ids])
+
+
+def test_no_rows(device: str) -> None:
+    case = GroupedCase.random(device, 0, random_groups(device, "int4", 64, 128, 32), **PARTS["norm and silu"])
+    assert grouped_linear_triton(*case.arguments()).shape == (0, 32)
+
+
+@pytest.mark.parametrize(("K", "group"), [(192, 48), (384, 96), (64, 8)])
+def test_groups_that_no_kernel_takes_are_refused(K: int, group: int) -> None:
+    with pytest.raises(ValueError, match=f"groups of {group} of {K} inputs cannot be packed as int4"):
+        PackedGroups.pack("int4", torch.zeros(4, K, dtype=torch.int8), torch.ones(4, K // group))
+
+
+def test_what_does_not_go_together_is_refused(device: str) -> None:
+    packed = random_groups(device, "int4", 5, 128, 32)
+    with pytest.raises(ValueError, match="x has 64 columns, the weight 128"):
+        grouped_linear_triton(torch.zeros(2, 64, device=device).bfloat16(), packed)
+    with pytest.raises(ValueError, match="5 outputs cannot be gates and as many ups"):
+        grouped_linear_triton(torch.zeros(2, 128, device=device).bfloat16(), packed, activation="silu")
+
+
+def test_a_device_uses_its_table(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = random_groups(device, "int4", 64, 256, 128)
+    table = {"int4/128 64x256, 8": CONFIGS["gemv"], "int4/128 64x256, 32": None}
+    monkeypatch.setattr(grouped_configs, "table_of", lambda device: table)
+    found = [grouped_configs.config_for(T, packed, False, torch.device("cpu")) for T in (2, 8, 17)]
+    assert found == [CONFIGS["gemv"], CONFIGS["gemv"], None]
+    assert isinstance(grouped_configs.config_for(1, packed, False, torch.device("cpu")), GroupedGemvConfig)
+    assert isinstance(grouped_configs.config_for(200, packed, False, torch.device("cpu")), GroupedGemmConfig)
+
+
+def test_shipped_tables_can_be_read(tmp_path: Path) -> None:
+    for path in FOLDER.glob("*.json"):
+        found = read_section(path, grouped_configs.SECTION, grouped_configs.KINDS)
+        write_section(tmp_path / "gpu.json", "another", {"1x1": CONFIGS["gemm"]}, grouped_configs.KINDS)
+        write_section(tmp_path / "gpu.json", grouped_configs.SECTION, found, grouped_configs.KINDS)
+        assert read_section(tmp_path / "gpu.json", grouped_configs.SECTION, grouped_configs.KINDS) == found
+        assert read_section(tmp_path / "gpu.json", "another", grouped_configs.KINDS) == {"1x1": CONFIGS["gemm"]}

@@ -1,0 +1,81 @@
+"""Experts of packed groups against the op's reference in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.grouped_moe import GroupedExperts, grouped_moe, join_experts
+from octavo.ops.moe import ClampedSwish
+from octavo.ops.triton.grouped_moe import grouped_moe_triton
+from tests.ops.triton.poison import poison_new_tensors
+from tests.ops.triton.test_grouped_linear import random_groups
+
+D, F, X, S = 96, 64, 5, 2
+
+
+def make(
+    device: str, number: str, group: int, zeros: bool = False, activation: Any = "silu", biases: bool = False
+) -> Any:
+    def joined(N: int, K: int) -> PackedGroups:
+        packed = join_experts([random_groups(device, number, N, K, group, zeros) for _ in range(X)])
+        assert packed is not None
+        return packed
+
+    given = [torch.randn(X, width, device=device).bfloat16() for width in (2 * F, D)] if biases else [None, None]
+    return GroupedExperts(X, joined(2 * F, D), joined(D, F), activation, *given)
+
+
+def tokens(device: str, T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = torch.stack([torch.randperm(X - 1)[:S] for _ in range(T)]).to(device)  # one expert has no rows
+    return torch.randn(T, D, device=device).bfloat16(), ids, torch.rand(T, S, device=device)
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    poison_new_tensors(monkeypatch)
+
+
+FORMATS = [
+    ("int4", 32, True),
+    ("uint4", 32, False),
+    ("int8", 0, False),
+    ("e4m3", 0, False),
+    ("e2m1", 16, False),
+]
+
+
+@pytest.mark.parametrize(("number", "group", "zeros"), FORMATS)
+@pytest.mark.parametrize("activation", ["silu", ClampedSwish(1.7, 2.0)])
+@pytest.mark.parametrize("T", [1, 30])
+def test_experts_agree_with_the_reference(
+    device: str, T: int, activation: Any, number: str, group: int, zeros: bool
+) -> None:
+    experts = make(device, number, group, zeros, activation, biases=T > 1)
+    x, ids, shares = tokens(device, T)
+    wide = experts._replace(
+        gate_up_bias=None if experts.gate_up_bias is None else experts.gate_up_bias.float(),
+        down_bias=None if experts.down_bias is None else experts.down_bias.float(),
+    )
+    expected = grouped_moe.reference(x.float(), ids, shares, wide)
+    found = grouped_moe_triton(x, ids, shares, experts)
+    allowed = 2**-5 * expected.abs().max().item()
+    torch.testing.assert_close(found.float(), expected, rtol=2**-5, atol=allowed)
+
+
+def test_no_rows(device: str) -> None:
+    x, ids, shares = tokens(device, 1)
+    assert grouped_moe_triton(x[:0], ids[:0], shares[:0], make(device, "int4", 32)).shape == (0, D)
+
+
+def test_experts_that_differ_are_not_joined(device: str) -> None:
+    first = random_groups(device, "int4", 32, 64, 32)
+    assert join_experts([first, random_groups(device, "int4", 32, 64, 64)]) is None
+    assert join_experts([random_groups(device, "int4", 24, 64, 32)]) is None
+    joined = join_experts([first, random_groups(device, "int4", 32, 64, 32)])
+    assert joined is not None
+    assert torch.equal(joined.rows(torch.arange(32, device=device)), first.unpack())

@@ -1,0 +1,137 @@
+"""Modules written by the compressed-tensors library, read to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_range
+from torch import Tensor
+
+from octavo.quant.compressed_tensors import CompressedTensors
+from octavo.quant.float4 import Float4Stored
+from octavo.quant.grouped import GroupedStored
+from octavo.quant.scaled import ScaledStored
+from octavo.quant.stored import WeightFormat
+from octavo.quant.tensors import Tensors
+from tests.quant.sources import module
+
+NAME = "model.layers.0.self_attn.q_proj"
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+FP8 = {"num_bits": 8, "type": "float"}
+CPU = torch.device("cpu")
+
+
+def write(form: str, weights: dict[str, Any], shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, Any, Tensor]:
+    """The configuration, the tensors of a module, and the matrix as the library reads them."""
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    args, (N, K) = scheme.weights, shape
+    torch.manual_seed(N * K)
+    weight = torch.randn(shape, dtype=dtype) * torch.rand(N, 1, dtype=dtype)
+    width = args.group_size if args.strategy in ("group", "tensor_group") else K
+    height = 1 if args.strategy != "tensor" else N
+    if args.strategy == "block":
+        height, width = args.block_structure
+    rows, columns = -(-N // height), -(-K // width)
+    low, high = calculate_range(args, CPU)
+    scale = (torch.rand(rows, columns) * 0.02 + 0.01).to(dtype)
+    given = {"weight": weight, "weight_scale": scale.reshape(1) if scale.numel() == 1 else scale}
+    if not args.symmetric:
+        given["weight_zero_point"] = torch.randint(int(low), int(high) + 1, (rows, columns)).to(torch.int8)
+    if form.startswith("nvfp4"):
+        given["weight_global_scale"] = torch.tensor([37.3])
+        given["weight_scale"] = (torch.rand(rows, columns) * 20).to(torch.float8_e4m3fn).float()
+    if form.startswith("mx"):
+        given["weight_scale"] = torch.exp2(torch.randint(-9, 0, (rows, columns)).float()).to(dtype)
+    compressor = BaseCompressor.get_value_from_registry(form)
+    written = compressor.compress(given, scheme)
+    expected = compressor.decompress(written, scheme)["weight"]
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": args.model_dump(mode="json")}},
+        "ignore": ["lm_head"],
+    }
+    return config, written, expected
+
+
+CASES: dict[str, tuple[str, dict[str, Any], tuple[int, int], type]] = {
+    "int4, groups of 128": ("pack-quantized", INT4, (48, 256), GroupedStored),
+    "int4, a scale for each output": (
+        "pack-quantized",
+        {**INT4, "strategy": "channel", "group_size": None},
+        (24, 80),
+        GroupedStored,
+    ),
+    "int4, zeros": ("pack-quantized", {**INT4, "group_size": 32, "symmetric": False}, (40, 96), GroupedStored),
+    **{
+        f"int{bits}, zeros, outputs and inputs that do not fill words": (
+            "pack-quantized",
+            {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 20, "symmetric": False},
+            (13, 60),
+            GroupedStored,
+        )
+        for bits in range(2, 9)
+    },
+    "int8": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, (24, 72), GroupedStored),
+    "int8, one scale": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "tensor"}, (24, 72), GroupedStored),
+    "int8, zeros": (
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 24, "symmetric": False},
+        (24, 72),
+        GroupedStored,
+    ),
+    "int4 in bytes": ("naive-quantized", INT4, (16, 256), GroupedStored),
+    "fp8, one scale": ("float-quantized", {**FP8, "strategy": "tensor"}, (24, 72), ScaledStored),
+    "fp8, a scale for each output": ("float-quantized", {**FP8, "strategy": "channel"}, (24, 72), ScaledStored),
+    "fp8, groups": ("float-quantized", {**FP8, "strategy": "group", "group_size": 32}, (24, 96), ScaledStored),
+    "fp8, blocks": (
+        "float-quantized",
+        {**FP8, "strategy": "block", "block_structure": [128, 128]},
+        (256, 384),
+        ScaledStored,
+    ),
+    "fp8, blocks that do not divide": (
+        "naive-quantized",
+        {**FP8, "strategy": "block", "block_structure": [32, 48]},
+        (80, 100),
+        ScaledStored,
+    ),
+    "mxfp8": (
+        "mxfp8-quantized",
+        {**FP8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+        (16, 64),
+        ScaledStored,
+    ),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+        (24, 64),
+        Float4Stored,
+    ),
+    "mxfp4": (
+        "mxfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+        (24, 64),
+        Float4Stored,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES)
+def test_a_module_is_read_to_the_bit(case: str, dtype: torch.dtype) -> None:
+    form, weights, shape, kind = CASES[case]
+    config, written, expected = write(form, weights, shape, dtype)
+    tensors = Tensors(module(NAME, written))
+    stored = CompressedTensors.read(config).matrix(NAME, shape, tensors, False)
+    assert isinstance(stored, kind)
+    tensors.finish()
+    assert torch.equal(stored.dense(WeightFormat(expected.dtype, CPU)), expected)
+    if isinstance(stored, GroupedStored):
+        codes = stored.codes_NK[:, : stored.group].int()
+        assert codes.min() >= -(1 << (stored.bits - 1))
+        assert codes.max() < 1 << (stored.bits - 1)

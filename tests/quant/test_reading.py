@@ -1,0 +1,215 @@
+"""What methods accept besides the plain case: rules for modules, other files, leftovers of writers, random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.errors import CheckpointError
+from octavo.quant.float4 import Float4Stored
+from octavo.quant.grouped import GroupedStored
+from octavo.quant.methods import read_method
+from octavo.quant.scaled import ScaledStored
+from octavo.quant.shard import Shard
+from octavo.quant.stored import DenseStored, StoredWeight, WeightFormat
+from octavo.quant.tensors import Tensors
+from octavo.weights.dummy import DummyCheckpoint
+from octavo.weights.safetensors import read_configs
+from tests.models.test_sharding import ODD, load
+from tests.quant.sources import InMemory, module
+from tests.quant.writers import awq, compressed, fp8, gptq, modelopt_fp8, modelopt_nvfp4
+
+NAME = "model.layers.0.mlp.down_proj"
+FORM = WeightFormat(torch.float32, torch.device("cpu"))
+INT4 = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32)
+
+
+def read(config: dict[str, Any], tensors: dict[str, Tensor], shape: tuple[int, int], name: str = NAME) -> StoredWeight:
+    source = Tensors(module(name, tensors))
+    stored = read_method(config).matrix(name, shape, source, False)
+    source.finish()
+    return stored
+
+
+def test_rules_of_gptq_for_modules() -> None:
+    weight = torch.randn(32, 64)
+    config = {
+        **gptq(4, 32).config,
+        "dynamic": {"-:.*q_proj": {}, "+:.*mlp\\.down": {"bits": 8, "group_size": 16}, ".*up_proj": {"group_size": -1}},
+    }
+    for name, writer in (("mlp.down_proj", gptq(8, 16)), ("mlp.up_proj", gptq(4, 64)), ("mlp.gate_proj", gptq(4, 32))):
+        written, matrix = writer.write(weight)
+        assert torch.equal(read(config, written, (32, 64), f"model.layers.0.{name}").dense(FORM), matrix)
+    plain = read(config, {"weight": weight}, (32, 64), "model.layers.0.self_attn.q_proj")
+    assert torch.equal(plain.dense(FORM), weight)
+
+
+def test_zero_points_of_gptq_are_undone_with_carries() -> None:
+    """GPTQModel subtracts ones from whole words: a zero point of 0 borrows from its neighbour."""
+    written, _ = gptq(4, 32, "gptq_v2", has_zeros=True).write(torch.randn(32, 64))
+    config = gptq(4, 32, has_zeros=True).config
+    written["qzeros"][0, 0] = 0x54321000
+    expected = read({**config, "checkpoint_format": "gptq_v2"}, written, (32, 64)).dense(FORM)
+    written["qzeros"] -= 0x11111111
+    assert torch.equal(read(config, written, (32, 64)).dense(FORM), expected)
+
+
+def test_a_bias_of_zeros_is_left_out() -> None:
+    written, matrix = gptq(4, 32).write(torch.randn(32, 64))
+    assert torch.equal(read(gptq(4, 32).config, {**written, "bias": torch.zeros(32)}, (32, 64)).dense(FORM), matrix)
+    with pytest.raises(CheckpointError, match=r"does not have: model\.layers\.0\.mlp\.down_proj\.bias"):
+        read(gptq(4, 32).config, {**written, "bias": torch.ones(32)}, (32, 64))
+
+
+def test_groups_of_modules_by_name_pattern_and_class() -> None:
+    [(_, int4)] = INT4.config["config_groups"].items()
+    fp8_writer = compressed("float-quantized", num_bits=8, type="float", strategy="channel")
+    [(_, fp8_group)] = fp8_writer.config["config_groups"].items()
+    groups = {
+        "group_0": {**int4, "format": "pack-quantized"},
+        "group_1": {**fp8_group, "format": "float-quantized", "targets": ["re:.*down_proj", "lm_head"]},
+    }
+    config = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    weight = torch.randn(48, 64)
+    for name, writer, kind in (
+        ("model.layers.3.mlp.down_proj", fp8_writer, ScaledStored),
+        ("lm_head", fp8_writer, ScaledStored),
+        ("model.layers.3.mlp.up_proj", INT4, GroupedStored),
+    ):
+        written, matrix = writer.write(weight)
+        stored = read(config, written, (48, 64), name)
+        assert isinstance(stored, kind)
+        assert torch.equal(stored.dense(FORM), matrix)
+    assert isinstance(read(config, {"weight": weight}, (48, 64), "model.embed_tokens"), DenseStored)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6])
+def test_words_of_older_versions_have_gaps(bits: int) -> None:
+    """Before codes crossed words, a word held 32 // bits of them."""
+    per_word, (N, K) = 32 // bits, (4, 320)
+    codes = torch.randint(0, 1 << bits, (N, K))
+    fields = torch.nn.functional.pad(codes, (0, -K % per_word)).view(N, -1, per_word)
+    words = (fields << (bits * torch.arange(per_word))).sum(2).to(torch.int32)
+    config = compressed("pack-quantized", num_bits=bits, type="int", strategy="group", group_size=20).config
+    stored = read(config, {"weight_packed": words, "weight_scale": torch.ones(N, 16)}, (N, K))
+    assert torch.equal(stored.dense(FORM), codes.float() - (1 << (bits - 1)))
+
+
+def test_inputs_in_the_order_of_activations() -> None:
+    """``g_idx`` of older checkpoints of compressed-tensors: the group of each input."""
+    written, matrix = INT4.write(torch.randn(16, 64))
+    order = torch.randperm(64)
+    groups = torch.empty(64, dtype=torch.int32)
+    groups[order] = (torch.arange(64) // 32).int()
+    codes = (matrix / written["weight_scale"].repeat_interleave(32, dim=1)).round().int()[:, torch.argsort(order)] + 8
+    fields = (codes.view(16, 8, 8) << (4 * torch.arange(8))).sum(2).to(torch.int32)
+    parts = {**written, "weight_packed": fields, "weight_g_idx": groups}
+    stored = read(INT4.config, parts, (16, 64))
+    assert isinstance(stored, GroupedStored)
+    assert stored.order_K is not None
+    assert torch.equal(stored.dense(FORM), matrix[:, torch.argsort(order)])
+    sorted_groups = {**written, "weight_g_idx": (torch.arange(64) // 32).int()}
+    for same in (sorted_groups, {**written, "weight_g_idx": torch.full((64,), -1, dtype=torch.int32)}):
+        stored = read(INT4.config, same, (16, 64))
+        assert isinstance(stored, GroupedStored)
+        assert stored.order_K is None
+
+
+def test_scales_that_are_powers_of_two() -> None:
+    written, _ = fp8(32, 32).write(torch.randn(64, 64))
+    scales = torch.tensor([[0.5, 2.0], [4.0, 0.125]])
+    parts = {"weight": written["weight"], "weight_scale_inv": scales.to(torch.float8_e8m0fnu)}
+    expected = written["weight"].float() * scales.repeat_interleave(32, 0).repeat_interleave(32, 1)
+    assert torch.equal(read(fp8(32, 32).config, parts, (64, 64)).dense(FORM), expected)
+
+
+def test_blocks_of_modelopt() -> None:
+    values, scales = torch.randn(256, 128).to(torch.float8_e4m3fn), torch.rand(2, 1, 1, 1)
+    stored = read(
+        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, {"weight": values, "weight_scale": scales}, (256, 128)
+    )
+    assert torch.equal(stored.dense(FORM), values.float() * scales.view(2, 1).repeat_interleave(128, 0))
+
+
+def test_settings_in_files_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    settings = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(settings))
+    found = read_configs(tmp_path)[0]["quantization_config"]
+    written, matrix = modelopt_fp8().write(torch.randn(16, 32))
+    assert torch.equal(read(found, written, (16, 32)).dense(FORM), matrix)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": gptq(4, 32).config}))
+    assert read_configs(tmp_path)[0]["quantization_config"]["quant_method"] == "gptq"
+
+
+def test_scales_of_keys_and_values_are_checked_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    names = ("self_attn.k_scale", "self_attn.attn.v_scale", "self_attn.k_proj.k_scale", "self_attn.v_proj.output_scale")
+    scales = {f"model.layers.0.{name}": torch.tensor(0.3) for name in names}
+    Tensors(InMemory(scales)).finish()
+    assert "4 scales of keys and values are not used" in caplog.text
+    for wrong, message in ((float("nan"), "infinite or not numbers"), (-1.0, "not positive")):
+        with pytest.raises(CheckpointError, match=message):
+            Tensors(InMemory({**scales, "model.layers.0.self_attn.k_scale": torch.tensor(wrong)})).finish()
+    with pytest.raises(CheckpointError, match="expected scales of heads at most"):
+        Tensors(InMemory({"a.k_scale": torch.ones(1 << 17)})).finish()
+
+
+DUMMIES = {
+    "gptq": (gptq(4, 16, has_zeros=True), GroupedStored),
+    "awq": (awq(16), GroupedStored),
+    "int4": (compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=16), GroupedStored),
+    "int8": (compressed("int-quantized", num_bits=8, type="int", strategy="channel"), GroupedStored),
+    "fp8": (fp8(), ScaledStored),
+    "fp8 blocks": (fp8(32, 32), ScaledStored),
+    "modelopt": (modelopt_nvfp4(), Float4Stored),
+    "mxfp4": (
+        compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+        Float4Stored,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DUMMIES)
+def test_random_weights_are_those_of_an_unquantised_dummy_rounded(case: str) -> None:
+    writer, kind = DUMMIES[case]
+    source, method = DummyCheckpoint({}, {}, seed=0), read_method(writer.config)
+    stored = method.matrix(NAME, (64, 128), Tensors(source), False)
+    assert isinstance(stored, kind)
+    exact = source.load(f"{NAME}.weight", (64, 128))
+    assert (stored.dense(FORM) - exact).norm() < 0.35 * exact.norm()
+    for name in ("lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"):
+        assert isinstance(method.matrix(name, (64, 128), Tensors(source), False), DenseStored)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "case"),
+    [
+        *(("LlamaForCausalLM", case) for case in DUMMIES),
+        ("Phi3ForCausalLM", "fp8 blocks"),
+        ("MixtralForCausalLM", "gptq"),
+    ],
+)
+def test_shards_of_every_map_make_the_map(architecture: str, case: str) -> None:
+    values = {**ODD, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4}
+    method = read_method(DUMMIES[case][0].config)
+    whole = load(architecture, Shard(0, 1), values, method)[1]
+    shards = [load(architecture, Shard(rank, 2), values, method)[1] for rank in range(2)]
+    for name in whole.maps:
+        matrix, *parts = (matrix_of(weights, name) for weights in (whole, *shards))
+        dim = next((dim for dim in (0, 1) if parts[0].shape[dim] != matrix.shape[dim]), None)
+        joined = parts[0] if dim is None else torch.cat(parts, dim=dim)
+        if name.endswith(("qkv_proj", "gate_up_proj")):
+            assert sorted(joined.tolist()) == sorted(matrix.tolist())
+        else:
+            assert torch.equal(joined, matrix), name
+
+
+def matrix_of(weights: Any, name: str) -> Tensor:
+    part = weights.maps[name]
+    dense = torch.cat([weight.dense_NK for weight in part.linear.weights])
+    return dense[part.start : part.start + part.size]
