@@ -7,6 +7,7 @@ Both engines answer the same prompts. Where they compute alike for every batch, 
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ class Side:
         params = SamplingParams(temperature=work.temperature)
         answers: dict[int, list[int]] = {}
         for seed, prompt in enumerate(prompts):
+            if len(prompt) >= self.info.max_model_len:
+                raise ConfigError(f"max_model_len: a prompt has {len(prompt)} tokens")
             most = min(work.max_tokens, self.info.max_model_len - len(prompt))
             engine.add(Request(self._next_id, prompt, params, most, seed, self.info.eos_token_ids))
             answers[self._next_id] = []
@@ -81,7 +84,8 @@ def measure(config: EngineConfig, work: Work) -> dict[str, Any]:
     differ where they may not."""
     if config.speculative.speculative_config is None:
         raise ConfigError("bench speculate: give --speculative-config")
-    plain = dataclasses.replace(config, speculative=SpeculativeSettings())
+    half = dataclasses.replace(config.cache, gpu_memory_utilization=config.cache.gpu_memory_utilization / 2)
+    plain = dataclasses.replace(config, speculative=SpeculativeSettings(), cache=half)  # both are on one GPU
     num_rounds = work.rounds + 1
     prompts = {kind: _tokens(config.model, kind, num_rounds * sum(work.batches)) for kind in work.kinds}
     sides = [Side(plain), Side(config)]
@@ -96,7 +100,13 @@ def measure(config: EngineConfig, work: Work) -> dict[str, Any]:
             if is_exact and not row["same_tokens"] and '"synthetic"' not in (config.speculative.speculative_config):
                 raise ConfigError(f"bench speculate: drafts changed the tokens of {kind}, batch {batch}")
             rows.append(row)
-    return {"speculative_config": config.speculative.speculative_config, **_setup(info, work), "rows": rows}
+    return {"speculative_config": _portable(config.speculative.speculative_config), **_setup(info, work), "rows": rows}
+
+
+def _portable(text: str) -> dict[str, Any]:
+    """The configuration with the last part of a drafter's path alone."""
+    values: dict[str, Any] = json.loads(text)
+    return values | ({"model": Path(values["model"]).name} if "model" in values else {})
 
 
 def _setup(info: EngineInfo, work: Work) -> dict[str, Any]:
