@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from octavo import ops
-from octavo.build_drafter import Target, load_drafter, make_proposer
+from octavo.build_drafter import LoadedDrafter, Target, load_drafter, make_proposer
 from octavo.build_encoder import build_encoder
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
@@ -94,12 +94,10 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
         loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form, collective)
         method = parse_speculative_config(config.speculative.speculative_config)
         drafting = load_drafter(method, config, Target(loaded, model_config, checkpoint, form))
-        gc.collect()
         phases.done("weights")
-        num_bytes = loaded.num_bytes + drafting.num_bytes
-        limits, budget = _settle(config, model_config, form, kv_dtype, num_bytes, ranks, drafting.cache)
+        limits, budget = _settle(config, model_config, form, kv_dtype, loaded.num_bytes, ranks, drafting)
         storage = _storage(model_config, limits, kv_dtype, device, collective.size, drafting.cache)
-        vocab_size, drafter = model_config.vocab_size, drafting.start(storage)
+        drafter, vocab_size = drafting.start(storage), model_config.vocab_size
         most = step_limits(limits, method, drafter)
         parts = pooling, adapters, collective, drafter, _rule(method)
         executor = ranks.executor(make_executor(config.model, loaded.model, storage, vocab_size, most, *parts))
@@ -110,7 +108,7 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
         phases.done("kernels and graphs")
     info = EngineInfo(
         max_model_len=limits.max_model_len,
-        vocab_size=model_config.vocab_size,
+        vocab_size=vocab_size,
         eos_token_ids=eos_ids,
         block_size=limits.block_size,
         num_kv_blocks=limits.num_kv_blocks,
@@ -129,12 +127,12 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
         tensor_parallel_size=collective.size,
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
-    scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else num_bytes, method)
-    _connect_blocks(scheduler.cache, config.cache, runner, storage, path, _forms(form, info, storage), collective.size)
+    scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else budget.weights, method)
+    _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
     depth = DEPTH[device.type] if config.scheduler.async_scheduling else 1
-    timed = logged(runner, config.scheduler.step_log)
     ranks.report_to(on_lost)
+    timed = logged(runner, config.scheduler.step_log)
     return Engine(scheduler, timed, grammars=grammars, adapters=lora, depth=depth), info
 
 
@@ -192,12 +190,13 @@ def _settle(
     kv_dtype: torch.dtype,
     weights: int,
     ranks: Ranks,
-    draft_specs: Sequence[LayerCacheSpec],
+    drafting: LoadedDrafter,
 ) -> tuple[memory.Limits, memory.MemoryBudget]:
-    """The limits of all ranks, each of which has so many bytes of weights."""
+    """The limits of all ranks, each of which has so many bytes of weights, and as many of a drafter."""
+    gc.collect()
     free = ranks.least_free(memory.free_memory(form.device, config.cache.gpu_memory_utilization))
-    sizes = weights, free, ranks.collective.size
-    limits, budget = memory.settle(config, model, kv_dtype, form.dtype, form.device.type, *sizes, draft_specs)
+    sizes = weights + drafting.num_bytes, free, ranks.collective.size
+    limits, budget = memory.settle(config, model, kv_dtype, form.dtype, form.device.type, *sizes, drafting.cache)
     ranks.settle(limits)
     return limits, budget
 
@@ -219,15 +218,16 @@ def _load_adapters(settings: ModelSettings, runner: StepRunner, numbers: dict[st
 
 def _connect_blocks(
     cache: KVCache,
-    settings: CacheSettings,
+    config: EngineConfig,
     runner: StepRunner,
     storage: KVStorage,
     model: Path,
-    forms: str,
-    num_ranks: int,
+    form: WeightFormat,
+    info: EngineInfo,
 ) -> None:
     """Connect partial block reuse and KV offloading to the cache, if the settings enable them."""
-    blocks = BlockMessages(runner, storage.bytes_per_block * num_ranks)
+    settings, forms = config.cache, _forms(form, info, storage, config)
+    blocks = BlockMessages(runner, storage.bytes_per_block * info.tensor_parallel_size)
     if settings.enable_partial_reuse:
         cache.copy_slots = blocks.copy_slots
     if (offload := make_offload(settings, blocks, storage.block_size, model, forms)) is not None:
@@ -270,10 +270,11 @@ def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
     )
 
 
-def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage) -> str:
+def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage, config: EngineConfig) -> str:
     """What cached keys and values depend on besides the checkpoint, as a string that is equal in every process."""
+    drafter = f"\n{config.speculative.speculative_config}" if storage.draft_layers else ""
     ranks = f" {info.tensor_parallel_size} ranks" if info.tensor_parallel_size > 1 else ""
-    return f"{form.dtype} {form.packs} {info.kernels}\n{storage.dtype}\n{storage.device.type}{ranks}"
+    return f"{form.dtype} {form.packs} {info.kernels}\n{storage.dtype}\n{storage.device.type}{ranks}{drafter}"
 
 
 def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int, method: Method | None) -> Scheduler:

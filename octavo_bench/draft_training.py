@@ -136,7 +136,7 @@ def train(checkpoint: Checkpoint, device: torch.device, texts: Sequence[Text], t
             entry = {
                 "step": step,
                 "seconds": seconds,
-                "losses": torch.stack(losses),
+                "losses": torch.stack(losses).detach(),
                 "agreement": torch.stack(agreements),
             }
             curve.append({key: _rounded(value) for key, value in entry.items()})
