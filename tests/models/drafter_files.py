@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.models.families import make_checkpoint
 
-D, F, HEADS, KV_HEADS, H, EPS, THETA = 32, 48, 4, 2, 8, 1e-5, 10000.0
+D, F, HEADS, KV_HEADS, H, EPS, THETA = 32, 48, 4, 2, 16, 1e-5, 10000.0
 Weights = dict[str, Tensor]
 Reference = Callable[[list[int], int], Tensor]
 """The logits [count, V] of so many greedy drafts behind a text."""
