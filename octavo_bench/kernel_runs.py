@@ -24,6 +24,8 @@ from octavo import ops
 from octavo.ops.adjust_logits import Adjustments
 from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows
 from octavo.ops.collective import Collective
+from octavo.ops.grouped_linear import Number, PackedGroups
+from octavo.ops.grouped_moe import GroupedExperts
 from octavo.ops.moe import ClampedSwish, Experts
 from octavo.ops.sample import SampleParams
 from octavo.ops.stacked_lora import LowRankStack
@@ -31,6 +33,7 @@ from octavo.ops.stage_step import LastResults, StagedRows
 
 Call = Callable[[], object]
 DTYPES = (torch.bfloat16, torch.float32)
+PACKED: tuple[Number, ...] = ("int4", "uint4", "int8", "e4m3")
 BLOCK_SIZE = 16
 SINGLE, RAGGED = ([1, 1, 0, 1], [1, 40, 0, 17]), ([5, 1, 0, 19], [5, 40, 0, 33])
 """Rows and contexts of some sequences, one of them padding."""
@@ -72,7 +75,11 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         for what, call in itertools.chain(
-            _linears(make, dtype), _attentions(make, dtype), _layers(make, dtype), _logits(make, dtype)
+            _linears(make, dtype),
+            _packed(make, dtype),
+            _attentions(make, dtype),
+            _layers(make, dtype),
+            _logits(make, dtype),
         ):
             yield f"{what} {name}", call
     yield from _long_prompt(make)
@@ -94,6 +101,34 @@ def _linears(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     yield "invariant linear", functools.partial(_invariantly, functools.partial(ops.linear, x, weight))
     heads = make.floats(5, 3, 24, dtype=dtype), make.floats(3, 40, 24, dtype=dtype)
     yield "head_linear", functools.partial(_invariantly, functools.partial(ops.head_linear, *heads))
+
+
+def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """Weights of 4 and 8 bits, with and without zeros and minima, for few, some and many rows; experts as well."""
+    if dtype == torch.float32:
+        return
+    for number, T in itertools.product(PACKED, (1, 5, 33, 700)):
+        weight = _groups(make, number, 208, 256)
+        x, norm, residual = make.floats(T, 256, dtype=dtype), make.floats(256, dtype=dtype), make.floats(T, 208)
+        plain = functools.partial(ops.grouped_linear, x, weight, residual_TN=residual.to(dtype))
+        yield f"grouped_linear {number} {T}", plain
+        gated = functools.partial(ops.grouped_linear, x, weight, None, norm, 1e-6, None, "silu")
+        yield f"grouped_linear {number} {T} gated", gated
+        yield f"invariant grouped_linear {number} {T}", functools.partial(_invariantly, plain)
+    for T in (3, 90):
+        gate_up, down = (_groups(make, "int4", rows, columns) for rows, columns in ((7 * 512, 64), (7 * 64, 256)))
+        ids = torch.stack([torch.randperm(7)[:3] for _ in range(T)]).to(make.device)
+        experts = GroupedExperts(7, gate_up, down)
+        x = make.floats(T, 64, dtype=dtype)
+        yield f"grouped_moe {T}", functools.partial(ops.grouped_moe, x, ids, make.floats(T, 3), experts)
+
+
+def _groups(make: Maker, number: Number, N: int, K: int) -> PackedGroups:
+    codes = torch.randint(0, 16, (N, K), dtype=torch.uint8, device=make.device)
+    count = K // 64
+    zeros = make.floats(N, count) if number == "uint4" else None
+    minima = make.floats(N, count) if number == "int8" else None
+    return PackedGroups.pack(number, codes, make.floats(N, count).bfloat16().float(), zeros, minima_NG=minima)
 
 
 def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

@@ -15,7 +15,7 @@ from octavo.steps.messages import LoadAdapter, Message, ReadBlock, Reply, Step, 
 from octavo.steps.shapes import StepShape
 from tests.runtime.thread_ranks import make_ranks
 
-STEP = Step(StepShape(1, 1, 1), False, 1, bytearray())
+STEP = Step(StepShape(1, 1, 1), False, 1, 1, bytearray())
 
 
 class Rank:

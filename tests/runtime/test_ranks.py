@@ -34,7 +34,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
 from octavo.steps.shapes import exact_shape
-from octavo.types import Output, Plan, Request
+from octavo.types import Output, Request, Sequence
 from octavo.weights.checkpoint import open_checkpoint
 from tests.models.adapter_files import make_adapter
 from tests.models.families import FIRST_ROWS, VOCAB_SIZE, make_checkpoint
@@ -42,8 +42,10 @@ from tests.models.gguf_files import write_gguf
 from tests.runtime.making import CPU, make_runner
 from tests.runtime.test_restricted_rows import EveryThird
 from tests.runtime.thread_ranks import make_ranks
+from tests.speculating import last_known, speculating
 
-LIMITS = StepLimits(max_num_seqs=5, max_num_batched_tokens=24, max_blocks=30)
+NUM_DRAFTS = 2
+LIMITS = StepLimits(max_num_seqs=5, max_num_batched_tokens=24, max_blocks=30, max_drafts=NUM_DRAFTS)
 BLOCK_SIZE, NUM_BLOCKS = 4, 34
 NUM_REQUESTS = 14
 KINDS: list[dict[str, Any]] = [
@@ -62,13 +64,9 @@ class Made(NamedTuple):
     executor: Any
 
 
-class Repeat:
+def repeat(seq: Sequence) -> list[int]:
     """Drafts of the last token, which are sometimes right."""
-
-    def propose(self, plan: Plan) -> None:
-        for item in plan:
-            if item.samples and not item.is_stale and None not in item.seq.tokens and item.seq.id % 3 == 0:
-                item.seq.draft_tokens = [item.seq.tokens[-1] or 0, 5]
+    return [last_known(seq), 5] if seq.id % 3 == 0 else []
 
 
 def make_engine(home: Path, size: int, packs: bool = False, runs_ahead: bool = False) -> Made:
@@ -103,9 +101,12 @@ def make_engine(home: Path, size: int, packs: bool = False, runs_ahead: bool = F
     groups = kv_groups(config.cache, max_window=1000)
     cache = KVCache([GroupSize(NUM_BLOCKS, group.window) for group in groups], BLOCK_SIZE)
     cache.copy_slots = BlockMessages(runner, 0).copy_slots
-    scheduler = Scheduler(cache, max_num_seqs=LIMITS.max_num_seqs, max_num_batched_tokens=LIMITS.max_num_batched_tokens)
+    most = LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens
+    scheduler = Scheduler(
+        cache, max_num_seqs=most[0], max_num_batched_tokens=most[1], speculation=speculating(repeat, NUM_DRAFTS)
+    )
     adapters = LoadedAdapters(runner, numbers, 3)
-    parts: dict[str, Any] = {"grammars": EveryThird(), "proposer": Repeat(), "adapters": adapters}
+    parts: dict[str, Any] = {"grammars": EveryThird(), "adapters": adapters}
     return Made(Engine(scheduler, runner, **parts, depth=2 if runs_ahead else 1), executor)
 
 
