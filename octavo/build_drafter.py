@@ -21,7 +21,9 @@ from octavo.models.drafters.eagle3 import Eagle3Head
 from octavo.models.drafters.head import DraftHead
 from octavo.models.drafters.mtp import MTPHead
 from octavo.models.layer_cache import LayerCacheSpec
+from octavo.models.mtp_names import mtp_prefixes
 from octavo.models.registry import LoadedModel, load_model, read_config
+from octavo.models.text_part import TextPart
 from octavo.quant.stored import WeightFormat
 from octavo.runtime.drafter import Drafter
 from octavo.runtime.drafters import BlockDrafter, HeadDrafter, ModelDrafter
@@ -70,6 +72,8 @@ def make_proposer(method: Method) -> Proposer:
 
 def load_drafter(method: Method | None, config: EngineConfig, target: Target) -> LoadedDrafter:
     """The drafter of a method that has one. Raises ``ConfigError`` or ``CheckpointError``."""
+    if method is None and mtp_prefixes(TextPart(target.checkpoint).names(), target.config.num_layers):
+        logger.info('the checkpoint has an MTP layer; --speculative-config \'{"method": "mtp"}\' drafts with it')
     if not isinstance(method, WithDrafter):
         return NO_DRAFTER
     settings = config.model

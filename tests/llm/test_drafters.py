@@ -274,6 +274,11 @@ def test_a_checkpoint_without_mtp_layers_is_refused(case_of: Made) -> None:
         LLM(case_of("draft_model").target, **SETTINGS, speculative_config={"method": "mtp"})
 
 
+def test_an_mtp_layer_is_found(case_of: Made, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), LLM(case_of("mtp of Qwen3-Next").target, **SETTINGS):
+        assert "has an MTP layer" in caplog.text
+
+
 def test_a_drafter_is_not_combined_with_adapters(case_of: Made) -> None:
     case = case_of("draft_model")
     with pytest.raises(ConfigError, match="enable_lora"):

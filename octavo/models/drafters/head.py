@@ -64,7 +64,7 @@ def spread(logits_SD: Tensor, target_ids: Tensor | None, vocab_size: int) -> Ten
     ``target_ids``: the model's token for each of the smaller vocabulary; ``None``: its first tokens.
     """
     if target_ids is None and logits_SD.shape[1] >= vocab_size:
-        return logits_SD[:, :vocab_size]
+        return logits_SD[:, :vocab_size].contiguous()
     logits_SV = torch.full((len(logits_SD), vocab_size), BANNED, dtype=torch.float32, device=logits_SD.device)
     if target_ids is None:
         logits_SV[:, : logits_SD.shape[1]] = logits_SD
