@@ -48,6 +48,7 @@ def run(config: EngineConfig, plan: Plan) -> dict[str, Any]:
     write(trained, plan.folder)
     record = {"generation_seconds": round(generated, 1), **plan.wanted._asdict(), **plan.training._asdict()}
     record |= trained.record
+    (plan.folder / "training.json").write_text(json.dumps(record, indent=2))  # should the measurement be cut short
     del trained, texts
     _give_memory_back()
     head = {"method": "eagle3", "model": str(plan.folder), "num_speculative_tokens": plan.num_speculative_tokens}

@@ -67,7 +67,7 @@ def test_a_head_is_trained_and_drafts(folder: Path, tmp_path: Path, capsys: pyte
     [row] = record["measured"]["rows"]
     assert row["same_tokens"]
     assert row["num_drafts"] > 0
-    assert {"config.json", "model.safetensors"} == {path.name for path in head.iterdir()}
+    assert {"config.json", "model.safetensors", "training.json"} == {path.name for path in head.iterdir()}
 
 
 def test_training_computes_what_decoding_does(folder: Path) -> None:
