@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from octavo import ops
+from octavo.build_drafter import LoadedDrafter, Target, load_drafter, make_proposer
 from octavo.build_encoder import build_encoder
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
@@ -27,7 +28,6 @@ from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
 from octavo.engine.graph_choice import GraphChoice
 from octavo.engine.mixed_steps import settle_mixed_steps
-from octavo.engine.ngram import NgramProposer
 from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
@@ -41,7 +41,7 @@ from octavo.grammar.vocabulary import Vocabulary
 from octavo.models.adapters import Adapters, load_with_adapters
 from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
-from octavo.models.layer_cache import rank_cache
+from octavo.models.layer_cache import LayerCacheSpec, rank_cache
 from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, read_config
 from octavo.models.sizes import check_dummy, check_sizes, eos_token_ids
@@ -50,11 +50,12 @@ from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.stored import WeightFormat
 from octavo.runtime import memory
 from octavo.runtime.acceptance import Verify, rule
+from octavo.runtime.drafter import Drafter
+from octavo.runtime.forward import make_forward
 from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.peer_memory import device_collective, visible_gpus
 from octavo.runtime.ranks import OneRank, OnLost, Ranks, check_divides
-from octavo.runtime.step_program import Forward
 from octavo.runtime.stream_executor import StreamExecutor
 from octavo.runtime.vocabulary import part_of_vocabulary
 from octavo.speculative_config import Method, parse_speculative_config
@@ -91,14 +92,14 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
     with _kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device) as ranks:
         collective = device_collective(ranks.collective, device)
         loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form, collective)
-        gc.collect()
+        method = parse_speculative_config(config.speculative.speculative_config)
+        drafting = load_drafter(method, config, Target(loaded, model_config, checkpoint, form))
         phases.done("weights")
-        limits, budget = _settle(config, model_config, form, kv_dtype, loaded.num_bytes, ranks)
-        storage = _storage(model_config, limits, kv_dtype, device, collective.size)
-        vocab_size = model_config.vocab_size
-        drafts = parse_speculative_config(config.speculative.speculative_config)
-        most = step_limits(limits, drafts)
-        parts = pooling, adapters, collective, _rule(drafts)
+        limits, budget = _settle(config, model_config, form, kv_dtype, loaded.num_bytes, ranks, drafting)
+        storage = _storage(model_config, limits, kv_dtype, device, collective.size, drafting.cache)
+        drafter, vocab_size = drafting.start(storage), model_config.vocab_size
+        most = step_limits(limits, method, drafter)
+        parts = pooling, adapters, collective, drafter, _rule(method)
         executor = ranks.executor(make_executor(config.model, loaded.model, storage, vocab_size, most, *parts))
         numbers = None if adapters is None else dict[str, int]()
         runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers)
@@ -107,7 +108,7 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
         phases.done("kernels and graphs")
     info = EngineInfo(
         max_model_len=limits.max_model_len,
-        vocab_size=model_config.vocab_size,
+        vocab_size=vocab_size,
         eos_token_ids=eos_ids,
         block_size=limits.block_size,
         num_kv_blocks=limits.num_kv_blocks,
@@ -126,12 +127,12 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
         tensor_parallel_size=collective.size,
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
-    scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else loaded.num_bytes, drafts)
-    _connect_blocks(scheduler.cache, config.cache, runner, storage, path, _forms(form, info, storage), collective.size)
+    scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else budget.weights, method)
+    _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
     depth = DEPTH[device.type] if config.scheduler.async_scheduling else 1
-    timed = logged(runner, config.scheduler.step_log)
     ranks.report_to(on_lost)
+    timed = logged(runner, config.scheduler.step_log)
     return Engine(scheduler, timed, grammars=grammars, adapters=lora, depth=depth), info
 
 
@@ -153,9 +154,9 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
         limits = settle(memory.free_memory(device, config.cache.gpu_memory_utilization))
         storage = _storage(model_config, limits, kv_dtype, device, collective.size)
         vocab_size = model_config.vocab_size
-        drafts = parse_speculative_config(config.speculative.speculative_config)
-        parts = pooling, adapters, collective, _rule(drafts)
-        return make_executor(config.model, loaded.model, storage, vocab_size, step_limits(limits, drafts), *parts)
+        method = parse_speculative_config(config.speculative.speculative_config)
+        parts = pooling, adapters, collective, None, _rule(method)
+        return make_executor(config.model, loaded.model, storage, vocab_size, step_limits(limits, method), *parts)
 
 
 @contextlib.contextmanager
@@ -183,12 +184,19 @@ def _started_ranks(config: EngineConfig, path: Path, model: ModelConfig, device:
 
 
 def _settle(
-    config: EngineConfig, model: ModelConfig, form: WeightFormat, kv_dtype: torch.dtype, weights: int, ranks: Ranks
+    config: EngineConfig,
+    model: ModelConfig,
+    form: WeightFormat,
+    kv_dtype: torch.dtype,
+    weights: int,
+    ranks: Ranks,
+    drafting: LoadedDrafter,
 ) -> tuple[memory.Limits, memory.MemoryBudget]:
-    """The limits of all ranks, each of which has so many bytes of weights."""
+    """The limits of all ranks, each of which has so many bytes of weights, and as many of a drafter."""
+    gc.collect()
     free = ranks.least_free(memory.free_memory(form.device, config.cache.gpu_memory_utilization))
-    sizes = weights, free, ranks.collective.size
-    limits, budget = memory.settle(config, model, kv_dtype, form.dtype, form.device.type, *sizes)
+    sizes = weights + drafting.num_bytes, free, ranks.collective.size
+    limits, budget = memory.settle(config, model, kv_dtype, form.dtype, form.device.type, *sizes, drafting.cache)
     ranks.settle(limits)
     return limits, budget
 
@@ -210,15 +218,16 @@ def _load_adapters(settings: ModelSettings, runner: StepRunner, numbers: dict[st
 
 def _connect_blocks(
     cache: KVCache,
-    settings: CacheSettings,
+    config: EngineConfig,
     runner: StepRunner,
     storage: KVStorage,
     model: Path,
-    forms: str,
-    num_ranks: int,
+    form: WeightFormat,
+    info: EngineInfo,
 ) -> None:
     """Connect partial block reuse and KV offloading to the cache, if the settings enable them."""
-    blocks = BlockMessages(runner, storage.bytes_per_block * num_ranks)
+    settings, forms = config.cache, _forms(form, info, storage, config)
+    blocks = BlockMessages(runner, storage.bytes_per_block * info.tensor_parallel_size)
     if settings.enable_partial_reuse:
         cache.copy_slots = blocks.copy_slots
     if (offload := make_offload(settings, blocks, storage.block_size, model, forms)) is not None:
@@ -237,10 +246,16 @@ def _read_model(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
 
 
 def _storage(
-    model: ModelConfig, limits: memory.Limits, dtype: torch.dtype, device: torch.device, num_ranks: int
+    model: ModelConfig,
+    limits: memory.Limits,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_ranks: int,
+    draft_specs: Sequence[LayerCacheSpec] = (),
 ) -> KVStorage:
-    specs = rank_cache(model.cache, num_ranks)
-    return KVStorage(specs, limits.groups, limits.num_blocks, limits.block_size, dtype, device)
+    specs = *rank_cache(model.cache, num_ranks), *draft_specs
+    sizes = limits.groups, limits.num_blocks, limits.block_size
+    return KVStorage(specs, *sizes, dtype, device, num_draft_layers=len(draft_specs))
 
 
 def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
@@ -255,31 +270,32 @@ def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
     )
 
 
-def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage) -> str:
+def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage, config: EngineConfig) -> str:
     """What cached keys and values depend on besides the checkpoint, as a string that is equal in every process."""
+    drafter = f"\n{config.speculative.speculative_config}" if storage.draft_layers else ""
     ranks = f" {info.tensor_parallel_size} ranks" if info.tensor_parallel_size > 1 else ""
-    return f"{form.dtype} {form.packs} {info.kernels}\n{storage.dtype}\n{storage.device.type}{ranks}"
+    return f"{form.dtype} {form.packs} {info.kernels}\n{storage.dtype}\n{storage.device.type}{ranks}{drafter}"
 
 
-def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int, drafts: Method | None) -> Scheduler:
+def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int, method: Method | None) -> Scheduler:
     return Scheduler(
         _cache(config.cache, limits),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         settings=settle_mixed_steps(config.scheduler, bytes_on_gpu),
-        speculation=None if drafts is None else _speculation(drafts),
+        speculation=None if method is None else _speculation(method),
     )
 
 
-def _rule(drafts: Method | None) -> Verify | None:
-    if drafts is None:
+def _rule(method: Method | None) -> Verify | None:
+    if method is None:
         return None
-    return rule(drafts.acceptance, drafts.synthetic_acceptance_length, drafts.num_speculative_tokens)
+    return rule(method.acceptance, method.synthetic_acceptance_length, method.num_speculative_tokens)
 
 
-def _speculation(drafts: Method) -> Speculation:
-    most = drafts.num_speculative_tokens
-    return Speculation(NgramProposer(drafts), most, DraftChoice(most) if drafts.adaptive else None)
+def _speculation(method: Method) -> Speculation:
+    most = method.num_speculative_tokens
+    return Speculation(make_proposer(method), most, DraftChoice(most) if method.adaptive else None)
 
 
 def _vocabulary(settings: ModelSettings, path: Path, info: EngineInfo) -> Vocabulary:
@@ -299,16 +315,17 @@ def make_executor(
     pooling: Pooling = LAST_TOKEN,
     adapters: Adapters | None = None,
     collective: Collective = SINGLE_RANK,
+    drafter: Drafter | None = None,
     verify: Verify | None = None,
 ) -> Executor:
     """The executor for the storage's device. Results on a CPU never depend on the batch."""
     if storage.device.type == "cpu":
-        forward = None if settings.enforce_eager else _recorded(model, storage)
-        vocabulary = part_of_vocabulary(vocab_size, collective)
-        return HostExecutor(model, storage, vocab_size, most, forward, pooling, adapters, vocabulary, verify=verify)
+        forward = make_forward(model, storage.layers, storage.device, settings.enforce_eager)
+        parts = pooling, adapters, part_of_vocabulary(vocab_size, collective), drafter, verify
+        return HostExecutor(model, storage, vocab_size, most, forward, *parts)
     vocabulary = part_of_vocabulary(vocab_size, collective, is_on_host=False)
     kinds = settings.batch_invariant, settings.enforce_eager
-    return StreamExecutor(model, storage, vocab_size, most, *kinds, pooling, adapters, vocabulary, verify=verify)
+    return StreamExecutor(model, storage, vocab_size, most, *kinds, pooling, adapters, vocabulary, drafter, verify)
 
 
 def make_runner(
@@ -341,20 +358,12 @@ def make_runner(
     return runner, partial(graphs.warm_up, runner)
 
 
-def step_limits(limits: memory.Limits, drafts: Method | None = None) -> StepLimits:
+def step_limits(limits: memory.Limits, method: Method | None = None, drafter: Drafter | None = None) -> StepLimits:
     """Upper bounds of a step: sequences, tokens, and blocks and drafts per sequence."""
-    max_drafts = 0 if drafts is None else drafts.num_speculative_tokens
+    max_drafts = 0 if method is None else method.num_speculative_tokens
+    num_drafts = 0 if drafter is None else drafter.num_drafts
     max_blocks = -(-limits.max_model_len // limits.block_size)
-    return StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, max_drafts)
-
-
-def _recorded(model: CausalLM, storage: KVStorage) -> Forward | None:
-    """A forward pass that replays recorded kernel calls; ``None`` without compiled CPU kernels."""
-    if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
-        return None
-    from octavo.runtime.recorded_forward import RecordedForward
-
-    return RecordedForward(model, storage.layers)
+    return StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, max_drafts, num_drafts)
 
 
 def _kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractContextManager[None]:

@@ -169,8 +169,8 @@ class SpeculativeSettings:
 
     speculative_config: str | None = setting(
         None,
-        'proposer of drafts, as JSON: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, '
-        '"prompt_lookup_min": 2} proposes the tokens that followed an earlier match of the last tokens; default: off',
+        'source of drafts, as JSON: {"method": "ngram", "num_speculative_tokens": 4}, or method suffix, draft_model, '
+        'eagle3, mtp or dflash, with "model": the drafter\'s checkpoint; default: off',
         is_json=True,
     )
 

@@ -30,7 +30,7 @@ BASE: list[set[str]] = [
 ]
 DECIDING: list[set[str]] = [{"grammar"}, {"text", "cache"}, {"engine", "routing"}]
 EXECUTING: list[set[str]] = [{"ops"}, {"quant"}, {"layers"}, {"models"}, {"runtime"}]
-BUILD: list[set[str]] = [{"build_encoder", "device_settings"}, {"build"}, {"rank_process"}]
+BUILD: list[set[str]] = [{"device_settings"}, {"build_drafter", "build_encoder"}, {"build"}, {"rank_process"}]
 SURFACES: list[set[str]] = [{"llm", "server"}, {"sim", "ray"}, {"cli"}, {"__main__", "__init__"}]
 COLUMNS = {"base": BASE, "deciding": DECIDING, "executing": EXECUTING, "build": BUILD, "surfaces": SURFACES}
 BELOW = {

@@ -169,15 +169,18 @@ class Scheduler:
                 self.step_budget.interval.end()
                 rest = budget + num_reserved
                 break
-            if self.num_lookahead:
-                end = min(start + num_taken + self.num_lookahead, seq.max_computed_tokens)
-                self.cache.reserve(seq, end)  # if there is no room, drafts are worse
+            self._look_ahead(seq, start + num_taken)
             plan.append(take(seq, num_tokens, drafts))
             budget -= num_taken
         else:
             rest = self._admit(plan, budget + num_reserved)
         self.cache.note_filled(total_budget - rest)
         return plan
+
+    def _look_ahead(self, seq: Sequence, num_tokens: int) -> None:
+        """Reserve blocks for what a drafter writes behind ``num_tokens`` positions; without room, drafts are worse."""
+        if self.num_lookahead:
+            self.cache.reserve(seq, min(num_tokens + self.num_lookahead, seq.max_computed_tokens))
 
     def _reserve_blocks(self, seq: Sequence, num_tokens: int) -> bool:
         """Reserve blocks for ``num_tokens`` positions of ``seq``, preempting younger sequences if necessary."""
@@ -230,6 +233,7 @@ class Scheduler:
             if num_tokens > most:
                 num_tokens = most
                 self.cut.append(seq)
+            self._look_ahead(seq, seq.num_computed_tokens + num_tokens)
             plan.append(take(seq, num_tokens))
             budget -= num_tokens
             is_sorted = is_sorted and (newest is None or newest.order < seq.order)

@@ -49,8 +49,6 @@ class DeepseekConfig(LlamaConfig):
     num_chosen_groups: int
     share_scale: float
     """Scaling factor of the routing weights."""
-    num_extra_layers: int
-    """Multi-token prediction layers of the checkpoint, which are not loaded."""
 
     @property
     def cache(self) -> tuple[LayerCacheSpec, ...]:
@@ -103,7 +101,6 @@ def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str) -> Deepse
         num_groups=groups,
         num_chosen_groups=chosen_groups,
         share_scale=keys.number("routed_scaling_factor", 1.0 if scoring == "softmax" else 2.5),
-        num_extra_layers=keys.size("num_nextn_predict_layers", keys.size("num_mtp_layers", 0, low=0), low=0),
     )
 
 
@@ -116,7 +113,7 @@ def _groups(keys: ConfigKeys, moe: MoESettings, scoring: str) -> tuple[int, int]
         raise wrong("moe_layer_freq", keys.get("moe_layer_freq"), "1")
     if scoring == "softmax" and moe.normalises:
         raise wrong("norm_topk_prob", True, "false for this version")
-    for key in ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"):  # training only, or implied by other keys
+    for key in ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers"):
         keys.get(key)
     groups, chosen = keys.size("n_group", 1), keys.size("topk_group", 1)
     if method == "greedy":
@@ -196,11 +193,6 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DeepseekConfig:
         return read_deepseek(keys, max_len, "softmax")
-
-    def __init__(self, config: DeepseekConfig, weights: WeightLoader) -> None:
-        super().__init__(config, weights)
-        for i in range(config.num_layers, config.num_layers + config.num_extra_layers):
-            weights.tensors.leave_out(f"model.layers.{i}.")
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):

@@ -25,6 +25,7 @@ from octavo.models.loader import WeightLoader
 from octavo.models.map_part import MapPart
 from octavo.models.mistral import MistralForCausalLM
 from octavo.models.mixtral import MixtralForCausalLM
+from octavo.models.mtp_names import mtp_prefixes
 from octavo.models.olmo2 import Olmo2ForCausalLM
 from octavo.models.phi3 import Phi3ForCausalLM
 from octavo.models.qwen2 import Qwen2ForCausalLM
@@ -126,6 +127,8 @@ def load_model(
         TextPart(source), form, make_linear, method=config.quantization, shard=shard, collective=collective
     )
     model = _family(config.architecture)(config, weights)
+    for prefix in mtp_prefixes(weights.tensors.names, config.num_layers):
+        weights.tensors.leave_out(prefix)  # drafters load them
     weights.tensors.finish()
     return LoadedModel(model, weights.num_parameters, weights.num_bytes, weights.maps)
 

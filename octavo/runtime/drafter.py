@@ -5,6 +5,7 @@ Shapes: T rows, S sequences, R sampled rows, D model, K drafts of a sequence, B 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -40,7 +41,8 @@ class DraftInputs(NamedTuple):
     """Sampling parameters of each sequence; ``position`` is that of its newest token, so draft i has position + 1 + i.
 
     A drafter that samples must call ``ops.sample`` with these: the target then draws with the same noise, so that
-    drafts are accepted as often as the two distributions allow, whatever the temperature.
+    drafts are accepted as often as the two distributions allow, whatever the temperature. For other rules than that of
+    equal tokens the temperature is 0: they accept the most likely token most often.
     """
     batch_indices_S: Tensor
     """int64"""
@@ -64,8 +66,10 @@ class Drafter(Protocol):
 class Drafting:
     """Runs a drafter at the end of each step, and keeps its drafts for the next one."""
 
-    def __init__(self, model: CausalLM, drafter: Drafter, state: SamplingState) -> None:
+    def __init__(self, model: CausalLM, drafter: Drafter, state: SamplingState, is_greedy: bool = False) -> None:
+        """``is_greedy``: the most likely tokens are drafted, whatever the temperature of a request."""
         self._drafter = drafter
+        self._is_greedy = is_greedy
         self._state = state
         self._taps = tap_layers(model, drafter.layers)
 
@@ -79,6 +83,9 @@ class Drafting:
             num_rejected_S = step.cu_samples[1:] - step.cu_samples[:-1] - 1 - num_accepted_S
             last_S = (step.cu_samples[:-1] + num_accepted_S).long().clamp(max=len(tokens_R) - 1)
             last_rows_S = (last_rows_S - num_rejected_S.clamp(min=0)).clamp(min=0)
+        params_S = SampleParams(*(column[last_S] for column in step.params))
+        if self._is_greedy:
+            params_S = params_S._replace(temperature=torch.zeros_like(params_S.temperature))
         kept = {layer: x_TD if tap is None else tap.x_TD for layer, tap in self._taps.items()}
         drafts_SK = self._drafter(
             DraftInputs(
@@ -89,7 +96,7 @@ class Drafting:
                 rows,
                 last_rows_S,
                 tokens_R[last_S].long().clamp(min=0),
-                SampleParams(*(column[last_S] for column in step.params)),
+                params_S,
                 step.batch_indices_S,
                 step.capacities_S,
             )
@@ -117,8 +124,9 @@ def _next_tokens(step: StepTensors, tokens_R: Tensor) -> Tensor:
     return torch.where(nth_T >= 0, behind_T, step.token_ids_T.roll(-1))
 
 
-class Tap:
-    """A layer that keeps its input, which it may overwrite."""
+class Tap(threading.local):
+    """A layer that keeps its input, which it may overwrite. Each thread has its own, as kernels are compiled in one of
+    their own by steps that nobody asked for."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -139,7 +147,8 @@ def tap_layers(model: Any, layers: Iterable[int]) -> dict[int, Tap | None]:
     for layer in layers:
         taps[layer] = None
         if layer < len(model.layers):
-            taps[layer] = model.layers[layer] = Tap(model.layers[layer])
+            whole = model.layers[layer]
+            taps[layer] = model.layers[layer] = whole if isinstance(whole, Tap) else Tap(whole)
     return taps
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from octavo.config import CacheSettings, EngineConfig, SchedulerSettings
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
-from octavo.models.layer_cache import KVGroup, kv_groups, rank_cache
+from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups, rank_cache
 from octavo.ops.grouped_linear import LARGEST_COPY
 from octavo.ops.paged_attention import MAX_SCRATCH
 from octavo.quant.plain import Plain
@@ -112,10 +113,12 @@ def settle(
     weights: int,
     free: int,
     num_ranks: int = 1,
+    draft_specs: Sequence[LayerCacheSpec] = (),
 ) -> tuple[Limits, MemoryBudget]:
     """Resolve the limits that the settings leave open, given the bytes of the loaded weights and the free bytes.
 
-    With several ranks, all bytes are those of one rank, ``free`` of the rank that has least.
+    With several ranks, all bytes are those of one rank, ``free`` of the rank that has least. ``draft_specs`` say what
+    the layers of a drafter cache, next to those of the model.
     Raises ``ConfigError`` naming the setting to change when something does not fit.
     """
     defaults = DEFAULTS[device]
@@ -128,10 +131,9 @@ def settle(
         activations += _copy_bytes(model, dtype)
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     room = free - activations - logits
-    groups = _groups(settings.cache, model, max_model_len - max_num_batched_tokens - block_size)
-    pools = GroupMemory.of(
-        rank_cache(model.cache, num_ranks), groups, kv_dtype, block_size, max_num_seqs, max_num_batched_tokens
-    )
+    specs = (*rank_cache(model.cache, num_ranks), *draft_specs)
+    groups = _groups(settings.cache, specs, max_model_len - max_num_batched_tokens - block_size)
+    pools = GroupMemory.of(specs, groups, kv_dtype, block_size, max_num_seqs, max_num_batched_tokens)
     per_block = sum(pools.bytes_per_block)
     given = _given_blocks(settings.cache, per_block)
     kept = pools.kept(max_model_len)[0]
@@ -150,16 +152,16 @@ def settle(
     return limits, MemoryBudget(weights, kv_bytes, activations, logits)
 
 
-def _groups(settings: CacheSettings, model: ModelConfig, max_window: int) -> list[KVGroup]:
-    """The KV groups of a model; windows of ``max_window`` positions or more save no memory.
+def _groups(settings: CacheSettings, specs: Sequence[LayerCacheSpec], max_window: int) -> list[KVGroup]:
+    """The KV groups of all layers; windows of ``max_window`` positions or more save no memory.
 
     With KV offloading there is one group, because the offload tiers store blocks of all layers.
     """
-    groups = kv_groups(model.cache, max_window)
+    groups = kv_groups(specs, max_window)
     if settings.kv_offload_memory is None or len(groups) == 1:
         return groups
     logger.info("blocks behind sliding windows are not freed: kv_offload_memory stores blocks of all layers")
-    return kv_groups(model.cache)
+    return kv_groups(specs)
 
 
 def _batch_limits(settings: SchedulerSettings, defaults: DeviceDefaults) -> tuple[int, int]:

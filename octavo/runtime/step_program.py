@@ -65,7 +65,7 @@ class StepProgram:
         self._forward = forward
         self._adapter_rows = adapter_rows
         self._verify = verify
-        self._draft = None if drafter is None else Drafting(model, drafter, state)
+        self._draft = None if drafter is None else Drafting(model, drafter, state, verify is not None)
 
     def __call__(self, step: StepTensors, shape: StepShape, message: Step | None = None) -> Computed:
         """Compute a step of this shape. Without a ``message``, reports have the maximum width and the step depends on

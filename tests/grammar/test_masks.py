@@ -154,6 +154,22 @@ def test_a_guess_may_be_that_the_text_ends(grammar: str, eos_token_ids: tuple[in
     assert engine.stats().num_accepted_drafts
 
 
+def test_a_draft_may_be_a_token_that_the_tokenizer_does_not_have() -> None:
+    """A model may have more logits than its tokenizer has tokens, and then a drafter, too."""
+    speculation = speculating(lambda seq: [VOCAB_SIZE + 3])
+    scheduler = Scheduler(KVCache(50, 4), max_num_seqs=8, max_num_batched_tokens=32, speculation=speculation)
+    engine = Engine(scheduler, OracleRunner(4), grammars=SetMasks(lambda: VOCABULARY))
+    request = Request(1, [1, 2], SamplingParams(grammar=GRAMMARS[0]), 30, eos_token_ids=(EOS,))
+    engine.add(request)
+    tokens: list[int] = []
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            tokens += output.tokens
+    assert tokens == expected(request)[0]
+    assert engine.stats().num_drafts > 0
+
+
 def prepared(masks: MatcherMasks, grammar: str) -> Progress:
     params = SamplingParams(grammar=grammar)
     return masks.prepare(Request(1, [1], params, max_tokens=5)).result()
