@@ -13,7 +13,7 @@ FUNCTIONS ?= bfcl-eval==2026.3.23
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: serve test check timing test-clients lint clean
+.PHONY: serve test check timing test-clients compose-check lint clean
 
 serve: $(VENV)/.run  ## serve MODEL on HOST:PORT; more flags in ARGS
 	@exec $(BIN)/octavo serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -26,7 +26,7 @@ test: $(VENV)/.dev  ## run every test but those of `timing`; those that need a G
 CHECKED := tests/test_architecture.py tests/cache tests/engine tests/grammar tests/text tests/server
 
 check: export PYTHONDONTWRITEBYTECODE :=
-check: lint  ## style, types, and the tests of all that decides and serves, in some two minutes on two cores
+check: lint  ## style, types, and the tests of all that decides and serves, in some 70 seconds on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not model and not timing" $(CHECKED) $(ARGS)
 
 timing: $(VENV)/.dev  ## tests that compare times, on a machine that has nothing else to do
@@ -34,6 +34,9 @@ timing: $(VENV)/.dev  ## tests that compare times, on a machine that has nothing
 
 test-clients: $(VENV)/.dev $(CLIENTS)/.done  ## drive a server with other projects' clients: docs/clients.md
 	OCTAVO_CLIENTS=$(abspath $(CLIENTS)) $(BIN)/python -m pytest tests/clients $(ARGS)
+
+compose-check: $(VENV)/.dev  ## check what is in deploy/; every query of the dashboard with Prometheus, where there is one
+	$(BIN)/python -m pytest tests/deploy $(ARGS)
 
 lint: $(VENV)/.dev  ## style and types
 	$(BIN)/ruff check octavo octavo_bench tests

@@ -34,11 +34,13 @@ def build_encoder(
     config: EngineConfig, path: Path, checkpoint: Checkpoint, model: EncoderConfig, form: WeightFormat
 ) -> tuple[Engine, EngineInfo]:
     """Load the encoder and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
+    if config.model.tensor_parallel_size > 1:
+        raise ConfigError("tensor_parallel_size: an encoder runs on one device")
     max_model_len, max_num_seqs, max_num_batched_tokens = encoder_limits(config, path, model)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=True)
     loaded = load_encoder(model, checkpoint, form)
     gc.collect()
-    task: Task = "score" if model.is_judge else "embed"
+    task: Task = "score" if model.is_cross_encoder else "embed"
     runner = EncoderRunner(EncoderExecutor(loaded.model, pooling, form.device), task)
     runner.warm_up()
     num_blocks = 2 * max_num_seqs  # to admit a sequence, the scheduler needs a free block for each running one
@@ -47,7 +49,7 @@ def build_encoder(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         settings=config.scheduler,
-        keeps_whole=True,
+        chunked_prefill=False,
     )
     activations = activation_bytes(model, max_num_batched_tokens, form.dtype)
     choices = dispatch.choices(form.device.type, form.dtype)
@@ -67,7 +69,7 @@ def build_encoder(
         weight_bytes=dict(loaded.bytes_by_format),
         kernels={choice.op: choice.kernel for choice in choices if choice.chosen},
         tasks=(task,),
-        embedding_size=0 if model.is_judge else model.hidden_size,
+        embedding_size=0 if model.is_cross_encoder else model.hidden_size,
     )
     return Engine(scheduler, runner), info
 
@@ -92,10 +94,10 @@ class EncoderLimits(NamedTuple):
 def encoder_limits(config: EngineConfig, path: Path, model: EncoderConfig) -> EncoderLimits:
     """Resolve the limits that the settings leave open. Raises ``ConfigError``."""
     _check_settings(config)
-    asked = config.scheduler
+    requested = config.scheduler
     max_model_len = _longest(config.model.max_model_len, model, path)
-    max_num_batched_tokens = asked.max_num_batched_tokens or max(
-        MAX_NUM_BATCHED_TOKENS, max_model_len, asked.max_num_seqs or 0
+    max_num_batched_tokens = requested.max_num_batched_tokens or max(
+        MAX_NUM_BATCHED_TOKENS, max_model_len, requested.max_num_seqs or 0
     )
     if max_num_batched_tokens < max_model_len:
         raise ConfigError(
@@ -103,16 +105,16 @@ def encoder_limits(config: EngineConfig, path: Path, model: EncoderConfig) -> En
             f"{max_model_len}; it is {max_num_batched_tokens}"
         )
     return EncoderLimits(
-        max_model_len, asked.max_num_seqs or min(MAX_NUM_SEQS, max_num_batched_tokens), max_num_batched_tokens
+        max_model_len, requested.max_num_seqs or min(MAX_NUM_SEQS, max_num_batched_tokens), max_num_batched_tokens
     )
 
 
-def _longest(asked: int | None, model: EncoderConfig, path: Path) -> int:
+def _longest(requested: int | None, model: EncoderConfig, path: Path) -> int:
     """``max_model_len``: the setting, else the model's recommended length; at most the size of its position table."""
     most = model.max_position_embeddings
-    if asked is not None and asked > most:
-        raise ConfigError(f"max_model_len: {asked} exceeds the model's maximum of {most} positions")
-    return asked or min(most, longest_text(path) or most)
+    if requested is not None and requested > most:
+        raise ConfigError(f"max_model_len: {requested} exceeds the model's maximum of {most} positions")
+    return requested or min(most, longest_text(path) or most)
 
 
 def activation_bytes(model: EncoderConfig, num_tokens: int, dtype: torch.dtype) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
+from octavo.server_settings import ServerSettings
 from octavo.setting import Setting, setting
 from octavo.speculative_config import parse_speculative_config
 
@@ -56,7 +57,7 @@ class ModelSettings:
     )
     quantization: str | None = setting(
         None,
-        "quantise the weights of a checkpoint in 16 or 32 bits while they are loaded: fp8, int8, or int4 in groups of 128; "
+        "quantise weights of 16 or 32 bits while they are loaded: fp8, int8, or int4 in groups of 128; "
         "a quantised checkpoint needs no setting",
         ("fp8", "int8", "int4"),
     )
@@ -64,6 +65,7 @@ class ModelSettings:
         False, "with quantization, quantise the map to logits too, and an embedding that is tied to it; int4: to int8"
     )
     device: str = setting("auto", "device to run on", ("auto", "cpu", "cuda"))
+    tensor_parallel_size: int = setting(1, "processes among which every layer is divided, such as CPU sockets", low=1)
     enable_lora: bool = setting(False, "serve LoRA adapters; a request selects one by its model name")
     lora_modules: str | None = setting(
         None, "LoRA adapters to load at startup, such as 'sql=/adapters/sql,fr=/adapters/fr'"
@@ -161,9 +163,7 @@ class SchedulerSettings:
         "prefill priority: while prompts are pending, decode only in every N-th step; default: 1",
         low=1,
     )
-    async_scheduling: bool = setting(
-        True, "on a GPU, schedule and launch the next step while one is computed; off with speculative decoding"
-    )
+    async_scheduling: bool = setting(True, "on a GPU, schedule and launch the next step while one is computed")
     max_itl: float | None = setting(
         None, "maximum inter-token latency in seconds: prefill chunks are cut so that steps stay below it", low=0.0001
     )
@@ -178,74 +178,10 @@ class SpeculativeSettings:
 
     speculative_config: str | None = setting(
         None,
-        'proposer of drafts, as JSON: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, '
-        '"prompt_lookup_min": 2} proposes the tokens that followed an earlier match of the last tokens; default: off',
+        'source of drafts, as JSON: {"method": "ngram", "num_speculative_tokens": 4}, or method suffix, draft_model, '
+        'eagle3, mtp or dflash, with "model": the drafter\'s checkpoint; default: off',
         is_json=True,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """The HTTP server."""
-
-    host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(8000, "port to listen on; 0 picks a free one", low=0, high=65535)
-    served_model_name: str | None = setting(None, "comma-separated model names in the API; default: from the model")
-    api_key: str | None = setting(None, "key that clients must send as a Bearer token; default: none required")
-    api_key_file: str | None = setting(
-        None, "file of keys, one per line: name, SHA-256 of the key, requests_per_minute=, tokens_per_minute=, admin"
-    )
-    admin_key: str | None = setting(None, "key for /admin and, with api_key_file, /metrics and /stats; default: none")
-    allowed_hosts: str | None = setting(
-        None,
-        "comma-separated Host names that requests may carry, or *; default: names of this machine if host is a "
-        "loopback address, else any",
-    )
-    allowed_origins: str | None = setting(
-        None, "comma-separated origins of web pages that may use this server (CORS), or *; default: none"
-    )
-    ssl_certfile: str | None = setting(None, "certificate file, to serve HTTPS")
-    ssl_keyfile: str | None = setting(None, "file of the certificate's private key; default: ssl_certfile")
-    ssl_ca_certs: str | None = setting(None, "file of CAs; every client must present a certificate of one of them")
-    max_num_queued_reqs: int = setting(256, "maximum waiting requests; further ones get 429", low=1)
-    max_request_bytes: int = setting(32 << 20, "maximum size of a request body in bytes", low=1024)
-    tool_call_parser: str = setting(
-        "auto",
-        "format of the model's tool calls; auto: from its chat template, else hermes, described in the prompt",
-        ("auto", "none", "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "openai", "pythonic"),
-    )
-    enable_auto_tool_choice: bool = setting(True, "accept tool_choice auto: the model decides whether to call a tool")
-    reasoning_parser: str = setting(
-        "auto",
-        "format of the model's reasoning; auto: from its chat template",
-        ("auto", "none", "deepseek_r1", "qwen3", "openai_gptoss"),
-    )
-    allow_runtime_lora_updating: bool = setting(
-        False, "allow clients to load LoRA adapters from folders of this machine, and to unload them"
-    )
-    unknown_fields: str = setting(
-        "warn",
-        "request fields that have no effect: warn names them in a header, reject refuses the request, ignore is silent",
-        ("warn", "reject", "ignore"),
-    )
-    isolate_keys: bool = setting(False, "share the prefix cache only among requests of the same API key")
-    tenant_by: str = setting(
-        "user",
-        "what identifies the tenant under the fair policy: the field 'user', the API key, or the LoRA adapter",
-        ("user", "key", "adapter"),
-    )
-    tenant_header: str | None = setting(None, "header that names the tenant, instead of the field 'user'")
-    state_dir: str | None = setting(
-        None, "folder for stored responses, files and batches; default: in memory, until the server stops"
-    )
-    retention_hours: float = setting(720.0, "hours until stored responses, files and batches are deleted", low=0.001)
-    shutdown_timeout: float = setting(30.0, "seconds that running requests have to finish on SIGTERM", low=0)
-    engine_timeout: float = setting(
-        120.0,
-        "seconds without a finished step, while requests run, until the engine is restarted",
-        low=1,
-    )
-    log_level: str = setting("info", "lowest level that is logged", ("debug", "info", "warning", "error"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,19 +220,8 @@ def settings(config_class: type[EngineConfig]) -> Iterator[Setting]:
             kind = owner_hints[item.name]
             optional = isinstance(kind, types.UnionType)
             base = next(t for t in typing.get_args(kind) if t is not types.NoneType) if optional else kind
-            meta = item.metadata
-            yield Setting(
-                item.name,
-                group.name,
-                base,
-                optional,
-                item.default,
-                meta["help"],
-                meta["choices"],
-                meta["low"],
-                meta["high"],
-                meta["is_json"],
-            )
+            details = (item.metadata[key] for key in ("help", "choices", "low", "high", "is_json"))
+            yield Setting(item.name, group.name, base, optional, item.default, *details)
 
 
 def _from_flat(config_class: type[EngineConfig], values: Mapping[str, Any]) -> EngineConfig:
@@ -338,8 +263,10 @@ def _check_combinations(config: EngineConfig) -> None:
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(config.server, name) is not None:
                 raise ConfigError(f"{name} needs ssl_certfile: without a certificate, there is no HTTPS")
-    if isinstance(config, ServeConfig) and config.server.isolate_keys and cache.enable_kv_events:
-        raise ConfigError("isolate_keys and enable_kv_events: the events would show prompts of other keys")
+    if isinstance(config, ServeConfig):
+        _check_kv_events(config.server, cache)
+        if config.server.data_parallel_size > 1 and cache.kv_offload_dir is not None:
+            raise ConfigError("data_parallel_size and kv_offload_dir: engines cannot share the folder")
     if isinstance(config, ServeConfig):
         _check_tenants(config.server, config.model)
     _check_policy(scheduler, cache)
@@ -353,6 +280,17 @@ def _check_quantization(model: ModelSettings) -> None:
         raise ConfigError(
             "quantization and merge_lora: adapters cannot be merged into quantised weights; use enable_lora"
         )
+
+
+def _check_kv_events(server: ServerSettings, cache: CacheSettings) -> None:
+    if server.kv_events_config is not None and not cache.enable_prefix_caching:
+        raise ConfigError("kv_events_config needs enable_prefix_caching")
+    for name, is_on in (
+        ("enable_kv_events", cache.enable_kv_events),
+        ("kv_events_config", server.kv_events_config is not None),
+    ):
+        if server.isolate_keys and is_on:
+            raise ConfigError(f"isolate_keys and {name}: the events would show prompts of other keys")
 
 
 def _check_tenants(server: ServerSettings, model: ModelSettings) -> None:

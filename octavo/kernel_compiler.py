@@ -28,7 +28,7 @@ def preparation() -> threading.Thread:
     return thread
 
 
-def prepare_where_there_may_be_a_gpu(device: str) -> None:
+def prepare_if_there_may_be_a_gpu(device: str) -> None:
     """Start the preparation if there is an NVIDIA driver and the setting ``device`` allows a GPU.
 
     Called before torch, which could tell for certain, is imported: that takes seconds.

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import octavo
-from octavo.build import build_engine, resolve_device
+from octavo.build import build_engine
 from octavo.config import EngineConfig, to_flat
+from octavo.device_settings import resolve_device
 from octavo.engine.engine import Engine
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
@@ -191,11 +192,11 @@ def measure(
     config: EngineConfig,
     work: Work,
     rounds: int,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
     deadline: float,
     keep: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:
-    """Visit every stage's engine in turn, ``rounds`` times; ``told`` hears of each visit.
+    """Visit every stage's engine in turn, ``rounds`` times; ``report`` is called with a line about each visit.
 
     No round but the first begins when one as long as the longest so far would end later than ``deadline`` seconds
     after the start. ``keep`` is given the result after each round.
@@ -204,17 +205,17 @@ def measure(
         raise ConfigError(f"rounds: must be at least 1, got {rounds}")
     if not deadline > 0:
         raise ConfigError(f"deadline: must be more than 0 seconds, got {deadline}")
-    table = Table(config, work, told)
+    table = Table(config, work, report)
     start, longest = time.perf_counter(), 0.0
     for number in range(rounds):
         began = time.perf_counter()
         if number and began - start + longest > deadline:
-            told(f"{number} of {rounds} rounds: another would not end within {deadline:.0f} s")
+            report(f"{number} of {rounds} rounds: another would not end within {deadline:.0f} s")
             break
         for stage in table.stages:
             table.visit(stage)
         longest = max(longest, time.perf_counter() - began)
-        told(f"round {number + 1} of {rounds} took {time.perf_counter() - began:.0f} s")
+        report(f"round {number + 1} of {rounds} took {time.perf_counter() - began:.0f} s")
         keep(table.result())
     return table.result()
 
@@ -222,8 +223,8 @@ def measure(
 class Table:
     """The engines of one model, one for each row, and what each made of the requests in every round."""
 
-    def __init__(self, config: EngineConfig, work: Work, told: Callable[[str], None]) -> None:
-        self.config, self.work, self.told = config, work, told
+    def __init__(self, config: EngineConfig, work: Work, report: Callable[[str], None]) -> None:
+        self.config, self.work, self.report = config, work, report
         self.device = resolve_device(config.model.device).type
         self.path = resolve_model(config.model)
         has_blocks = open_checkpoint(self.path, config.model.load_format, config.model.seed, self.device).has_blocks
@@ -245,7 +246,7 @@ class Table:
         self.tokens[stage.name] = visit.tokens
         stats = engine.stats()
         self.counts[stage.name] = {name: getattr(stats, name) for name in COUNTS}
-        self.told(f"{stage.name}: {found['output_tok_s']:.1f} tok/s")
+        self.report(f"{stage.name}: {found['output_tok_s']:.1f} tok/s")
         del engine
         gc.collect()
 

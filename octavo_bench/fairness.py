@@ -12,7 +12,7 @@ from typing import Any
 from octavo.config import SchedulerSettings
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
-from octavo_bench.virtual import StepCost, Told, VirtualEngine
+from octavo_bench.virtual import RequestProgress, StepCost, VirtualEngine
 
 SECONDS = 20.0
 START = 1.0
@@ -48,9 +48,9 @@ FLOOD = Load("flood", 100.0, 256, 64)
 FLOOD_OF_LONG_PROMPTS = Load("flood", 100.0, 4096, 64)
 
 
-def share_of(told: dict[int, Told], tenant: str) -> dict[str, float]:
+def share_of(progress: dict[int, RequestProgress], tenant: str) -> dict[str, float]:
     """Mean seconds to the first token, and mean tokens per second of each request, of what ``tenant`` finished."""
-    own = [one for one in told.values() if one.request.tenant == tenant]
+    own = [one for one in progress.values() if one.request.tenant == tenant]
     ended = [one for one in own if len(one.token_times) == one.request.max_tokens]
     if not ended:
         return {"requests": len(own), "finished": 0, "ttft": math.inf, "tokens_per_second": 0.0}
@@ -78,8 +78,8 @@ def measure(policies: Sequence[str], flood: Load = FLOOD, **settings: Any) -> li
 
 
 def _row(name: str, engine: VirtualEngine) -> dict[str, Any]:
-    quiet = share_of(engine.told, QUIET.tenant)
-    total = sum(len(one.token_times) for one in engine.told.values())
+    quiet = share_of(engine.progress, QUIET.tenant)
+    total = sum(len(one.token_times) for one in engine.progress.values())
     return {
         "policy": name,
         "quiet_ttft_ms": round(quiet["ttft"] * 1e3, 1) if quiet["finished"] else None,

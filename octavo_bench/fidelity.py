@@ -31,7 +31,7 @@ from octavo.sim.cost_model import CostModel
 from octavo.sim.fitted import fit
 from octavo.sim.jobs import Job, Lengths, Workload
 from octavo.sim.replica import Sizes
-from octavo.sim.report import Ledger, Targets, Told
+from octavo.sim.report import Ledger, RequestProgress, Targets
 from octavo.sim.simulate import Fleet, Simulation
 from octavo.sim.workloads import ClosedLoop, Profile, Sessions
 from octavo.types import EngineInfo, Request
@@ -110,7 +110,7 @@ class Driver:
         self.engine.spare_time = SpareTime()  # nor does a simulation know any yet
         self.num_served += 1
         ledger = Ledger(Targets())
-        live: dict[int, Told] = {}
+        live: dict[int, RequestProgress] = {}
         texts: dict[int, list[int]] = {}
         due = [self._make(job, texts) for job in iter(workload.next_job, None)]  # in the order of arrival
         zero, previous = self.clock() - START, -1.0
@@ -128,8 +128,8 @@ class Driver:
             now = self.clock() - zero
             for output in outputs:
                 texts.setdefault(live[output.request_id].job.output_token, []).extend(output.tokens)
-            for told in ledger.take(outputs, live, previous, now):
-                job = workload.after(told.job, now - START)
+            for progress in ledger.take(outputs, live, previous, now):
+                job = workload.after(progress.job, now - START)
                 if job is not None:
                     following = self._make(job, texts)
                     moment = max(following.moment, self.clock() - zero)  # who asks at once does so when it is made
@@ -147,9 +147,9 @@ class Driver:
         request = msgspec.structs.replace(request, cache_salt=str(self.num_served))
         return Coming(job.arrival + START, self.num_requests, job, request)
 
-    def _add(self, coming: Coming, live: dict[int, Told]) -> None:
+    def _add(self, coming: Coming, live: dict[int, RequestProgress]) -> None:
         self.runner.wake()
-        live[coming.number] = Told(coming.job, coming.moment)
+        live[coming.number] = RequestProgress(coming.job, coming.moment)
         self.engine.add(msgspec.structs.replace(coming.request, arrival=time.monotonic()))
 
     def _sleep_until(self, moment: float, early: float = 0.002) -> None:
@@ -274,9 +274,9 @@ def _row(name: str, pools: dict[str, list[Pool]]) -> dict[str, Any]:
     ((served,), *_) = pools.values()
     row: dict[str, Any] = {"workload": name, "requests": served.ledger.num_finished, "within": {}}
     for figure, aim in AIMS.items():
-        told = {how: statistics.median(one.figures()[figure] for one in some) for how, some in pools.items()}
-        row[figure] = {"measured": (real := told.pop("measured"))}
-        for how, value in told.items():
+        progress = {how: statistics.median(one.figures()[figure] for one in some) for how, some in pools.items()}
+        row[figure] = {"measured": (real := progress.pop("measured"))}
+        for how, value in progress.items():
             row[figure][how] = round(value / real - 1, 4)
             row["within"][how] = row["within"].get(how, 0) + (abs(value / real - 1) <= aim)
     return row

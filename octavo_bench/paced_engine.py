@@ -20,8 +20,8 @@ MAX_NUM_SEQS = 256
 
 
 class PacedRunner:
-    """Answers each step when its time is over. Steps follow one another without a pause, as on a device that is told
-    of the next one in time."""
+    """Answers each step when its time is over. Steps follow one another without a pause, as on a device that gets
+    the next one in time."""
 
     def __init__(self, step_seconds: float) -> None:
         self.step_seconds = step_seconds

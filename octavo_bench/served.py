@@ -15,7 +15,7 @@ from octavo_bench.stream_reader import Ask, Streamed, completion, read_streams
 READY_SECONDS = 300.0
 
 
-def served_beside_in_process(
+def served_and_in_process(
     config: EngineConfig, sequences: Sequence[int], prompt: int, decode: int, rounds: int
 ) -> Iterator[dict[str, Any]]:
     """One row for each number of sequences: output tokens/s of both, in turns, and the median of served / in-process.

@@ -52,9 +52,9 @@ def test_only_where_there_may_be_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     begun: list[int] = []
     monkeypatch.setattr(kernel_compiler, "preparation", lambda: begun.append(1))
     monkeypatch.setattr(kernel_compiler, "NVIDIA_DRIVER", tmp_path / "none")
-    kernel_compiler.prepare_where_there_may_be_a_gpu("auto")
+    kernel_compiler.prepare_if_there_may_be_a_gpu("auto")
     monkeypatch.setattr(kernel_compiler, "NVIDIA_DRIVER", tmp_path)
-    kernel_compiler.prepare_where_there_may_be_a_gpu("cpu")
+    kernel_compiler.prepare_if_there_may_be_a_gpu("cpu")
     assert not begun
-    kernel_compiler.prepare_where_there_may_be_a_gpu("auto")
+    kernel_compiler.prepare_if_there_may_be_a_gpu("auto")
     assert begun

@@ -138,14 +138,14 @@ class KVCache:
         seq.num_computed_tokens = seq.capacity = ends[0].depth * self.block_size
         self.num_filled += seq.num_computed_tokens
 
-    def start(self, seq: Sequence, ends: list[Node], shares: bool, max_step_tokens: int) -> None:
+    def start(self, seq: Sequence, ends: list[Node], may_share: bool, max_step_tokens: int) -> None:
         """Give ``seq``, which holds no blocks, the cached blocks up to ``ends``, from ``match``, and new ones for the
-        rest, which ``admits`` must have confirmed. With ``shares``, offloaded or partially matching blocks are reused,
-        too."""
+        rest, which ``admits`` must have confirmed. With ``may_share``, offloaded or partially matching
+        blocks are reused, too."""
         needs = self._first_needs(seq, ends, max_step_tokens)
         self.adopt(seq, ends)
-        contents = self.recall(seq) if shares else []
-        sources, num_copied = self._find_parts(seq, ends) if shares and not contents else ([], 0)
+        contents = self.recall(seq) if may_share else []
+        sources, num_copied = self._find_parts(seq, ends) if may_share and not contents else ([], 0)
         for group, need in zip(self.groups, needs, strict=True):
             group.grow(seq, need)
         seq.capacity = self._capacity(seq)

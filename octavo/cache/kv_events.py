@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import deque
 
 import msgspec
@@ -68,5 +69,5 @@ def chain_hash(parent: int, tokens: list[int], salt: str = "") -> int:
     digest = hashlib.sha256(parent.to_bytes(8, "little"))
     encoded = salt.encode()
     digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    digest.update(b"".join(token.to_bytes(8, "little", signed=True) for token in tokens))
+    digest.update(struct.pack(f"<{len(tokens)}q", *tokens))
     return int.from_bytes(digest.digest()[:8], "little") >> 1

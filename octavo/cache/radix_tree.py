@@ -88,11 +88,11 @@ class RadixTree:
         prefix is next to the insertion point.
         """
         num_salts = int(not node.depth)
-        wanted = self.edge(tokens, node.depth, salt)[: limit + num_salts]
-        place = bisect_left(node.edges, wanted)
+        key = self.edge(tokens, node.depth, salt)[: limit + num_salts]
+        index = bisect_left(node.edges, key)
         best, most = -1, 0
-        for edge in node.edges[max(place - 1, 0) : place + 1]:
-            num_equal = _num_equal(edge, wanted) - num_salts
+        for edge in node.edges[max(index - 1, 0) : index + 1]:
+            num_equal = _num_equal(edge, key) - num_salts
             if num_equal > most and node.children[edge].block >= 0:
                 best, most = node.children[edge].block, num_equal
         return best, most

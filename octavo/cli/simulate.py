@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="h200", help="device type of each replica")
     parser.add_argument("--replicas", type=positive, default=1, help="number of replicas")
     parser.add_argument("--tensor-parallel-size", type=positive, default=1, help="devices per replica")
-    parser.add_argument("--router", default="least-loaded", help="round-robin, session, least-loaded or prefix-aware")
+    parser.add_argument(
+        "--router", default="least-loaded", help="round-robin, random, session, least-loaded or prefix-aware"
+    )
     parser.add_argument("--weight-bits", type=float, default=16, help="bits per weight")
     parser.add_argument(
         "--cost-log",
@@ -64,12 +66,12 @@ def run(args: argparse.Namespace) -> int:
     from octavo.sim.devices import find_device
     from octavo.sim.plots import plot
     from octavo.sim.report import Targets
-    from octavo.sim.setup import Asked
+    from octavo.sim.setup import SimulationSpec
 
     known = {item.name: item for item in settings(EngineConfig) if item.group in GROUPS}
     given = {name: value for name in known if (value := getattr(args, name, None)) is not None}
     engine = EngineConfig.from_flat({name: known[name].parse(value) for name, value in given.items()})
-    asked = Asked(
+    spec = SimulationSpec(
         args.model,
         args.device,
         args.workload,
@@ -88,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         args.seed,
     )
     targets = Targets(args.slo_ttft, args.slo_itl)
-    result = _search(args, asked, engine, targets) if args.search else _simulate(asked, engine, targets)
+    result = _search(args, spec, engine, targets) if args.search else _simulate(spec, engine, targets)
     result["device_is_measured"] = find_device(args.device).is_measured
     if args.price is not None:
         hours = result["device_hours_per_million_output_tokens"]
@@ -102,27 +104,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _simulate(asked: Any, engine: EngineConfig, targets: Any) -> dict[str, Any]:
+def _simulate(spec: Any, engine: EngineConfig, targets: Any) -> dict[str, Any]:
     from octavo.sim.workers import num_processes, simulate
 
-    fleet, workload = asked.fleet(engine), asked.clients()
-    figures, took = simulate(fleet, workload, targets, num_processes(fleet, workload, asked.num_requests))
+    fleet, workload = spec.fleet(engine), spec.clients()
+    figures, took = simulate(fleet, workload, targets, num_processes(fleet, workload, spec.num_requests))
     words = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in took.items())
     print(f"octavo: simulated in {words}", file=sys.stderr)
-    return {"asked": _plain(asked), **figures, "took": took}
+    return {"spec": _plain(spec), **figures, "took": took}
 
 
-def _search(args: argparse.Namespace, asked: Any, engine: EngineConfig, targets: Any) -> dict[str, Any]:
+def _search(args: argparse.Namespace, spec: Any, engine: EngineConfig, targets: Any) -> dict[str, Any]:
     from octavo.sim.search import cheapest
 
     if args.slo_ttft == float("inf") and args.slo_itl == float("inf"):
         raise ConfigError("--search needs --slo-ttft, --slo-itl or both")
-    found = cheapest(asked, engine, targets, args.slo_share)
+    found = cheapest(spec, engine, targets, args.slo_share)
     rows = [
         {
             "devices": one.num_devices,
-            "replicas": one.asked.replicas,
-            "tensor_parallel_size": one.asked.tensor_parallel,
+            "replicas": one.spec.replicas,
+            "tensor_parallel_size": one.spec.tensor_parallel,
             "max_num_batched_tokens": one.max_num_batched_tokens,
             "ttft_p99": one.figures["ttft"]["p99"],
             "tpot_p99": one.figures["tpot"]["p99"],
@@ -130,11 +132,11 @@ def _search(args: argparse.Namespace, asked: Any, engine: EngineConfig, targets:
         }
         for one in found
     ]
-    return {"asked": _plain(found[0].asked), "found": rows, **found[0].figures}
+    return {"spec": _plain(found[0].spec), "found": rows, **found[0].figures}
 
 
-def _plain(asked: Any) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(asked).items()}
+def _plain(spec: Any) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(spec).items()}
 
 
 def _finite(value: Any) -> Any:

@@ -29,7 +29,7 @@ class Pace:
     (Plackett 1950; Ljung, "System Identification", section 11.2). A step computes what the model allowed, so an error
     shows in the next step, and where step time is not linear the fit follows the current workload.
 
-    ``wanted`` are the ITL targets of sequences, in seconds. The least of them bounds a step as ``max_itl`` does.
+    ``targets`` are the ITL targets of sequences, in seconds. The least of them bounds a step as ``max_itl`` does.
     """
 
     def __init__(self, max_itl: float | None) -> None:
@@ -72,20 +72,20 @@ class Pace:
             doubt = [[value / FORGETTING for value in row] for row in doubt]
         self._doubt = doubt
 
-    def _bound(self, wanted: Iterable[float]) -> float:
+    def _bound(self, targets: Iterable[float]) -> float:
         """Most seconds that a step may be predicted to take."""
-        return MARGIN * min([self.max_itl, *wanted])
+        return MARGIN * min([self.max_itl, *targets])
 
-    def budget(self, num_running: int, limit: int, wanted: Iterable[float] = ()) -> int:
+    def budget(self, num_running: int, limit: int, targets: Iterable[float] = ()) -> int:
         """Token budget of the next step, at most ``limit`` and at least one for each running sequence."""
         if not num_running or not self._anyone_waits_for_tokens:
             return limit
-        room = self._bound(wanted) - self.predict(0, num_running)
+        room = self._bound(targets) - self.predict(0, num_running)
         if room >= self.per_chunk_token * limit:
             return limit
         num_chunk_tokens = int(room / self.per_chunk_token) if self.per_chunk_token else 0
         return min(limit, num_running + max(LEAST_CHUNK, num_chunk_tokens))
 
-    def admits(self, num_running: int, wanted: Iterable[float] = ()) -> bool:
+    def admits(self, num_running: int, targets: Iterable[float] = ()) -> bool:
         """Whether one more sequence may run in addition to ``num_running`` others."""
-        return num_running == 0 or self.predict(0, num_running + 1) <= self._bound(wanted)
+        return num_running == 0 or self.predict(0, num_running + 1) <= self._bound(targets)

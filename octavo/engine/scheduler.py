@@ -15,8 +15,9 @@ from octavo.config import SchedulerSettings
 from octavo.engine.gauges import snapshot
 from octavo.engine.outcomes import apply_result, error_output
 from octavo.engine.policies import make_policy
-from octavo.engine.policies.policy import Surroundings
-from octavo.engine.shares import take, take_drafts
+from octavo.engine.policies.policy import PolicyContext
+from octavo.engine.scheduled import take
+from octavo.engine.speculation import NO_DRAFTS, Speculation
 from octavo.engine.step_budget import StepBudget
 from octavo.engine.suspects import Suspects
 from octavo.engine.victims import VICTIMS
@@ -56,10 +57,11 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         settings: SchedulerSettings = DEFAULTS,
-        keeps_whole: bool = False,
+        chunked_prefill: bool = True,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With ``keeps_whole`` prompts are not chunked; none may then be longer than the token budget."""
+        """Without ``chunked_prefill`` no prompt may be longer than the token budget."""
         if max_num_batched_tokens < max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs ({max_num_seqs})"
@@ -67,9 +69,11 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.keeps_whole = keeps_whole
+        self.chunked_prefill = chunked_prefill
+        self.speculation = speculation
+        self.num_lookahead = 0 if speculation is None else speculation.num_lookahead
         self.clock = clock
-        self.waiting = make_policy(Surroundings(cache, max_num_seqs, settings, clock))
+        self.waiting = make_policy(PolicyContext(cache, max_num_seqs, settings, clock))
         """The policy, which is also the queue of waiting sequences."""
         self.choose_victim = VICTIMS.get(settings.preemption_victim, self.waiting.choose_victim)
         self.step_budget = StepBudget(settings, max_num_batched_tokens, self.waiting)
@@ -131,17 +135,18 @@ class Scheduler:
         """Plan a step. The plan is empty when nothing can be computed before a step in flight is committed."""
         if self.suspects.is_active:
             return self._schedule_trial()
-        if self.waiting.makes_place:
-            self._make_place()
+        if self.waiting.preempts_for_waiting:
+            self._preempt_for_waiting()
         plan: Plan = []
         num_behind = len(self.running)
         budget, prompts_only = self.step_budget.of_step(
-            num_behind, len(self.cut), lambda: bool(self.cut) or self._next_in() is not None
+            num_behind, len(self.cut), lambda: bool(self.cut) or self._next_admissible() is not None
         )
-        whole = budget
-        favoured, num_aside = self._set_aside(budget) if self.cut else (None, 0)
-        budget -= num_aside
+        total_budget = budget
+        chosen, num_reserved = self._reserve_budget(budget) if self.cut else (None, 0)
+        budget -= num_reserved
         self.cut = []
+        drafts_of = NO_DRAFTS if self.speculation is None else self.speculation.choose(self.running.values())
         for seq in list(self.running.values()):
             num_behind -= 1
             start = seq.num_computed_tokens
@@ -151,25 +156,33 @@ class Scheduler:
             if prompts_only and num_tokens == 1 and start >= seq.num_prompt_tokens:
                 continue
             if num_tokens > budget - num_behind:
-                if seq is favoured:
-                    budget, num_aside = budget + num_aside, 0
+                if seq is chosen:
+                    budget, num_reserved = budget + num_reserved, 0
                 num_tokens = min(num_tokens, budget - num_behind)
                 self.cut.append(seq)
-            drafts = take_drafts(seq, num_tokens, budget - num_behind) if seq.draft_tokens else ()
-            num_taken = num_tokens + len(drafts) if drafts else num_tokens
-            if start + num_taken > seq.capacity and not self._find_room(seq, start + num_taken):
+            drafts = drafts_of.get(seq, ())[: budget - num_behind - num_tokens] if drafts_of else ()
+            if drafts and not self.cache.reserve(seq, start + num_tokens + len(drafts)):
+                drafts = ()  # no sequence is preempted for drafts
+            num_taken = num_tokens + len(drafts)
+            if start + num_taken > seq.capacity and not self._reserve_blocks(seq, start + num_taken):
                 # All sequences behind are younger and in flight. Left out of this step, they are idle at the retry.
                 self.step_budget.interval.end()
-                rest = budget + num_aside
+                rest = budget + num_reserved
                 break
+            self._look_ahead(seq, start + num_taken)
             plan.append(take(seq, num_tokens, drafts))
             budget -= num_taken
         else:
-            rest = self._admit(plan, budget + num_aside)
-        self.cache.note_filled(whole - rest)
+            rest = self._admit(plan, budget + num_reserved)
+        self.cache.note_filled(total_budget - rest)
         return plan
 
-    def _find_room(self, seq: Sequence, num_tokens: int) -> bool:
+    def _look_ahead(self, seq: Sequence, num_tokens: int) -> None:
+        """Reserve blocks for what a drafter writes behind ``num_tokens`` positions; without room, drafts are worse."""
+        if self.num_lookahead:
+            self.cache.reserve(seq, min(num_tokens + self.num_lookahead, seq.max_computed_tokens))
+
+    def _reserve_blocks(self, seq: Sequence, num_tokens: int) -> bool:
         """Reserve blocks for ``num_tokens`` positions of ``seq``, preempting younger sequences if necessary."""
         while not self.cache.reserve(seq, num_tokens):
             if (victim := self.choose_victim(self._idle_behind(seq))) is None:
@@ -191,7 +204,7 @@ class Scheduler:
         self.cache.release(seq)
         del self.running[seq.id]
         seq.status = Status.WAITING
-        seq.draft_tokens = []
+        seq.decodes = False
         seq.epoch += 1
         seq.num_preemptions += 1
         self.waiting.leave(seq)
@@ -204,13 +217,13 @@ class Scheduler:
         Returns the unused part of the budget.
         """
         waiting = self.waiting
-        if not (self._has_place and waiting) or waiting.is_closed(self.running):
+        if not (self._can_admit and waiting) or waiting.is_closed(self.running):
             return budget
         newest = next(reversed(self.running.values()), None)
         is_sorted = True
-        while budget and waiting and self._has_place:
+        while budget and waiting and self._can_admit:
             seq = waiting.first()
-            if (self.keeps_whole and len(seq.tokens) > budget) or not self._give_blocks(seq):
+            if (not self.chunked_prefill and len(seq.tokens) > budget) or not self._adopt_and_reserve(seq):
                 break
             waiting.admit(seq)
             self.running[seq.id] = seq
@@ -220,6 +233,7 @@ class Scheduler:
             if num_tokens > most:
                 num_tokens = most
                 self.cut.append(seq)
+            self._look_ahead(seq, seq.num_computed_tokens + num_tokens)
             plan.append(take(seq, num_tokens))
             budget -= num_tokens
             is_sorted = is_sorted and (newest is None or newest.order < seq.order)
@@ -229,48 +243,48 @@ class Scheduler:
         return budget
 
     @property
-    def _has_place(self) -> bool:
+    def _can_admit(self) -> bool:
         is_free = len(self.running) + len(self.leaving) < self.max_num_seqs
         return is_free and self.step_budget.admits(len(self.running))
 
-    def _next_in(self) -> Sequence | None:
+    def _next_admissible(self) -> Sequence | None:
         """The first waiting sequence, if it can be admitted now."""
         waiting = self.waiting
-        if not (waiting and self._has_place) or waiting.is_closed(self.running):
+        if not (waiting and self._can_admit) or waiting.is_closed(self.running):
             return None
-        return first if self._room_for(first := waiting.first()) is not None else None
+        return first if self._match_if_it_fits(first := waiting.first()) is not None else None
 
-    def _set_aside(self, budget: int) -> tuple[Sequence | None, int]:
-        """The sequence whose prompt the policy favours, and the tokens of the budget reserved for it.
+    def _reserve_budget(self, budget: int) -> tuple[Sequence | None, int]:
+        """The sequence whose prompt the policy chooses, and the tokens of the budget reserved for it.
 
         The candidates are the sequences in ``cut`` and the first waiting one, if it can be admitted.
         """
         candidates = [seq for seq in self.cut if seq.status is RUNNING]
-        if (first := self._next_in()) is not None:
+        if (first := self._next_admissible()) is not None:
             candidates.append(first)
         if not candidates:
             return None, 0
-        seq = self.waiting.favours(candidates)
+        seq = self.waiting.choose_prefill(candidates)
         return seq, max(0, min(len(seq.tokens) - seq.num_computed_tokens, budget - len(self.running)))
 
-    def _make_place(self) -> None:
+    def _preempt_for_waiting(self) -> None:
         """Preempt the sequences that the policy chooses, until the first waiting one can be admitted.
 
         A sequence in flight cannot be preempted: it is left out of further plans until it is idle.
         """
         while True:
-            self._take_place()
+            self._preempt_yielding()
             if self.yielding is not None or not self.waiting or not self.running:
                 return
             seq = self.waiting.first()
-            if self._has_place and self._room_for(seq) is not None:
+            if self._can_admit and self._match_if_it_fits(seq) is not None:
                 return
-            self.yielding = self.waiting.who_yields(seq, self.running)
+            self.yielding = self.waiting.preempt_for(seq, self.running)
             if self.yielding is None:
                 return
             self.yielding.status = Status.YIELDING
 
-    def _take_place(self) -> None:
+    def _preempt_yielding(self) -> None:
         """Preempt the yielding sequence, unless it has ended or is still in flight."""
         seq = self.yielding
         if seq is None or seq.status is not Status.YIELDING:
@@ -279,15 +293,15 @@ class Scheduler:
             self._preempt(seq, by=self.waiting.first() if self.waiting else seq)
             self.yielding = None
 
-    def _room_for(self, seq: Sequence) -> list[Node] | None:
+    def _match_if_it_fits(self, seq: Sequence) -> list[Node] | None:
         """Last node of the cached prefix in each KV group; ``None`` if there are not enough blocks for the rest."""
         ends = self.cache.match(seq) if may_share(seq) else self.cache.roots
         has_room = self.cache.admits(seq, ends, self.max_num_batched_tokens, num_spare=len(self.running))
         return ends if has_room else None
 
-    def _give_blocks(self, seq: Sequence) -> bool:
+    def _adopt_and_reserve(self, seq: Sequence) -> bool:
         """Adopt the cached prefix of a waiting sequence and reserve blocks for the rest, or change nothing."""
-        ends = self._room_for(seq)
+        ends = self._match_if_it_fits(seq)
         if ends is None:
             return False
         self.cache.start(seq, ends, may_share(seq), self.max_num_batched_tokens)
@@ -312,10 +326,12 @@ class Scheduler:
     def commit(self, plan: Plan, sampled: list[Sampled]) -> list[Output]:
         """Append the results of ``plan``, publish the blocks that are now full, finish sequences that ended."""
         self.stats.num_steps += 1
-        self.stats.num_shares += len(plan)
+        self.stats.num_scheduled_seqs += len(plan)
         self.suspects.acquit(plan)
         if self.waiting.charges:
             self.waiting.charge(plan, sampled)
+        if self.speculation is not None:
+            self.speculation.learn(plan, sampled)
         outputs: list[Output] = []
         cache, stats, events = self.cache, self.stats, self.events
         for item, result in zip(plan, sampled, strict=True):
@@ -325,11 +341,11 @@ class Scheduler:
                 self._let_go(seq)
             elif result.error is not None:
                 outputs.append(self._end_with_error(seq, result.error))
-            elif news := apply_result(item, result, cache, stats, events):
-                outputs.append(news)
-                if news.finish_reason is not None:
-                    self._finish(seq, news.finish_reason)
-        stats.num_output_tokens += sum([len(news.tokens) for news in outputs])
+            elif output := apply_result(item, result, cache, stats, events):
+                outputs.append(output)
+                if output.finish_reason is not None:
+                    self._finish(seq, output.finish_reason)
+        stats.num_output_tokens += sum([len(output.tokens) for output in outputs])
         return outputs
 
     def fail(self, plan: Plan, error: RunnerError) -> list[Output]:
@@ -343,17 +359,17 @@ class Scheduler:
             else:
                 members.append(item)
                 self._rewind(item)
-        convict = self.suspects.accuse(plan, members)
-        return [self._end_with_error(convict, str(error))] if convict else []
+        cause = self.suspects.accuse(plan, members)
+        return [self._end_with_error(cause, str(error))] if cause else []
 
     def _rewind(self, item: Scheduled) -> None:
         """Undo the computation of ``item`` and of everything planned after it."""
         seq = item.seq
         seq.num_faults += 1
-        self.events.note(seq.id, "fault", start=item.start)
-        self.cache.note_filled(item.start - seq.num_computed_tokens)
-        seq.num_computed_tokens = item.start
-        seq.draft_tokens = []
+        self.events.note(seq.id, "fault", start=item.settled_start)
+        self.cache.note_filled(item.settled_start - seq.num_computed_tokens)
+        seq.num_computed_tokens = item.settled_start
+        seq.decodes = False
         self._disown_steps(seq)
 
     def _disown_steps(self, seq: Sequence) -> None:
@@ -371,9 +387,14 @@ class Scheduler:
         seq.status = Status.FINISHED
         seq.finish_reason = reason
         self._disown_steps(seq)
-        self.events.note(seq.id, "ended", tokens=seq.num_output_tokens, reason=reason)
+        accepted = seq.num_drafts - seq.num_rejected
+        self.events.note(
+            seq.id, "ended", tokens=seq.num_output_tokens, reason=reason, drafts=seq.num_drafts, accepted=accepted
+        )
         if self.running.pop(seq.id, None) is not None:
             self.waiting.leave(seq)
+        if self.speculation is not None:
+            self.speculation.forget(seq)
         self.leaving.add(seq)
         self._let_go(seq)
 
@@ -390,6 +411,8 @@ class Scheduler:
         self.stats.step_tokens = sum([len(item.tokens) + len(item.drafts) for item in plan])
         self.stats.step_seconds = seconds
         self.step_budget.learn(plan, self.stats.step_tokens, seconds)
+        if self.speculation is not None:
+            self.speculation.note_step(plan, seconds)
 
     def snapshot(self) -> EngineStats:
         """Counters and gauges as of now; O(1)."""
@@ -412,7 +435,6 @@ class Scheduler:
             assert is_complete or len(seq.tokens) <= seq.max_computed_tokens, "more is planned than is ever needed"
             assert seq.num_computed_tokens <= seq.max_computed_tokens, "more is computed than is ever needed"
             num_pending = seq.tokens.count(None)
-            assert num_pending <= seq.num_in_flight, "a pending token will never be sampled"
             assert None not in seq.tokens[: len(seq.tokens) - num_pending], "a token follows a pending one"
         for seq in self.leaving:
             assert seq.status is Status.FINISHED, "a leaving sequence has not ended"

@@ -5,9 +5,9 @@
     step of 8 fails    [a b c d e f g h]
     trials             [a b c d] ok   [e f g h] fails
                                       [e f] ok   [g h] fails
-                                                 [g] fails, fails again: convicted    [h] ok
+                                                 [g] fails, fails again: the cause    [h] ok
 
-A step can also fail by chance, so a sequence is convicted only when it fails alone twice. One faulty sequence among n
+A step can also fail by chance, so a sequence is the cause only if it fails alone twice. One faulty sequence among n
 costs about log2(n) + 2 failed steps; the others lose only time.
 """
 
@@ -69,7 +69,7 @@ class Suspects:
             self._trial = None
 
     def accuse(self, plan: Plan, members: Plan) -> Sequence | None:
-        """Record that ``plan`` failed, of which ``members`` are not stale; returns the convicted sequence, if any."""
+        """Record that ``plan`` failed, of which ``members`` are not stale; returns the sequence that is the cause."""
         is_trial = plan is self._trial
         if is_trial:
             self._trial = None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from octavo.child_process import ChildLost, ChildProcess
 from octavo.child_worker import LATE, RENDERED
-from octavo.grammar.forms import MAX_WHOLE_BYTES
+from octavo.grammar.forms import MAX_GRAMMAR_BYTES
 from octavo.grammar.vocabulary import PackedVocabulary
 
 WORKER = "octavo.grammar.worker"
@@ -55,7 +55,7 @@ class GrammarCompiler:
         """``load`` returns the vocabulary for each process started; ``clock`` returns seconds of a monotonic clock."""
         self._load = load
         self._clock = clock
-        self._limits = {"max_seconds": max_seconds, "max_memory": MAX_MEMORY, "max_output": 4 * MAX_WHOLE_BYTES}
+        self._limits = {"max_seconds": max_seconds, "max_memory": MAX_MEMORY, "max_output": 4 * MAX_GRAMMAR_BYTES}
         self._process: ChildProcess | None = None
         self._turn = asyncio.Lock()
         self._closing = threading.Lock()
@@ -69,8 +69,8 @@ class GrammarCompiler:
 
     async def compile(self, text: str) -> str:
         """The normalised grammar for the engine. Raises ``Refused``; cancellation stops the work at once."""
-        if len(text) > MAX_WHOLE_BYTES:
-            raise Refused(f"is larger than {MAX_WHOLE_BYTES} bytes, the most that is accepted")
+        if len(text) > MAX_GRAMMAR_BYTES:
+            raise Refused(f"is larger than {MAX_GRAMMAR_BYTES} bytes, the most that is accepted")
         verdict = self._known(text)
         if verdict is None:
             async with self._turn:

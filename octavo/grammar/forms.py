@@ -21,7 +21,7 @@ OPTIONS = "x-guidance"
 """The key under which llguidance reads options in a schema."""
 MAX_BYTES = 256 << 10
 """Limit for a schema, an expression, a grammar, or all choices together."""
-MAX_WHOLE_BYTES = 1 << 20
+MAX_GRAMMAR_BYTES = 1 << 20
 """Limit for the text of a list of grammars, quotes and separators included."""
 TEXT = r"/(.|\n)*/"
 
@@ -132,7 +132,7 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def whole(form: Form | Part) -> str:
+def grammar_text(form: Form | Part) -> str:
     """The text of a form's or a single part's grammar."""
     if isinstance(form, dict):
         return text_of([form])

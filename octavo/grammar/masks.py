@@ -59,7 +59,7 @@ class Task:
     drafts: tuple[int, ...]
 
 
-class ComingMasks(Mapping[int, list[Mask]]):
+class PendingMasks(Mapping[int, list[Mask]]):
     """Masks that are being computed; access waits for them."""
 
     def __init__(self, future: Future[dict[int, list[Mask]]]) -> None:
@@ -135,12 +135,12 @@ class MatcherMasks:
         tasks = []
         for item in bound:
             seq, progress = item.seq, item.seq.grammar
-            end = item.start + len(item.tokens)
+            end = item.settled_start + len(item.tokens)
             tokens = seq.tokens[seq.num_prompt_tokens + progress.num_tokens : end]
             progress.num_tokens += len(tokens)
-            tasks.append(Task(seq.id, progress, tokens, item.drafts))
+            tasks.append(Task(seq.id, progress, tokens, item.known_drafts))
         self._last = self._masking.submit(self._compute, tasks)
-        return ComingMasks(self._last)
+        return PendingMasks(self._last)
 
     def _compute(self, tasks: list[Task]) -> dict[int, list[Mask]]:
         return {task.sequence_id: self._compute_one(task) for task in tasks}
@@ -164,7 +164,8 @@ class MatcherMasks:
         return masks
 
     def _match(self, task: Task, masks: list[Mask]) -> None:
-        matcher = task.progress.matcher
+        assert self._tokenizer is not None
+        matcher, num_known = task.progress.matcher, self._tokenizer.vocab_size
         matcher.consume_tokens(list(task.tokens))  # type: ignore[arg-type]
         fill_mask(matcher, masks[0])
         num_taken = 0
@@ -172,8 +173,8 @@ class MatcherMasks:
             if draft in self._eos_ids:
                 _allow_all(masks[1 + num_taken :])
                 break
-            if not matcher.try_consume_tokens([draft]):
-                break
+            if draft >= num_known or not matcher.try_consume_tokens([draft]):
+                break  # a model may have logits for more tokens than its tokenizer has
             num_taken += 1
             fill_mask(matcher, mask)
         matcher.rollback(num_taken)

@@ -46,7 +46,7 @@ class EncoderConfig(ModelConfig):
     """Row of position 0 in the position embeddings; rows before it are unused."""
     is_approximate: bool
     """Whether GELU is the tanh approximation."""
-    is_judge: bool
+    is_cross_encoder: bool
     """Whether the model is a cross-encoder, which returns scores instead of embeddings."""
     squashes: bool
     """Whether scores pass through a sigmoid."""
@@ -64,8 +64,8 @@ def read_bert(keys: ConfigKeys, *, first_position: int = 0) -> EncoderConfig:
         keys.get(key)  # used in training only
     keys.get("eos_token_id")  # the tokenizer adds it to the text
     name = architecture(keys)
-    is_judge = name.endswith("ForSequenceClassification")
-    if is_judge and (count := keys.size("num_labels", len(keys.get("id2label", {0: "", 1: ""})))) != 1:
+    is_cross_encoder = name.endswith("ForSequenceClassification")
+    if is_cross_encoder and (count := keys.size("num_labels", len(keys.get("id2label", {0: "", 1: ""})))) != 1:
         raise wrong("num_labels", count, "1: only models with one label can score texts")
     return EncoderConfig(
         architecture=name,
@@ -83,7 +83,7 @@ def read_bert(keys: ConfigKeys, *, first_position: int = 0) -> EncoderConfig:
         num_types=keys.size("type_vocab_size", 2),
         first_position=first_position,
         is_approximate=keys.choice("hidden_act", GELUS, "gelu"),
-        is_judge=is_judge,
+        is_cross_encoder=is_cross_encoder,
         squashes=_squashes(keys),
     )
 
@@ -133,7 +133,9 @@ class BertModel:
         self.config = config
         D = config.hidden_size
         start = (
-            self.root if config.is_judge or weights.tensors.has(f"{self.root}embeddings.word_embeddings.weight") else ""
+            self.root
+            if config.is_cross_encoder or weights.tensors.has(f"{self.root}embeddings.word_embeddings.weight")
+            else ""
         )
         self.embedding = weights.embedding(f"{start}embeddings.word_embeddings", config.vocab_size, D)
         num_positions = config.first_position + config.max_position_embeddings
@@ -143,7 +145,7 @@ class BertModel:
         layers = range(config.num_layers)
         self.layers = [BertLayer(config, weights, f"{start}encoder.layer.{i}") for i in layers]
         weights.tensors.leave_out(f"{start}embeddings.position_ids")
-        self.head = self.read_head(weights) if config.is_judge else None
+        self.head = self.read_head(weights) if config.is_cross_encoder else None
         if self.head is None:
             weights.tensors.leave_out(f"{start}pooler.")
             for head in ("cls.", "lm_head."):  # pre-training heads
@@ -166,7 +168,7 @@ class BertModel:
         return x_TD
 
     def scores(self, first_SD: Tensor) -> Tensor:
-        """The score of each text [S] in float32, from the vectors of the first tokens; requires ``is_judge``."""
+        """The score of each text [S] in float32, from its first token's vector; requires ``is_cross_encoder``."""
         assert self.head is not None, "this model has no classification head"
         dense, out = self.head
         logits_S = out(torch.tanh(dense(first_SD)))[:, 0].float()

@@ -37,16 +37,16 @@ class Pooling:
     normalizes: bool = True
 
 
-def read_pooling(path: Path, asked: str, is_encoder: bool) -> Pooling:
-    """The pooling of the checkpoint at ``path``; ``asked``, the setting ``pooling_type``, overrides it if not "auto".
+def read_pooling(path: Path, requested: str, is_encoder: bool) -> Pooling:
+    """The pooling of the checkpoint at ``path``; the setting ``requested`` overrides it if not "auto".
 
     The default is the mean for encoders and the last token for decoders, normalised to length 1. Raises
     ``CheckpointError`` for unsupported modules, and ``ConfigError`` for a kind that the model cannot use.
     """
     found = _from_modules(path) if path.is_dir() else None
     pooling = found or Pooling("mean" if is_encoder else "last")
-    if asked != "auto":
-        pooling = Pooling(cast(Kind, asked), pooling.normalizes)
+    if requested != "auto":
+        pooling = Pooling(cast(Kind, requested), pooling.normalizes)
     if pooling.kind == "cls" and not is_encoder:
         raise ConfigError("pooling_type: cls is for encoders: a decoder's first token attends to itself alone")
     return pooling

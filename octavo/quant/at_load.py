@@ -81,7 +81,7 @@ def _to_int4(name: str, stored: DenseStored, device: torch.device) -> GroupedSto
 
     def quantize(weight_RK: Tensor) -> tuple[Tensor, Tensor]:
         _largest(name, weight_RK)
-        codes_RK, scales_RG = _int4_groups(weight_RK.unflatten(1, (-1, group)))
+        codes_RK, scales_RG = _int4_groups(weight_RK.view(len(weight_RK), -1, group))
         return codes_RK.flatten(1).to(torch.int8), scales_RG
 
     codes_NK, scales_NG = _joined(stored, device, quantize)

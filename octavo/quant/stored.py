@@ -45,8 +45,8 @@ class WeightFormat:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """The default dtype of keys and values: 16 bits suffice next to quantised weights of 8 bits or fewer."""
-        return torch.float16 if self.packs and self.dtype == torch.float32 else self.dtype
+        """The default dtype of keys and values: 16 bits on CPUs next to quantised weights of 8 bits or fewer."""
+        return torch.float16 if self.packs and self.device.type == "cpu" else self.dtype
 
 
 class LinearWeight(Protocol):

@@ -8,7 +8,7 @@ from pathlib import Path
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
-def num_threads_wanted() -> int:
+def default_num_threads() -> int:
     """``OMP_NUM_THREADS`` if it is a positive number, else one thread per physical core."""
     value = os.environ.get("OMP_NUM_THREADS", "")
     return int(value) if value.isdecimal() and int(value) else num_physical_cores()

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class EncoderExecutor:
-    """Computes an embedding for each text, or a score if the model is a cross-encoder (``is_judge``)."""
+    """Computes an embedding for each text, or a score if the model is a cross-encoder (``is_cross_encoder``)."""
 
     runs_ahead = False
 
@@ -45,7 +45,7 @@ class EncoderExecutor:
     def _values(self, texts: list[Text]) -> list[bytes | None]:
         ends = list(itertools.accumulate(len(text.tokens) for text in texts))
         x_TD = self._model.forward(self._texts(texts, ends))
-        if self._model.config.is_judge:
+        if self._model.config.is_cross_encoder:
             return as_vectors(self._model.scores(self._firsts(x_TD, ends)).unsqueeze(1))
         values_SD = self._pooled(x_TD, ends)
         return as_vectors(to_length_one(values_SD) if self._pooling.normalizes else values_SD)

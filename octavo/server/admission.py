@@ -21,10 +21,10 @@ from octavo.grammar.compiler import GrammarCompiler, Refused
 from octavo.grammar.forms import FormError
 from octavo.grammar.vocabulary import PackedVocabulary
 from octavo.sampling_params import SamplingParams, choice_key, resolve_max_tokens
-from octavo.server.caller import Caller
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import RETRY_AFTER_SECONDS
 from octavo.server.generation import Choice, Generation, Prompt
+from octavo.server.keys import Caller
 from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
 from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ PromptSource = str | list[int] | tuple[str, str] | Callable[[], str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ClientRequest:
     """A client's request in the form that all APIs share."""
 
     caller: Caller
@@ -89,44 +89,47 @@ class Admission:
         """Raise ``QueueFull`` unless there is room for ``count`` more sequences."""
         room = self.engine.info.max_num_seqs + self.max_num_queued_reqs
         if self.engine.num_live + self._num_reserved + count > room:
-            raise QueueFull(f"All {room} places are taken; try again shortly.", retry_after=RETRY_AFTER_SECONDS)
+            raise QueueFull(
+                f"The queue is full: {room} requests are unfinished. Try again shortly.",
+                retry_after=RETRY_AFTER_SECONDS,
+            )
 
-    async def admit(self, asked: Asked) -> Generation:
-        """Validate ``asked`` and submit it to the engine. Raises ``RequestError``; nothing has been started then."""
-        if asked.task not in (tasks := self.engine.info.tasks):
-            raise InvalidParameter("model", f"This model can {' and '.join(tasks)}; it cannot {asked.task}.")
-        count = len(asked.prompts) * asked.params.n
+    async def admit(self, client_request: ClientRequest) -> Generation:
+        """Validate a request and submit it to the engine. Raises ``RequestError``; nothing has been started then."""
+        if client_request.task not in (tasks := self.engine.info.tasks):
+            raise InvalidParameter("model", f"This model can {' and '.join(tasks)}; it cannot {client_request.task}.")
+        count = len(client_request.prompts) * client_request.params.n
         room = self.engine.info.max_num_seqs + self.max_num_queued_reqs
         if count > room:
             message = f"The request asks for {count} texts at once; this server has room for {room}."
-            raise InvalidParameter(asked.prompt_field, message)
+            raise InvalidParameter(client_request.prompt_field, message)
         arrival = asyncio.get_running_loop().time()
-        deadline = None if asked.timeout is None else arrival + asked.timeout
+        deadline = None if client_request.timeout is None else arrival + client_request.timeout
         with self._reserved(count):
-            asked.caller.account.admit()
+            client_request.caller.account.admit()
             try:
                 async with asyncio.timeout_at(deadline):
-                    prompts_and_limits = await self._encode_all(asked)
-                    self._check_tokens(asked)
-                    banned = await self._banned_sequences(asked.params)
-                    asked = await self._with_grammar(asked, prompts_and_limits[0][0])
+                    prompts_and_limits = await self._encode_all(client_request)
+                    self._check_tokens(client_request)
+                    banned = await self._banned_sequences(client_request.params)
+                    client_request = await self._with_grammar(client_request, prompts_and_limits[0][0])
             except TimeoutError:
-                raise DeadlineExceeded(asked.timeout or 0.0) from None
-            generation = self._start(asked, prompts_and_limits, banned)
+                raise DeadlineExceeded(client_request.timeout or 0.0) from None
+            generation = self._start(client_request, prompts_and_limits, banned)
         if deadline is not None:
-            generation.expire_at(deadline, DeadlineExceeded(asked.timeout or 0.0))
+            generation.expire_at(deadline, DeadlineExceeded(client_request.timeout or 0.0))
         return generation
 
-    async def _with_grammar(self, asked: Asked, prompt: Prompt) -> Asked:
-        """``asked`` with its compiled grammar in ``params``. Compiles without blocking the event loop."""
-        if asked.grammar is None:
-            return asked
+    async def _with_grammar(self, client_request: ClientRequest, prompt: Prompt) -> ClientRequest:
+        """``client_request`` with its compiled grammar in ``params``. Compiles without blocking the event loop."""
+        if client_request.grammar is None:
+            return client_request
         try:
-            form = await self.grammars.compile(asked.grammar(prompt.text or ""))
+            form = await self.grammars.compile(client_request.grammar(prompt.text or ""))
         except (FormError, Refused) as error:
-            message = f"'{asked.grammar_field}' {str(error).rstrip('.')}."
-            raise InvalidParameter(asked.grammar_field, message) from None
-        return dataclasses.replace(asked, params=msgspec.structs.replace(asked.params, grammar=form))
+            message = f"'{client_request.grammar_field}' {str(error).rstrip('.')}."
+            raise InvalidParameter(client_request.grammar_field, message) from None
+        return dataclasses.replace(client_request, params=msgspec.structs.replace(client_request.params, grammar=form))
 
     async def _banned_sequences(self, params: SamplingParams) -> Sequences:
         """Token sequences of ``bad_words``. Raises ``InvalidParameter`` if no token remains allowed."""
@@ -152,47 +155,48 @@ class Admission:
         finally:
             self._num_reserved -= count
 
-    def _start(self, asked: Asked, prompts: list[tuple[Prompt, int]], banned: Sequences) -> Generation:
-        generation = Generation(self.engine, asked.caller.account)
+    def _start(self, client_request: ClientRequest, prompts: list[tuple[Prompt, int]], banned: Sequences) -> Generation:
+        generation = Generation(self.engine, client_request.caller.account)
         adapters = self.engine.adapters
-        adapters.check(asked.model)
-        adapter = asked.model if asked.model in adapters.paths else ""
+        adapters.check(client_request.model)
+        adapter = client_request.model if client_request.model in adapters.paths else ""
         arrival = time.monotonic()
         for prompt, max_tokens in prompts:
-            seed = asked.params.seed
+            seed = client_request.params.seed
             if seed is None:
                 seed = int.from_bytes(os.urandom(8), "little")
-            for index in range(asked.params.n):
+            for index in range(client_request.params.n):
                 request = Request(
                     id=self.engine.next_id(),
                     prompt_tokens=prompt.tokens,
-                    params=asked.params,
+                    params=client_request.params,
                     max_tokens=max_tokens,
                     seed=choice_key(seed, index),
-                    eos_token_ids=self._eos_token_ids(asked.params),
+                    eos_token_ids=self._eos_token_ids(client_request.params),
                     banned_sequences=banned,
-                    priority=asked.priority,
+                    priority=client_request.priority,
                     arrival=arrival,
-                    cache_salt=adapters.salted(adapter, asked.cache_salt),
+                    cache_salt=adapters.salted(adapter, client_request.cache_salt),
                     adapter=adapter,
-                    tenant=asked.tenant,
-                    ttft_target=asked.ttft_target,
-                    tpot_target=asked.tpot_target,
-                    session=asked.session,
-                    cache_ttl=asked.cache_ttl,
-                    task=asked.task,
+                    tenant=client_request.tenant,
+                    ttft_target=client_request.ttft_target,
+                    tpot_target=client_request.tpot_target,
+                    session=client_request.session,
+                    cache_ttl=client_request.cache_ttl,
+                    task=client_request.task,
                     second_start=prompt.second_start,
                 )
-                text_stream = TextStream(self.tokenizer, asked.params, asked.shown_ids)
+                text_stream = TextStream(self.tokenizer, client_request.params, client_request.shown_ids)
                 generation.add(Choice(generation, len(generation.choices), prompt, request, text_stream))
         try:
             for choice in generation.choices:
-                self.engine.timelines.own(choice.request.id, asked.caller.name)
+                self.engine.timelines.own(choice.request.id, client_request.caller.name)
                 self.engine.add(choice.request, choice)
         except BaseException:
             generation.close()
             raise
-        asked.caller.account.charge(sum(len(prompt.tokens) for prompt, _ in prompts))
+        self.engine.metrics.observe_choices(client_request.params.n)
+        client_request.caller.account.charge(sum(len(prompt.tokens) for prompt, _ in prompts))
         return generation
 
     def _eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
@@ -203,19 +207,19 @@ class Admission:
 
     # --- prompts ---
 
-    async def _encode_all(self, asked: Asked) -> list[tuple[Prompt, int]]:
+    async def _encode_all(self, client_request: ClientRequest) -> list[tuple[Prompt, int]]:
         """Each prompt with its ``max_tokens``; stops at the first prompt that does not fit."""
 
         def encode_one(source: PromptSource) -> tuple[Prompt, int]:
-            prompt = self._encode(source, asked.prompt_field, asked.add_special_tokens)
-            return prompt, self._max_tokens(asked, prompt)
+            prompt = self._encode(source, client_request.prompt_field, client_request.add_special_tokens)
+            return prompt, self._max_tokens(client_request, prompt)
 
         def encode_all() -> list[tuple[Prompt, int]]:
-            return [encode_one(source) for source in asked.prompts]
+            return [encode_one(source) for source in client_request.prompts]
 
-        if any(callable(prompt) for prompt in asked.prompts):
+        if any(callable(prompt) for prompt in client_request.prompts):
             return await asyncio.to_thread(encode_all)
-        if sum(map(_size, asked.prompts)) <= THREAD_BYTES:
+        if sum(map(_size, client_request.prompts)) <= THREAD_BYTES:
             return encode_all()
         async with self._tokenising:
             return await asyncio.to_thread(encode_all)
@@ -269,18 +273,18 @@ class Admission:
                 message = f"'{field}' has {shown}, which is not a token id: they go from 0 to {vocab_size - 1}."
                 raise InvalidParameter(field, message)
 
-    def _check_tokens(self, asked: Asked) -> None:
-        self.check_in_vocabulary(asked.params.stop_token_ids, "stop_token_ids")
-        self.check_in_vocabulary(tuple(asked.params.logit_bias), "logit_bias")
-        self.check_in_vocabulary(asked.params.allowed_token_ids or (), "allowed_token_ids")
+    def _check_tokens(self, client_request: ClientRequest) -> None:
+        self.check_in_vocabulary(client_request.params.stop_token_ids, "stop_token_ids")
+        self.check_in_vocabulary(tuple(client_request.params.logit_bias), "logit_bias")
+        self.check_in_vocabulary(client_request.params.allowed_token_ids or (), "allowed_token_ids")
 
-    def _max_tokens(self, asked: Asked, prompt: Prompt) -> int:
+    def _max_tokens(self, client_request: ClientRequest, prompt: Prompt) -> int:
         return resolve_max_tokens(
-            asked.params,
+            client_request.params,
             len(prompt.tokens),
             self.engine.info.max_model_len,
-            field=asked.prompt_field,
-            default=asked.default_max_tokens,
+            field=client_request.prompt_field,
+            default=client_request.default_max_tokens,
         )
 
 

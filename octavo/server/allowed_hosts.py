@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from octavo.config import ServerSettings
 from octavo.server.errors import HTTPRefusal
+from octavo.server_settings import ServerSettings
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 CONTAINER_NAMES = frozenset({"host.docker.internal", "host.containers.internal"})

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from octavo.config import ServeConfig, ServerSettings
+from octavo.config import ServeConfig
 from octavo.errors import RequestError
 from octavo.server import admin, explanations, probes
 from octavo.server.admission import Admission
@@ -22,7 +22,7 @@ from octavo.server.allowed_hosts import AllowedHosts
 from octavo.server.anthropic import messages
 from octavo.server.background_jobs import BackgroundJobs
 from octavo.server.batches import batches, files
-from octavo.server.bodies import Bodies
+from octavo.server.body_receiver import BodyReceiver
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import on_http_exception, on_request_error
 from octavo.server.keys import Keys
@@ -35,6 +35,7 @@ from octavo.server.openai.schema import PAGE, openapi_document
 from octavo.server.responses import endpoints as responses
 from octavo.server.services import Services
 from octavo.server.store import Store
+from octavo.server_settings import ServerSettings
 from octavo.telemetry.metrics import Metrics
 from octavo.text.chat_template import load_chat_template
 from octavo.text.message_format import find_format
@@ -86,7 +87,7 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
             settings.tool_call_parser, settings.reasoning_parser, chat_template.source, special_ids
         ),
         admission=Admission(engine, tokenizer, config.server.max_num_queued_reqs),
-        bodies=Bodies(settings.max_request_bytes),
+        body_receiver=BodyReceiver(settings.max_request_bytes),
         store=_store(settings),
         jobs=BackgroundJobs(),
         keys=keys,

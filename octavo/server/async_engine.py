@@ -8,27 +8,27 @@ pause. Everything here runs on one event loop.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import sys
 import time
-
-import msgspec
+from collections.abc import Mapping
 
 from octavo.config import EngineConfig, ServeConfig, to_flat
 from octavo.errors import ConfigError, InvalidParameter, OctavoError, RequestError, RequestFailed, Unavailable
 from octavo.server import wire
 from octavo.server.adapters import MAX_DEATHS, Adapter, AdapterTable, digest
 from octavo.server.crash_isolation import CrashIsolation
-from octavo.server.engine_client import OutputListener
+from octavo.server.engine_client import KVEventSink, OutputListener
 from octavo.server.engine_link import EngineLink
-from octavo.server.live_request import LiveRequest
+from octavo.server.engine_stats import TotalStats
+from octavo.server.journal import RequestJournal
+from octavo.server.live_request import LiveRequest, adapters_of
 from octavo.server.supervisor import Supervisor
 from octavo.server.timelines import KVEventRing, Timelines
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.events import Event
 from octavo.telemetry.metrics import Metrics
-from octavo.types import EngineInfo, EngineStats, FinishReason, Output, Request
+from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 
 ENGINE_ARGV = (sys.executable, "-m", "octavo.server.engine_process")
 PATIENCE = 5
@@ -39,25 +39,25 @@ STOP_GRACE = 5.0
 """Seconds between the stop message and SIGKILL."""
 DRAIN_POLL_SECONDS = 0.02
 
-COUNTER_FIELDS = (
-    *("num_steps", "num_shares", "num_prompt_tokens", "num_output_tokens", "num_preemptions"),
-    *("prefix_queries", "prefix_hits", "num_copied_tokens", "num_faults", "num_drafts", "num_accepted_drafts"),
-    *("num_offload_saved", "num_offload_dropped", "num_offload_prefetched", "num_offload_restored"),
-    *("num_offload_bad_files", "num_evictions"),
-)
-"""Cumulative fields of ``EngineStats``; each engine process counts them from 0."""
-
 logger = logging.getLogger("octavo.server")
 
 
-class AsyncEngine:
+class AsyncEngine(RequestJournal):
     """The server's engine client, independent of any single engine process.
 
     ``argv`` is the engine process's command line without its last argument, the inherited socket's descriptor.
+    ``rank`` is its data-parallel rank, and ``environment`` has further environment variables for its engine process.
     """
 
-    def __init__(self, config: ServeConfig, argv: list[str] | None = None) -> None:
-        self.metrics = Metrics((config.server.served_model_name or config.model.model).partition(",")[0])
+    def __init__(
+        self,
+        config: ServeConfig,
+        argv: list[str] | None = None,
+        rank: int = 0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.metrics = Metrics((config.server.served_model_name or config.model.model).partition(",")[0], config, rank)
         self.metrics.condition = self._condition
         self.timelines = Timelines()
         self.kv_events = KVEventRing()
@@ -66,17 +66,22 @@ class AsyncEngine:
         self.adapters = AdapterTable(config.model)
         self._engine_settings = to_flat(config, EngineConfig)
         """Flat ``EngineConfig`` sent to the next engine process."""
-        self._supervisor = Supervisor(argv or ENGINE_ARGV, self._engine_settings, config.server.engine_timeout, self)
-        self._ids = itertools.count(1)
-        self._live: dict[int, LiveRequest] = {}
+        self._supervisor = Supervisor(
+            argv or ENGINE_ARGV, self._engine_settings, config.server.engine_timeout, self, environment or {}
+        )
+        self._kv_event_sinks: list[KVEventSink] = [self.kv_events] if config.cache.enable_kv_events else []
         self._isolation = CrashIsolation()
         self._info: EngineInfo | None = None
         self._has_engine = False
         """Between the supervisor's ``on_up`` and ``on_down``."""
         self._changing_adapters = asyncio.Lock()
         self._is_draining = False
-        self._earlier = EngineStats()
-        """Sum of the counters of all ended engine processes."""
+        self._total_stats = TotalStats()
+
+    def send_kv_events_to(self, sink: KVEventSink) -> None:
+        """Let ``sink`` receive the prefix cache's events; to be called before ``start``."""
+        self._kv_event_sinks.append(sink)
+        self._engine_settings["enable_kv_events"] = True
 
     # --- life ---
 
@@ -117,11 +122,6 @@ class AsyncEngine:
         return self._accepts and self._is_up and self.seconds_since_progress < READY_SECONDS
 
     @property
-    def num_live(self) -> int:
-        """Requests accepted and not yet ended."""
-        return len(self._live)
-
-    @property
     def num_restarts(self) -> int:
         return self.metrics.restarts
 
@@ -147,13 +147,9 @@ class AsyncEngine:
         return self._has_engine and link is not None and link.is_ready
 
     def _condition(self) -> Condition:
-        return Condition(self.num_live, self.is_ready, self.seconds_since_progress)
+        return Condition(self.num_live, self.is_ready, self.seconds_since_progress, *adapters_of(self._live.values()))
 
     # --- requests ---
-
-    def next_id(self) -> int:
-        """A request id unique within this server."""
-        return next(self._ids)
 
     def add(self, request: Request, listener: OutputListener) -> None:
         """Accept a request; ``listener`` is then guaranteed a final output or error, also across engine restarts.
@@ -173,7 +169,7 @@ class AsyncEngine:
             except wire.FrameError as error:
                 raise InvalidParameter("request", str(error)) from None
             live.is_submitted = True
-        self._live[request.id] = live
+        self._keep(live)
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
         """End a request without notifying its listener; an id that is not live is ignored.
@@ -183,7 +179,7 @@ class AsyncEngine:
         live = self._live.get(request_id)
         if live is not None:
             self._end(live, reason)
-            self._forget_in_engine(live)
+            self._forget(live)
             self._admit_waiting()
 
     # --- adapters ---
@@ -259,24 +255,10 @@ class AsyncEngine:
         assert link is not None
         link.send(wire.Submit(link.generation, live.replay()))
 
-    def _forget_in_engine(self, live: LiveRequest) -> None:
+    def _forget(self, live: LiveRequest) -> None:
         link = self._supervisor.link
         if live.is_submitted and link is not None:
             link.send(wire.Abort(link.generation, live.id))
-
-    def _end(self, live: LiveRequest, reason: FinishReason) -> None:
-        del self._live[live.id]
-        request = live.request
-        self.metrics.observe_end(live.timing, reason, len(request.prompt_tokens), len(live.tokens), request.max_tokens)
-
-    def _fail(self, live: LiveRequest, error: RequestError) -> None:
-        """End a request with an error, and notify its listener."""
-        self._end(live, "error")
-        self._forget_in_engine(live)
-        try:
-            live.listener.on_error(error)
-        except Exception:
-            logger.exception("the listener of request %d failed on an error", live.id)
 
     def _admit_waiting(self) -> None:
         """Submit the live requests that crash isolation now lets into the engine."""
@@ -308,11 +290,11 @@ class AsyncEngine:
         """The engine process ended: fail requests found to be the cause; the others wait for the next process."""
         self._has_engine = False
         self.metrics.hangs = self._supervisor.num_hangs
-        self.kv_events.clear()
-        self._earlier = self._settled(self.stats)
-        self.metrics.stats = self._earlier
+        for sink in self._kv_event_sinks:
+            sink.clear()
+        self.metrics.stats = self._total_stats.settle(self.stats)
         for live in self._isolation.on_death(self._live.values(), is_from_outside):
-            self.metrics.convictions += 1
+            self.metrics.poison_requests += 1
             logger.error("request %d ends: %d engine processes ended with it", live.id, live.num_deaths)
             self._fail(live, RequestFailed("The engine fails whenever it computes this request."))
 
@@ -324,12 +306,13 @@ class AsyncEngine:
     def on_step(self, step: wire.StepDone) -> None:
         """Apply one step's report, in a single pass over its outputs."""
         now = time.monotonic()
-        self.metrics.observe_step(self._total(step.stats))
+        self.metrics.observe_step(self._total_stats.total(step.stats))
         if step.events:
             self.timelines.add(step.events)
             self._note_computed(step.events)
         if step.kv_events:
-            self.kv_events.add(step.kv_events)
+            for sink in self._kv_event_sinks:
+                sink.add(step.kv_events)
         live_requests = self._live
         for output in step.outputs:
             live = live_requests.get(output.request_id)
@@ -346,46 +329,3 @@ class AsyncEngine:
         for event in events:
             if event.kind == "chunk" and (live := self._live.get(event.request_id)) is not None:
                 live.note_computed(event.start + event.tokens)
-
-    def _deliver(self, live: LiveRequest, output: Output, now: float) -> None:
-        """Journal the output, then update metrics, then notify the listener."""
-        tokens = output.tokens
-        if tokens:
-            live.note_tokens(tokens)
-            timing = live.timing
-            if timing.first_token:
-                self.metrics.observe_tokens(timing, len(tokens), now)
-            else:
-                timing.first_scheduled = output.first_scheduled
-                self.metrics.observe_first_tokens(
-                    timing, len(tokens), now, len(live.request.prompt_tokens), output.num_cached_tokens
-                )
-        if output.prompt_logprobs is not None:
-            live.drop_delivered_prompt_logprobs(output)
-        if output.error is not None:
-            live.is_submitted = False
-            self._fail(live, RequestFailed(output.error))
-            return
-        if output.finish_reason is not None:
-            self._end(live, output.finish_reason)
-        try:
-            live.listener.on_output(output)
-        except Exception:
-            logger.exception("the listener of request %d failed; the request ends", live.id)
-            if live.id in self._live:
-                self._fail(live, RequestFailed("The server failed to handle the output of this request."))
-
-    # --- counters over restarts ---
-
-    def _total(self, stats: EngineStats) -> EngineStats:
-        """``stats``, modified in place to include the counters of earlier engine processes."""
-        if self._earlier.num_steps:
-            for name in COUNTER_FIELDS:
-                setattr(stats, name, getattr(stats, name) + getattr(self._earlier, name))
-        return stats
-
-    @staticmethod
-    def _settled(stats: EngineStats) -> EngineStats:
-        """``stats`` with gauges reset: only counters and the number of blocks remain."""
-        kept = {name: getattr(stats, name) for name in COUNTER_FIELDS}
-        return msgspec.structs.replace(EngineStats(num_blocks=stats.num_blocks), **kept)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from octavo.errors import QueueFull, Unavailable
-from octavo.server.caller import CALLER, Caller
+from octavo.server.keys import CALLER, Caller
 
 RETRY_SECONDS = 1
 SETTLE_SECONDS = 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from octavo.server.generation import Choice, Generation
-from octavo.server.openai.chat import ChatBody, asked, tools_of
+from octavo.server.openai.chat import ChatBody, client_request, tools_of
 from octavo.server.openai.chat_message import chat_message
 from octavo.server.services import Services
 from octavo.text.reader import Piece, Text
@@ -36,6 +36,6 @@ async def begin_reply(services: Services, body: ChatBody, request: Request, id: 
     """Submit a conversation; its timeline is registered under ``id``. Raises ``RequestError``; nothing has been started
     then."""
     tools = tools_of(body, services)
-    generation = await services.admission.admit(asked(body, services, request, tools))
+    generation = await services.admission.admit(client_request(body, services, request, tools))
     services.engine.timelines.name(id, [choice.request.id for choice in generation.choices])
     return ChatReply(services, body, generation)

@@ -24,7 +24,7 @@ MAX_HEAD_BYTES = 32 << 10
 MAX_HEADERS = 100
 HEAD_SECONDS = 30
 MESSAGE_SECONDS = 90
-"""From the end of the head to the end of the body; ``bodies`` sets a stricter limit when it reads the body."""
+"""From the end of the head to the end of the body; ``BodyReceiver`` sets a stricter limit when it reads the body."""
 MAX_PIPELINED = 16
 """Pipelined requests on a connection that wait for an earlier response."""
 MAX_UNREAD_BYTES = 1 << 20

@@ -11,7 +11,7 @@ request. So a request accumulates evidence from engine deaths since its last pro
 At ``SUSPICION`` a request becomes a suspect. While there is no suspect, all requests are resubmitted at once after a
 death. Suspects are resubmitted one at a time (a trial), the next one when the one on trial made progress or ended. If
 the engine dies during a trial, that suspect is the first to enter the next engine, alone. A suspect that was alone in
-the engine when it died is convicted, that is failed, once its evidence reaches ``CONVICTION``. Other requests wait at
+the engine when it died is failed as the cause once its evidence reaches ``PROOF``. Other requests wait at
 most for the first suspect's trial; after it they run concurrently with the trials.
 
 So a request that always crashes the engine costs at most 4 restarts, and one during which it is always killed at most
@@ -27,7 +27,7 @@ from octavo.server.live_request import LiveRequest
 FAULT = 16
 KILL = 1
 SUSPICION = 2 * FAULT
-CONVICTION = 3 * FAULT
+PROOF = 3 * FAULT
 MOST_EVIDENCE = 100 * FAULT
 
 
@@ -65,12 +65,12 @@ class CrashIsolation:
         return entering
 
     def on_death(self, everyone: Iterable[LiveRequest], is_from_outside: bool) -> list[LiveRequest]:
-        """Record an engine death: mark all requests as not submitted, and return the convicted ones.
+        """Record an engine death: mark all requests as not submitted, and return those found to be the cause.
 
         ``is_from_outside``: another process ended the engine process by a signal.
         """
         accused = self._on_trial if self._on_trial is not None and _is_suspect(self._on_trial) else None
-        convicted = []
+        causes = []
         for live in everyone:
             if not live.is_submitted:
                 continue
@@ -79,13 +79,13 @@ class CrashIsolation:
             live.num_deaths += 1
             live.evidence += weight
             live.total_evidence += weight
-            is_proven = live is accused and self._is_alone and live.evidence >= CONVICTION
+            is_proven = live is accused and self._is_alone and live.evidence >= PROOF
             if is_proven or live.total_evidence >= MOST_EVIDENCE:
-                convicted.append(live)
+                causes.append(live)
         self._prime = accused
         self._on_trial = None
         self.holds_back = True
-        return convicted
+        return causes
 
     def _choose(self, suspects: list[LiveRequest]) -> LiveRequest:
         """The next suspect to try: the one on trial at the last death; else that with the most evidence, newest first,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from octavo.cache.kv_events import KVEvent
 from octavo.errors import RequestError
 from octavo.server.adapters import AdapterTable
 from octavo.server.timelines import KVEventRing, Timelines
@@ -18,6 +19,15 @@ class OutputListener(Protocol):
     def on_error(self, error: RequestError) -> None: ...
 
 
+class KVEventSink(Protocol):
+    """Receives the prefix-cache events of one engine process after another; must not block."""
+
+    def add(self, events: list[KVEvent]) -> None: ...
+    def clear(self) -> None:
+        """The engine process ended, and its cache with it."""
+        ...
+
+
 class EngineClient(Protocol):
     """Accepts requests and delivers their outputs to listeners; see ``AsyncEngine``."""
 
@@ -25,8 +35,11 @@ class EngineClient(Protocol):
     adapters: AdapterTable
     timelines: Timelines
     kv_events: KVEventRing
-    failure: str | None
-    """Why requests are rejected: consecutive engine starts failed. ``None`` otherwise."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why requests are rejected: consecutive engine starts failed. ``None`` otherwise."""
+        ...
 
     @property
     def info(self) -> EngineInfo: ...

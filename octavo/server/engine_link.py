@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.errors import OctavoError
@@ -50,15 +51,16 @@ class EngineLink(asyncio.Protocol):
         self._num_oom_kills: int | None = None
         """The machine's number of out-of-memory kills before the process was started."""
 
-    def start_process(self, argv: Sequence[str]) -> None:
-        """Start ``argv + [FD]``; raise ``OSError`` when it cannot be started."""
+    def start_process(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start ``argv + [FD]`` with these environment variables added; raise ``OSError`` when it cannot be started."""
         self._num_oom_kills = num_oom_kills()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with theirs:
                 fd = theirs.fileno()
                 # A separate process group: only the front process gets Ctrl-C, and drains.
-                self._process = subprocess.Popen([*argv, str(fd)], pass_fds=[fd], process_group=0)
+                env = {**os.environ, **environment}
+                self._process = subprocess.Popen([*argv, str(fd)], pass_fds=[fd], process_group=0, env=env)
         except OSError:
             ours.close()
             self.closed.set()

@@ -6,8 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
-from octavo.server.caller import caller_of
 from octavo.server.errors import HTTPRefusal, UnsupportedParameter, printable
+from octavo.server.keys import caller_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.services import services_of

@@ -15,10 +15,10 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from octavo.config import ServerSettings
 from octavo.errors import ConfigError
 from octavo.server.byte_budget import ByteBudget
 from octavo.server.connection import BoundedProtocol
+from octavo.server_settings import ServerSettings
 
 BACKLOG = 4096
 KEEP_ALIVE_SECONDS = 75

@@ -13,23 +13,42 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from octavo.config import ServerSettings
+from starlette.requests import Request
+
 from octavo.errors import AuthenticationError, ConfigError
-from octavo.server.caller import Caller
 from octavo.server.errors import HTTPRefusal
+from octavo.server.quotas import Account
+from octavo.server_settings import ServerSettings
 
 ADMIN_PREFIX = "/admin/"
 REPORTS_PREFIX = "/v1/requests/"
 """Reports on single requests: a key reads those of its own requests, the admin key those of all."""
 SHARED_PATHS = frozenset({"/metrics", "/stats", "/v1/kv_events"})
 """Reports over all keys' requests: with several keys, only the admin key may read them."""
+CALLER = "octavo.caller"
+"""Key of the ASGI scope; the middleware sets it."""
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LIMITS = ("requests_per_minute", "tokens_per_minute")
 _ADMIN = "admin"
+
+
+@dataclass(frozen=True)
+class Caller:
+    """An API key's owner. A server without keys has one caller, with an empty name."""
+
+    name: str = ""
+    sees_all: bool = False
+    """Whether it may read reports on other callers' requests."""
+    account: Account = field(default_factory=Account)
+
+
+def caller_of(request: Request) -> Caller:
+    caller: Caller = request.scope.get(CALLER) or Caller()
+    return caller
 
 
 @dataclass(frozen=True)

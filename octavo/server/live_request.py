@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -73,3 +74,13 @@ class LiveRequest:
         output.prompt_logprobs = rows[known:] or None
         output.prompt_logprobs_start += min(known, len(rows))
         self.prompt_logprobs_end = max(self.prompt_logprobs_end, end)
+
+
+def adapters_of(requests: Iterable[LiveRequest]) -> tuple[frozenset[str], frozenset[str]]:
+    """The adapters of requests that were scheduled, and those of requests that still wait."""
+    running: set[str] = set()
+    waiting: set[str] = set()
+    for live in requests:
+        if live.request.adapter:
+            (running if live.has_advanced else waiting).add(live.request.adapter)
+    return frozenset(running), frozenset(waiting)

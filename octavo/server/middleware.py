@@ -16,11 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import RequestError
 from octavo.server.allowed_hosts import AllowedHosts
-from octavo.server.caller import CALLER
 from octavo.server.errors import UnexpectedError, error_response, rejection_of
 from octavo.server.generation import ClientGone
 from octavo.server.http import WRITE_PIECE
-from octavo.server.keys import Keys
+from octavo.server.keys import CALLER, Keys
 from octavo.server.pacing import RequestPacer
 from octavo.telemetry.metrics import Metrics
 

@@ -1,10 +1,12 @@
-"""The API names of the served model."""
+"""The API names of the served model, and where it is."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from octavo.config import ServeConfig
+from octavo.weights.hub import resolve_model
 
 
 def served_model_names(config: ServeConfig) -> tuple[str, ...]:
@@ -17,3 +19,13 @@ def served_model_names(config: ServeConfig) -> tuple[str, ...]:
         return (config.model.model,)
     path = path.resolve()
     return (path.stem if path.is_file() else path.name,)
+
+
+def with_local_model(config: ServeConfig) -> ServeConfig:
+    """``config`` with the model fetched: its local path, and the API names of what was asked for.
+
+    Raises ``ConfigError`` if there is no such model or it cannot be fetched.
+    """
+    server = dataclasses.replace(config.server, served_model_name=",".join(served_model_names(config)))
+    model = dataclasses.replace(config.model, model=str(resolve_model(config.model)))
+    return dataclasses.replace(config, model=model, server=server)

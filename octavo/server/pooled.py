@@ -9,9 +9,9 @@ from starlette.requests import Request
 
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import SamplingParams
-from octavo.server.admission import Asked, PromptSource
-from octavo.server.caller import caller_of
+from octavo.server.admission import ClientRequest, PromptSource
 from octavo.server.generation import Choice
+from octavo.server.keys import caller_of
 from octavo.server.services import Services
 from octavo.server.sse import finished_choices
 from octavo.text.vectors import Floats
@@ -39,7 +39,7 @@ async def ask(
     choices: list[Choice] = []
     size = services.engine.info.max_num_seqs
     for first in range(0, len(sources), size):
-        asked = Asked(
+        client_request = ClientRequest(
             caller=caller_of(request),
             prompts=sources[first : first + size],
             prompt_field=field,
@@ -51,7 +51,7 @@ async def ask(
             task=task,
             model=model,
         )
-        choices += await finished_choices(await services.admission.admit(asked), request)
+        choices += await finished_choices(await services.admission.admit(client_request), request)
     return choices
 
 

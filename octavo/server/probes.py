@@ -68,10 +68,12 @@ def _short_stats(services: Services) -> dict[str, Any]:
         "model": services.model_name,
         "waiting_requests": stats.num_waiting,
         "active_requests": stats.num_running,
-        "completed_requests": sum(engine.metrics.finished[reason] for reason in ("stop", "length")),
+        "completed_requests": sum(
+            part.finished[reason] for part in engine.metrics.engines for reason in ("stop", "length")
+        ),
         "decode_steps": stats.num_steps,
-        "average_batch_size": round(stats.num_shares / max(1, stats.num_steps), 3),
-        "max_batch_observed": engine.metrics.max_running,
+        "average_batch_size": round(stats.num_scheduled_seqs / max(1, stats.num_steps), 3),
+        "max_batch_observed": max(part.max_running for part in engine.metrics.engines),
         "last_error": engine.failure,
         "cache": {
             "page_size": info.block_size,
@@ -94,6 +96,11 @@ async def load(request: Request) -> Response:
     return json_response({"server_load": services_of(request).engine.num_live}, {})
 
 
+async def is_sleeping(request: Request) -> Response:
+    """Routers of vLLM fleets ask; an engine of Octavo never sleeps."""
+    return json_response({"is_sleeping": False}, {})
+
+
 async def get_version(request: Request) -> Response:
     return json_response({"version": version()}, {})
 
@@ -104,5 +111,6 @@ ENDPOINTS = [
     Endpoint("GET", "/metrics", metrics, "Metrics for Prometheus"),
     Endpoint("GET", "/stats", stats, "Gauges and counters as JSON"),
     Endpoint("GET", "/load", load, "How many requests are accepted and not yet ended"),
+    Endpoint("GET", "/is_sleeping", is_sleeping, "Whether the engine sleeps: never"),
     Endpoint("GET", "/version", get_version, "The version of this server"),
 ]

@@ -15,12 +15,11 @@ from octavo.config import ServeConfig
 from octavo.errors import ConfigError, InvalidParameter, ModelNotFound
 from octavo.server.admission import Admission
 from octavo.server.background_jobs import BackgroundJobs
-from octavo.server.bodies import Bodies
-from octavo.server.body import BodyReader
-from octavo.server.caller import caller_of
+from octavo.server.body_decoder import BodyDecoder
+from octavo.server.body_receiver import BodyReceiver
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import UnknownParameter, printable
-from octavo.server.keys import Keys
+from octavo.server.keys import Keys, caller_of
 from octavo.server.store import Store
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.detokenizer import Detokenizer
@@ -46,7 +45,7 @@ class Services:
     chat_template: ChatTemplate
     message_format: MessageFormat
     admission: Admission
-    bodies: Bodies
+    body_receiver: BodyReceiver
     store: Store
     jobs: BackgroundJobs
     keys: Keys
@@ -91,9 +90,9 @@ class Services:
             message = f"The model `{printable(name)}` does not exist. This server serves {served}."
             raise ModelNotFound(message, param="model")
 
-    def answering_name(self, asked: str) -> str:
-        """``model`` in the response to a request for ``asked``: the adapter's name, or the model's first name."""
-        return asked if asked in self.engine.adapters.paths else self.model_name
+    def answering_name(self, requested: str) -> str:
+        """``model`` in the response to a request for ``requested``: the adapter's name, or the model's first name."""
+        return requested if requested in self.engine.adapters.paths else self.model_name
 
     def tenant(self, request: Request, user: str | None, model: str) -> str:
         """The tenant of a request with these ``user`` and ``model`` fields, according to the settings."""
@@ -122,14 +121,14 @@ class Services:
     async def read(
         self,
         request: Request,
-        reader: BodyReader[Body],
+        decoder: BodyDecoder[Body],
         without_effect: Callable[[Body, Services], list[str]] = lambda body, services: [],
     ) -> tuple[Body, dict[str, str]]:
         """The validated body, and response headers that report ignored fields. Raises ``RequestError``.
 
         ``without_effect`` returns the fields of a body that have no effect for this model or request.
         """
-        body, ignored_fields = await self.bodies.read_json(request, reader, self.engine.info.max_model_len)
+        body, ignored_fields = await self.body_receiver.read_json(request, decoder, self.engine.info.max_model_len)
         return body, self._headers_for([*ignored_fields, *without_effect(body, self)])
 
     def _headers_for(self, ignored_fields: list[str]) -> dict[str, str]:

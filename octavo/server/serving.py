@@ -7,7 +7,6 @@ seconds to finish. A second signal stops the server at once.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import logging
 import os
@@ -22,9 +21,10 @@ from octavo.collector import leave_out_what_exists
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.server.async_engine import AsyncEngine
-from octavo.server.model_name import served_model_names
+from octavo.server.data_parallel import DataParallelEngine
+from octavo.server.kv_publisher import KVEventPublisher, parse_kv_events_config
+from octavo.server.model_name import with_local_model
 from octavo.telemetry.phases import Phases, log_to_stderr
-from octavo.weights.hub import resolve_model
 
 if TYPE_CHECKING:
     # Imported at run time while the engine process starts, which takes longer.
@@ -46,9 +46,7 @@ def run(config: ServeConfig, engine_argv: list[str] | None = None) -> int:
     # Each text is tokenised in the calling thread; the library's thread pool only adds overhead.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with _listening_socket(config.server.host, config.server.port) as listener:
-        server = dataclasses.replace(config.server, served_model_name=",".join(served_model_names(config)))
-        model = dataclasses.replace(config.model, model=str(resolve_model(config.model)))
-        config = dataclasses.replace(config, model=model, server=server)
+        config = with_local_model(config)
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             return runner.run(_Serving(config, listener, engine_argv).run())
 
@@ -59,7 +57,7 @@ class _Serving:
     def __init__(self, config: ServeConfig, listener: socket.socket, engine_argv: list[str] | None) -> None:
         self.config = config
         self.listener = listener
-        self.engine = AsyncEngine(config, engine_argv)
+        self.engine, self.publishers = make_engine(config, engine_argv)
         self.services: Services | None = None
         self.server: HTTPServer | None = None
         self.starting: asyncio.Task[HTTPServer] | None = None
@@ -82,6 +80,8 @@ class _Serving:
                 await self.drain
             if self.services is not None:
                 self.services.close()
+            for publisher in self.publishers:
+                publisher.close()
         return 0
 
     async def _start(self) -> HTTPServer:
@@ -149,6 +149,22 @@ class _Serving:
 
 
 # --- helpers ---
+
+
+def make_engine(
+    config: ServeConfig, argv: list[str] | None
+) -> tuple[AsyncEngine | DataParallelEngine, list[KVEventPublisher]]:
+    """The engine, or the engines, that the settings ask for, and a publisher of each one's KV events, if any."""
+    is_fleet = config.server.data_parallel_size > 1
+    engine = DataParallelEngine(config, argv) if is_fleet else AsyncEngine(config, argv)
+    settings = config.server.kv_events_config
+    events = None if settings is None else parse_kv_events_config(settings)
+    publishers = []
+    if events is not None:
+        for rank, each in enumerate(engine.engines if isinstance(engine, DataParallelEngine) else [engine]):
+            publishers.append(KVEventPublisher(events, rank))
+            each.send_kv_events_to(publishers[-1])
+    return engine, publishers
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from octavo.errors import OctavoError
@@ -57,7 +57,14 @@ class Owner(Protocol):
 class Supervisor:
     """Starts the engine process, detects its death or hang, and starts the next."""
 
-    def __init__(self, argv: Sequence[str], config: dict[str, Any], hang_timeout: float, owner: Owner) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        config: dict[str, Any],
+        hang_timeout: float,
+        owner: Owner,
+        environment: Mapping[str, str],
+    ) -> None:
         self.link: EngineLink | None = None
         """The current engine process, ready or not; ``None`` before the first."""
         self.num_hangs = 0
@@ -66,6 +73,7 @@ class Supervisor:
         self._config = config
         self._hang_timeout = hang_timeout
         self._owner = owner
+        self._environment = environment
         self._reserve = DescriptorReserve()
         self._fruitless = 0
         self._start_seconds = 0.0
@@ -115,7 +123,7 @@ class Supervisor:
         link = self.link = EngineLink(self.generation, self._owner.on_step)
         try:
             with self._reserve.lent():
-                link.start_process(self._argv)
+                link.start_process(self._argv, self._environment)
             await link.connect(self._config)
             info = await asyncio.wait_for(asyncio.shield(link.ready), seconds)
             await self._owner.prepare(link)

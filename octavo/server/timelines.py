@@ -73,13 +73,14 @@ class KVEventRing:
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_KV_EVENTS)
         self._last = 0
 
-    def add(self, events: Iterable[KVEvent]) -> None:
+    def add(self, events: Iterable[KVEvent], rank: int = 0) -> None:
+        """Record events of the engine with this data-parallel rank; those of rank 0 do not name it."""
         for event in events:
-            self._append({**msgspec.to_builtins(event)})
+            self._append({**msgspec.to_builtins(event), **({"rank": rank} if rank else {})})
 
-    def clear(self) -> None:
+    def clear(self, rank: int = 0) -> None:
         """Record that the cache was lost with its engine process."""
-        self._append({"type": "cleared"})
+        self._append({"type": "cleared", **({"rank": rank} if rank else {})})
 
     def _append(self, event: dict[str, Any]) -> None:
         self._last += 1

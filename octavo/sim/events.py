@@ -6,10 +6,10 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 
+from octavo.routing.routers import Router
 from octavo.sim.clock import START
 from octavo.sim.jobs import Awaits, Job, Workload
-from octavo.sim.replica import Replica
-from octavo.sim.router import Router
+from octavo.sim.replica import Arrival, Replica
 
 NEVER = float("inf")
 
@@ -58,7 +58,7 @@ class Events:
         return coming
 
     def _send(self, job: Job, now: float) -> None:
-        replica = self.router.choose(job, self.replicas)
+        replica = self.router.choose(Arrival(job), self.replicas)
         self._num_requests += 1
         if not replica.add(self._num_requests, job, now):
             self._follow(job, now)
@@ -70,8 +70,8 @@ class Events:
         """A step has ended, or the next one must be scheduled: deliver the outputs, then run the next step."""
         done = replica.deliver(now)
         if done:
-            for told in done:
-                self._follow(told.job, now)
+            for progress in done:
+                self._follow(progress.job, now)
             while self._due and self._due[0][0] <= now:  # an immediate follow-up joins the next step
                 self._send(heapq.heappop(self._due)[2], now)
         again = replica.step(now)

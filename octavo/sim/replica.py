@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import cached_property
 from typing import NamedTuple
 
 from octavo.cache.kv_cache import KVCache
+from octavo.cache.node import Edge
+from octavo.cache.radix_tree import RadixTree
 from octavo.config import CacheSettings, SchedulerSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
@@ -12,7 +16,7 @@ from octavo.errors import RequestError
 from octavo.sim.clock import Clock
 from octavo.sim.cost_model import CostModel
 from octavo.sim.jobs import Job
-from octavo.sim.report import Ledger, Targets, Told
+from octavo.sim.report import Ledger, RequestProgress, Targets
 from octavo.sim.runner import SimRunner
 from octavo.types import EngineStats, Output
 
@@ -35,6 +39,26 @@ class Result(NamedTuple):
     ledger: Ledger
     stats: EngineStats
     busy_seconds: float
+
+
+class Arrival:
+    """An arriving job as routers see it; its tokens, and the edges of its blocks, are made once for all replicas."""
+
+    def __init__(self, job: Job) -> None:
+        self.session = job.session
+        self.tenant = job.tenant
+        self._job = job
+        self._edges: list[Edge] = []
+
+    @cached_property
+    def tokens(self) -> list[int | None]:
+        return list(self._job.tokens())
+
+    def edge(self, tree: RadixTree, index: int) -> Edge:
+        """The edge of block number ``index``, at most one more than was asked for before."""
+        if index == len(self._edges):
+            self._edges.append(tree.edge(self.tokens, index, ""))
+        return self._edges[index]
 
 
 class Replica:
@@ -71,8 +95,10 @@ class Replica:
             clock=self.clock,
         )
         self.engine = Engine(self.scheduler, self.runner, depth=sizes.depth)
-        self.live: dict[int, Told] = {}
+        self.live: dict[int, RequestProgress] = {}
         """Unfinished requests as their clients see them, by id."""
+        self._num_live_of: Counter[str] = Counter()
+        """Number of unfinished requests by tenant."""
         self.undelivered: list[Output] = []
         """Outputs of the current step, delivered when the event loop reaches its end."""
         self.previous = -1.0
@@ -89,15 +115,39 @@ class Replica:
         except RequestError:
             self.ledger.num_refused += 1
             return False
-        self.live[request_id] = Told(job, now)
+        self.live[request_id] = RequestProgress(job, now)
+        self._num_live_of[job.tenant] += 1
         return True
 
-    def deliver(self, now: float) -> list[Told]:
+    # --- what routers ask ---
+
+    @property
+    def num_live(self) -> int:
+        return len(self.live)
+
+    def num_live_of(self, tenant: str) -> int:
+        return self._num_live_of[tenant]
+
+    def num_cached_blocks(self, arrival: Arrival) -> int:
+        tree = self.cache.groups[0].tree
+        node = tree.root
+        for index in range((len(arrival.tokens) - 1) // tree.block_size):
+            child = node.children.get(arrival.edge(tree, index))
+            if child is None:
+                return index
+            node = child
+        return node.depth
+
+    # --- steps ---
+
+    def deliver(self, now: float) -> list[RequestProgress]:
         """The current step has ended: deliver its outputs. Returns the finished requests."""
         self._note_queue(now)
         if not self.undelivered:
             return []
         done = self.ledger.take(self.undelivered, self.live, self.previous, now)
+        for told in done:
+            self._num_live_of[told.job.tenant] -= 1
         self.previous = now
         self.undelivered = []
         return done

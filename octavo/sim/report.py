@@ -14,7 +14,7 @@ from octavo.types import Output
 MAX_POINTS = 256
 
 
-class Told:
+class RequestProgress:
     """Progress of one request as its client sees it."""
 
     __slots__ = ("arrival", "first", "job", "last")
@@ -86,47 +86,49 @@ class Ledger:
         self.ended_at = START
         self.timeline = Timeline()
 
-    def take(self, outputs: list[Output], live: dict[int, Told], previous: float, now: float) -> list[Told]:
+    def take(
+        self, outputs: list[Output], live: dict[int, RequestProgress], previous: float, now: float
+    ) -> list[RequestProgress]:
         """Record ``outputs`` at ``now``; its previous ones came at ``previous``. Returns finished requests."""
         num_even = len(outputs)  # nearly all of them: counted together below
         done = []
         for output in outputs:
-            told = live[output.request_id]
-            if told.last != previous or not output.tokens:
+            progress = live[output.request_id]
+            if progress.last != previous or not output.tokens:
                 num_even -= 1
-                self._take_odd(told, output, now)
-            told.last = now
+                self._take_odd(progress, output, now)
+            progress.last = now
             if output.finish_reason is not None:
                 done.append(live.pop(output.request_id))
-                self._finish(told, output)
+                self._finish(progress, output)
         if num_even:
             self.itl.add(now - previous, num_even)
         return done
 
-    def _take_odd(self, told: Told, output: Output, now: float) -> None:
+    def _take_odd(self, progress: RequestProgress, output: Output, now: float) -> None:
         """Record a first token, a token after a pause, or an output without tokens."""
         if not output.tokens:
             return
-        if told.last:
-            self.itl.add(now - told.last)
+        if progress.last:
+            self.itl.add(now - progress.last)
         else:
-            told.first = now
-            self.ttft.add(now - told.arrival)
+            progress.first = now
+            self.ttft.add(now - progress.arrival)
 
-    def _finish(self, told: Told, output: Output) -> None:
-        self.ended_at = max(self.ended_at, told.last)
+    def _finish(self, progress: RequestProgress, output: Output) -> None:
+        self.ended_at = max(self.ended_at, progress.last)
         if output.finish_reason == "error":
             self.num_failed += 1
             return
-        num_tokens = told.job.output_len
+        num_tokens = progress.job.output_len
         self.num_finished += 1
         self.num_output_tokens += num_tokens
-        self.num_prompt_tokens += sum(count for _, count in told.job.prompt)
-        self.e2el.add(told.last - told.arrival)
-        per_token = (told.last - told.first) / (num_tokens - 1) if num_tokens > 1 else 0.0
+        self.num_prompt_tokens += sum(count for _, count in progress.job.prompt)
+        self.e2el.add(progress.last - progress.arrival)
+        per_token = (progress.last - progress.first) / (num_tokens - 1) if num_tokens > 1 else 0.0
         if num_tokens > 1:
             self.tpot.add(per_token)
-        self.num_good += told.first - told.arrival <= self.targets.ttft and per_token <= self.targets.itl
+        self.num_good += progress.first - progress.arrival <= self.targets.ttft and per_token <= self.targets.itl
 
     def merge(self, other: Ledger) -> None:
         """Add the metrics of another replica."""

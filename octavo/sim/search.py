@@ -9,7 +9,7 @@ from typing import Any
 from octavo.config import EngineConfig, to_flat
 from octavo.errors import ConfigError
 from octavo.sim.report import Targets
-from octavo.sim.setup import Asked
+from octavo.sim.setup import SimulationSpec
 from octavo.sim.workers import num_processes, simulate
 
 MAX_REPLICAS = 1024
@@ -23,17 +23,17 @@ IDLE = 0.5
 class Found:
     """A configuration that meets the targets, and its simulated figures."""
 
-    asked: Asked
+    spec: SimulationSpec
     max_num_batched_tokens: int
     figures: dict[str, Any]
 
     @property
     def num_devices(self) -> int:
-        return self.asked.replicas * self.asked.tensor_parallel
+        return self.spec.replicas * self.spec.tensor_parallel
 
 
 def cheapest(
-    asked: Asked,
+    spec: SimulationSpec,
     engine: EngineConfig,
     targets: Targets,
     share: float = 0.99,
@@ -49,7 +49,7 @@ def cheapest(
     for degree in parallel:
         for tokens in step_tokens:
             try:
-                best = _fewest(replace(asked, tensor_parallel=degree), _with(engine, tokens), tokens, targets, share)
+                best = _fewest(replace(spec, tensor_parallel=degree), _with(engine, tokens), tokens, targets, share)
             except ConfigError as error:
                 if "tensor_parallel" not in str(error):
                     raise
@@ -63,11 +63,11 @@ def cheapest(
     return sorted(found, key=lambda one: (one.num_devices, one.figures["ttft"]["p99"]))
 
 
-def _fewest(asked: Asked, engine: EngineConfig, tokens: int, targets: Targets, share: float) -> Found | None:
+def _fewest(spec: SimulationSpec, engine: EngineConfig, tokens: int, targets: Targets, share: float) -> Found | None:
     best: Found | None = None
     low, high, before = 0, 1, -1.0
     while best is None:
-        tried = _simulated(replace(asked, replicas=high), engine, tokens, targets)
+        tried = _simulated(replace(spec, replicas=high), engine, tokens, targets)
         good_share = tried.figures["good_share"]
         if good_share >= share:
             best = tried
@@ -77,7 +77,7 @@ def _fewest(asked: Asked, engine: EngineConfig, tokens: int, targets: Targets, s
             low, high, before = high, 2 * high, good_share
     while high - low > 1:
         middle = (low + high) // 2
-        tried = _simulated(replace(asked, replicas=middle), engine, tokens, targets)
+        tried = _simulated(replace(spec, replicas=middle), engine, tokens, targets)
         if tried.figures["good_share"] >= share:
             best, high = tried, middle
         else:
@@ -85,10 +85,10 @@ def _fewest(asked: Asked, engine: EngineConfig, tokens: int, targets: Targets, s
     return best
 
 
-def _simulated(asked: Asked, engine: EngineConfig, tokens: int, targets: Targets) -> Found:
-    fleet, workload = asked.fleet(engine), asked.clients()
-    figures, _ = simulate(fleet, workload, targets, num_processes(fleet, workload, asked.num_requests))
-    return Found(asked, tokens, figures)
+def _simulated(spec: SimulationSpec, engine: EngineConfig, tokens: int, targets: Targets) -> Found:
+    fleet, workload = spec.fleet(engine), spec.clients()
+    figures, _ = simulate(fleet, workload, targets, num_processes(fleet, workload, spec.num_requests))
+    return Found(spec, tokens, figures)
 
 
 def _with(engine: EngineConfig, tokens: int) -> EngineConfig:

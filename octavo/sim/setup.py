@@ -27,7 +27,7 @@ BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, DEPTH = 64, 256, 2048, 2
 
 
 @dataclass(frozen=True)
-class Asked:
+class SimulationSpec:
     """Specification of a simulation."""
 
     model: str

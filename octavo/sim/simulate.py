@@ -17,13 +17,13 @@ from typing import Any
 
 from octavo.collector import without_collections
 from octavo.config import CacheSettings, SchedulerSettings
+from octavo.routing.routers import BLIND, RoundRobin, make_router
 from octavo.sim.clock import START
 from octavo.sim.cost_model import CostModel
 from octavo.sim.events import NEVER, Events, Inbox
 from octavo.sim.jobs import Workload
 from octavo.sim.replica import Replica, Result, Sizes
 from octavo.sim.report import Ledger, Targets
-from octavo.sim.router import BLIND, RoundRobin, make_router
 
 TURN = 128
 """Mean number of jobs that a replica is given before the next one's turn."""
@@ -71,7 +71,7 @@ class Simulation:
         # No reference cycles are created here, and a garbage collection over millions of cached blocks takes minutes.
         with without_collections():
             if self.fleet.separates(self.workload):
-                self.serve_apart()
+                self.serve_independently()
             else:
                 self.serve_together()
         return [replica.result() for replica in self.replicas]
@@ -80,7 +80,7 @@ class Simulation:
         """All events in one queue."""
         Events(self.replicas, make_router(self.fleet.router), self.workload).advance()
 
-    def serve_apart(self) -> None:
+    def serve_independently(self) -> None:
         """A queue for each replica; all are advanced in rounds, one after another, to a common time."""
         inboxes: list[Inbox | None] = [None] * self.fleet.num_replicas
         queues = []

@@ -8,7 +8,6 @@ counts as four requests.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from octavo.telemetry.counts import Counts
@@ -41,6 +40,7 @@ GAUGES: list[tuple[str, str, Reader]] = [
     ("vllm:num_requests_running", "Requests in the running batch after the last step.", lambda c: c.stats.num_running),
     ("vllm:num_requests_waiting", "Accepted requests that are not in the running batch.", _waiting),
     ("vllm:kv_cache_usage_perc", "Fraction of KV cache blocks held by requests, 0 to 1.", _cache_usage),
+    ("vllm:gpu_cache_usage_perc", "Deprecated name of vllm:kv_cache_usage_perc.", _cache_usage),
     (
         "octavo_kv_cache_window_usage_perc",
         "Fraction of blocks in use in the sliding-window KV groups after the first group; 0 without such groups.",
@@ -100,9 +100,20 @@ COUNTERS: list[tuple[str, str, Reader]] = [
     ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda c: c.stats.prefix_queries),
     ("vllm:prefix_cache_hits", "Of vllm:prefix_cache_queries, tokens found.", lambda c: c.stats.prefix_hits),
     (
+        "vllm:gpu_prefix_cache_queries",
+        "Deprecated name of vllm:prefix_cache_queries.",
+        lambda c: c.stats.prefix_queries,
+    ),
+    ("vllm:gpu_prefix_cache_hits", "Deprecated name of vllm:prefix_cache_hits.", lambda c: c.stats.prefix_hits),
+    (
         "octavo_prefix_tokens_copied",
         "Tokens whose keys and values were copied from a partly matching block instead of computed.",
         lambda c: c.stats.num_copied_tokens,
+    ),
+    (
+        "vllm:spec_decode_num_drafts",
+        "Speculations: sequences with drafts, summed over the steps that verified them.",
+        lambda c: c.stats.num_speculations,
     ),
     ("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.", lambda c: c.stats.num_drafts),
     (
@@ -151,11 +162,10 @@ COUNTERS: list[tuple[str, str, Reader]] = [
         lambda c: c.replays,
     ),
     (
-        "octavo_requests_convicted",
+        "octavo_poison_requests",
         "Requests failed because the engine process crashed each time it ran them.",
-        lambda c: c.convictions,
+        lambda c: c.poison_requests,
     ),
-    ("octavo_front_cpu_seconds", "CPU time of the front process, user and system.", lambda _: time.process_time()),
 ]
 
 HISTOGRAMS: list[tuple[str, str, str]] = [
@@ -167,6 +177,11 @@ HISTOGRAMS: list[tuple[str, str, str]] = [
     (
         "vllm:inter_token_latency_seconds",
         "ITL: gap between consecutive deliveries of a request, pooled over requests; one may hold several tokens.",
+        "inter_token_latency",
+    ),
+    (
+        "vllm:time_per_output_token_seconds",
+        "Deprecated name of vllm:inter_token_latency_seconds.",
         "inter_token_latency",
     ),
     (
@@ -188,6 +203,11 @@ HISTOGRAMS: list[tuple[str, str, str]] = [
         "inference_time",
     ),
     ("vllm:request_prompt_tokens", "Prompt tokens of each finished request.", "request_prompt_tokens"),
+    (
+        "vllm:request_prefill_kv_computed_tokens",
+        "Prompt tokens of each request that were not found in the prefix cache.",
+        "request_computed_tokens",
+    ),
     ("vllm:request_generation_tokens", "Output tokens of each finished request.", "request_output_tokens"),
     (
         "vllm:request_max_num_generation_tokens",

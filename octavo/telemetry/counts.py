@@ -26,6 +26,10 @@ class Condition:
     num_live: int = 0
     is_ready: bool = False
     seconds_since_progress: float = 0.0
+    running_adapters: frozenset[str] = frozenset()
+    """LoRA adapters of requests that were scheduled."""
+    waiting_adapters: frozenset[str] = frozenset()
+    """LoRA adapters of requests that were not scheduled yet."""
 
 
 @dataclass(slots=True)
@@ -58,11 +62,12 @@ class Counts:
         self.restarts = 0
         self.hangs = 0
         self.replays = 0
-        self.convictions = 0
+        self.poison_requests = 0
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
         self.rejected = dict.fromkeys(REJECTIONS, 0)
         self.http_requests: dict[tuple[str, str, str], int] = {}
         self.http_seconds: dict[str, Histogram] = {}
+        self.request_n = Histogram(histogram.CHOICES_BUCKETS)
 
         tokens = histogram.decades(MAX_COUNTED_TOKENS)
         self.time_to_first_token = Histogram(histogram.FIRST_TOKEN_BUCKETS)
@@ -74,6 +79,7 @@ class Counts:
         self.decode_time = Histogram(histogram.LATENCY_BUCKETS)
         self.inference_time = Histogram(histogram.LATENCY_BUCKETS)
         self.request_prompt_tokens = Histogram(tokens)
+        self.request_computed_tokens = Histogram(tokens)
         self.request_output_tokens = Histogram(tokens)
         self.request_max_tokens = Histogram(tokens)
         self.step_tokens = Histogram(histogram.STEP_TOKENS_BUCKETS)
@@ -100,6 +106,7 @@ class Counts:
         self.prompt_tokens += prompt_tokens
         self.cached_tokens += cached_tokens
         timing.first_token = timing.last_token = now
+        self.request_computed_tokens.observe(prompt_tokens - cached_tokens)
         self.time_to_first_token.observe(now - timing.arrival)
         if timing.first_scheduled:
             self.queue_time.observe(timing.first_scheduled - timing.arrival)
@@ -123,6 +130,10 @@ class Counts:
             self.inference_time.observe(timing.last_token - timing.first_scheduled)
         if output_tokens > 1:
             self.time_per_output_token.observe((timing.last_token - timing.first_token) / (output_tokens - 1))
+
+    def observe_choices(self, count: int) -> None:
+        """Record a client's request for ``count`` continuations of a prompt."""
+        self.request_n.observe(count)
 
     def observe_rejection(self, reason: str) -> None:
         """Record a request that admission refused, for one of ``REJECTIONS``."""

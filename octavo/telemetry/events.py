@@ -1,7 +1,7 @@
 """Events of requests, recorded as they happen: the data behind ``octavo explain``.
 
 An event is recorded when the state of a request changes, not in every step. Between two events of a request, the
-difference of ``step`` is its number of steps, and the difference of ``shares`` the sequences in those steps.
+difference of ``step`` is its number of steps, and that of ``num_scheduled_seqs`` the sequences in those steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ``arrived``: with ``tokens`` of prompt and earlier output, while ``others`` wait. ``admitted``: ``tokens`` were
     found in the prefix cache, ``others`` run. ``chunk``: ``tokens`` of the prompt were computed, from ``start``.
     ``preempted``: it lost its blocks, with ``tokens`` computed, to request ``by``. ``fault``: a forward pass with it
-    failed, and tokens from ``start`` are recomputed. ``ended``: with its ``reason`` and ``tokens`` of output.
+    failed, and tokens from ``start`` are recomputed. ``ended``: with its ``reason`` and ``tokens`` of output; of
+    ``drafts`` verified, some were ``accepted``.
     """
 
     request_id: int
@@ -35,13 +36,15 @@ class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """``time.monotonic()``."""
     step: int
     """Steps that the engine had finished."""
-    shares: int
+    num_scheduled_seqs: int
     """Sum over those steps of the number of sequences in each."""
     tokens: int = 0
     start: int = 0
     others: int = 0
     by: int = -1
     reason: str = ""
+    drafts: int = 0
+    accepted: int = 0
 
 
 class EventLog:
@@ -62,6 +65,8 @@ class EventLog:
         others: int = 0,
         by: int = -1,
         reason: str = "",
+        drafts: int = 0,
+        accepted: int = 0,
     ) -> None:
         stats = self._stats
         self._events.append(
@@ -70,12 +75,14 @@ class EventLog:
                 kind,
                 self._clock(),
                 stats.num_steps,
-                stats.num_shares,
+                stats.num_scheduled_seqs,
                 tokens,
                 start,
                 others,
                 by,
                 reason,
+                drafts,
+                accepted,
             )
         )
 

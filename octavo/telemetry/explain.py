@@ -33,7 +33,7 @@ def explain(events: Sequence[Event], others: Iterable[Sequence[Event]] = ()) -> 
         seconds[_phase(before, after)] += after.time - before.time
     admitted = [event for event in events if event.kind == "admitted"]
     runs = runs_of(events)
-    steps, shares = _steps_and_shares(events)
+    steps, num_scheduled_seqs = _steps_and_seqs(events)
     last = events[-1]
     return {
         "request": events[0].request_id,
@@ -49,7 +49,8 @@ def explain(events: Sequence[Event], others: Iterable[Sequence[Event]] = ()) -> 
         "waited_behind": events[0].others,
         "chunks": [event.tokens for event in events if event.kind == "chunk"],
         "steps": steps,
-        "mean_sequences_per_step": round(shares / steps, 2) if steps else None,
+        "mean_sequences_per_step": round(num_scheduled_seqs / steps, 2) if steps else None,
+        "drafts": {"verified": last.drafts, "accepted": last.accepted} if last.drafts else None,
         "preempted_by": [event.by for event in events if event.kind == "preempted"],
         "faults": sum(event.kind == "fault" for event in events),
         "submissions": sum(event.kind == "arrived" for event in events),
@@ -82,17 +83,17 @@ def runs_of(events: Sequence[Event]) -> list[Run]:
     return runs
 
 
-def _steps_and_shares(events: Sequence[Event]) -> tuple[int, int]:
+def _steps_and_seqs(events: Sequence[Event]) -> tuple[int, int]:
     """Number of steps of a request, and the sum of sequences in them."""
-    steps = shares = 0
+    steps = num_scheduled_seqs = 0
     begun: Event | None = None
     for event in events:
         if begun is not None and event.kind in ("preempted", "ended"):
             steps += max(0, event.step - begun.step)
-            shares += max(0, event.shares - begun.shares)
+            num_scheduled_seqs += max(0, event.num_scheduled_seqs - begun.num_scheduled_seqs)
         if event.kind in ("admitted", "preempted", "ended", "arrived"):
             begun = event if event.kind == "admitted" else None
-    return steps, shares
+    return steps, num_scheduled_seqs
 
 
 def _neighbours(runs: Sequence[Run], others: Iterable[Sequence[Event]]) -> list[dict[str, int]]:
@@ -133,6 +134,8 @@ def as_text(report: dict[str, Any]) -> str:
     for entry in report["shared_steps_with"]:
         lines.append(f"    request {entry['request']} in {entry['steps']} of them")
     lines += [f"  preempted for request {by}" for by in report["preempted_by"]]
+    if report["drafts"]:
+        lines.append(f"  {report['drafts']['accepted']} of {report['drafts']['verified']} drafts accepted")
     if report["faults"]:
         lines.append(f"  {report['faults']} forward passes failed")
     if report["submissions"] > 1:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from octavo.config import EngineConfig
 from octavo.telemetry.catalogue import COUNTERS, GAUGES, HISTOGRAMS
 from octavo.telemetry.counts import Counts
 from octavo.telemetry.histogram import Histogram
@@ -16,13 +18,20 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics(Counts, Collector):
-    """The server's counters, rendered for Prometheus."""
+    """The counters of one engine and of the HTTP server, rendered for Prometheus."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, config: EngineConfig | None = None, rank: int = 0) -> None:
         super().__init__()
         self.model_name = model_name
+        self._names, self._values = ["model_name", "engine"], [model_name, str(rank)]
+        self._config = config or EngineConfig()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
+
+    @property
+    def engines(self) -> Sequence[Metrics]:
+        """The metrics of each engine: these."""
+        return [self]
 
     def render(self) -> bytes:
         """All metrics, in the format ``CONTENT_TYPE``."""
@@ -30,7 +39,16 @@ class Metrics(Counts, Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics; ``prometheus_client`` calls it at each scrape."""
-        names, values = ["model_name", "engine"], [self.model_name, "0"]
+        for families in zip(*(engine.collect_engine() for engine in self.engines), strict=True):
+            family = families[0]
+            for other in families[1:]:
+                family.samples.extend(other.samples)
+            yield family
+        yield from self._collect_front()
+
+    def collect_engine(self) -> Iterator[Metric]:
+        """Yield the metrics of the engine; each engine yields the same families in the same order."""
+        names, values = self._names, self._values
         for name, text, read in GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=names)
             gauge.add_metric(values, float(read(self)))
@@ -41,32 +59,84 @@ class Metrics(Counts, Collector):
             yield counter
         for name, text, attribute in HISTOGRAMS:
             yield _family(name, text, names, [(values, getattr(self, attribute))])
-        yield from self._collect_labelled(names, values)
-        yield from self._collect_http()
-
-    def _collect_labelled(self, names: list[str], values: list[str]) -> Iterator[Metric]:
         finished = CounterMetricFamily(
             "vllm:request_success", "Requests that ended, by reason.", labels=[*names, "finished_reason"]
         )
         for reason, count in self.finished.items():
             finished.add_metric([*values, reason], count)
         yield finished
+        yield self._accepted_drafts()
+        yield self._cache_config()
+        yield self._sleep_state()
+        yield self._adapters()
+
+    def _accepted_drafts(self) -> Metric:
+        family = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Of vllm:spec_decode_num_accepted_tokens, those at each position of a draft.",
+            labels=[*self._names, "position"],
+        )
+        for position, count in enumerate(self.stats.accepted_by_position):
+            family.add_metric([*self._values, str(position)], count)
+        return family
+
+    def _cache_config(self) -> Metric:
+        cache, info = self._config.cache, self.info
+        labels = {
+            "block_size": info.block_size if info is not None else cache.block_size,
+            "cache_dtype": cache.kv_cache_dtype,
+            "enable_prefix_caching": cache.enable_prefix_caching,
+            "gpu_memory_utilization": cache.gpu_memory_utilization,
+            "num_gpu_blocks": info.num_kv_blocks if info is not None else None,
+            "num_gpu_blocks_override": cache.num_kv_blocks,
+            "prefix_caching_hash_algo": "sha256",
+            "sliding_window": max((group.window for group in info.kv_groups), default=0) or None if info else None,
+        }
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "Always 1; the labels describe the KV cache.", labels=[*self._names, *labels]
+        )
+        if info is not None:
+            family.add_metric([*self._values, *map(str, labels.values())], 1.0)
+        return family
+
+    def _sleep_state(self) -> Metric:
+        family = GaugeMetricFamily(
+            "vllm:engine_sleep_state",
+            "1 for the state that the engine is in; engines of Octavo are always awake.",
+            labels=[*self._names, "sleep_state"],
+        )
+        for state in ("awake", "weights_offloaded", "discard_all"):
+            family.add_metric([*self._values, state], float(state == "awake"))
+        return family
+
+    def _adapters(self) -> Metric:
+        """Without the labels of the other metrics, as in vLLM, whose readers take the newest series."""
+        condition, settings = self.condition(), self._config.model
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Unix time; the labels list the LoRA adapters of running and waiting requests.",
+            labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+        )
+        if settings.enable_lora:
+            names = [",".join(sorted(each)) for each in (condition.waiting_adapters, condition.running_adapters)]
+            family.add_metric([str(settings.max_loras), *names], time.time())
+        return family
+
+    def _collect_front(self) -> Iterator[Metric]:
+        """Yield the metrics of the process that serves HTTP."""
         rejected = CounterMetricFamily(
             "vllm:admission_rejections", "HTTP requests refused before they were queued, by reason.", labels=["reason"]
         )
         for reason, count in self.rejected.items():
             rejected.add_metric([reason], count)
         yield rejected
-        if self.info is not None:
-            config = GaugeMetricFamily(
-                "vllm:cache_config_info",
-                "Always 1; the labels describe the KV cache.",
-                labels=[*names, "block_size", "num_gpu_blocks"],
-            )
-            config.add_metric([*values, str(self.info.block_size), str(self.info.num_kv_blocks)], 1.0)
-            yield config
-
-    def _collect_http(self) -> Iterator[Metric]:
+        choices = "Continuations per request, the parameter 'n'."
+        yield _family("vllm:request_params_n", choices, self._names, [(self._values, self.request_n)])
+        cpu = CounterMetricFamily(
+            "octavo_front_cpu_seconds", "CPU time of the front process, user and system.", labels=self._names
+        )
+        cpu.add_metric(self._values, time.process_time())
+        yield cpu
         requests = CounterMetricFamily(
             "http_requests", "HTTP requests answered.", labels=["handler", "method", "status"]
         )
@@ -79,6 +149,19 @@ class Metrics(Counts, Collector):
             ["handler"],
             [([handler], seconds) for handler, seconds in self.http_seconds.items()],
         )
+
+
+class FleetMetrics(Metrics):
+    """The metrics of an HTTP server before several engines."""
+
+    def __init__(self, model_name: str, engines: Sequence[Metrics]) -> None:
+        super().__init__(model_name)
+        self._engines = engines
+
+    @property
+    def engines(self) -> Sequence[Metrics]:
+        """The metrics of each engine."""
+        return self._engines
 
 
 def _family(

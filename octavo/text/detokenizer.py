@@ -17,16 +17,16 @@ class Detokenizer:
     emitted as U+FFFD as soon as that is certain.
     """
 
-    __slots__ = ("_decoder", "_is_inside_character", "_skipped", "_token_bytes", "_whole_texts")
+    __slots__ = ("_complete_texts", "_decoder", "_is_inside_character", "_skipped", "_token_bytes")
 
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
     ) -> None:
         """``shown`` are special tokens to decode to text although others are skipped."""
-        self._whole_texts = tokenizer.whole_texts
+        self._complete_texts = tokenizer.complete_texts
         self._skipped: frozenset[int] = frozenset()
         if skip_special_tokens:
-            self._whole_texts = tokenizer.whole_texts_showing(shown)
+            self._complete_texts = tokenizer.complete_texts_showing(shown)
             self._skipped = tokenizer.special_token_ids - shown
         self._token_bytes = tokenizer.token_bytes
         self._decoder = _new_decoder("replace")
@@ -36,7 +36,7 @@ class Detokenizer:
         """The text that ``tokens`` complete."""
         if len(tokens) == 1 and not self._is_inside_character:
             # By far the most common call: one token that decodes to complete characters.
-            text = self._whole_texts.get(tokens[0])
+            text = self._complete_texts.get(tokens[0])
             if text is not None:
                 return text
         data = b"".join([self._token_bytes(token) for token in tokens if token not in self._skipped])

@@ -44,7 +44,7 @@ class Tool(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class MessageConstraints:
     """Constraints on a message."""
 
     form: forms.Form | None = None
@@ -53,7 +53,7 @@ class Wanted:
     """Tools of which the message must call one, or may call one instead of having content."""
     is_parallel: bool = False
     """Whether the message may have several calls."""
-    may_talk: bool = False
+    allows_text: bool = False
     """Whether the message may be, or begin with, unconstrained content."""
 
 
@@ -105,7 +105,7 @@ class MessageFormat:
             return following
         return reasoning.after_thinking(following or reasoning.content_only, reasoning.begins_inside(prompt))
 
-    def grammar(self, wanted: Wanted, prompt: str) -> str:
+    def grammar(self, wanted: MessageConstraints, prompt: str) -> str:
         """The grammar of a message that follows ``prompt``. Raises ``FormError`` about the schema of a tool."""
         lead, rules = self._lead(prompt)
         parts: dict[str, forms.Part] = {}
@@ -114,10 +114,10 @@ class MessageFormat:
             names = [tool.name for tool in wanted.tools]
             rules += (self.tools or LLAMA3).rules(names, self.marks, wanted.is_parallel)
             bodies = ["calls"]
-            parts = {f"t{i}": _arguments(tool, wanted.may_talk) for i, tool in enumerate(wanted.tools)}
-        if wanted.may_talk and self.is_harmony:
+            parts = {f"t{i}": _arguments(tool, wanted.allows_text) for i, tool in enumerate(wanted.tools)}
+        if wanted.allows_text and self.is_harmony:
             bodies.append(harmony.answer_rule(self.marks, forms.TEXT))
-        elif wanted.may_talk:
+        elif wanted.allows_text:
             rules += talk_rule(self.tools or LLAMA3, self.marks)
             bodies = ["talk"]
         if wanted.form is not None:
@@ -125,7 +125,7 @@ class MessageFormat:
             start = wanted.form.start
             bodies.append(harmony.answer_rule(self.marks, start) if self.is_harmony else start)
             parts |= wanted.form.parts
-        return forms.whole(forms.Form(f"{lead} ({' | '.join(bodies)})", rules, parts))
+        return forms.grammar_text(forms.Form(f"{lead} ({' | '.join(bodies)})", rules, parts))
 
     def _lead(self, prompt: str) -> tuple[str, str]:
         """Lark of the reasoning before a message, and its rules."""

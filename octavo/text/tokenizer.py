@@ -47,7 +47,7 @@ class Tokenizer:
         self.chat_template = parts.chat_template
         self.tool_template = parts.tool_template
         self._texts_showing: dict[frozenset[int], dict[int, str]] = {}
-        """Cache of ``whole_texts_showing``; a model has one or two sets of shown special tokens."""
+        """Cache of ``complete_texts_showing``; a model has one or two sets of shown special tokens."""
 
     def prepare_to_encode(self) -> None:
         """Warm up for encoding many texts: spends up to a second so that each ``encode`` is faster."""
@@ -93,7 +93,7 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     @cached_property
-    def whole_texts(self) -> dict[int, str]:
+    def complete_texts(self) -> dict[int, str]:
         """Texts of the tokens whose bytes alone are valid UTF-8: most of them."""
         texts = {}
         for token, data in enumerate(self._bytes):
@@ -103,10 +103,10 @@ class Tokenizer:
                 continue
         return texts
 
-    def whole_texts_showing(self, shown: frozenset[int]) -> dict[int, str]:
-        """``whole_texts`` with empty text for special tokens, except those ``shown``."""
+    def complete_texts_showing(self, shown: frozenset[int]) -> dict[int, str]:
+        """``complete_texts`` with empty text for special tokens, except those ``shown``."""
         if shown not in self._texts_showing:
-            self._texts_showing[shown] = self.whole_texts | dict.fromkeys(self.special_token_ids - shown, "")
+            self._texts_showing[shown] = self.complete_texts | dict.fromkeys(self.special_token_ids - shown, "")
         return self._texts_showing[shown]
 
     def special_ids_by_text(self) -> dict[str, int]:

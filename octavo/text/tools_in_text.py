@@ -37,22 +37,22 @@ def with_tools_in_text(
     Without ``has_system`` the functions are described in the user's first message, for templates that refuse a
     system message.
     """
-    told = _with_calls_in_text(messages, write)
+    rewritten = _with_calls_in_text(messages, write)
     if not tools:
-        return told
+        return rewritten
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     instruction = _INSTRUCTION.format(tools=listed, call=write([_EXAMPLE]))
     role = "system" if has_system else "user"
-    place = next((place for place, message in enumerate(told) if message["role"] == role), None)
-    if place is None:
-        return [{"role": role, "content": instruction}, *told]
-    own = told[place]["content"]
-    told[place]["content"] = _joined(own, instruction) if has_system else _joined(instruction, own)
-    return told
+    index = next((index for index, message in enumerate(rewritten) if message["role"] == role), None)
+    if index is None:
+        return [{"role": role, "content": instruction}, *rewritten]
+    own = rewritten[index]["content"]
+    rewritten[index]["content"] = _joined(own, instruction) if has_system else _joined(instruction, own)
+    return rewritten
 
 
 def _with_calls_in_text(messages: Sequence[Message], write: WriteCalls) -> list[Message]:
-    told: list[Message] = []
+    rewritten: list[Message] = []
     follows_result = False
     for message in messages:
         message = dict(message)
@@ -65,11 +65,11 @@ def _with_calls_in_text(messages: Sequence[Message], write: WriteCalls) -> list[
             message["content"] = _joined(message["content"], written)
         if follows_result and message["role"] == "user":
             # Many templates require alternating user and assistant messages.
-            told[-1]["content"] = _joined(told[-1]["content"], message["content"])
+            rewritten[-1]["content"] = _joined(rewritten[-1]["content"], message["content"])
         else:
-            told.append(message)
+            rewritten.append(message)
             follows_result = is_result
-    return told
+    return rewritten
 
 
 def _joined(*texts: str | None) -> str:

@@ -55,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Compare with the peer that ``--engine`` names."""
-    return _beside_vllm(args) if args.engine == "vllm" else _beside_llama_cpp(args)
+    return _compare_with_vllm(args) if args.engine == "vllm" else _compare_with_llama_cpp(args)
 
 
-def _beside_llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
+def _compare_with_llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.weights.hub import resolve_model
     from octavo_bench.offline import OfflineBench, bench_config
     from octavo_bench.peer import compare
@@ -78,7 +78,7 @@ def _beside_llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": config.model.model, "dtype": ours.info.dtype, "peer": peer.about, "rows": rows}
 
 
-def _beside_vllm(args: argparse.Namespace) -> dict[str, Any]:
+def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.sim.closed_loops import WORKLOADS, named_workloads
     from octavo.sim.shapes import SHAPES
     from octavo_bench.clients import Clients, share

@@ -1,4 +1,4 @@
-"""The engine process killed again and again under mixed requests: none is lost, changed or convicted.
+"""The engine process killed again and again under mixed requests: none is lost, changed or failed.
 
 ``OCTAVO_KILLS=300`` makes it a long run, of about four seconds a kill on two free cores; ``OCTAVO_KILLS_SEED`` makes it
 another one.
@@ -122,7 +122,7 @@ class Kills:
             self.recoveries.append(clock() - began)
 
 
-def test_kills_lose_change_and_convict_nothing(serve: Callable[..., Server]) -> None:
+def test_kills_lose_change_and_fail_nothing(serve: Callable[..., Server]) -> None:
     server = serve()
     asked = requests()
 
@@ -154,11 +154,11 @@ def test_kills_lose_change_and_convict_nothing(serve: Callable[..., Server]) -> 
     metrics = server.get("/metrics").text
     counts = dict(re.findall(r"^octavo_(\w+)_total\{.*\} (\S+)$", metrics, re.MULTILINE))
     recoveries = sorted(kills.recoveries)
-    told = {name: counts[name] for name in ("engine_restarts", "requests_replayed", "requests_convicted")}
+    told = {name: counts[name] for name in ("engine_restarts", "requests_replayed", "poison_requests")}
     kinds = dict(Counter(asked[index][0] for index, _ in answers))
     print(f"{NUM_KILLS} kills within {kills.last_moment:.1f} s of being ready, {len(answers)} answers {kinds}")
     print(f"recovery median {recoveries[len(recoveries) // 2]:.2f}, most {recoveries[-1]:.2f} s; {told}")
     wrong = [(asked[index], found, alone[index]) for index, found in answers if found != alone[index]]
     assert not wrong, f"{len(wrong)} of {len(answers)}: {wrong[:5]}"
-    assert float(counts["requests_convicted"]) == 0
+    assert float(counts["poison_requests"]) == 0
     assert float(counts["engine_restarts"]) >= len(recoveries)

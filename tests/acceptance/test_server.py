@@ -121,7 +121,7 @@ def test_first_answer(server: Server) -> None:
         assert "4" in reply.json()["choices"][0]["message"]["content"]
 
 
-def test_neighbours_preemption_and_streaming_change_nothing(serve: Callable[..., Server]) -> None:
+def test_batching_preemption_and_streaming_change_nothing(serve: Callable[..., Server]) -> None:
     """32 requests at once in a pool that cannot hold them give what each gives alone, streamed or not.
 
     Those that are alone are computed on one thread, the others on as many as there are.
@@ -158,6 +158,32 @@ def test_guesses_change_nothing(server: Server, serve: Callable[..., Server]) ->
     assert (found["text"], found["finish_reason"]) == (want["text"], want["finish_reason"])
     stats = guessing.get("/stats").json()
     assert 0 < stats["num_accepted_drafts"] <= stats["num_drafts"]
+
+
+def test_a_hundred_mixed_requests_with_drafts(server: Server, serve: Callable[..., Server]) -> None:
+    """Bitwise what they are without, among drafts, preemptions and grammars."""
+    settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    tight = "--max-model-len", "256", "--num-kv-blocks", "17", "--block-size", "16", "--max-num-seqs", "32"
+    drafting = serve("--speculative-config", json.dumps(settings), *tight)
+    bodies = mixed_requests(100, seed=5)
+    for number, body in enumerate(bodies):
+        if number % 10 == 3:
+            body["structured_outputs"] = {"regex": "( [a-z]+){4,9}[.]"}
+        if number % 10 == 7:
+            body["stop"] = ["the", "\n"]
+        if number % 10 == 5:
+            body["num_speculative_tokens"] = number % 3
+
+    async def all_of(one: Server) -> list[Any]:
+        async with client_of(one) as client:
+            return await asyncio.gather(*(complete(client, body, stream=True) for body in bodies))
+
+    found, want = asyncio.run(all_of(drafting)), asyncio.run(all_of(server))
+    for body, result, wanted in zip(bodies, found, want, strict=True):
+        assert result == wanted, body
+    stats = wait_until_idle(drafting)
+    assert stats["num_preemptions"] > 0
+    assert 0 < stats["num_accepted_drafts"] < stats["num_drafts"]
 
 
 def test_engine_killed_in_the_middle_of_sixteen_streams(server: Server) -> None:

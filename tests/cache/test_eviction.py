@@ -106,7 +106,7 @@ def test_first_in_first_out_does_not_care_for_use() -> None:
         assert [blocks[block] for block in evicted(cache, 3)] == order
 
 
-def test_a_scan_does_not_wash_out_what_is_used_again() -> None:
+def test_a_scan_does_not_evict_reused_blocks() -> None:
     kept = {}
     for policy in ("lru", "slru"):
         cache = KVCache(20, 1, eviction=policy)
@@ -140,7 +140,7 @@ def test_under_slru_a_path_that_is_too_long_loses_its_end_first() -> None:
     assert evicted(cache, 3) == [path[8], other, path[7]]
 
 
-def test_what_a_conversation_left_behind_goes_first() -> None:
+def test_blocks_that_a_conversation_abandoned_are_evicted_first() -> None:
     cache = KVCache(20, 1, eviction="session")
     other = run_through(cache, [7, 8])
     first = run_through(cache, [1, 2, 50, 51], session="s")

@@ -96,7 +96,7 @@ def test_nothing_is_reserved_where_one_group_is_short() -> None:
         end(cache, seq)
 
 
-def test_who_starts_gets_blocks_for_all_tokens_or_for_a_step_behind_a_window() -> None:
+def test_a_new_sequence_gets_blocks_for_all_tokens_or_with_a_window_for_one_step() -> None:
     cache = KVCache([GroupSize(12), GroupSize(4, 5)], 2)
     seq, other = sequence_of(cache, TOKENS), sequence_of(cache, [50, 51, 52])
     assert not cache.admits(seq, cache.roots, 9), "a step of five blocks"

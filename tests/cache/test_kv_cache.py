@@ -118,7 +118,7 @@ def test_fits_does_not_count_the_idle_blocks_that_it_builds_on() -> None:
     cache.check([running, seq])
 
 
-def test_asking_again_for_room_sees_what_was_given_back_or_taken_since() -> None:
+def test_a_repeated_capacity_check_sees_blocks_freed_or_taken_since() -> None:
     """Against counting one by one, for one path that is held to ever other depths."""
     cache = KVCache(40, 1)
     cache.release(compute(cache, list(range(20))))

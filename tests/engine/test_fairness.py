@@ -36,15 +36,15 @@ def test_long_prompts_of_a_flood_are_sliced_for_the_other() -> None:
 
 def test_a_tenant_alone_gets_everything() -> None:
     flood = Load("only", 100.0, 256, 64)
-    totals = [sum(len(one.token_times) for one in serve(p, [flood]).told.values()) for p in ("fcfs", "fair")]
+    totals = [sum(len(one.token_times) for one in serve(p, [flood]).progress.values()) for p in ("fcfs", "fair")]
     assert totals[0] == totals[1]
 
 
 def test_two_floods_share_by_weight() -> None:
     loads = [Load("a", 60.0, 256, 64), Load("b", 60.0, 256, 64)]
     for weights, share in ((None, 1.0), ("a=3", 3.0)):
-        told = serve("fair", loads, tenant_weights=weights).told.values()
-        served = {name: sum(len(one.token_times) for one in told if one.request.tenant == name) for name in "ab"}
+        progress = serve("fair", loads, tenant_weights=weights).progress.values()
+        served = {name: sum(len(one.token_times) for one in progress if one.request.tenant == name) for name in "ab"}
         assert served["a"] / served["b"] == pytest.approx(share, rel=0.1)
 
 
@@ -53,12 +53,12 @@ def test_idle_tenants_earn_no_credit() -> None:
     early = [request(number, "a", 1.0) for number in range(40)]
     late = [request(100 + number, tenant, 1.5) for number in range(20) for tenant in ("b",)]
     engine.serve(early + late)
-    ends = {number: one.token_times[-1] for number, one in engine.told.items()}
+    ends = {number: one.token_times[-1] for number, one in engine.progress.items()}
     assert max(ends[number] for number in range(30)) < max(ends[number] for number in range(100, 120))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_first_in_line_takes_a_place_from_who_has_most(depth: int) -> None:
+def test_the_first_waiting_sequence_preempts_one_of_the_tenant_with_the_highest_load(depth: int) -> None:
     engine, runner = make_engine(max_num_seqs=4, policy="fair", depth=depth)
     for number in range(6):
         engine.add(make_request(number, max_tokens=40, tenant="flood"))
@@ -75,7 +75,7 @@ def test_the_first_in_line_takes_a_place_from_who_has_most(depth: int) -> None:
 
 
 @pytest.mark.parametrize("places", [3, 4])
-def test_who_has_its_share_takes_no_place(places: int) -> None:
+def test_a_tenant_with_its_share_preempts_nothing(places: int) -> None:
     """Nor where one place is left over, which would go back and forth."""
     engine, _ = make_engine(max_num_seqs=places, policy="fair")
     for number in range(6):
@@ -114,13 +114,13 @@ def test_no_request_starves(policy: str) -> None:
     )
     engine.serve([disliked, *flood], until=28.0)
     assert engine.engine.stats().num_waiting > 100, "there was no pressure"
-    assert len(engine.told[0].token_times) == 32
+    assert len(engine.progress[0].token_times) == 32
 
 
 def test_the_reference_is_half_a_device() -> None:
     assert HALF_SPEED.base == 2 * COST.base
     assert (
-        share_of(serve("fcfs", [QUIET]).told, "quiet")["ttft"]
-        < share_of(serve("fcfs", [QUIET], HALF_SPEED).told, "quiet")["ttft"]
+        share_of(serve("fcfs", [QUIET]).progress, "quiet")["ttft"]
+        < share_of(serve("fcfs", [QUIET], HALF_SPEED).progress, "quiet")["ttft"]
     )
     assert FLOOD.rate == 100 * QUIET.rate

@@ -12,7 +12,7 @@ from tests.engine.making import make_engine, make_request, planned, run_to_end, 
 from tests.oracle import OracleRunner, expected_output
 
 
-def test_one_step_of_so_many_is_for_everybody() -> None:
+def test_decodes_run_in_every_nth_step_only() -> None:
     interval = DecodeInterval(3)
     assert [interval.leaves_out(lambda: True) for _ in range(7)] == [True, True, False, True, True, False, True]
     assert not interval.leaves_out(lambda: False)
@@ -45,7 +45,7 @@ def test_decoding_continues_while_no_sequence_can_be_admitted() -> None:
     run_to_end(engine)
 
 
-def test_prompts_come_together_and_everybody_has_the_right_tokens() -> None:
+def test_prompts_share_steps_and_all_tokens_are_right() -> None:
     steps = []
     for interval in (None, 4):
         engine, runner = make_engine(max_num_batched_tokens=16, settings=SchedulerSettings(decode_interval=interval))
@@ -59,7 +59,7 @@ def test_prompts_come_together_and_everybody_has_the_right_tokens() -> None:
     assert steps[1] < steps[0] + 12
 
 
-def test_who_is_left_out_keeps_its_blocks_though_a_younger_prompt_needs_some() -> None:
+def test_a_decode_left_out_keeps_its_blocks_though_a_younger_prompt_needs_some() -> None:
     """With a window, a prompt asks for blocks on its way. Who is older is idle then, and no victim all the same. Nor
     does it wait for a prompt that has to wait for it: however long the interval, few steps are empty."""
     scheduler = Scheduler(

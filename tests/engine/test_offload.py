@@ -32,10 +32,11 @@ VARIANTS = {
 }
 
 
+@pytest.mark.parametrize("count", [8, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_random_workloads_with_tiers_and_damaged_files(variant: str, tmp_path: Path) -> None:
+def test_random_workloads_with_tiers_and_damaged_files(variant: str, count: int, tmp_path: Path) -> None:
     num_restored = num_prefetched = 0
-    for seed in range(25):
+    for seed in range(count):
         rng = random.Random(seed)
         for _ in range(3):  # later on, the files of the first time are there
             run = Run(seed, VARIANTS[variant])
@@ -44,7 +45,7 @@ def test_random_workloads_with_tiers_and_damaged_files(variant: str, tmp_path: P
             offload.close()
             num_restored += offload.stats.num_restored
             num_prefetched += offload.stats.num_prefetched
-    assert num_restored > 20
+    assert num_restored >= 0.8 * count
     assert num_prefetched > 0
 
 

@@ -100,7 +100,7 @@ def test_longest_prefix_counts_what_is_cached_when_it_is_asked() -> None:
     assert turns("longest-prefix", [maker, make_request(1, arrival=100.1), made]) == [3, 2, 1]
 
 
-def test_the_earliest_deadline_first_but_who_is_late_steps_aside() -> None:
+def test_the_earliest_deadline_is_first_but_late_requests_give_way() -> None:
     relaxed, urgent = make_request(1, ttft_target=5.0), make_request(2, ttft_target=1.0)
     assert turns("deadline", [relaxed, urgent]) == [2, 1]
     late = make_request(3, ttft_target=0.001)
@@ -110,7 +110,7 @@ def test_the_earliest_deadline_first_but_who_is_late_steps_aside() -> None:
     )
 
 
-def test_who_was_late_and_preempted_comes_back_first() -> None:
+def test_a_late_sequence_that_was_preempted_is_resumed_first() -> None:
     clock = Clock()
     engine, _ = make_engine(settings=SchedulerSettings(scheduling_policy="deadline"), clock=clock)
     policy = engine.scheduler.waiting
@@ -124,8 +124,8 @@ def test_who_was_late_and_preempted_comes_back_first() -> None:
     assert policy.first() is preempted
 
 
-def test_who_has_most_time_for_each_token_makes_place() -> None:
-    def who_goes(targets: dict[int, float]) -> int:
+def test_the_sequence_with_the_longest_tpot_target_is_preempted() -> None:
+    def victim_of(targets: dict[int, float]) -> int:
         settings = SchedulerSettings(scheduling_policy="deadline", tpot_target=0.5)
         engine, _ = make_engine(num_blocks=9, block_size=2, settings=settings)
         for number in range(3):
@@ -137,11 +137,11 @@ def test_who_has_most_time_for_each_token_makes_place() -> None:
         run_to_end(engine)
         return preempted
 
-    assert who_goes({}) == 2, "the youngest"
-    assert who_goes({2: 0.4}) == 1
-    assert who_goes({1: 0.4}) == 2
-    assert who_goes({2: 0.4, 1: 0.3}) == 2
-    assert who_goes({0: 9.0, 2: 0.4}) == 1, "the first in the order is never preempted"
+    assert victim_of({}) == 2, "the youngest"
+    assert victim_of({2: 0.4}) == 1
+    assert victim_of({1: 0.4}) == 2
+    assert victim_of({2: 0.4, 1: 0.3}) == 2
+    assert victim_of({0: 9.0, 2: 0.4}) == 1, "the first in the order is never preempted"
 
 
 def test_the_tenant_with_least_goes_first() -> None:
@@ -181,7 +181,7 @@ def test_a_static_batch_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(("victim", "gone"), [("youngest", 2), ("auto", 2), ("cheapest", 1), ("largest", 2)])
-def test_who_is_preempted_is_chosen_apart_from_the_order(victim: str, gone: int) -> None:
+def test_the_victim_does_not_depend_on_the_order_of_admission(victim: str, gone: int) -> None:
     engine, _ = make_engine(num_blocks=10, block_size=2, settings=SchedulerSettings(preemption_victim=victim))
     for number, prompt in enumerate((6, 2, 6)):
         engine.add(make_request(number, prompt=prompt, max_tokens=12))

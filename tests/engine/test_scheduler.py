@@ -25,7 +25,7 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     assert len(outputs[0]) == 2, "a chunk that samples nothing is no news"
 
 
-def test_a_chunk_leaves_a_token_for_everybody_behind_it() -> None:
+def test_a_chunk_leaves_a_token_for_each_sequence_behind_it() -> None:
     engine, runner = make_engine(max_num_batched_tokens=8, max_num_seqs=8, policy="priority")
     for request_id in range(4):
         engine.add(make_request(request_id, prompt=1, max_tokens=30, priority=1))
@@ -37,7 +37,7 @@ def test_a_chunk_leaves_a_token_for_everybody_behind_it() -> None:
         assert planned(runner) == {9: 4, 0: 1, 1: 1, 2: 1, 3: 1}, "first in order, yet nobody starves"
 
 
-def test_everybody_advances_with_the_smallest_budget() -> None:
+def test_all_sequences_advance_with_the_smallest_budget() -> None:
     engine, runner = make_engine(max_num_batched_tokens=4, max_num_seqs=4, num_blocks=64)
     for request_id in range(4):
         engine.add(make_request(request_id, prompt=6, max_tokens=8))
@@ -290,7 +290,7 @@ def test_stats() -> None:
 
 def test_chunked_prefill_can_be_disabled() -> None:
     runner = OracleRunner(100)
-    scheduler = Scheduler(KVCache(32, 100, False), max_num_seqs=8, max_num_batched_tokens=100, keeps_whole=True)
+    scheduler = Scheduler(KVCache(32, 100, False), max_num_seqs=8, max_num_batched_tokens=100, chunked_prefill=False)
     engine = Engine(scheduler, runner)
     for i, length in enumerate((60, 50, 40, 100, 1)):
         engine.add(make_request(i, length, 1))
@@ -302,7 +302,7 @@ def test_chunked_prefill_can_be_disabled() -> None:
     assert shares == [[60], [50, 40], [100], [1]]
 
 
-def test_a_contiguous_cache_runs_half_as_many_as_it_has_places() -> None:
+def test_a_contiguous_cache_runs_half_as_many_sequences_as_it_has_blocks() -> None:
     engine, _ = make_engine(num_blocks=8, block_size=100, max_num_batched_tokens=400)
     for request_id in range(8):
         engine.add(make_request(request_id, prompt=30, max_tokens=20))

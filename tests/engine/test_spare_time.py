@@ -116,7 +116,7 @@ def test_the_next_step_is_decided_just_before_the_device_needs_it() -> None:
     assert engine.spare_seconds() == pytest.approx(spare - 0.003)
 
 
-def test_who_comes_while_the_device_is_busy_is_in_the_next_step() -> None:
+def test_a_request_that_arrives_while_the_device_is_busy_is_in_the_next_step() -> None:
     device = Device()
     engine = settled(device)
     device.now += engine.spare_seconds() - 0.001

@@ -33,7 +33,7 @@ def test_cut(max_tokens: int, position: int, tokens: list[int], kept: list[int],
     assert stopping.cut(make_sequence(max_tokens), position, tokens) == (kept, reason)
 
 
-def test_only_a_token_that_the_client_named_is_told() -> None:
+def test_only_a_stop_token_of_the_client_is_reported() -> None:
     seq = make_sequence(5)
     assert stopping.stop_token_id(seq, [4, 7]) == 7
     assert stopping.stop_token_id(seq, [4, 2]) is None

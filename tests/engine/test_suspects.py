@@ -41,7 +41,7 @@ def test_halves_are_tried_one_after_the_other() -> None:
     assert not suspects.is_active
 
 
-def test_who_has_ended_is_not_suspected() -> None:
+def test_a_finished_sequence_is_not_suspected() -> None:
     a, b = make_sequences(2)
     suspects = Suspects()
     plan = make_plan(a, b)
@@ -51,7 +51,7 @@ def test_who_has_ended_is_not_suspected() -> None:
     assert suspects.next_group() == []
 
 
-def test_a_single_failure_alone_convicts_no_sequence() -> None:
+def test_a_single_failure_alone_fails_no_sequence() -> None:
     (a,) = make_sequences(1)
     suspects = Suspects()
     plan = make_plan(a)
@@ -84,7 +84,7 @@ def test_a_trial_waits_for_steps_in_flight() -> None:
     assert sequences_of(suspects.next_group()) == [a]
 
 
-def test_who_ended_is_not_tried() -> None:
+def test_a_finished_sequence_is_not_tried() -> None:
     a, b = make_sequences(2)
     suspects = Suspects()
     plan = make_plan(a, b)
@@ -95,7 +95,7 @@ def test_who_ended_is_not_tried() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("position", [0, 5, 12])
-def test_one_poisonous_request_of_32_is_convicted_and_the_others_finish(depth: int, position: int) -> None:
+def test_one_poisonous_request_of_32_is_failed_and_the_others_finish(depth: int, position: int) -> None:
     trouble = Trouble(poison={13: position})
     engine, runner = make_engine(
         num_blocks=256, max_num_seqs=32, max_num_batched_tokens=512, trouble=trouble, depth=depth
@@ -117,7 +117,7 @@ def test_one_poisonous_request_of_32_is_convicted_and_the_others_finish(depth: i
     assert engine.stats().num_faults == runner.num_failed_steps
 
 
-def test_a_dead_device_ends_everybody_with_an_error() -> None:
+def test_a_dead_device_ends_all_sequences_with_an_error() -> None:
     engine, runner = make_engine(max_num_seqs=8, trouble=Trouble(fault_rate=1.0))
     for request_id in range(8):
         engine.add(make_request(request_id))

@@ -76,9 +76,11 @@ FEATURES = {
 
 NUM_WORKLOADS = 56
 """Of each kind, so that there are 100,000 steps in all."""
+NUM_QUICK = 8
+"""Of those, the ones that ``make check`` serves."""
 LEAST_STEPS = 1000
 """Of those with each choice of a setting."""
-kinds_done: set[str] = set()
+kinds_done: Counter[str] = Counter()
 steps_with: Counter[tuple[str, object]] = Counter()
 """Steps by what was chosen for a setting."""
 happened: Counter[str] = Counter()
@@ -109,18 +111,29 @@ def serve(seed: int, features: Features) -> None:
     )
 
 
-@pytest.mark.parametrize("name", FEATURES)
-def test_random_workloads(name: str) -> None:
-    for seed in range(NUM_WORKLOADS):
+def serve_all(seeds: range, name: str) -> None:
+    for seed in seeds:
         try:
             serve(seed, FEATURES[name])
         except AssertionError as error:
             raise AssertionError(f"workload {seed} with {name}: {error}") from error
-    kinds_done.add(name)
+        kinds_done[name] += 1
 
 
+@pytest.mark.parametrize("name", FEATURES)
+def test_random_workloads(name: str) -> None:
+    serve_all(range(NUM_QUICK), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEATURES)
+def test_many_random_workloads(name: str) -> None:
+    serve_all(range(NUM_QUICK, NUM_WORKLOADS), name)
+
+
+@pytest.mark.slow
 def test_there_were_many_steps_with_every_choice_of_every_setting() -> None:
-    if kinds_done != FEATURES.keys():
+    if kinds_done != dict.fromkeys(FEATURES, NUM_WORKLOADS):
         pytest.skip("only a part of the workloads ran")
     offered = {item.name: item.choices for item in engine_settings(EngineConfig)}
     choices: dict[str, tuple[object, ...]] = {
@@ -138,7 +151,7 @@ def test_there_were_many_steps_with_every_choice_of_every_setting() -> None:
     assert all(happened[name] >= 100 for name in happened), happened
 
 
-@given(
+any_workload = given(
     seed=st.integers(0, 2**32),
     features=st.builds(
         Features,
@@ -162,6 +175,16 @@ def test_there_were_many_steps_with_every_choice_of_every_setting() -> None:
         full_attention=st.booleans(),
     ).filter(lambda features: features.tiers == "none" or (features.prefix_caching and features.num_groups == 1)),
 )
-@settings(max_examples=150, deadline=None)
+
+
+@any_workload
+@settings(max_examples=25, deadline=None)
 def test_any_combination_of_features(seed: int, features: Features) -> None:
+    serve(seed, features)
+
+
+@pytest.mark.slow
+@any_workload
+@settings(max_examples=150, deadline=None)
+def test_many_combinations_of_features(seed: int, features: Features) -> None:
     serve(seed, features)

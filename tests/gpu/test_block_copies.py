@@ -80,7 +80,7 @@ def test_a_copy_in_is_behind_the_steps_before_it_and_in_front_of_those_behind() 
         assert (content == value).all()
 
 
-def test_memory_of_copies_that_nobody_waits_for_may_be_given_out_again() -> None:
+def test_memory_of_copies_without_a_reader_may_be_allocated_again() -> None:
     made = Copies()
     for i in range(200):
         made.copies.read(i % BLOCKS)

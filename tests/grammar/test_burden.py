@@ -39,7 +39,7 @@ def test_starting_the_child_costs_little_whatever_the_vocabulary() -> None:
         asking = GrammarCompiler(lambda: vocabulary)
         try:
             before = time.thread_time()
-            verdict = asking._ask(forms.whole(forms.choice(["yes", "no"])))
+            verdict = asking._ask(forms.grammar_text(forms.choice(["yes", "no"])))
             used = time.thread_time() - before
             assert verdict.form is not None, verdict.reason
             return used
@@ -55,7 +55,7 @@ def test_the_child_gives_way_to_the_engine() -> None:
         vocabulary = PackedVocabulary(pack_tokens(VOCABULARY.tokens), VOCABULARY.special_ids, VOCABULARY.eos_ids)
         asking = GrammarCompiler(lambda: vocabulary)
         try:
-            await asking.compile(forms.whole(forms.choice(["yes", "no"])))
+            await asking.compile(forms.grammar_text(forms.choice(["yes", "no"])))
             assert asking.process_id is not None
             assert niceness(asking.process_id) == min(19, os.nice(0) + 10)
         finally:
@@ -74,7 +74,7 @@ def test_compiling_in_the_engine_gives_way_to_its_steps() -> None:
         return VOCABULARY
 
     masks = MatcherMasks(load)
-    params = SamplingParams(grammar=forms.whole(forms.choice(["yes", "no"])))
+    params = SamplingParams(grammar=forms.grammar_text(forms.choice(["yes", "no"])))
     masks.prepare(Request(1, [1], params, max_tokens=4)).result(60)
     assert found["thread"].startswith("grammars")
     assert found["niceness"] == min(19, os.nice(0) + 10)

@@ -113,7 +113,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 def takes(schema: dict[str, Any], text: str) -> bool:
-    matcher = compile_matcher(normalised(forms.whole(forms.json_schema(schema))), tokenizer())
+    matcher = compile_matcher(normalised(forms.grammar_text(forms.json_schema(schema))), tokenizer())
     return bool(matcher.consume_tokens(list(text.encode())) and matcher.is_accepting())
 
 
@@ -140,7 +140,7 @@ def test_closing_leaves_the_schema_as_it_was() -> None:
 def test_a_trial_changes_a_schema_once() -> None:
     """The engine reads what the trial made of it."""
     for schema in [*SCHEMAS[::20], *(case[0] for case in CASES.values())]:
-        text = normalised(forms.whole(forms.json_schema(schema)))
+        text = normalised(forms.grammar_text(forms.json_schema(schema)))
         assert normalised(text) == text
 
 

@@ -19,7 +19,7 @@ from octavo.grammar.vocabulary import PackedVocabulary, pack_tokens
 from tests.grammar.walks import VOCABULARY
 
 PACKED = PackedVocabulary(pack_tokens(VOCABULARY.tokens), VOCABULARY.special_ids, VOCABULARY.eos_ids)
-GOOD = forms.whole(forms.json_schema({"type": "object"}))
+GOOD = forms.grammar_text(forms.json_schema({"type": "object"}))
 
 
 def run(
@@ -87,16 +87,16 @@ def test_a_bomb_costs_little_and_leaves_nothing_behind() -> None:
             started = time.monotonic()
             before = time.process_time()
             with contextlib.suppress(Refused):
-                await compiler.compile(forms.whole(part))
+                await compiler.compile(forms.grammar_text(part))
             assert time.monotonic() - started < 3.5, name
             assert time.process_time() - before < 0.5, name
-            await compiler.compile(forms.whole(forms.choice([name])))
+            await compiler.compile(forms.grammar_text(forms.choice([name])))
 
     run(test)
 
 
 def test_a_grammar_that_hangs_is_cut_off_and_the_next_one_served() -> None:
-    hanging = forms.whole(forms.regex("a+"))
+    hanging = forms.grammar_text(forms.regex("a+"))
 
     async def test(compiler: GrammarCompiler) -> None:
         await compiler.compile(GOOD)
@@ -105,7 +105,7 @@ def test_a_grammar_that_hangs_is_cut_off_and_the_next_one_served() -> None:
         os.kill(first, 19)  # SIGSTOP: it does not answer any more
         with pytest.raises(Refused, match=r"more than 0\.5 seconds"):
             await compiler.compile(hanging)
-        await compiler.compile(forms.whole(forms.regex("b+")))
+        await compiler.compile(forms.grammar_text(forms.regex("b+")))
         assert compiler.process_id != first
         with pytest.raises(ProcessLookupError):
             os.kill(first, 0)
@@ -115,7 +115,7 @@ def test_a_grammar_that_hangs_is_cut_off_and_the_next_one_served() -> None:
 
 def test_verdicts_are_kept() -> None:
     async def test(compiler: GrammarCompiler) -> None:
-        bad = forms.whole(forms.json_schema({"not": {}}))
+        bad = forms.grammar_text(forms.json_schema({"not": {}}))
         await compiler.compile(GOOD)
         with pytest.raises(Refused, match="uses 'not'"):
             await compiler.compile(bad)
@@ -137,7 +137,7 @@ def late_answer(text: str, monkeypatch: pytest.MonkeyPatch) -> Answer:
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_what_took_too_long_is_tried_again_after_a_pause(is_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = forms.whole(forms.regex("a+"))
+    text = forms.grammar_text(forms.regex("a+"))
     now = 100.0
     first = ChildLost("it used up its memory or processor time") if is_lost else late_answer(text, monkeypatch)
     answers = [first, tester.Tester(VOCABULARY).serve(text)]
@@ -196,7 +196,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def test(compiler: GrammarCompiler) -> None:
         for index in range(40):
-            await compiler.compile(forms.whole(forms.choice([f"choice {index}"])))
+            await compiler.compile(forms.grammar_text(forms.choice([f"choice {index}"])))
         assert sum(map(len, compiler._kept)) <= 500
 
     run(test)
@@ -218,8 +218,8 @@ def test_what_is_too_large_is_refused_before_anything_is_made_of_it(make: Callab
 
 def test_a_grammar_that_is_too_large_is_refused_at_once() -> None:
     async def test(compiler: GrammarCompiler) -> None:
-        with pytest.raises(Refused, match=f"larger than {forms.MAX_WHOLE_BYTES} bytes"):
-            await compiler.compile(forms.whole({"regex": "a" * forms.MAX_WHOLE_BYTES}))
+        with pytest.raises(Refused, match=f"larger than {forms.MAX_GRAMMAR_BYTES} bytes"):
+            await compiler.compile(forms.grammar_text({"regex": "a" * forms.MAX_GRAMMAR_BYTES}))
         assert compiler.process_id is None
 
     run(test)
@@ -231,13 +231,13 @@ def test_cancelling_ends_the_work() -> None:
         first = compiler.process_id
         assert first is not None
         os.kill(first, 19)
-        task = asyncio.create_task(compiler.compile(forms.whole(forms.regex("a+"))))
+        task = asyncio.create_task(compiler.compile(forms.grammar_text(forms.regex("a+"))))
         await asyncio.sleep(0.05)
         started = time.monotonic()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await compiler.compile(forms.whole(forms.regex("b+")))
+        await compiler.compile(forms.grammar_text(forms.regex("b+")))
         assert compiler.process_id != first
         assert time.monotonic() - started < 5
 
@@ -246,7 +246,7 @@ def test_cancelling_ends_the_work() -> None:
 
 def test_many_at_once_are_served_one_after_the_other() -> None:
     async def test(compiler: GrammarCompiler) -> None:
-        texts = [forms.whole(forms.choice([str(index % 5)])) for index in range(30)]
+        texts = [forms.grammar_text(forms.choice([str(index % 5)])) for index in range(30)]
         results = await asyncio.gather(*(compiler.compile(text) for text in texts))
         assert results == texts
 

@@ -35,7 +35,7 @@ def _seconds_of_a_mask(matchers: LLTokenizer, eos_token_ids: Collection[int]) ->
     mask = new_mask(matchers)
     seconds, count = 0.0, 0
     for schema in SCHEMAS[::8]:
-        matcher = compile_matcher(normalised(forms.whole(forms.json_schema(schema))), matchers)
+        matcher = compile_matcher(normalised(forms.grammar_text(forms.json_schema(schema))), matchers)
         for _ in range(60):
             started = time.thread_time()
             fill_mask(matcher, mask)

@@ -65,7 +65,7 @@ def trial() -> tester.Tester:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_large_forms_are_served(name: str) -> None:
-    kind, text = trial().serve(forms.whole(LARGE[name]))
+    kind, text = trial().serve(forms.grammar_text(LARGE[name]))
     assert kind == RENDERED, text
     made = [write(LARGE[name], random.Random(seed)) for seed in range(3)]
     for each in made:
@@ -74,7 +74,7 @@ def test_large_forms_are_served(name: str) -> None:
 
 def test_any_of_many_properties_may_be_written() -> None:
     text = json.dumps({f"p{i}": ["text", 12][i % 2] for i in range(0, 2000, 51)})
-    matcher = compile_matcher(trial().serve(forms.whole(LARGE["2,000 optional properties"]))[1], tokenizer())
+    matcher = compile_matcher(trial().serve(forms.grammar_text(LARGE["2,000 optional properties"]))[1], tokenizer())
     mask = new_mask(tokenizer())
     for byte in text.encode():
         fill_mask(matcher, mask)
@@ -89,10 +89,10 @@ def test_what_explodes_is_refused_in_bounded_time(name: str) -> None:
         packed = PackedVocabulary(pack_tokens(VOCABULARY.tokens), VOCABULARY.special_ids, VOCABULARY.eos_ids)
         compiler = GrammarCompiler(lambda: packed)
         try:
-            await compiler.compile(forms.whole(forms.choice(["yes"])))
+            await compiler.compile(forms.grammar_text(forms.choice(["yes"])))
             started = time.monotonic()
             with pytest.raises(Refused, match="cannot be used"):
-                await compiler.compile(forms.whole(EXPLOSIVE[name]))
+                await compiler.compile(forms.grammar_text(EXPLOSIVE[name]))
             assert time.monotonic() - started < 3.5
         finally:
             compiler.close()
@@ -103,7 +103,7 @@ def test_what_explodes_is_refused_in_bounded_time(name: str) -> None:
 @pytest.mark.parametrize("name", [*BOMBS, *LARGE])
 def test_what_passes_the_trial_can_be_written(name: str) -> None:
     """Under the limits of the engine, for far longer than the trial writes."""
-    text = forms.whole({**BOMBS, **LARGE}[name])
+    text = forms.grammar_text({**BOMBS, **LARGE}[name])
     kind, grammar = trial().serve(text)
     if kind != RENDERED:
         return

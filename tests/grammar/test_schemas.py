@@ -54,7 +54,7 @@ def test_what_ends_is_valid(index: int) -> None:
 )
 def test_what_is_not_supported_is_refused_by_name(keyword: str, schema: dict[str, Any]) -> None:
     with pytest.raises(GrammarError) as refused:
-        compile_matcher(normalised(forms.whole(forms.json_schema(schema))), tokenizer())
+        compile_matcher(normalised(forms.grammar_text(forms.json_schema(schema))), tokenizer())
     message = str(refused.value)
     names = {"nested": "'not'", "format": "no-such-format", "$ref": "example.com", "type": "text", "minimum": "minimum"}
     assert names.get(keyword, f"'{keyword}'") in message

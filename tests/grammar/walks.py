@@ -48,7 +48,7 @@ def allowed(mask: np.ndarray) -> list[int]:
 
 def write(part: forms.Part, rng: random.Random, max_tokens: int = 600) -> bytes | None:
     """A random text of the grammar; ``None`` when there is no end to it in time."""
-    matcher = compile_matcher(normalised(forms.whole(part)), tokenizer())
+    matcher = compile_matcher(normalised(forms.grammar_text(part)), tokenizer())
     mask = new_mask(tokenizer())
     data = b""
     for _ in range(max_tokens):

@@ -17,7 +17,7 @@ from tests.llm.tiny import SETTINGS
 
 SCHEMA = {"type": "object", "properties": {"ab": {"type": "integer"}, "c": {"items": {"enum": [1, "x", None]}}}}
 GRAMMARS = [
-    forms.whole(part)
+    forms.grammar_text(part)
     for part in (
         forms.regex("[a-c]{3}[0-9]{1,4}"),
         forms.regex("(ab){1,20}"),

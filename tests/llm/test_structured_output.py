@@ -11,11 +11,11 @@ EXPRESSION = "[a-c]{3}[0-9]{1,4}"
 
 
 def params(seed: int, **more: object) -> SamplingParams:
-    grammar = forms.whole(forms.regex(EXPRESSION))
+    grammar = forms.grammar_text(forms.regex(EXPRESSION))
     return SamplingParams(grammar=grammar, seed=seed, max_tokens=20, **more)  # type: ignore[arg-type]
 
 
-def test_a_bound_text_matches_alone_and_beside_others(llm: LLM) -> None:
+def test_a_constrained_text_matches_alone_and_in_a_batch(llm: LLM) -> None:
     bound = [params(seed, n=2, logprobs=1) for seed in range(4)]
     free = [SamplingParams(seed=seed, max_tokens=12, ignore_eos=True) for seed in range(4)]
     together = llm.generate(["x"] * 8, [*bound, *free])
@@ -43,7 +43,7 @@ def test_a_text_that_goes_on_behind_its_end_is_bound_no_more(llm: LLM) -> None:
 
 
 def test_a_stop_string_ends_a_bound_text(llm: LLM) -> None:
-    grammar = forms.whole(forms.choice(["one, two, three"]))
+    grammar = forms.grammar_text(forms.choice(["one, two, three"]))
     (output,) = llm.generate("x", SamplingParams(grammar=grammar, stop=(", th",), max_tokens=30))[0].outputs
     assert (output.text, output.finish_reason, output.stop_reason) == ("one, two", "stop", ", th")
 

@@ -56,7 +56,7 @@ def test_a_judge_scores_and_makes_no_vectors(tmp_path: Path) -> None:
         assert output.outputs.score == pytest.approx(float(logits.sigmoid()), abs=1e-5)
 
 
-def test_a_decoder_makes_vectors_beside_its_texts(llm: LLM) -> None:
+def test_a_decoder_makes_embeddings_in_a_batch_with_texts(llm: LLM) -> None:
     long = "x" * 200  # several chunks
     alone = llm.embed(long)[0].outputs.embedding
     assert np.linalg.norm(alone) == pytest.approx(1, abs=1e-5)

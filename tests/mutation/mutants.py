@@ -22,14 +22,14 @@ MUTANTS = [
     # Token budget of a step.
     Mutant(SCHEDULER, "num_tokens = min(num_tokens, budget - num_behind)", "num_tokens = min(num_tokens, budget)"),
     Mutant(SCHEDULER, "budget -= num_taken", "budget -= num_tokens"),
-    Mutant(SCHEDULER, "self._find_room(seq, start + num_taken)", "self._find_room(seq, start + num_tokens)"),
+    Mutant(SCHEDULER, "self._reserve_blocks(seq, start + num_taken)", "self._reserve_blocks(seq, start + num_tokens)"),
     Mutant(SCHEDULER, "len(self.running) + len(self.leaving) < self.max", "len(self.running) < self.max"),
     Mutant(SCHEDULER, "num_spare=len(self.running)", "num_spare=0"),
     Mutant(SCHEDULER, "is_sorted = is_sorted and (newest is None or newest.order < seq.order)", "is_sorted = True"),
-    Mutant(SCHEDULER, "budget, num_aside = budget + num_aside, 0", "budget = budget + num_aside"),
-    Mutant(SCHEDULER, "self.cache.note_filled(whole - rest)", "self.cache.note_filled(whole)"),
-    Mutant("engine/shares.py", "samples = end == len(tokens)", "samples = end >= len(tokens) - 1"),
-    Mutant("engine/shares.py", "if seq.num_in_flight or position < len(seq.tokens):", "if position < len(seq.tokens):"),
+    Mutant(SCHEDULER, "budget, num_reserved = budget + num_reserved, 0", "budget = budget + num_reserved"),
+    Mutant(SCHEDULER, "self.cache.note_filled(total_budget - rest)", "self.cache.note_filled(total_budget)"),
+    Mutant("engine/scheduled.py", "samples = end == len(tokens)", "samples = end >= len(tokens) - 1"),
+    Mutant("engine/scheduled.py", "tokens += [None] * len(drafts)", "pass"),
     # Preemption, and the end of sequences.
     Mutant(SCHEDULER, "if not other.num_in_flight:", "if True:"),
     Mutant(SCHEDULER, "if other is seq:\n                break", "if other is seq:\n                continue"),
@@ -40,14 +40,16 @@ MUTANTS = [
         SCHEDULER, "if seq.status is Status.FINISHED and not seq.num_in_flight:", "if seq.status is Status.FINISHED:"
     ),
     Mutant(SCHEDULER, "elif not seq.num_in_flight:\n            self._preempt", "else:\n            self._preempt"),
-    Mutant(SCHEDULER, "seq.num_computed_tokens = item.start", "seq.num_computed_tokens = item.start + 1"),
+    Mutant(
+        SCHEDULER, "seq.num_computed_tokens = item.settled_start", "seq.num_computed_tokens = item.settled_start + 1"
+    ),
     Mutant(SCHEDULER, "while seq.tokens[-1] is None:", "if seq.tokens[-1] is None:"),
     # What a result means.
     Mutant("engine/outcomes.py", "num_committed += len(tokens) - 1", "num_committed += len(tokens)"),
     Mutant("engine/outcomes.py", " and tokens[0] not in seq.stop_token_ids", ""),
     Mutant("engine/outcomes.py", "num_committed + 1 < seq.max_computed_tokens", "True"),
-    Mutant(SCHEDULER, "sum([len(news.tokens) for news in outputs])", "len(outputs)"),
-    Mutant("engine/outcomes.py", "num_rejected = 1 + len(item.drafts) - len(result.tokens)", "num_rejected = 0"),
+    Mutant(SCHEDULER, "sum([len(output.tokens) for output in outputs])", "len(outputs)"),
+    Mutant("engine/outcomes.py", "num_rejected = 1 + num_drafts - len(result.tokens)", "num_rejected = 0"),
     Mutant("engine/outcomes.py", "cache.truncate(seq, seq.num_computed_tokens - num_rejected)", "pass"),
     Mutant("engine/stopping.py", "if count == room:", "if count == room + 1:"),
     Mutant("engine/suspects.py", "for items in (members[half:], members[:half]):", "for items in (members[:half],):"),
@@ -55,8 +57,8 @@ MUTANTS = [
     # Prefill priority, and drafts.
     Mutant("engine/interval.py", "self._num_without < self.interval - 1", "self._num_without < self.interval"),
     Mutant("engine/interval.py", "self._num_without + 1 if leaves_out else 0", "self._num_without + 1"),
-    Mutant(SCHEDULER, "bool(self.cut) or self._next_in() is not None", "bool(self.cut or self.waiting)"),
-    Mutant(SCHEDULER, "if not (waiting and self._has_place) or waiting.is_closed(self.running):", "if not waiting:"),
+    Mutant(SCHEDULER, "bool(self.cut) or self._next_admissible() is not None", "bool(self.cut or self.waiting)"),
+    Mutant(SCHEDULER, "if not (waiting and self._can_admit) or waiting.is_closed(self.running):", "if not waiting:"),
     Mutant(
         "engine/ngram.py",
         "for length in self.lengths:\n            start",
@@ -64,12 +66,9 @@ MUTANTS = [
     ),
     Mutant("engine/ngram.py", "self._num_seen = max(self._num_seen, last - 1)", "self._num_seen = last"),
     Mutant("engine/ngram.py", "grown[len(grown) - (last - start)]", "grown[0]"),
-    Mutant(
-        "engine/ngram.py",
-        "seq.status is Status.RUNNING and not",
-        "not",
-        "guesses for those who have ended are never looked at, and who is preempted forgets them: it saves time only",
-    ),
+    Mutant("engine/ngram.py", "num_pending + count)[num_pending:]", "count)"),
+    Mutant("engine/outcomes.py", "seq.num_rejected += num_rejected", "pass"),
+    Mutant("types.py", "return self.start - (self.seq.num_rejected - self.num_rejected)", "return self.start"),
     # Queues and policies.
     Mutant(
         "engine/waiting.py", "return self._entry_of.get(entry[2].id) is entry", "return entry[2].id in self._entry_of"
@@ -95,7 +94,7 @@ MUTANTS = [
     Mutant("engine/mixed_steps.py", "num_cut < num_running", "num_cut <= num_running"),
     Mutant("engine/mixed_steps.py", " and num_waiting <= FEW_WAITING", ""),
     Mutant("engine/mixed_steps.py", "num_running + 1), self.most)", "num_running), self.most)"),
-    Mutant("engine/pace.py", "self._bound(wanted) - self.predict(0, num_running)", "self._bound(wanted)"),
+    Mutant("engine/pace.py", "self._bound(targets) - self.predict(0, num_running)", "self._bound(targets)"),
     Mutant("engine/pace.py", "num_running + max(LEAST_CHUNK, num_chunk_tokens)", "num_running + num_chunk_tokens"),
     # Blocks.
     Mutant("cache/kv_cache.py", "least = (len(seq.tokens) - 1) // self", "least = len(seq.tokens) // self"),
@@ -131,7 +130,7 @@ MUTANTS = [
         "len(seq.tokens) - 1 - end.depth * self.block_size",
         "len(seq.tokens) - end.depth * self.block_size",
     ),
-    Mutant("cache/kv_cache.py", "if shares and not contents else ([], 0)", "if not contents else ([], 0)"),
+    Mutant("cache/kv_cache.py", "if may_share and not contents else ([], 0)", "if not contents else ([], 0)"),
     Mutant("cache/kv_cache.py", "self.num_copied += num_copied", "self.num_copied += 1"),
     Mutant(
         "cache/group_cache.py",
@@ -143,16 +142,16 @@ MUTANTS = [
         "held.block_table[self.blocks_for(num_tokens) :]",
         "held.block_table[self.blocks_for(num_tokens) + 1 :]",
     ),
-    Mutant("cache/radix_tree.py", "node.edges[max(place - 1, 0) : place + 1]", "node.edges[place : place + 1]"),
-    Mutant("cache/radix_tree.py", "node.edges[max(place - 1, 0) : place + 1]", "node.edges[max(place - 1, 0) : place]"),
+    Mutant("cache/radix_tree.py", "node.edges[max(index - 1, 0) : index + 1]", "node.edges[index : index + 1]"),
+    Mutant("cache/radix_tree.py", "node.edges[max(index - 1, 0) : index + 1]", "node.edges[max(index - 1, 0) : index]"),
     Mutant("cache/radix_tree.py", "[: limit + num_salts]", ""),
-    Mutant("cache/radix_tree.py", "_num_equal(edge, wanted) - num_salts", "_num_equal(edge, wanted)"),
+    Mutant("cache/radix_tree.py", "_num_equal(edge, key) - num_salts", "_num_equal(edge, key)"),
     Mutant("cache/radix_tree.py", "return edge if index else (salt, *edge)", "return edge"),
     Mutant(
         "cache/radix_tree.py",
         "self.node_of.get(node.block) is not node:",
         "self.node_of.get(node.block) is None:",
-        "a node that was given up has no block any more",
+        "a released node has no block",
     ),
     Mutant("cache/radix_tree.py", "if parent.is_idle and not parent.children and parent.entry is None:", "if False:"),
     Mutant("cache/radix_tree.py", "if on_path or not all(", "if not all("),

@@ -1,7 +1,7 @@
 """Apply each breakage to a copy of the package, and see whether the tests of the deciding half fail.
 
 ``python -m tests.mutation.run [NUMBER ...] [--output FILE]`` prints a line for each, with the processor time it took,
-and the share that is caught. It takes a quarter of an hour on an idle machine, and is not part of the test suite. Runs
+and the share that is caught. It takes seven minutes of processor time, and is not part of the test suite. Runs
 of some of them may write to one file: it keeps what others found, as long as they broke the same code.
 """
 

@@ -19,7 +19,7 @@ from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
 from octavo.sim.fitted import read_log
 from octavo.sim.report import Targets
-from octavo.sim.setup import Asked
+from octavo.sim.setup import SimulationSpec
 from octavo.sim.simulate import Simulation
 from octavo.types import EngineInfo, Masks, Plan, Sampled
 from octavo_bench.fidelity import AIMS, Driver, compare
@@ -145,7 +145,9 @@ def test_a_fleet_predicted_from_the_log_of_an_engine_that_served(tmp_path: Path)
     assert len(works) > 100
     assert sum(work.tokens for work in works) >= 6 * 32 + 49
     assert min(seconds) > 0
-    asked = Asked("llama-3.1-8b", "h200", "single", 20, rate=50, input_len=16, output_len=8, cost_log=log, depth=1)
-    figures = Simulation(asked.fleet(EngineConfig()), asked.clients(), Targets()).run()
+    spec = SimulationSpec(
+        "llama-3.1-8b", "h200", "single", 20, rate=50, input_len=16, output_len=8, cost_log=log, depth=1
+    )
+    figures = Simulation(spec.fleet(EngineConfig()), spec.clients(), Targets()).run()
     assert figures["requests"] == 20
     assert 0.5 * min(seconds) < figures["itl"]["p50"] < 2 * max(seconds)

@@ -72,7 +72,7 @@ def test_medians_and_ratios() -> None:
     assert "times_better" not in rows["W2", "itl_p50_ms"]
 
 
-def test_energy_is_told_of_runs_that_are_long_enough_for_it() -> None:
+def test_energy_is_reported_of_runs_that_are_long_enough() -> None:
     def lasting(engine: str, watts: float, seconds: float) -> dict[str, Any]:
         one = run(engine, "W3")
         client = {**one["client"], "duration": seconds, "total_output_tokens": 1000}
@@ -100,7 +100,7 @@ def test_visits_take_turns_and_rounds_of_both_have_the_same_seeds(tmp_path: Path
     assert {row["times_better"] for row in result["rows"]} == {1}
 
 
-def test_a_server_that_does_not_start_is_told_and_the_next_visit_goes_on(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_reported_and_the_next_visit_goes_on(tmp_path: Path) -> None:
     client = stand_in()
     found = comparison(tmp_path, client)
     found.servers = {**found.servers, "vllm": Server((sys.executable, "-c", "raise SystemExit('no such GPU')"), "/")}

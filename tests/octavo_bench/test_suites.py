@@ -28,7 +28,7 @@ def test_every_suite_gives_its_figures(tmp_path: Path, capsys: pytest.CaptureFix
     assert memory["16"]["value"]["median"] > memory["1"]["value"]["median"] > 1
 
 
-def test_published_figures_stand_beside_their_cases() -> None:
+def test_published_figures_are_in_the_rows_of_their_cases() -> None:
     assert row(FULL, "latency s", 64, [0.1])["times_better"] == pytest.approx(2.77)
     assert row(FULL, "batch tok/s", 512, [36692])["times_better"] == pytest.approx(2)
     assert "published" not in row(FULL, "batch tok/s", 64, [1.0])

@@ -32,7 +32,7 @@ def test_what_is_not_finite_shows_whatever_is_asked(bad: float) -> None:
     assert set(ops.sample(found, uniform_params(32)).tolist()) == {NOT_FINITE}
 
 
-def test_sampling_tells_what_went_wrong() -> None:
+def test_sampling_reports_what_went_wrong() -> None:
     V = 16
     adjustments = packed(make_rows(3, V)[:1] * 3, V)
     adjustments.has_mask_R[1] = True

@@ -190,7 +190,7 @@ def test_values_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("window", [0, 70])
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_bits_do_not_depend_on_chunks_or_neighbours(
+def test_bits_do_not_depend_on_chunks_or_other_sequences(
     sizes: tuple[int, int, int, int], dtype: torch.dtype, window: int
 ) -> None:
     case = make_case([190, 17, 140], [190, 1, 60], sizes, dtype, rotated=4, window=window)

@@ -75,7 +75,7 @@ def test_error_is_within_the_stated_bound(kind: str, shape: tuple[int, int]) -> 
 
 @needs_float_kernels
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(kind: str) -> None:
+def test_a_row_does_not_depend_on_other_rows_or_on_threads(kind: str) -> None:
     packed, x = PackedBlocks.pack(random_blocks(kind, 83, 512)), torch.randn(300, 512)
     alone = torch.cat([block_linear(row, packed) for row in x[:, None]])
     try:
@@ -182,7 +182,7 @@ def test_more_large_numbers_than_there_is_room_for(kind: str) -> None:
 
 @needs_float_kernels
 @pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "Q8_0"])
-def test_a_row_does_not_depend_on_its_neighbours_large_channels(kind: str) -> None:
+def test_a_row_does_not_depend_on_other_rows_large_channels(kind: str) -> None:
     packed, x = PackedBlocks.pack(random_blocks(kind, 83, 512)), rows_with_large_channels(33, 512)
     x[::5] = torch.randn(7, 512)
     alone = torch.cat([block_linear(row, packed) for row in x[:, None]])

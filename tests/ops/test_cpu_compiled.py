@@ -20,8 +20,8 @@ import torch
 from numba.core.caching import IndexDataCacheFile
 
 from octavo.ops.cpu import threads
-from octavo.ops.cpu.attention import compiling_beside
-from octavo.ops.cpu.beside import beside
+from octavo.ops.cpu.attention import compiling_in_background
+from octavo.ops.cpu.background import in_background
 from octavo.ops.cpu.compiled import cache_folder, compiled, compiled_task, is_missing
 from octavo.ops.cpu.memory import call_task, view
 from tests.ops.cpu_cases import needs_float_kernels
@@ -154,7 +154,7 @@ def two_cores() -> Iterator[None]:
     threads.set_num_threads(1)
 
 
-def test_what_was_compiled_beside_is_only_loaded(empty_folder: Path, two_cores: None) -> None:
+def test_kernels_compiled_in_the_background_are_only_loaded(empty_folder: Path, two_cores: None) -> None:
     def written() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in empty_folder.rglob("*write*.nb*")}
 
@@ -166,7 +166,7 @@ def test_what_was_compiled_beside_is_only_loaded(empty_folder: Path, two_cores: 
         done.set()
         ready.wait()
 
-    with beside(work):
+    with in_background(work):
         assert done.wait(60)
         before = written()
         assert before
@@ -175,7 +175,7 @@ def test_what_was_compiled_beside_is_only_loaded(empty_folder: Path, two_cores: 
     assert not is_missing("_task_gives")
 
 
-def test_who_works_beside_ends_with_the_block_and_with_its_process(two_cores: None) -> None:
+def test_a_background_process_ends_with_the_block_and_with_its_parent(two_cores: None) -> None:
     pid = forked.Value("q", 0)
 
     def work_long() -> None:
@@ -192,12 +192,12 @@ def test_who_works_beside_ends_with_the_block_and_with_its_process(two_cores: No
         return False
 
     def begin_and_vanish() -> None:
-        with beside(work_long):
+        with in_background(work_long):
             while not pid.value:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with beside(work_long):
+    with in_background(work_long):
         while not pid.value:
             time.sleep(0.01)
     assert is_gone()
@@ -208,16 +208,16 @@ def test_who_works_beside_ends_with_the_block_and_with_its_process(two_cores: No
     assert is_gone()
 
 
-def test_nobody_works_beside_on_one_core_or_when_all_is_there(
+def test_no_background_process_on_one_core_or_when_nothing_is_missing(
     empty_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
     threads.set_num_threads(1)
-    with compiling_beside(torch.float16):
+    with compiling_in_background(torch.float16):
         pass
     (empty_folder / "attention_tiles.attend_task.locals.attend-1.py311.nbi").touch()
     monkeypatch.setattr("octavo.ops.cpu.compiled.cache_folder", lambda: empty_folder)
     threads.set_num_threads(2)
-    with compiling_beside(torch.float16):
+    with compiling_in_background(torch.float16):
         pass
     threads.set_num_threads(1)

@@ -71,7 +71,7 @@ def test_close_to_float64(
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", None])
 @pytest.mark.parametrize("make", [dense, blocks])
-def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(
+def test_a_row_does_not_depend_on_other_rows_or_on_threads(
     make: Callable[[int], tuple[Apply, Tensor, float]], activation: Activation | None
 ) -> None:
     apply, _, _ = make(96)

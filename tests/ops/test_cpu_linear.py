@@ -33,7 +33,7 @@ def test_close_to_float64(shape: tuple[int, int], dtype: torch.dtype, num_tokens
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_other_rows_or_on_threads(dtype: torch.dtype) -> None:
     weight, bias, x = torch.randn(301, 200).to(dtype), torch.randn(301).to(dtype), torch.randn(64, 200).to(dtype)
     alone = torch.cat([linear(row, weight, bias) for row in x[:, None]])
     try:

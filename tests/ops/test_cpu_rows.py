@@ -56,7 +56,7 @@ def test_silu_over_the_whole_range() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_other_rows_or_on_threads(dtype: torch.dtype) -> None:
     x, weight = torch.randn(64, 1800).to(dtype), torch.randn(1800).to(dtype)
 
     def compute(rows: slice) -> list[Tensor]:
@@ -74,7 +74,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_columns_of_parts_stand_beside_each_other(has_bias: bool) -> None:
+def test_columns_of_parts_are_concatenated(has_bias: bool) -> None:
     parts = [torch.randn(5, 3), torch.randn(5, 16), torch.ones(5, 1)]
     bias = torch.randn(20) if has_bias else None
     whole, start = torch.empty(5, 20), 0

@@ -164,7 +164,7 @@ assert reasons and all(reason.startswith("numba cannot be imported") for reason 
 """
 
 
-def test_without_numba_the_references_run_and_the_reason_is_told() -> None:
+def test_without_numba_the_references_run_and_the_reason_is_reported() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], check=True, capture_output=True)
 
 

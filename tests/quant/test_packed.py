@@ -33,7 +33,7 @@ PACKED: dict[str, Make] = {
     "nvfp4": nvfp4(divides=True),
     "groups of 16": grouped(4, 16),
 }
-PACKED |= {kind: in_blocks(kind) for kind in KINDS}
+PACKED |= {kind: in_blocks(kind) for kind in sorted(KINDS)}
 NOT_PACKED: dict[str, Make] = {"groups of 8": grouped(4, 8), "groups of 1": grouped(4, 1)}
 
 

@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 from octavo.models.layer_cache import KVGroup
 from octavo.models.registry import read_config
 from octavo.runtime import memory
-from octavo.runtime.cpu_threads import num_physical_cores, num_threads_wanted
+from octavo.runtime.cpu_threads import default_num_threads, num_physical_cores
 from octavo.runtime.kv_storage import KVStorage, kv_bytes_per_token
 from octavo.runtime.memory import GIB, Limits, MemoryBudget, settle
 
@@ -139,4 +139,4 @@ def test_hardware_threads_of_one_core_count_once(tmp_path: Path, monkeypatch: py
 def test_the_usual_variable_says_how_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, count in (("5", 5), ("0", num_physical_cores()), ("many", num_physical_cores())):
         monkeypatch.setenv("OMP_NUM_THREADS", value)
-        assert num_threads_wanted() == count
+        assert default_num_threads() == count

@@ -117,7 +117,7 @@ def test_adapters_of_rows_that_the_host_computes(made: Made) -> None:
         made.check(request.adapter, outputs)
 
 
-def test_adapters_take_the_places_of_those_that_went(made: Made) -> None:
+def test_adapters_take_the_slots_of_unloaded_ones(made: Made) -> None:
     engine = without_host(made.build(["a0", "a1", "a2"]))
     with pytest.raises(CheckpointError, match="max_loras"):
         engine.adapters.load("a3", str(made.home / "a3"))

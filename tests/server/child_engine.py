@@ -12,10 +12,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from octavo.config import ModelSettings, ServeConfig, ServerSettings
+from octavo.config import ModelSettings, ServeConfig
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.server.async_engine import AsyncEngine
+from octavo.server_settings import ServerSettings
 from octavo.types import Output, Request
 from tests.server.fake_engine import expected
 

@@ -19,19 +19,35 @@ from octavo.server.http import HTTPServer
 from octavo.text.tokenizer import Tokenizer
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 
+TICK_SECONDS = 0.1
+"""Time between looks for connections that are late."""
+
 
 class PromptServer(HTTPServer):
-    """One that ends when it is told to, not when it next looks whether it should."""
+    """One without uvicorn's pauses: it ends as soon as ``end`` is called and its connections are closed."""
 
     async def main_loop(self) -> None:
         self._end = asyncio.Event()
         while not self._end.is_set():
             await self.on_tick(0)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._end.wait(), 1)
+                await asyncio.wait_for(self._end.wait(), TICK_SECONDS)
 
     def end(self) -> None:
         self._end.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                while self.server_state.connections or self.server_state.tasks:
+                    await asyncio.sleep(0.001)
+        for task in self.server_state.tasks:
+            task.cancel()
+        await self.lifespan.shutdown()
 
 
 class Served:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from octavo.cache.kv_cache import KVCache
+from octavo.cache.kv_events import KVEvents
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
@@ -24,7 +25,7 @@ class SlowOracleRunner(OracleRunner):
 
 
 def build(config: EngineConfig) -> tuple[Engine, EngineInfo]:
-    cache = KVCache(NUM_BLOCKS, BLOCK_SIZE)
+    cache = KVCache(NUM_BLOCKS, BLOCK_SIZE, events=KVEvents() if config.cache.enable_kv_events else None)
     scheduler = Scheduler(cache, max_num_seqs=8, max_num_batched_tokens=32)
     info = make_info(
         max_model_len=NUM_BLOCKS * BLOCK_SIZE,

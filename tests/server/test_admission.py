@@ -89,7 +89,7 @@ def test_text_beyond_all_measure_is_refused_without_tokenising(serve_app: Any, m
     assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_long_texts_and_conversations_are_tokenised_beside_the_event_loop(
+def test_long_texts_and_conversations_are_tokenised_in_a_thread(
     serve_app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve_app()
@@ -202,9 +202,9 @@ def test_every_generating_route_goes_through_the_same_door(serve_app: Any, monke
     calls: list[str] = []
     admit = admission.Admission.admit
 
-    async def counted(self: admission.Admission, asked: admission.Asked) -> Any:
-        calls.append(asked.prompt_field)
-        return await admit(self, asked)
+    async def counted(self: admission.Admission, client_request: admission.ClientRequest) -> Any:
+        calls.append(client_request.prompt_field)
+        return await admit(self, client_request)
 
     monkeypatch.setattr(admission.Admission, "admit", counted)
     served.complete()

@@ -34,7 +34,7 @@ def test_streams_end_with_their_tokens_and_leave_nothing() -> None:
     asyncio.run(main())
 
 
-def test_an_engine_process_is_told_all_settings_of_an_engine_and_no_others() -> None:
+def test_an_engine_process_gets_all_settings_of_an_engine_and_no_others() -> None:
     guesses = '{"method": "ngram", "num_speculative_tokens": 2}'
     told = AsyncEngine(ServeConfig.from_flat({"speculative_config": guesses}))._engine_settings
     assert told.keys() == {setting.name for setting in settings(EngineConfig)}
@@ -95,7 +95,7 @@ def test_a_listener_that_fails_ends_only_its_own_request() -> None:
     asyncio.run(main())
 
 
-def test_a_listener_may_abort_and_add_while_it_is_told() -> None:
+def test_a_listener_may_abort_and_add_during_its_callback() -> None:
     async def main() -> None:
         async with running() as engine:
             second = Recorder()

@@ -137,7 +137,7 @@ def test_trailers_are_no_headers(served: Served) -> None:
 
 
 @pytest.mark.parametrize("started", [b"", GET, GET + b"x: y", b"\r\n", b"G"])
-def test_half_a_head_has_its_time(serve_app: Any, monkeypatch: pytest.MonkeyPatch, started: bytes) -> None:
+def test_an_unfinished_head_times_out(serve_app: Any, monkeypatch: pytest.MonkeyPatch, started: bytes) -> None:
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
     with connect(serve_app()) as client:
         client.sendall(started)
@@ -148,7 +148,7 @@ def test_half_a_head_has_its_time(serve_app: Any, monkeypatch: pytest.MonkeyPatc
         assert answer == b""
 
 
-def test_an_endless_head_that_trickles_has_its_time(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_head_that_trickles_times_out(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte must not begin the time anew."""
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
     with connect(serve_app()) as client:
@@ -163,7 +163,7 @@ def test_an_endless_head_that_trickles_has_its_time(serve_app: Any, monkeypatch:
         assert time.monotonic() - begun < 6
 
 
-def test_a_body_nobody_reads_is_cut(served: Served) -> None:
+def test_an_unread_body_is_cut(served: Served) -> None:
     """``/health`` answers at once, whatever follows."""
     with connect(served) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n")

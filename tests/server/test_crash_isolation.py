@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.sampling_params import SamplingParams
-from octavo.server.crash_isolation import CONVICTION, FAULT, KILL, MOST_EVIDENCE, SUSPICION, CrashIsolation
+from octavo.server.crash_isolation import FAULT, KILL, MOST_EVIDENCE, PROOF, SUSPICION, CrashIsolation
 from octavo.server.live_request import LiveRequest
 from octavo.telemetry.counts import Timing
 from octavo.types import Request
@@ -35,7 +35,7 @@ class World:
         self.batch = batch
         self.need = need
         self.deaths = 0
-        self.convicted: list[int] = []
+        self.failed: list[int] = []
         self.finished: list[int] = []
         self.isolation.holds_back = True
 
@@ -47,7 +47,7 @@ class World:
         self.deaths += 1
         self.inside.clear()
         for live in self.isolation.on_death(self.live.values(), is_from_outside):
-            self.convicted.append(live.id)
+            self.failed.append(live.id)
             del self.live[live.id]
 
     def step(self) -> None:
@@ -74,13 +74,13 @@ class World:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_exactly_the_poisons_are_convicted_within_four_deaths_each(data: st.DataObject) -> None:
+def test_exactly_the_poisonous_requests_are_failed_within_four_deaths_each(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 12))
     ids = st.integers(0, count - 1)
     poisons = data.draw(st.dictionaries(ids, st.integers(0, 5), max_size=4))
     world = World(count, poisons, batch=data.draw(st.integers(1, 12)))
     world.run()
-    assert sorted(world.convicted) == sorted(poisons)
+    assert sorted(world.failed) == sorted(poisons)
     assert sorted(world.finished) == [i for i in range(count) if i not in poisons]
     assert world.deaths <= 4 * len(poisons) + 2
 
@@ -88,11 +88,11 @@ def test_exactly_the_poisons_are_convicted_within_four_deaths_each(data: st.Data
 def test_one_poison_costs_three_deaths_when_it_is_the_newest() -> None:
     world = World(16, {15: 0}, batch=16)
     world.run()
-    assert world.convicted == [15]
+    assert world.failed == [15]
     assert world.deaths == 3
 
 
-def test_kills_from_outside_convict_nobody_who_makes_progress() -> None:
+def test_kills_from_outside_fail_no_request_that_makes_progress() -> None:
     rng = random.Random(4)
     world = World(16, {}, batch=16, need=200)
     for _ in range(60):
@@ -100,11 +100,11 @@ def test_kills_from_outside_convict_nobody_who_makes_progress() -> None:
             world.step()
         world.die(is_from_outside=True)
     world.run()
-    assert world.convicted == []
+    assert world.failed == []
     assert len(world.finished) == 16
 
 
-def test_nobody_joins_a_suspect_who_is_alone() -> None:
+def test_no_request_joins_a_suspect_that_runs_alone() -> None:
     isolation = CrashIsolation()
     suspect, newcomer = make_live(1), make_live(2)
     suspect.evidence = SUSPICION
@@ -116,7 +116,7 @@ def test_nobody_joins_a_suspect_who_is_alone() -> None:
     assert not isolation.holds_back
 
 
-def test_innocents_run_beside_the_second_suspect() -> None:
+def test_innocents_run_with_the_second_suspect() -> None:
     isolation = CrashIsolation()
     first, second, innocent = make_live(1), make_live(2), make_live(3)
     first.evidence = second.evidence = SUSPICION
@@ -139,22 +139,22 @@ def test_a_request_that_lives_on_by_one_token_a_life_ends_at_last() -> None:
         assert isolation.on_death([live], is_from_outside=False) == ([live] if death == most else [])
 
 
-def test_a_request_at_which_the_engine_is_killed_each_time_is_convicted_alone() -> None:
+def test_a_request_at_which_the_engine_is_killed_each_time_is_failed_alone() -> None:
     world = World(8, {3: 2}, batch=8, is_killed=True)
     world.run()
-    assert world.convicted == [3]
+    assert world.failed == [3]
     assert sorted(world.finished) == [0, 1, 2, 4, 5, 6, 7]
-    assert world.deaths <= CONVICTION // KILL + 2
+    assert world.deaths <= PROOF // KILL + 2
 
 
-def test_kills_from_outside_before_any_progress_convict_nobody_for_long() -> None:
+def test_kills_from_outside_before_any_progress_fail_no_request_for_long() -> None:
     world = World(4, {}, batch=4)
     for _ in range(SUSPICION // KILL - 1):
         world.admit()
         world.die(is_from_outside=True)
     assert not any(live.evidence >= SUSPICION for live in world.live.values())
     world.run()
-    assert world.convicted == []
+    assert world.failed == []
 
 
 def test_a_finished_step_makes_a_kill_no_evidence_but_not_a_crash() -> None:

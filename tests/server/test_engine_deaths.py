@@ -65,7 +65,7 @@ def test_twenty_kills_in_a_row() -> None:
                 await until(lambda death=death: engine.num_restarts == death + 1)  # type: ignore[misc]
             await finish(streams)
             assert_right(streams)
-            assert engine.metrics.convictions == 0
+            assert engine.metrics.poison_requests == 0
 
     asyncio.run(main())
 
@@ -110,7 +110,7 @@ def test_a_slow_step_is_no_hang() -> None:
     asyncio.run(main())
 
 
-def test_an_engine_that_never_gets_anywhere_is_a_hang_and_the_reason_is_convicted() -> None:
+def test_an_engine_without_progress_is_a_hang_and_the_request_that_causes_it_is_failed() -> None:
     async def main() -> None:
         async with running(timeout=1.0, stuck=POISON, **SLOW) as engine:
             good = [send(engine) for _ in range(3)]
@@ -124,7 +124,7 @@ def test_an_engine_that_never_gets_anywhere_is_a_hang_and_the_reason_is_convicte
 
 
 @pytest.mark.parametrize(("poison_at", "how"), [(0, "SIGSEGV"), (7, "SIGABRT"), (0, "exception")])
-def test_a_poison_request_is_convicted_and_its_neighbours_finish(poison_at: int, how: str) -> None:
+def test_a_poisonous_request_is_failed_and_the_others_finish(poison_at: int, how: str) -> None:
     async def main() -> None:
         async with running(poison=POISON, poison_at=poison_at, poison_how=how, **SLOW) as engine:
             streams = [send(engine) for _ in range(8)]
@@ -136,7 +136,7 @@ def test_a_poison_request_is_convicted_and_its_neighbours_finish(poison_at: int,
             assert recorder.tokens == expected(request)[:poison_at]
             assert isinstance(recorder.error, errors.RequestFailed)
             assert engine.num_restarts <= 4
-            assert engine.metrics.convictions == 1
+            assert engine.metrics.poison_requests == 1
             later = [send(engine)]
             await finish(later)
             assert_right(later)
@@ -144,7 +144,7 @@ def test_a_poison_request_is_convicted_and_its_neighbours_finish(poison_at: int,
     asyncio.run(main())
 
 
-def test_a_request_for_which_memory_runs_out_is_convicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_for_which_memory_runs_out_is_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vmstat = tmp_path / "vmstat"
     vmstat.write_text("nr_free_pages 5\noom_kill 3\n")
     monkeypatch.setattr(endings, "VMSTAT", vmstat)
@@ -162,7 +162,9 @@ def test_a_request_for_which_memory_runs_out_is_convicted(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
-def test_kills_before_the_first_token_convict_nobody(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills_before_the_first_token_fail_no_request(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine is killed whenever it computes this request, seven times, and each time before there is a token."""
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.02)
     lives = tmp_path / "lives"
@@ -173,7 +175,7 @@ def test_kills_before_the_first_token_convict_nobody(how: str, tmp_path: Path, m
             streams = [send(engine, mark=POISON), *(send(engine) for _ in range(3))]
             await finish(streams)
             assert_right(streams)
-            assert (engine.num_restarts, engine.metrics.convictions) == (7, 0)
+            assert (engine.num_restarts, engine.metrics.poison_requests) == (7, 0)
 
     asyncio.run(main())
 

@@ -122,7 +122,7 @@ def test_a_refusal_reaches_the_front_and_others_go_on(children: list[Child]) -> 
     assert [output.request_id for output in step.outputs] == [2]
 
 
-def test_a_failing_build_is_told_and_ends_the_process(children: list[Child]) -> None:
+def test_a_failing_build_is_reported_and_ends_the_process(children: list[Child]) -> None:
     child = start(children, start_error="ConfigError")
     assert child.receive() == wire.Failed(3, "ConfigError", "layer 3 is missing")
     assert child.process.wait(10) == 1
@@ -171,7 +171,7 @@ engine_process.main(build=build)
 
 
 @pytest.mark.timing
-def test_steps_go_on_beside_threads_that_compute_in_python(children: list[Child]) -> None:
+def test_steps_go_on_while_threads_compute_in_python(children: list[Child]) -> None:
     """With Python's own interval, each of several locks of a step is waited for by 5 ms for each of the threads."""
     child = Child(BESIDE_COMPILING)
     children.append(child)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from octavo.errors import RequestFailed
-from octavo.server import bodies
+from octavo.server import body_receiver
 from tests.server.conftest import Served, execute, fill
 from tests.server.in_process import InProcessEngine
 
@@ -112,7 +112,7 @@ def test_the_answer_is_what_the_table_says(row: Row, serve_app: Any, monkeypatch
     settings, ask = ASKS[row.code]
     served = serve_app(ENGINES.get(row.code, InProcessEngine)(), **settings)
     if row.code == "request_timeout":
-        monkeypatch.setattr(bodies, "BODY_SECONDS", 0.1)
+        monkeypatch.setattr(body_receiver, "BODY_SECONDS", 0.1)
     if row.code == "internal_error":
         monkeypatch.setattr(served.engine, "next_id", boom)
     if row.code == "storage_full":
@@ -166,17 +166,17 @@ BROKEN: dict[str, dict[str, Any]] = {
     "a value is of the wrong type": {"prompt": {}},
     "`timeout` is not from 0.001 to 86,400": {"timeout": 0},
     "the prompt is empty": {"prompt": ""},
-    "less than one token is asked for": {"tokens": 0},
+    "less than one token is requested": {"tokens": 0},
     "prompt and tokens do not fit the context": {"prompt": "x" * 600},
     "`model` is not served": {"model": "other"},
     "a field is unknown": {"colour": "red"},
     "the queue is full": {},
-    "`timeout` is over": {"timeout": 0.05},
+    "`timeout` has passed": {"timeout": 0.05},
 }
 """A body's fields that make it wrong."""
 DIALECT_ENGINES: dict[str, Callable[[], InProcessEngine]] = {
     "the queue is full": FullEngine,
-    "`timeout` is over": lambda: InProcessEngine(runs=False),
+    "`timeout` has passed": lambda: InProcessEngine(runs=False),
 }
 
 

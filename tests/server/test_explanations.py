@@ -112,7 +112,7 @@ def test_an_admin_key_alone_closes_no_timeline(serve_app: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["cmpl-unknown", "99999", "%00", "ٱ"])
-def test_a_timeline_of_nobody(serve_app: Any, name: str) -> None:
+def test_the_timeline_of_an_unknown_request(serve_app: Any, name: str) -> None:
     response = serve_app().client.get(f"/v1/requests/{name}/timeline")
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "not_found"

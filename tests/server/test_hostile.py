@@ -134,7 +134,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 
 @pytest.fixture(autouse=True)
-def nobody_else_is_changed(target: Target) -> Iterator[None]:
+def no_other_request_is_changed(target: Target) -> Iterator[None]:
     """The first test after which a stream differs is the one that is shown."""
     yield
     assert target.canary.strange == []

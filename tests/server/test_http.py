@@ -12,8 +12,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from octavo.config import ServerSettings
 from octavo.server.http import WRITE_PIECE, HTTPServer
+from octavo.server_settings import ServerSettings
 
 POST = b"POST /%b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\nok"
 
@@ -112,7 +112,7 @@ def test_a_head_without_a_body_is_written() -> None:
     assert head.endswith(b"\r\n\r\n")
 
 
-def test_a_client_that_waits_to_be_told_to_go_on_is_told() -> None:
+def test_a_client_that_expects_100_continue_gets_it() -> None:
     head = b"POST /plain HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
     proceed, *answer = writes(head, b"ok")
     assert proceed == b"HTTP/1.1 100 Continue\r\n\r\n"

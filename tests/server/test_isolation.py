@@ -92,7 +92,7 @@ def test_otherwise_all_keys_share_and_a_salt_still_separates(serve_app: Any, tmp
     assert min(second, fourth) >= len(PROMPT) - 4
 
 
-def test_who_is_charged_by_key_and_by_adapter(serve_app: Any, tmp_path: Path) -> None:
+def test_the_tenant_by_key_and_by_adapter(serve_app: Any, tmp_path: Path) -> None:
     """Under the fair policy. What the body says of its user would let a key have as many shares as it likes."""
     served = with_keys(serve_app, tmp_path, scheduling_policy="fair", tenant_by="key")
     for key in ("a", "b", "own"):
@@ -120,6 +120,6 @@ def test_who_is_charged_by_key_and_by_adapter(serve_app: Any, tmp_path: Path) ->
         ({"tenant_by": "address"}, "tenant_by"),
     ],
 )
-def test_nobody_can_be_charged_by_what_there_is_not(settings: dict[str, Any], message: str) -> None:
+def test_a_tenant_setting_without_its_source_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServeConfig.from_flat(settings)

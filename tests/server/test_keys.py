@@ -12,13 +12,14 @@ import anthropic
 import httpx
 import pytest
 
-from octavo.config import ServeConfig, ServerSettings
+from octavo.config import ServeConfig
 from octavo.errors import ConfigError, QueueFull
 from octavo.server import quotas
 from octavo.server.allowed_hosts import AllowedHosts
 from octavo.server.http import HTTPServer
 from octavo.server.keys import Keys
 from octavo.server.quotas import Account
+from octavo.server_settings import ServerSettings
 from tests.server.in_process import InProcessEngine
 
 
@@ -130,7 +131,7 @@ def test_a_key_of_the_file_may_be_the_admins(serve_app: Any, tmp_path: Path) -> 
     assert statuses(served, "o-key", ("/admin/keys",)) == [403]
 
 
-def test_without_an_admin_key_nobody_is_the_admin(serve_app: Any) -> None:
+def test_without_an_admin_key_no_request_is_the_admin(serve_app: Any) -> None:
     served = serve_app()
     answer = served.client.get("/admin/keys")
     assert answer.status_code == 403

@@ -86,7 +86,7 @@ def test_every_request_runs_to_its_full_length(serve_app: Any, backend: str) -> 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_without_ignore_eos_the_usage_tells_how_long_it_was(serve_app: Any, backend: str) -> None:
+def test_without_ignore_eos_the_usage_has_the_length(serve_app: Any, backend: str) -> None:
     served = serve_app(InProcessEngine(answer=lambda request: [*TEXT.encode(), IM_END]))
     measured = measure(served, backend)
     assert (measured.text, measured.finish_reasons) == (TEXT, ["stop"])
@@ -98,7 +98,7 @@ def test_the_model_is_found_by_its_name_and_its_tokenizer_by_its_root(serve_app:
     assert (found["id"], found["root"]) == ("mine", "owner/name")
 
 
-def test_what_was_guessed_can_be_read_from_the_metrics(served: Served) -> None:
+def test_draft_counts_can_be_read_from_the_metrics(served: Served) -> None:
     lines = [line for line in served.client.get("/metrics").text.splitlines() if line.startswith("vllm:spec_decode")]
     assert any("num_draft_tokens" in line for line in lines)
     assert any("num_accepted_tokens" in line for line in lines)

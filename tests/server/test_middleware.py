@@ -107,7 +107,7 @@ def test_allow_names_every_method_of_a_path(served: Served) -> None:
         assert set(served.client.put(path).headers["allow"].split(", ")) == methods | {"OPTIONS"}
 
 
-def test_options_tells_what_a_path_takes(served: Served) -> None:
+def test_options_lists_the_methods_of_a_path(served: Served) -> None:
     answer = served.client.options("/v1/files")
     assert (answer.status_code, answer.content) == (204, b"")
     assert answer.headers["allow"] == "GET, HEAD, OPTIONS, POST"

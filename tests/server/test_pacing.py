@@ -32,7 +32,7 @@ def test_one_enters_in_each_round_and_others_run_in_between() -> None:
     assert "r r" not in runs, "two in one round"
 
 
-def test_who_is_alone_does_not_wait_and_who_leaves_keeps_nobody_out() -> None:
+def test_a_single_body_does_not_wait_and_one_that_ends_early_delays_none() -> None:
     async def check() -> None:
         pacer = RequestPacer()
         for _ in range(3):

@@ -31,7 +31,7 @@ def test_stats(served: Served) -> None:
     assert stats["engine_pid"] == 4711
 
 
-def test_load_counts_who_is_not_done(serve_app: Any) -> None:
+def test_load_counts_unfinished_requests(serve_app: Any) -> None:
     engine = InProcessEngine(runs=False)
     served = serve_app(engine)
     assert served.client.get("/load").json() == {"server_load": 0}
@@ -41,6 +41,10 @@ def test_load_counts_who_is_not_done(serve_app: Any) -> None:
     assert served.client.get("/load").json() == {"server_load": 1}
     served.client.delete(f"/v1/responses/{begun}")
     assert served.client.get("/load").json() == {"server_load": 0}
+
+
+def test_an_engine_never_sleeps(served: Served) -> None:
+    assert served.client.get("/is_sleeping").json() == {"is_sleeping": False}
 
 
 def test_metrics_and_version(served: Served) -> None:

@@ -99,7 +99,7 @@ def test_random_kills_change_no_token_and_no_logprob(depth: int) -> None:
         while engine.stats.num_used_blocks:
             await asyncio.sleep(0.005)
         await engine.stop(1)
-        assert engine.metrics.convictions == 0
+        assert engine.metrics.poison_requests == 0
         for request, recorder in streams:
             assert (recorder.tokens, recorder.finish_reason) == expected_output(request)
             assert recorder.prompt_logprobs == expected_prompt_logprobs(request)

@@ -17,14 +17,14 @@ from octavo.sim import runner, search
 from octavo.sim.plots import plot
 from octavo.sim.report import Targets
 from octavo.sim.search import cheapest
-from octavo.sim.setup import Asked
+from octavo.sim.setup import SimulationSpec
 from octavo.sim.simulate import Simulation
 
-ASKED = Asked("llama-3.1-8b", "h200", "single", 60, rate=20, input_len=256, output_len=64)
+SPEC = SimulationSpec("llama-3.1-8b", "h200", "single", 60, rate=20, input_len=256, output_len=64)
 
 
-def run(asked: Asked, **settings: Any) -> dict[str, Any]:
-    return Simulation(asked.fleet(EngineConfig.from_flat(settings)), asked.clients(), Targets()).run()
+def run(spec: SimulationSpec, **settings: Any) -> dict[str, Any]:
+    return Simulation(spec.fleet(EngineConfig.from_flat(settings)), spec.clients(), Targets()).run()
 
 
 def test_more_devices_for_each_replica_where_one_is_too_slow_however_many_there_are(
@@ -33,28 +33,26 @@ def test_more_devices_for_each_replica_where_one_is_too_slow_however_many_there_
     """Its weights alone take one H200 3.5 ms; and that is seen before 1,024 replicas are tried."""
     tried: list[int] = []
     simulated = search._simulated
-    monkeypatch.setattr(
-        search, "_simulated", lambda asked, *rest: tried.append(asked.replicas) or simulated(asked, *rest)
-    )
-    found = cheapest(ASKED, EngineConfig(), Targets(itl=0.0035), 0.9, parallel=(1, 2), step_tokens=(2048,))
-    assert [one.asked.tensor_parallel for one in found] == [2]
+    monkeypatch.setattr(search, "_simulated", lambda spec, *rest: tried.append(spec.replicas) or simulated(spec, *rest))
+    found = cheapest(SPEC, EngineConfig(), Targets(itl=0.0035), 0.9, parallel=(1, 2), step_tokens=(2048,))
+    assert [one.spec.tensor_parallel for one in found] == [2]
     assert max(tried) <= 64
 
 
 def test_the_cheapest_of_several_comes_first_and_none_is_an_error() -> None:
-    found = cheapest(ASKED, EngineConfig(), Targets(ttft=0.5), 0.99, parallel=(1, 4), step_tokens=(1024, 2048))
+    found = cheapest(SPEC, EngineConfig(), Targets(ttft=0.5), 0.99, parallel=(1, 4), step_tokens=(1024, 2048))
     assert len(found) == 4
     assert [one.num_devices for one in found] == sorted(one.num_devices for one in found)
-    assert found[0].asked.tensor_parallel == 1
+    assert found[0].spec.tensor_parallel == 1
     with pytest.raises(ConfigError, match="search"):
-        cheapest(ASKED, EngineConfig(), Targets(ttft=1e-6), parallel=(1,), step_tokens=(2048,))
+        cheapest(SPEC, EngineConfig(), Targets(ttft=1e-6), parallel=(1,), step_tokens=(2048,))
 
 
 def test_the_picture_shows_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image = pytest.importorskip("matplotlib.image")
     from matplotlib.figure import Figure
 
-    figures = run(ASKED)
+    figures = run(SPEC)
     drawn: list[Any] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **more: drawn.append(self) or save(self, *args, **more))
@@ -78,8 +76,8 @@ def test_decisions_are_those_that_they_always_were(
     workload: str, steps: int, preemptions: int, hit_rate: float
 ) -> None:
     """Whoever makes the scheduler, the cache or the simulator faster changes none; another cost of a step may."""
-    asked = Asked("llama-3.1-8b", "h200", workload, 120, rate=60, replicas=2)
-    figures = run(asked, num_kv_blocks=400, block_size=16, max_num_seqs=24, max_num_mixed_tokens=2048)
+    spec = SimulationSpec("llama-3.1-8b", "h200", workload, 120, rate=60, replicas=2)
+    figures = run(spec, num_kv_blocks=400, block_size=16, max_num_seqs=24, max_num_mixed_tokens=2048)
     assert figures["requests"] + figures["refused"] == 120
     assert (figures["steps"], figures["preemptions"]) == (steps, preemptions)
     assert figures["prefix_hit_rate"] == pytest.approx(hit_rate, abs=1e-5)
@@ -89,12 +87,12 @@ def test_memory_does_not_grow_with_the_requests(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(runner, "MAX_ANSWERS", 64)
 
     def peak(num_requests: int) -> int:
-        asked = Asked(
+        spec = SimulationSpec(
             "llama-3.1-8b", "h200", "W1", num_requests, concurrency=16, replicas=2, input_len=192, output_len=8
         )
         tracemalloc.start()
         try:
-            run(asked, num_kv_blocks=64)
+            run(spec, num_kv_blocks=64)
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

@@ -18,7 +18,7 @@ from octavo.sim.cost_model import CostModel
 from octavo.sim.jobs import Awaits, Job, Workload
 from octavo.sim.replica import Sizes
 from octavo.sim.report import Ledger, Targets
-from octavo.sim.setup import Asked
+from octavo.sim.setup import SimulationSpec
 from octavo.sim.simulate import Fleet, Simulation
 from octavo.sim.workloads import PROFILES, ClosedLoop, Sessions
 from octavo_bench.virtual import StepCost, VirtualEngine
@@ -94,7 +94,7 @@ def test_decides_as_an_engine_stepped_alone_does() -> None:
         max_num_seqs=8,
         max_num_batched_tokens=64,
     )
-    told = alone.serve(requests)
+    progress = alone.serve(requests)
 
     class Same(CostModel):
         def seconds(self, work: StepWork) -> float:
@@ -104,13 +104,13 @@ def test_decides_as_an_engine_stepped_alone_does() -> None:
     run = simulate(Listed(list(jobs)), cost=Same(), sizes=SIZES._replace(num_blocks=120))
     ledger = run.ledger
     assert ledger.num_finished == len(jobs)
-    assert ledger.num_output_tokens == sum(len(one.token_times) for one in told.values())
+    assert ledger.num_output_tokens == sum(len(one.token_times) for one in progress.values())
     assert run.simulation.replicas[0].engine.stats().num_preemptions == alone.engine.stats().num_preemptions
-    assert ledger.ttft.total == pytest.approx(sum(one.ttft for one in told.values()), rel=0.02)
-    assert ledger.itl.count == sum(len(one.gaps) for one in told.values())
+    assert ledger.ttft.total == pytest.approx(sum(one.ttft for one in progress.values()), rel=0.02)
+    assert ledger.itl.count == sum(len(one.gaps) for one in progress.values())
 
 
-def test_who_comes_at_one_moment_is_in_one_step() -> None:
+def test_requests_of_one_moment_are_in_one_step() -> None:
     """Also to a replica that slept, which does not begin with the first of them alone."""
     cost = Linear()
     jobs = [Job(moment, ((10 * index + round(moment), 16),), 1, 9) for moment in (0.0, 5.0) for index in range(1, 5)]
@@ -204,7 +204,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--device", "abacus"], "device"),
         (["--workload", "nothing", "--rate", "1"], "workload"),
         (["--workload", "chat"], "rate"),
-        (["--router", "random", "--rate", "1"], "router"),
+        (["--router", "guess", "--rate", "1"], "router"),
         (["--model", "gpt9", "--rate", "1"], "model"),
         (["--rate", "1", "--tensor-parallel-size", "3"], "tensor_parallel"),
         (["--rate", "1", "--device", "l4", "--gpu-memory-utilization", "0.6"], "device"),
@@ -230,16 +230,16 @@ def test_a_target_for_each_token_is_kept(capsys: pytest.CaptureFixture[str]) -> 
 def test_search_finds_the_least_number_of_devices() -> None:
     from octavo.config import EngineConfig
     from octavo.sim.search import cheapest
-    from octavo.sim.setup import Asked
+    from octavo.sim.setup import SimulationSpec
 
-    asked = Asked("llama-3.1-8b", "h200", "single", 300, rate=60, input_len=2000)
+    spec = SimulationSpec("llama-3.1-8b", "h200", "single", 300, rate=60, input_len=2000)
     targets = Targets(ttft=0.5, itl=0.02)
-    found = cheapest(asked, EngineConfig(), targets, parallel=(1,), step_tokens=(2048,))
+    found = cheapest(spec, EngineConfig(), targets, parallel=(1,), step_tokens=(2048,))
     assert len(found) == 1
     best = found[0]
     assert best.num_devices > 1
     assert best.figures["good_share"] >= 0.99
-    fewer = dataclasses.replace(asked, replicas=best.num_devices - 1)
+    fewer = dataclasses.replace(spec, replicas=best.num_devices - 1)
     engine = EngineConfig.from_flat({"max_num_batched_tokens": 2048})
     assert Simulation(fewer.fleet(engine), fewer.clients(), targets).run()["good_share"] < 0.99
 
@@ -248,10 +248,8 @@ def test_search_finds_the_least_number_of_devices() -> None:
     ("model", "tensor_parallel", "most"),
     [("llama-3.1-8b", 1, MIXED_TOKENS), ("llama-3.1-8b", 4, None), ("tiny", 1, None)],
 )
-def test_steps_beside_few_who_decode_are_bounded_as_on_a_gpu(
-    model: str, tensor_parallel: int, most: int | None
-) -> None:
-    asked = Asked(model, "h200", "single", 10, rate=1, tensor_parallel=tensor_parallel)
-    assert asked.fleet(EngineConfig()).scheduler.max_num_mixed_tokens == most
+def test_mixed_steps_of_few_decodes_are_bounded_as_on_a_gpu(model: str, tensor_parallel: int, most: int | None) -> None:
+    spec = SimulationSpec(model, "h200", "single", 10, rate=1, tensor_parallel=tensor_parallel)
+    assert spec.fleet(EngineConfig()).scheduler.max_num_mixed_tokens == most
     settings = EngineConfig.from_flat({"max_num_mixed_tokens": 7})
-    assert asked.fleet(settings).scheduler.max_num_mixed_tokens == 7
+    assert spec.fleet(settings).scheduler.max_num_mixed_tokens == 7

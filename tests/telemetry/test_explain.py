@@ -65,7 +65,7 @@ def test_the_phases_add_up_to_what_a_client_sees() -> None:
         assert report["output_tokens"] == len(told[number].token_times)
 
 
-def test_neighbours_are_counted_in_steps() -> None:
+def test_requests_of_the_same_steps_are_counted() -> None:
     found = serve([request(0, 1.0, output=10), request(1, 1.0 + 3.5 * STEP, output=3), request(2, 5.0)])
     assert found[0]["shared_steps_with"] == [{"request": 1, "steps": 3}]
     assert found[1]["shared_steps_with"] == [{"request": 0, "steps": 3}]
@@ -73,7 +73,7 @@ def test_neighbours_are_counted_in_steps() -> None:
     assert found[2]["shared_steps_with"] == []
 
 
-def test_a_preemption_names_who_took_the_place() -> None:
+def test_a_preemption_names_the_request_that_caused_it() -> None:
     flood = [request(n, 1.0, output=30, tenant="flood") for n in range(4)]
     found = serve([*flood, request(9, 1.05, tenant="quiet")], "fair", max_num_seqs=4)
     (preempted,) = [report for report in found.values() if report["preempted_by"]]
@@ -90,7 +90,7 @@ def test_what_was_found_in_the_cache() -> None:
     assert "32 found in the prefix cache" in as_text(found[1])
 
 
-def test_faults_are_told() -> None:
+def test_faults_are_reported() -> None:
     engine, _ = make_engine(trouble=Trouble(poison={0: 6}))
     engine.add(make_request(0, max_tokens=8))
     engine.add(make_request(1, max_tokens=8))
@@ -114,7 +114,7 @@ def test_a_request_that_is_not_over() -> None:
 
 
 def test_a_request_that_outlived_an_engine_process() -> None:
-    log = EventLog(EngineStats(num_steps=50, num_shares=80), lambda: 5.0)
+    log = EventLog(EngineStats(num_steps=50, num_scheduled_seqs=80), lambda: 5.0)
     log.note(7, "arrived", tokens=3)
     log.note(7, "admitted")
     again = EventLog(EngineStats(), lambda: 9.0)

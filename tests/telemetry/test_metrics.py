@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from octavo.config import EngineConfig
 from octavo.telemetry.catalogue import COUNTERS, GAUGES, HISTOGRAMS
 from octavo.telemetry.counts import MAX_HANDLERS, Condition, Timing
-from octavo.telemetry.metrics import CONTENT_TYPE, Metrics
+from octavo.telemetry.metrics import CONTENT_TYPE, FleetMetrics, Metrics
 from octavo.types import EngineStats, KVGroupStats
 from tests.server.fake_engine import INFO
 
@@ -22,8 +24,10 @@ vllm:request_success_total vllm:request_queue_time_seconds_sum vllm:request_pref
 vllm:request_decode_time_seconds_sum vllm:request_max_num_generation_tokens_bucket
 vllm:request_params_max_tokens_bucket vllm:num_preemptions_total vllm:prefix_cache_queries_total
 vllm:prefix_cache_hits_total vllm:prompt_tokens_cached_total vllm:request_inference_time_seconds_sum
-vllm:iteration_tokens_total_bucket vllm:admission_rejections_total
-octavo_engine_restarts_total octavo_requests_replayed_total octavo_requests_convicted_total octavo_faults_total
+vllm:iteration_tokens_total_bucket vllm:admission_rejections_total vllm:engine_sleep_state
+vllm:request_params_n_bucket vllm:request_prefill_kv_computed_tokens_bucket vllm:gpu_cache_usage_perc
+vllm:gpu_prefix_cache_queries_total vllm:gpu_prefix_cache_hits_total vllm:time_per_output_token_seconds_bucket
+octavo_engine_restarts_total octavo_requests_replayed_total octavo_poison_requests_total octavo_faults_total
 octavo_front_cpu_seconds_total octavo_seconds_since_progress octavo_engine_ready
 """.split()  # noqa: SIM905
 )
@@ -128,7 +132,7 @@ def test_what_clients_send_never_makes_new_series() -> None:
     assert len(metrics.render()) < 300_000
 
 
-def test_what_the_cache_its_tiers_and_guesses_come_to() -> None:
+def test_metrics_of_the_cache_its_tiers_and_drafts() -> None:
     metrics = Metrics("tiny")
     metrics.info = INFO
     stats = EngineStats(
@@ -172,3 +176,38 @@ def test_blocks_of_groups_with_windows_have_a_share_of_their_own() -> None:
     metrics.observe_step(EngineStats(num_blocks=100, num_used_blocks=50, kv_groups=groups, num_steps=1))
     assert read(metrics)["octavo_kv_cache_window_usage_perc",] == 0.3
     assert read(metrics)["vllm:kv_cache_usage_perc",] == 0.5
+
+
+def test_routers_read_adapters_and_the_cache_from_labels() -> None:
+    config = EngineConfig.from_flat({"model": "m", "enable_lora": True, "max_loras": 5, "num_kv_blocks": 77})
+    metrics = Metrics("tiny", config)
+    metrics.info = INFO
+    metrics.condition = lambda: Condition(3, True, 0.0, frozenset({"b", "a"}), frozenset({"c"}))
+    families = {family.name: family for family in text_string_to_metric_families(metrics.render().decode())}
+    adapters = families["vllm:lora_requests_info"].samples[0]
+    assert adapters.labels == {"max_lora": "5", "running_lora_adapters": "a,b", "waiting_lora_adapters": "c"}
+    assert adapters.value == pytest.approx(time.time(), abs=60)
+    cache = families["vllm:cache_config_info"].samples[0].labels
+    assert cache["block_size"] == str(INFO.block_size)
+    assert cache["num_gpu_blocks"] == str(INFO.num_kv_blocks)
+    assert cache["num_gpu_blocks_override"] == "77"
+    assert cache["enable_prefix_caching"] == "True"
+    assert cache["sliding_window"] == "None"
+    assert "vllm:lora_requests_info{" not in Metrics("tiny").render().decode()
+
+
+def test_several_engines_have_one_family_with_a_label_each() -> None:
+    engines = [Metrics("tiny", rank=rank) for rank in range(3)]
+    for number, engine in enumerate(engines):
+        engine.finished["stop"] = number
+        engine.time_to_first_token.observe(0.5)
+    fleet = FleetMetrics("tiny", engines)
+    fleet.observe_http("/v1/completions", "POST", 200, 0.1)
+    text = fleet.render().decode()
+    for rank in range(3):
+        labels = f'engine="{rank}",finished_reason="stop",model_name="tiny"'
+        assert f"vllm:request_success_total{{{labels}}} {rank}.0" in text
+        assert f'vllm:time_to_first_token_seconds_count{{engine="{rank}",model_name="tiny"}} 1.0' in text
+    assert text.count("# TYPE vllm:time_to_first_token_seconds histogram") == 1
+    assert text.count("http_requests_total{") == 1
+    list(text_string_to_metric_families(text))

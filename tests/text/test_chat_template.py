@@ -112,7 +112,7 @@ def test_conversations_with_tools_may_have_a_template_of_their_own(make: Any) ->
         make("usual", tool_source="{% if %}").check()
 
 
-def test_no_content_beside_calls_is_text_for_a_template_without_calls(make: Any) -> None:
+def test_null_content_with_calls_is_text_for_a_template_without_calls(make: Any) -> None:
     """Clients send back a call's message with ``content`` null: no error, and no "None" in the prompt."""
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]

@@ -74,7 +74,7 @@ def test_200_random_sequences_of_the_real_vocabulary(smollm_tokenizer: Tokenizer
     """Random tokens, byte tokens and special tokens mixed: pieces equal the whole, and no half characters."""
     rng = random.Random(20)
     tokenizer = smollm_tokenizer
-    bits = [t for t in range(tokenizer.vocab_size) if t not in tokenizer.whole_texts]
+    bits = [t for t in range(tokenizer.vocab_size) if t not in tokenizer.complete_texts]
     special = sorted(tokenizer.special_token_ids)
     assert bits
     assert special

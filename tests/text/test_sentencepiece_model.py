@@ -225,6 +225,6 @@ def test_a_damaged_or_unknown_model_is_refused(tmp_path: Path, model: bytes, mes
         ({"added_tokens_decoder": {"1": {}}}, "added_tokens_decoder: 1: a token must have a text"),
     ],
 )
-def test_bad_settings_beside_the_model_are_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+def test_bad_settings_in_the_models_folder_are_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: {message}"):
         load(write(tmp_path, trained("llama"), config))

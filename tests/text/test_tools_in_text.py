@@ -35,7 +35,7 @@ def test_what_is_written_is_read_again(format: ToolFormat) -> None:
     assert [*parser.push(format.write(CALLS)), *parser.finish()] == CALLS
 
 
-def test_the_functions_and_the_form_of_a_call_are_told_behind_the_system_message() -> None:
+def test_functions_and_call_format_follow_the_system_message() -> None:
     user = {"role": "user", "content": "Hi"}
     own, (first, second) = told([{"role": "developer", "content": "Be brief."}, user]), told([user])
     assert first["role"] == "system"

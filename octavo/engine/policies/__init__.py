@@ -6,7 +6,7 @@ from octavo.engine.policies.deadline import Deadline
 from octavo.engine.policies.fair import Fair
 from octavo.engine.policies.fcfs import FirstCome
 from octavo.engine.policies.longest_prefix import LongestPrefix
-from octavo.engine.policies.policy import Policy, Surroundings
+from octavo.engine.policies.policy import Policy, PolicyContext
 from octavo.engine.policies.priority import Priority
 from octavo.engine.policies.round_robin import RoundRobin
 from octavo.engine.policies.shortest_first import ShortestFirst
@@ -19,9 +19,9 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def make_policy(around: Surroundings) -> Policy:
+def make_policy(context: PolicyContext) -> Policy:
     """The policy named by the settings; raises ``ConfigError`` for an unknown name."""
-    name = around.settings.scheduling_policy
+    name = context.settings.scheduling_policy
     if name not in POLICIES:
         raise ConfigError(f"scheduling_policy: {name!r} is not one of {', '.join(POLICIES)}")
-    return POLICIES[name](around)
+    return POLICIES[name](context)

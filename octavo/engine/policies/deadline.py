@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import inf
 
-from octavo.engine.policies.policy import Policy, Surroundings
+from octavo.engine.policies.policy import Policy, PolicyContext
 from octavo.engine.waiting import WaitingQueue
 from octavo.types import Order, Sequence, Status
 
@@ -31,10 +31,10 @@ class Deadline(Policy):
     name = "deadline"
     has_targets = True
 
-    def __init__(self, around: Surroundings) -> None:
-        super().__init__(around)
-        self.target = around.settings.ttft_target or DEFAULT_TTFT_TARGET
-        self.tpot_target = around.settings.tpot_target or inf
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self.target = context.settings.ttft_target or DEFAULT_TTFT_TARGET
+        self.tpot_target = context.settings.tpot_target or inf
         self.late = WaitingQueue()
         self.paced: dict[int, Sequence] = {}
         """Running sequences with a TPOT target, by id."""
@@ -50,7 +50,7 @@ class Deadline(Policy):
         return (self.arrival(seq) + (seq.request.ttft_target or self.target), number)
 
     def first(self) -> Sequence:
-        now = self.around.clock()
+        now = self.context.clock()
         while super().__len__() and self._is_late(seq := super().first(), now):
             self.late.push(super().remove(seq.id))
         is_for_late = self._num_admitted % LATE_SHARE == LATE_SHARE - 1
@@ -81,14 +81,14 @@ class Deadline(Policy):
 
         A lead over the target, less one token's time in reserve, is shared among the next step and those in flight.
         """
-        now = self.around.clock() if self.paced else 0.0
+        now = self.context.clock() if self.paced else 0.0
         for seq, lead in self._claims(now):
             if seq.num_output_tokens:
                 target = self._token_target(seq)
                 yield target + max(0.0, lead - target) / (seq.num_in_flight + 1)
 
     def targets(self) -> Iterable[float]:
-        now = self.around.clock()
+        now = self.context.clock()
         if len(self) and (first := self.first()).order[0] >= now:
             yield self._token_target(first)
         for seq, _ in self._claims(now):

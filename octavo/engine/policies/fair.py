@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from octavo.engine.policies.policy import Policy, Surroundings
+from octavo.engine.policies.policy import Policy, PolicyContext
 from octavo.engine.waiting import WaitingQueue
 from octavo.errors import ConfigError
 from octavo.types import Plan, Sampled, Sequence
@@ -64,12 +64,12 @@ class Fair(Policy):
     """
 
     name = "fair"
-    makes_place = True
+    preempts_for_waiting = True
     charges = True
 
-    def __init__(self, around: Surroundings) -> None:
-        super().__init__(around)
-        self.weights = parse_weights(around.settings.tenant_weights or "")
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self.weights = parse_weights(context.settings.tenant_weights or "")
         self.tenants: dict[str, Tenant] = {}
         self.served: dict[str, Tenant] = {}
         """Tenants with running sequences, by name."""
@@ -148,10 +148,10 @@ class Fair(Policy):
                 cost += min(len(item.tokens), seq.num_prompt_tokens - item.start)
             seq.account.counter += cost / seq.account.weight
 
-    def favours(self, candidates: list[Sequence]) -> Sequence:
+    def choose_prefill(self, candidates: list[Sequence]) -> Sequence:
         return min(candidates, key=lambda seq: (seq.account.counter, -seq.order[0]))
 
-    def who_yields(self, seq: Sequence, running: dict[int, Sequence]) -> Sequence | None:
+    def preempt_for(self, seq: Sequence, running: dict[int, Sequence]) -> Sequence | None:
         own: Tenant = seq.account
         served = self.served.values()
         most = max([tenant.load for tenant in served])

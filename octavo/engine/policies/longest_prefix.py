@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from octavo.engine.policies.policy import Policy, Surroundings
+from octavo.engine.policies.policy import Policy, PolicyContext
 from octavo.types import Order, Sequence
 
 LOOKS = 8
@@ -20,8 +20,8 @@ class LongestPrefix(Policy):
 
     name = "longest-prefix"
 
-    def __init__(self, around: Surroundings) -> None:
-        super().__init__(around)
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
         self._turns: OrderedDict[int, Sequence] = OrderedDict()
         """Waiting sequences by id, in the order in which they are matched again."""
 
@@ -31,7 +31,7 @@ class LongestPrefix(Policy):
 
     def _place_now(self, seq: Sequence) -> Order:
         arrival, number = seq.account
-        cache = self.around.cache
+        cache = self.context.cache
         num_cached = cache.match(seq)[0].depth * cache.block_size
         return (arrival - num_cached / 1000 * self.ageing, number)
 

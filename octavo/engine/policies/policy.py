@@ -16,7 +16,7 @@ DEFAULT_AGEING = 30.0
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class PolicyContext:
     """State that a policy may read."""
 
     cache: KVCache
@@ -30,7 +30,7 @@ class Policy(WaitingQueue):
     """The queue of waiting sequences, and the rules by which they are served.
 
     A policy chooses the next sequence to admit (``first``), and may close the batch to admissions (``is_closed``),
-    preempt a running sequence for the first waiting one (``who_yields``), and choose which sequence is preempted when
+    preempt a running sequence for the first waiting one (``preempt_for``), and choose which sequence is preempted when
     blocks run out (``choose_victim``). All else is up to the scheduler, so that no policy can break a cache invariant.
 
     ``Sequence.order`` sorts running sequences: a total order, fixed while a sequence runs. The first in this order is
@@ -39,18 +39,18 @@ class Policy(WaitingQueue):
     """
 
     name: ClassVar[str]
-    makes_place: ClassVar[bool] = False
-    """Whether ``who_yields`` can return a sequence. It is then called in every step while sequences wait."""
+    preempts_for_waiting: ClassVar[bool] = False
+    """Whether ``preempt_for`` can return a sequence. It is then called in every step while sequences wait."""
     charges: ClassVar[bool] = False
     """Whether ``charge`` must be called for every step."""
 
     has_targets: ClassVar[bool] = False
     """Whether ``seconds_left`` and ``targets`` can yield values."""
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, context: PolicyContext) -> None:
         super().__init__()
-        self.around = around
-        self.ageing = around.settings.policy_ageing or DEFAULT_AGEING
+        self.context = context
+        self.ageing = context.settings.policy_ageing or DEFAULT_AGEING
         self.num_arrived = 0
 
     def arrive(self, seq: Sequence) -> None:
@@ -65,7 +65,7 @@ class Policy(WaitingQueue):
 
     def arrival(self, seq: Sequence) -> float:
         """Arrival time of ``seq``, in seconds of the clock."""
-        return seq.request.arrival or self.around.clock()
+        return seq.request.arrival or self.context.clock()
 
     def admit(self, seq: Sequence) -> None:
         """Remove ``seq``, which is first and has its blocks: it runs from now on."""
@@ -78,12 +78,12 @@ class Policy(WaitingQueue):
         """Whether no sequence may be admitted."""
         return False
 
-    def favours(self, candidates: list[Sequence]) -> Sequence:
+    def choose_prefill(self, candidates: list[Sequence]) -> Sequence:
         """The sequence to prefill first, of those whose prompts did not fit into the last step and the first waiting
         one."""
         return min(candidates, key=lambda seq: seq.order)
 
-    def who_yields(self, seq: Sequence, running: dict[int, Sequence]) -> Sequence | None:
+    def preempt_for(self, seq: Sequence, running: dict[int, Sequence]) -> Sequence | None:
         """The running sequence to preempt so that ``seq``, the first waiting one, can be admitted; or ``None``."""
         return None
 

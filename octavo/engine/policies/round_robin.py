@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.engine.policies.policy import Policy, Surroundings
+from octavo.engine.policies.policy import Policy, PolicyContext
 from octavo.types import Sequence
 
 DEFAULT_TURN = 64
@@ -16,11 +16,11 @@ class RoundRobin(Policy):
     """
 
     name = "decode-round-robin"
-    makes_place = True
+    preempts_for_waiting = True
 
-    def __init__(self, around: Surroundings) -> None:
-        super().__init__(around)
-        self.turn = around.settings.turn_tokens or DEFAULT_TURN
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self.turn = context.settings.turn_tokens or DEFAULT_TURN
 
     def admit(self, seq: Sequence) -> None:
         super().admit(seq)
@@ -31,7 +31,7 @@ class RoundRobin(Policy):
             self.num_arrived += 1
             seq.order = (self.num_arrived,)
 
-    def who_yields(self, seq: Sequence, running: dict[int, Sequence]) -> Sequence | None:
+    def preempt_for(self, seq: Sequence, running: dict[int, Sequence]) -> Sequence | None:
         longest = next(iter(running.values()), None)
         return longest if longest and self._had_its_turn(longest) else None
 

@@ -15,7 +15,7 @@ from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
 from octavo.ops.cpu.attention_passes import PART, first_seen
 from octavo.ops.cpu.attention_rows import STEP, prepare_task
 from octavo.ops.cpu.attention_tiles import STATE, TILE, TILE_ROWS, attend_task, merge_task
-from octavo.ops.cpu.beside import beside
+from octavo.ops.cpu.background import in_background
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import compiled_driver, inlined, is_missing
 from octavo.ops.cpu.memory import fields, keep, read, view
@@ -99,11 +99,11 @@ def _driver() -> int:
     return compiled_driver(drive)
 
 
-def compiling_beside(kv_dtype: torch.dtype) -> AbstractContextManager[None]:
+def compiling_in_background(kv_dtype: torch.dtype) -> AbstractContextManager[None]:
     """While the block runs, another process compiles the slowest kernels for caches of ``kv_dtype``, if missing."""
     if kv_dtype not in FORMATS or not is_missing(attend_task.__name__):
         return contextlib.nullcontext()
-    return beside(lambda: (attend_task(FORMATS[kv_dtype]), _driver()))
+    return in_background(lambda: (attend_task(FORMATS[kv_dtype]), _driver()))
 
 
 def _check(qkv_TW: Tensor, heads: HeadLayout, cache: LayerCache, slot_mapping_T: Tensor) -> None:

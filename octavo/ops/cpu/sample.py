@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.cpu import logits as processors
+from octavo.ops.cpu import truncation
 from octavo.ops.noise import exponentials, token_hashes
 from octavo.ops.sample import (
     BANNED,
@@ -51,19 +51,19 @@ def _draw(
     logits_V: Tensor, temperature: float, min_p: float, top_k: int, top_p: float, seed: int, position: int
 ) -> int:
     if float(logits_V.min()) == BANNED:
-        logits_V = logits_V.masked_fill(logits_V == BANNED, processors.NEVER)
+        logits_V = logits_V.masked_fill(logits_V == BANNED, truncation.NEVER)
     if temperature != 1:
         logits_V = logits_V / temperature
     if min_p > 0:
-        logits_V = processors.keep_min_p(logits_V, min_p)
+        logits_V = truncation.keep_min_p(logits_V, min_p)
     if top_k > 0:
-        logits_V = processors.keep_top_k(logits_V, top_k)
+        logits_V = truncation.keep_top_k(logits_V, top_k)
     if top_p < 1:
-        logits_V = processors.keep_top_p(logits_V, top_p)
+        logits_V = truncation.keep_top_p(logits_V, top_p)
     best = float(logits_V.max())
     if not math.isfinite(best) or best >= OVERFLOWN / temperature:
-        return NOTHING_LEFT if best == processors.NEVER else OUT_OF_RANGE
-    ids_C = (logits_V > processors.NEVER).nonzero().squeeze(1)
+        return NOTHING_LEFT if best == truncation.NEVER else OUT_OF_RANGE
+    ids_C = (logits_V > truncation.NEVER).nonzero().squeeze(1)
     race_C = logits_V[ids_C] - exponentials(_hashes(len(logits_V))[ids_C], seed, position).log_()
     return int(ids_C[race_C.argmax()])
 

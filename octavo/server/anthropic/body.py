@@ -12,7 +12,7 @@ import msgspec
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_TOKEN_ID
 from octavo.server.anthropic.blocks import chat_messages, system_text
-from octavo.server.body import BodyReader
+from octavo.server.body_decoder import BodyDecoder
 from octavo.server.errors import UnsupportedParameter
 from octavo.server.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
 from octavo.server.services import Services
@@ -56,8 +56,10 @@ class MessageBody(Counted, kw_only=True):
     timeout: float | None = None
 
 
-counted_reader = BodyReader(Counted, REFUSED, ACCEPTED)
-message_reader = BodyReader(MessageBody, refused_elsewhere(MessageBody, ACCEPTED) | REFUSED, ACCEPTED, IGNORED_IN_CHAT)
+counted_decoder = BodyDecoder(Counted, REFUSED, ACCEPTED)
+message_decoder = BodyDecoder(
+    MessageBody, refused_elsewhere(MessageBody, ACCEPTED) | REFUSED, ACCEPTED, IGNORED_IN_CHAT
+)
 
 
 def without_effect(body: Counted, services: Services) -> list[str]:
@@ -126,10 +128,10 @@ def _thinking(thinking: dict[str, Any] | None, services: Services) -> dict[str, 
 
 
 def _effort(body: Counted) -> str | None:
-    asked = body.output_config.get("effort")
-    if not isinstance(asked, str | None):
+    requested = body.output_config.get("effort")
+    if not isinstance(requested, str | None):
         raise InvalidParameter("output_config", "'output_config.effort' must be a string.")
-    return asked
+    return requested
 
 
 def _response_format(body: Counted) -> dict[str, Any] | None:

@@ -23,9 +23,9 @@ from octavo.errors import InvalidParameter
 from octavo.server.background_jobs import retry_while_unavailable
 from octavo.server.batches.files import CONTENT, items_of, new_file, page
 from octavo.server.batches.runner import BadLine, Line, LineRunner, Outcome, read_lines
-from octavo.server.body import BodyReader
-from octavo.server.caller import caller_of
+from octavo.server.body_decoder import BodyDecoder
 from octavo.server.errors import NotFound, UnexpectedError, printable
+from octavo.server.keys import caller_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.services import Services, services_of
@@ -52,12 +52,12 @@ class BatchBody(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] = {}
 
 
-reader = BodyReader(BatchBody, {"output_expires_after": ()}, frozenset())
+decoder = BodyDecoder(BatchBody, {"output_expires_after": ()}, frozenset())
 
 
 async def create_batch(request: Request) -> Response:
     services, owner = services_of(request), caller_of(request).name
-    body, headers = await services.read(request, reader)
+    body, headers = await services.read(request, decoder)
     served = request.app.state.batches.endpoints
     if body.endpoint not in served:
         raise InvalidParameter("endpoint", f"'endpoint' must be one of {', '.join(served)}.")

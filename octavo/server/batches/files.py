@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
-from octavo.server.caller import caller_of
 from octavo.server.errors import HTTPRefusal, MissingParameter, NotFound, printable
+from octavo.server.keys import caller_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.services import services_of
@@ -50,7 +50,7 @@ async def create_file(request: Request) -> Response:
         message = "A file must be sent with 'Content-Type: multipart/form-data'."
         raise HTTPRefusal(400, message, "unsupported_media_type")
     content_type = request.headers["content-type"]
-    fields, files = await services.bodies.read(request, lambda body: _form(content_type, body))
+    fields, files = await services.body_receiver.read(request, lambda body: _form(content_type, body))
     if "file" not in files:
         raise MissingParameter("file")
     if fields.get("purpose") != "batch":

@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from octavo.errors import QueueFull, RequestError, Unavailable
 from octavo.server.background_jobs import inner_request, retry_while_unavailable
-from octavo.server.caller import Caller
 from octavo.server.errors import UnexpectedError, error_object
+from octavo.server.keys import Caller
 from octavo.server.openai.schema import Endpoint
 from octavo.server.services import Services
 

@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import ContextLengthExceeded, InvalidParameter, QueueFull
-from octavo.server.body import BodyReader, MalformedJSON
+from octavo.server.body_decoder import BodyDecoder, MalformedJSON
 from octavo.server.generation import Choice
 from octavo.server.native.dialect import with_statuses
-from octavo.server.openai.completions import CompletionBody, asked_of
+from octavo.server.openai.completions import CompletionBody, client_request
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.services import Services, services_of
@@ -41,20 +41,22 @@ class PlainBody(msgspec.Struct, kw_only=True):
     timeout: float | None = None
 
 
-generate_reader = BodyReader(GenerateBody, {}, frozenset())
-plain_reader = BodyReader(PlainBody, {}, frozenset())
+generate_decoder = BodyDecoder(GenerateBody, {}, frozenset())
+plain_decoder = BodyDecoder(PlainBody, {}, frozenset())
 
 
 async def generate(request: Request) -> Response:
     services, start = services_of(request), time.monotonic()
     services.admission.check_room()
-    body, headers = await services.read(request, generate_reader)
+    body, headers = await services.read(request, generate_decoder)
     if not 1 <= len(body.prompt) <= MAX_PROMPT_CHARACTERS:
         raise InvalidParameter("prompt", f"'prompt' must have 1 to {MAX_PROMPT_CHARACTERS} characters.")
     if not 1 <= body.max_new_tokens <= MAX_NEW_TOKENS:
         raise InvalidParameter("max_new_tokens", f"'max_new_tokens' must be from 1 to {MAX_NEW_TOKENS}.")
-    asked = CompletionBody(prompt=body.prompt, max_tokens=body.max_new_tokens, ignore_eos=True, timeout=body.timeout)
-    choice = await _finished(services, asked, request)
+    completion = CompletionBody(
+        prompt=body.prompt, max_tokens=body.max_new_tokens, ignore_eos=True, timeout=body.timeout
+    )
+    choice = await _finished(services, completion, request)
     result = {
         "request_id": str(uuid.uuid4()),
         "text": choice.take().text,
@@ -69,12 +71,12 @@ async def generate(request: Request) -> Response:
 async def generate_plainly(request: Request) -> Response:
     services = services_of(request)
     services.admission.check_room()
-    body, headers = await services.read(request, plain_reader)
+    body, headers = await services.read(request, plain_decoder)
     for field, is_bad in (("prompt", not body.prompt.strip()), ("max_tokens", body.max_tokens < 1)):
         if is_bad:
             raise BadValue(field, f"'{field}' must not be empty." if field == "prompt" else f"'{field}' is below 1.")
-    asked = CompletionBody(prompt=body.prompt, max_tokens=body.max_tokens, timeout=body.timeout)
-    choice = await _finished(services, asked, request)
+    completion = CompletionBody(prompt=body.prompt, max_tokens=body.max_tokens, timeout=body.timeout)
+    choice = await _finished(services, completion, request)
     is_cut = choice.finish_reason == "length"
     result = {
         "request_id": str(uuid.uuid4()),
@@ -91,7 +93,7 @@ class BadValue(InvalidParameter):
 
 
 async def _finished(services: Services, body: CompletionBody, request: Request) -> Choice:
-    choices = await finished_choices(await services.admission.admit(asked_of(body, services, request)), request)
+    choices = await finished_choices(await services.admission.admit(client_request(body, services, request)), request)
     return choices[0]
 
 

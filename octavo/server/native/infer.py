@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound, QueueFull, RequestError
-from octavo.server.body import BodyReader, MalformedJSON
+from octavo.server.body_decoder import BodyDecoder, MalformedJSON
 from octavo.server.errors import UnknownParameter
 from octavo.server.generation import Choice
 from octavo.server.native.dialect import with_statuses
-from octavo.server.openai.completions import CompletionBody, asked_of
+from octavo.server.openai.completions import CompletionBody, client_request
 from octavo.server.openai.rendering import encode_line, usage
 from octavo.server.openai.schema import Endpoint
 from octavo.server.services import services_of
@@ -42,13 +42,13 @@ class EmptyPrompt(InvalidParameter):
     """The prompt is empty."""
 
 
-reader = BodyReader(InferBody, {}, frozenset())
+decoder = BodyDecoder(InferBody, {}, frozenset())
 
 
 async def infer(request: Request) -> Response:
     services = services_of(request)
     services.admission.check_room()
-    body, unknown = await services.bodies.read_json(request, reader, services.engine.info.max_model_len)
+    body, unknown = await services.body_receiver.read_json(request, decoder, services.engine.info.max_model_len)
     if unknown:
         raise UnknownParameter(unknown)
     if not body.prompt:
@@ -57,7 +57,7 @@ async def infer(request: Request) -> Response:
         raise InvalidParameter("max_tokens", "'max_tokens' must be at least 1.")
     if body.top_k is not None and body.top_k < 1:
         raise InvalidParameter("top_k", "'top_k' must be at least 1.")
-    asked = CompletionBody(
+    completion = CompletionBody(
         model=body.model,
         prompt=body.prompt if isinstance(body.prompt, str) else list(body.prompt),
         max_tokens=body.max_tokens,
@@ -70,7 +70,7 @@ async def infer(request: Request) -> Response:
         timeout=body.timeout,
         **_constraint(body.response_format),
     )
-    generation = await services.admission.admit(asked_of(asked, services, request))
+    generation = await services.admission.admit(client_request(completion, services, request))
     return InferStream(generation, InferEvents(), {})
 
 

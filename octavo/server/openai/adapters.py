@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from octavo.errors import ConfigError, InvalidParameter, ModelNotFound
 from octavo.server.adapters import digest
-from octavo.server.body import BodyReader
+from octavo.server.body_decoder import BodyDecoder
 from octavo.server.errors import UnsupportedParameter, printable
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
@@ -35,13 +35,13 @@ class UnloadBody(msgspec.Struct, kw_only=True):
     lora_name: str
 
 
-load_reader = BodyReader(LoadBody, {"load_inplace": ()}, frozenset({"base_model_name"}))
-unload_reader = BodyReader(UnloadBody, {}, frozenset({"lora_int_id"}))
+load_decoder = BodyDecoder(LoadBody, {"load_inplace": ()}, frozenset({"base_model_name"}))
+unload_decoder = BodyDecoder(UnloadBody, {}, frozenset({"lora_int_id"}))
 
 
 async def load(request: Request) -> Response:
     services = services_of(request)
-    body, headers = await services.read(request, load_reader)
+    body, headers = await services.read(request, load_decoder)
     _check_allowed(services)
     name, path = body.lora_name, body.lora_path
     if not 1 <= len(name) <= MAX_NAME or name != name.strip() or set(name) & set(",=") or not name.isprintable():
@@ -64,7 +64,7 @@ async def load(request: Request) -> Response:
 
 async def unload(request: Request) -> Response:
     services = services_of(request)
-    body, headers = await services.read(request, unload_reader)
+    body, headers = await services.read(request, unload_decoder)
     _check_allowed(services)
     if body.lora_name not in services.engine.adapters.known:
         raise ModelNotFound(f"There is no adapter '{printable(body.lora_name)}'.", param="lora_name")

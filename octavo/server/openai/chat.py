@@ -15,9 +15,8 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_LOGPROBS
-from octavo.server.admission import Asked
-from octavo.server.body import BodyReader
-from octavo.server.caller import caller_of
+from octavo.server.admission import ClientRequest
+from octavo.server.body_decoder import BodyDecoder
 from octavo.server.errors import UnsupportedParameter
 from octavo.server.generation import Choice, ChoiceUpdate
 from octavo.server.openai import fields
@@ -32,12 +31,13 @@ from octavo.server.openai.fields import (
     check_max_tokens,
     default_max_tokens,
     sampling_params,
+    scheduling_fields,
 )
 from octavo.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from octavo.server.openai.messages import Conversation, TemplateOptions
 from octavo.server.openai.rendering import ChunkFrame, Identity, encode, encode_line, json_response, usage
 from octavo.server.openai.schema import Endpoint
-from octavo.server.openai.tools import ToolUse, expected_message, tool_use
+from octavo.server.openai.tools import ToolUse, message_constraints, tool_use
 from octavo.server.services import Services, services_of
 from octavo.server.sse import EventStream, finished_choices
 
@@ -81,7 +81,7 @@ class ChatBody(GenerationFields, kw_only=True):
     reasoning_effort: str | None = None
 
 
-reader = BodyReader(ChatBody, REFUSED_IN_CHAT, ACCEPTED, IGNORED_IN_CHAT)
+decoder = BodyDecoder(ChatBody, REFUSED_IN_CHAT, ACCEPTED, IGNORED_IN_CHAT)
 
 
 def refused_elsewhere(own: type[msgspec.Struct], accepted: frozenset[str]) -> dict[str, tuple[Any, ...]]:
@@ -95,9 +95,9 @@ def refused_elsewhere(own: type[msgspec.Struct], accepted: frozenset[str]) -> di
 async def create_chat_completion(request: Request) -> Response:
     services = services_of(request)
     services.admission.check_room()
-    body, headers = await services.read(request, reader, without_effect)
+    body, headers = await services.read(request, decoder, without_effect)
     tools = tools_of(body, services)
-    generation = await services.admission.admit(asked(body, services, request, tools))
+    generation = await services.admission.admit(client_request(body, services, request, tools))
     answer = ChatAnswer(services, body, generation.choices, tools)
     services.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
     if body.stream:
@@ -133,30 +133,19 @@ def conversation(
     return Conversation(messages, options, services.chat_template, given, template_kwargs, write_calls)
 
 
-def asked(body: ChatBody, services: Services, request: Request, tools: ToolUse | None) -> Asked:
+def client_request(body: ChatBody, services: Services, request: Request, tools: ToolUse | None) -> ClientRequest:
     """The body as a request for admission. Raises ``RequestError``."""
     check_generation_fields(body, services)
-    if body.prompt_logprobs is not None and body.stream:
-        raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
     field, grammar = _grammar(body, services, tools)
     max_tokens = _max_tokens(body)
     variables = {**(effort(body.reasoning_effort, services) or {}), **_documents(body, services)}
-    return Asked(
-        caller=caller_of(request),
+    return ClientRequest(
+        **scheduling_fields(body, services, request),
         prompts=[conversation(body.messages, body, services, tools, **variables).prompt],
         prompt_field="messages",
         params=sampling_params(body, services, max_tokens, _logprobs(body), body.prompt_logprobs),
         default_max_tokens=default_max_tokens(services, max_tokens),
         add_special_tokens=body.add_special_tokens,
-        model=body.model,
-        priority=body.priority,
-        cache_salt=services.cache_salt(request, body.cache_salt),
-        tenant=services.tenant(request, body.user, body.model),
-        ttft_target=body.ttft_target or 0.0,
-        tpot_target=body.tpot_target or 0.0,
-        session=body.prompt_cache_key or "",
-        cache_ttl=body.cache_ttl,
-        timeout=body.timeout,
         grammar=grammar,
         grammar_field=field,
         shown_ids=services.message_format.shown_ids,
@@ -173,23 +162,23 @@ def _grammar(body: ChatBody, services: Services, tools: ToolUse | None) -> tuple
             "or with --no-enable-auto-tool-choice."
         )
         raise UnsupportedParameter("tools", message)
-    expected = expected_message(None if asked_for is None else asked_for.form, tools)
+    expected = message_constraints(None if asked_for is None else asked_for.form, tools)
     if expected is None:
         return "", None
     field = "tools" if asked_for is None or expected.form is None else asked_for.field
     return field, lambda prompt: format.grammar(expected, prompt)
 
 
-def effort(asked: str | None, services: Services) -> dict[str, Any] | None:
+def effort(requested: str | None, services: Services) -> dict[str, Any] | None:
     """Template variables for a reasoning effort; ``None`` if the model has no such variable."""
     template, format = services.chat_template.source or "", services.message_format
-    if asked is None:
+    if requested is None:
         return {}
     if "reasoning_effort" in template:
-        return {"reasoning_effort": asked}
-    if asked == "none" and "enable_thinking" in template:
+        return {"reasoning_effort": requested}
+    if requested == "none" and "enable_thinking" in template:
         return {"enable_thinking": False}
-    return {} if asked == "none" and not format.can_reason else None
+    return {} if requested == "none" and not format.can_reason else None
 
 
 def without_effect(body: ChatBody, services: Services) -> list[str]:

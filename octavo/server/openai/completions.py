@@ -16,10 +16,8 @@ from starlette.responses import Response
 from octavo.errors import InvalidParameter
 from octavo.grammar import forms
 from octavo.sampling_params import MAX_N, SamplingParams
-from octavo.server.admission import Asked
-from octavo.server.body import BodyReader
-from octavo.server.caller import caller_of
-from octavo.server.errors import UnsupportedParameter
+from octavo.server.admission import ClientRequest
+from octavo.server.body_decoder import BodyDecoder
 from octavo.server.generation import Choice, ChoiceUpdate
 from octavo.server.openai.constraints import constraint
 from octavo.server.openai.fields import (
@@ -30,6 +28,7 @@ from octavo.server.openai.fields import (
     GenerationFields,
     check_generation_fields,
     sampling_params,
+    scheduling_fields,
     without_effect,
 )
 from octavo.server.openai.logprobs import CompletionLogprobs, TokenNames, finite, prompt_logprobs
@@ -54,21 +53,21 @@ class CompletionBody(GenerationFields, kw_only=True):
     add_special_tokens: bool = True
 
 
-reader = BodyReader(CompletionBody, REFUSED | {"suffix": ()}, ACCEPTED, IGNORED)
+decoder = BodyDecoder(CompletionBody, REFUSED | {"suffix": ()}, ACCEPTED, IGNORED)
 
 
 async def create_completion(request: Request) -> Response:
     services = services_of(request)
     services.admission.check_room()
-    body, headers = await services.read(request, reader, without_effect)
-    asked = asked_of(body, services, request)
-    generation = await services.admission.admit(asked)
+    body, headers = await services.read(request, decoder, without_effect)
+    submitted = client_request(body, services, request)
+    generation = await services.admission.admit(submitted)
     answer = CompletionAnswer(services, body, generation.choices)
     services.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
     if body.stream:
         return EventStream(generation, answer, headers)
     choices = await finished_choices(generation, request)
-    if asked.params.logprobs is None and asked.params.prompt_logprobs is None:
+    if submitted.params.logprobs is None and submitted.params.prompt_logprobs is None:
         return json_response(answer.unstreamed(choices), headers)
     # Log-probabilities of long texts are megabytes of JSON.
     return await asyncio.to_thread(lambda: json_response(answer.unstreamed(choices), headers))
@@ -79,34 +78,23 @@ ENDPOINTS = [
 ]
 
 
-def asked_of(body: CompletionBody, services: Services, request: Request) -> Asked:
+def client_request(body: CompletionBody, services: Services, request: Request) -> ClientRequest:
     """The body as a request for admission. Raises ``RequestError``."""
     check_generation_fields(body, services)
     echoed = body.logprobs if body.echo else None
-    if body.prompt_logprobs is not None and body.stream:
-        raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
     asked_for = constraint(body)
     if asked_for is not None:
         services.need_tokenizer(asked_for.field)
     # ``prompt_logprobs`` (vLLM) and ``echo`` need the same computation; the engine gets the larger number.
     scored = max((k for k in (echoed, body.prompt_logprobs) if k is not None), default=None)
-    return Asked(
-        caller=caller_of(request),
+    return ClientRequest(
+        **scheduling_fields(body, services, request),
         prompts=prompts_of(body.prompt, "prompt"),
         prompt_field="prompt",
         params=_among_best_of(body, sampling_params(body, services, body.max_tokens, body.logprobs, scored)),
         default_max_tokens=None if body.max_tokens == NO_LIMIT else DEFAULT_MAX_TOKENS,
         add_special_tokens=body.add_special_tokens,
-        model=body.model,
-        priority=body.priority,
-        cache_salt=services.cache_salt(request, body.cache_salt),
-        tenant=services.tenant(request, body.user, body.model),
-        ttft_target=body.ttft_target or 0.0,
-        tpot_target=body.tpot_target or 0.0,
-        session=body.prompt_cache_key or "",
-        cache_ttl=body.cache_ttl,
-        timeout=body.timeout,
-        grammar=None if asked_for is None else lambda _: forms.whole(asked_for.form),
+        grammar=None if asked_for is None else lambda _: forms.grammar_text(asked_for.form),
         grammar_field="" if asked_for is None else asked_for.field,
     )
 

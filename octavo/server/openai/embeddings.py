@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.server.body import BodyReader
+from octavo.server.body_decoder import BodyDecoder
 from octavo.server.generation import Choice
 from octavo.server.openai.completions import prompts_of
 from octavo.server.openai.fields import ACCEPTED, check_labels
@@ -36,13 +36,13 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     user: str | None = None
 
 
-reader = BodyReader(EmbeddingBody, {"truncate_prompt_tokens": (), "messages": ()}, ACCEPTED)
+decoder = BodyDecoder(EmbeddingBody, {"truncate_prompt_tokens": (), "messages": ()}, ACCEPTED)
 
 
 async def create_embeddings(request: Request) -> Response:
     services = services_of(request)
     services.admission.check_room()
-    body, headers = await services.read(request, reader)
+    body, headers = await services.read(request, decoder)
     check_labels(services, body.model, body.priority, body.user)
     check_dimensions(body.dimensions, services.engine.info.embedding_size)
     choices = await ask(

@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 
 from octavo.config import SchedulerSettings
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_TOKEN_ID, SamplingParams
 from octavo.server.errors import UnsupportedParameter
+from octavo.server.keys import caller_of
 from octavo.server.services import Services
 
 MAX_CACHE_SALT = 256
@@ -109,6 +111,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
+    num_speculative_tokens: int | None = None
     priority: int = 0
     cache_salt: str = ""
     user: str | None = None
@@ -162,6 +165,8 @@ def without_effect(body: GenerationFields, services: Services) -> list[str]:
 def check_generation_fields(body: GenerationFields, services: Services) -> None:
     """Validate what ``SamplingParams`` does not. Raises ``RequestError``."""
     check_labels(services, body.model, body.priority, body.user)
+    if body.prompt_logprobs is not None and body.stream:
+        raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
     if body.stream and body.stream_options is not None and body.stream_options.include_obfuscation:
         raise UnsupportedParameter("stream_options", "'stream_options.include_obfuscation' is not supported.")
     if len(body.cache_salt) > MAX_CACHE_SALT:
@@ -178,6 +183,22 @@ def check_generation_fields(body: GenerationFields, services: Services) -> None:
     for name in ("stop", "bad_words"):
         if getattr(body, name):
             services.need_tokenizer(name)
+
+
+def scheduling_fields(body: GenerationFields, services: Services, request: Request) -> dict[str, Any]:
+    """The fields of ``ClientRequest`` that every endpoint fills from the same fields of its body."""
+    return {
+        "caller": caller_of(request),
+        "model": body.model,
+        "priority": body.priority,
+        "cache_salt": services.cache_salt(request, body.cache_salt),
+        "tenant": services.tenant(request, body.user, body.model),
+        "ttft_target": body.ttft_target or 0.0,
+        "tpot_target": body.tpot_target or 0.0,
+        "session": body.prompt_cache_key or "",
+        "cache_ttl": body.cache_ttl,
+        "timeout": body.timeout,
+    }
 
 
 def _check_target(name: str, seconds: float, scheduler: SchedulerSettings) -> None:
@@ -218,6 +239,7 @@ def sampling_params(
         seed=None if body.seed is None else body.seed % 2**64,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        num_speculative_tokens=body.num_speculative_tokens,
     )
 
 
@@ -228,10 +250,10 @@ def check_max_tokens(name: str, value: int | None) -> None:
         raise InvalidParameter(name, message)
 
 
-def default_max_tokens(services: Services, asked: int | None) -> int | None:
+def default_max_tokens(services: Services, requested: int | None) -> int | None:
     """The default token limit of a message: the one in the model's generation config, if any."""
     recommended = services.engine.info.sampling_defaults.get("max_tokens")
-    return None if recommended is None or asked == NO_LIMIT else int(recommended)
+    return None if recommended is None or requested == NO_LIMIT else int(recommended)
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:

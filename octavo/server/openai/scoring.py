@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
 from octavo.server.admission import PromptSource
-from octavo.server.body import BodyReader
+from octavo.server.body_decoder import BodyDecoder
 from octavo.server.openai.fields import ACCEPTED, check_labels
 from octavo.server.openai.rendering import Identity, json_response
 from octavo.server.openai.schema import Endpoint
@@ -53,14 +53,14 @@ class RerankBody(msgspec.Struct, kw_only=True):
 
 
 REFUSED: dict[str, tuple[Any, ...]] = {"truncate_prompt_tokens": (), "max_tokens_per_doc": (), "rank_fields": ()}
-score_reader = BodyReader(ScoreBody, REFUSED, ACCEPTED)
-rerank_reader = BodyReader(RerankBody, REFUSED, ACCEPTED)
+score_decoder = BodyDecoder(ScoreBody, REFUSED, ACCEPTED)
+rerank_decoder = BodyDecoder(RerankBody, REFUSED, ACCEPTED)
 
 
 async def score(request: Request) -> Response:
     services = services_of(request)
     services.admission.check_room()
-    body, headers = await services.read(request, score_reader)
+    body, headers = await services.read(request, score_decoder)
     check_labels(services, body.model, body.priority, body.user)
     pairs = pairs_of(body.text_1, body.text_2)
     scores, count = await _scores(services, request, pairs, ("text_1", "text_2"), body)
@@ -75,7 +75,7 @@ async def score(request: Request) -> Response:
 async def rerank(request: Request) -> Response:
     services = services_of(request)
     services.admission.check_room()
-    body, headers = await services.read(request, rerank_reader)
+    body, headers = await services.read(request, rerank_decoder)
     check_labels(services, body.model, body.priority, body.user)
     if not body.documents:
         raise InvalidParameter("documents", "'documents' must not be empty.")

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
 from octavo.server.admission import PromptSource
-from octavo.server.body import BodyReader
+from octavo.server.body_decoder import BodyDecoder
 from octavo.server.errors import MissingParameter
 from octavo.server.openai.chat import conversation
 from octavo.server.openai.fields import ACCEPTED
@@ -41,15 +41,15 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-tokenize_reader = BodyReader(
+tokenize_decoder = BodyDecoder(
     TokenizeBody, {"chat_template": (), "tools": (), "mm_processor_kwargs": ()}, ACCEPTED | {"user"}
 )
-detokenize_reader = BodyReader(DetokenizeBody, {}, ACCEPTED | {"user"})
+detokenize_decoder = BodyDecoder(DetokenizeBody, {}, ACCEPTED | {"user"})
 
 
 async def tokenize(request: Request) -> Response:
     services = services_of(request)
-    body, headers = await services.read(request, tokenize_reader)
+    body, headers = await services.read(request, tokenize_decoder)
     services.check_model(body.model)
     tokenizer = services.need_tokenizer("prompt" if body.messages is None else "messages")
     source, field, adds_special = _source(body, services)
@@ -80,7 +80,7 @@ def _source(body: TokenizeBody, services: Services) -> tuple[PromptSource, str, 
 
 async def detokenize(request: Request) -> Response:
     services = services_of(request)
-    body, headers = await services.read(request, detokenize_reader)
+    body, headers = await services.read(request, detokenize_decoder)
     services.check_model(body.model)
     tokenizer = services.need_tokenizer("tokens")
     services.admission.check_in_vocabulary(body.tokens, "tokens")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from octavo.errors import InvalidParameter
 from octavo.grammar.forms import Form
 from octavo.server.errors import UnsupportedParameter
-from octavo.text.message_format import Tool, Wanted
+from octavo.text.message_format import MessageConstraints, Tool
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -73,14 +73,14 @@ def tool_use(tools: list[dict[str, Any]], choice: ToolChoice | None, is_parallel
     return ToolUse(tools, found, "named", allowed, False)
 
 
-def expected_message(form: Form | None, tools: ToolUse | None) -> Wanted | None:
+def message_constraints(form: Form | None, tools: ToolUse | None) -> MessageConstraints | None:
     """The constraint on the message for content of ``form`` and these tools; ``None`` if unconstrained."""
     if tools is None:
-        return None if form is None else Wanted(form)
+        return None if form is None else MessageConstraints(form)
     if tools.must_call:
-        return Wanted(None, tools.allowed, tools.is_parallel)
+        return MessageConstraints(None, tools.allowed, tools.is_parallel)
     if form is not None or tools.is_strict:
-        return Wanted(form, tools.allowed, tools.is_parallel, may_talk=form is None)
+        return MessageConstraints(form, tools.allowed, tools.is_parallel, allows_text=form is None)
     return None
 
 

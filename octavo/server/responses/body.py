@@ -8,7 +8,7 @@ import msgspec
 
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_LOGPROBS
-from octavo.server.body import BodyReader
+from octavo.server.body_decoder import BodyDecoder
 from octavo.server.errors import UnsupportedParameter, printable
 from octavo.server.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
 from octavo.server.openai.fields import check_max_tokens
@@ -80,7 +80,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     cache_salt: str = ""
 
 
-reader = BodyReader(ResponseBody, refused_elsewhere(ResponseBody, ACCEPTED) | REFUSED, ACCEPTED, IGNORED)
+decoder = BodyDecoder(ResponseBody, refused_elsewhere(ResponseBody, ACCEPTED) | REFUSED, ACCEPTED, IGNORED)
 
 
 def without_effect(body: ResponseBody, services: Services) -> list[str]:

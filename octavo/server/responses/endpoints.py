@@ -13,13 +13,13 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter, RequestError, Unavailable
 from octavo.server.background_jobs import inner_request, retry_while_unavailable
-from octavo.server.caller import Caller, caller_of
 from octavo.server.chat_reply import begin_reply
 from octavo.server.errors import NotFound, UnexpectedError, printable
+from octavo.server.keys import Caller, caller_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.responses.answer import ResponseAnswer, ResponseStream, begun, failed
-from octavo.server.responses.body import ResponseBody, chat_body, check, reader, without_effect
+from octavo.server.responses.body import ResponseBody, chat_body, check, decoder, without_effect
 from octavo.server.responses.items import Item, input_items
 from octavo.server.services import Services, services_of
 from octavo.server.sse import attended, finished_choices
@@ -57,7 +57,7 @@ class Pending(msgspec.Struct):
 async def create_response(request: Request) -> Response:
     services, caller = services_of(request), caller_of(request)
     services.admission.check_room()
-    body, headers = await services.read(request, reader, without_effect)
+    body, headers = await services.read(request, decoder, without_effect)
     check(body)
     services.check_model(body.model)
     history = await _previous(services, caller, body.previous_response_id) + input_items(body.input)

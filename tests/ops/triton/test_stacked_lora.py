@@ -83,7 +83,7 @@ def test_many_rows(device: str) -> None:
     check([3] * 70 + [NO_ADAPTER] * 20 + [0] * 50, [32], 64, 8, device)
 
 
-def test_no_row_wants_an_adapter(device: str) -> None:
+def test_no_row_has_an_adapter(device: str) -> None:
     check([NO_ADAPTER] * 20, [32], 64, 8, device)
 
 

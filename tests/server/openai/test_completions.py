@@ -285,7 +285,7 @@ def test_priority_and_salt_reach_the_engine(serve_app: Any) -> None:
     assert served.complete(priority=2**31).json()["error"]["param"] == "priority"
 
 
-def test_who_is_charged(serve_app: Any) -> None:
+def test_the_tenant_that_is_charged(serve_app: Any) -> None:
     served = serve_app(scheduling_policy="fair")
     assert served.complete(user="alice").status_code == 200
     assert served.chat(user="bob").status_code == 200

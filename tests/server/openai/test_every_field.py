@@ -12,20 +12,20 @@ import pytest
 from tokenizers import processors
 
 from octavo.server.anthropic import body as anthropic
-from octavo.server.body import BodyReader
+from octavo.server.body_decoder import BodyDecoder
 from octavo.server.openai import chat, completions, tokenize
 from octavo.server.responses import body as responses
 from octavo.types import Request
 from tests.server.conftest import Served
 from tests.server.in_process import EOS, IM_END, SPECIAL, InProcessEngine, byte_tokenizer
 
-READERS: dict[str, BodyReader[Any]] = {"completions": completions.reader, "chat/completions": chat.reader}
-OTHER_READERS: dict[str, tuple[BodyReader[Any], dict[str, Any]]] = {
-    "/v1/responses": (responses.reader, {"input": "Hi"}),
-    "/v1/messages": (anthropic.message_reader, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
-    "/v1/messages/count_tokens": (anthropic.counted_reader, {"messages": [{"role": "user", "content": "Hi"}]}),
-    "/tokenize": (tokenize.tokenize_reader, {"prompt": "Hi"}),
-    "/detokenize": (tokenize.detokenize_reader, {"tokens": [5]}),
+READERS: dict[str, BodyDecoder[Any]] = {"completions": completions.decoder, "chat/completions": chat.decoder}
+OTHER_READERS: dict[str, tuple[BodyDecoder[Any], dict[str, Any]]] = {
+    "/v1/responses": (responses.decoder, {"input": "Hi"}),
+    "/v1/messages": (anthropic.message_decoder, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
+    "/v1/messages/count_tokens": (anthropic.counted_decoder, {"messages": [{"role": "user", "content": "Hi"}]}),
+    "/tokenize": (tokenize.tokenize_decoder, {"prompt": "Hi"}),
+    "/detokenize": (tokenize.detokenize_decoder, {"tokens": [5]}),
 }
 """Readers of other paths, with bodies that they take."""
 
@@ -50,6 +50,7 @@ PARAMS: dict[str, tuple[Any, Any]] = {
     "skip_special_tokens": (False, False),
     "seed": (-1, 2**64 - 1),
     "prompt_logprobs": (2, 2),
+    "num_speculative_tokens": (2, 2),
 }
 """Fields that are parameters of the same name: what is sent, and what the engine gets."""
 
@@ -137,8 +138,8 @@ def test_other_fields_reach_the_engine(server: Served, path: str) -> None:
 @pytest.mark.parametrize("path", READERS)
 def test_every_refused_field_is_named(server: Served, path: str) -> None:
     """And with a value that asks for nothing, it is no matter."""
-    reader = READERS[path]
-    for name, defaults in reader.refused.items():
+    decoder = READERS[path]
+    for name, defaults in decoder.refused.items():
         error = ask(server, path, **{name: {"asks": "something"}}).json()["error"]
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")
         assert name in error["message"]
@@ -149,15 +150,15 @@ def test_every_refused_field_is_named(server: Served, path: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", OTHER_READERS)
 def test_so_it_is_in_the_other_apis(server: Served, path: str) -> None:
-    reader, body = OTHER_READERS[path]
-    for name, defaults in reader.refused.items():
+    decoder, body = OTHER_READERS[path]
+    for name, defaults in decoder.refused.items():
         refused = server.client.post(path, json={**body, name: {"asks": "something"}})
         assert refused.status_code == 400
         assert f"'{name}'" in refused.json()["error"]["message"]
         assert refused.json()["error"].get("param", name) == name
         for nothing in (None, False, "", [], {}, *defaults):
             assert server.client.post(path, json={**body, name: nothing}).status_code == 200, (name, nothing)
-    for name in reader.accepted - reader.decoders.keys():
+    for name in decoder.accepted - decoder.decoders.keys():
         accepted = server.client.post(path, json={**body, name: {"a": "b"}})
         assert accepted.status_code == 200
         assert "x-octavo-unknown-fields" not in accepted.headers

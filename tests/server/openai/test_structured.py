@@ -234,7 +234,7 @@ def test_reasoning_comes_before_what_is_bound(serve_app: Any) -> None:
         assert not takes(served, wrong), wrong
 
 
-def test_reasoning_is_told_from_content(serve_app: Any) -> None:
+def test_reasoning_is_separated_from_content(serve_app: Any) -> None:
     tokenizer = byte_tokenizer(THINKING)
     text = "Let me think.</think>\n\nFour."
     served = serve_app(InProcessEngine(lambda request: [*text.encode(), 258]), tokenizer=tokenizer)

@@ -80,7 +80,7 @@ def test_calls_come_whole(serve_hermes: Callable[[str], Served]) -> None:
     assert all(call["type"] == "function" and call["id"].startswith("call_") for call in calls)
 
 
-def test_content_is_null_beside_calls_alone(serve_hermes: Callable[[str], Served]) -> None:
+def test_content_is_null_only_with_calls(serve_hermes: Callable[[str], Served]) -> None:
     message = serve_hermes(CALL).chat(tools=TOOLS, max_tokens=400).json()["choices"][0]["message"]
     assert message["content"] is None
 

@@ -102,7 +102,7 @@ def test_a_template_whose_format_is_not_known_is_not_asked_to_tell_it(serve: Ser
     assert "You can call functions" not in prompt_of(named)
 
 
-def test_the_history_is_told_in_the_same_form(serve: Serve) -> None:
+def test_calls_of_the_history_have_the_same_form(serve: Serve) -> None:
     served = serve("Fine.")
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [

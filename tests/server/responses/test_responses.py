@@ -113,7 +113,7 @@ def test_a_response_is_retrieved_whole(server: Served) -> None:
     assert server.client.get(f"/v1/responses/{name}?stream=false").status_code == 200
 
 
-def test_what_is_not_to_be_kept_is_not(server: Served) -> None:
+def test_a_response_with_store_false_is_not_stored(server: Served) -> None:
     answer = client(server).responses.create(model="test", input="Hi", max_output_tokens=3, store=False)
     assert server.client.get(f"/v1/responses/{answer.id}").status_code == 404
 
@@ -229,7 +229,7 @@ def test_the_background_outlives_the_process(serve_app: Any, tmp_path: Path) -> 
     assert later.client.get(f"/v1/responses/{kept}").status_code == 404
 
 
-def test_what_is_kept_expires(serve_app: Any) -> None:
+def test_stored_responses_expire(serve_app: Any) -> None:
     served = serve_app(retention_hours=0.001)
     name = post(served).json()["id"]
     assert served.client.get(f"/v1/responses/{name}").status_code == 200
@@ -245,7 +245,7 @@ def test_a_failure_after_the_start_is_an_event(serve_app: Any) -> None:
     assert events[-1].response.error.message == "The engine fails on this."
 
 
-def test_a_full_disk_is_told(serve_app: Any) -> None:
+def test_a_full_disk_is_reported(serve_app: Any) -> None:
     served = serve_app()
     fill(served)
     refused = post(served)

@@ -1,0 +1,156 @@
+"""Strict decoding of JSON bodies into typed values; unused fields are not decoded.
+
+msgspec rejects NaN, Infinity, bad UTF-8 and lone surrogates, and does not coerce ``true`` or ``"1"`` to 1. Fields are
+decoded one by one, so that an error can name its field; ``null`` counts as absent, as in the OpenAI API.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar, get_type_hints
+
+import msgspec
+
+from octavo.errors import InvalidParameter, RequestError, RequestTooLarge
+from octavo.server.errors import MissingParameter, UnsupportedParameter
+from octavo.server.json_size import Size, measure
+
+SMALL_BYTES = 32 << 10
+"""Bodies up to this size decode in under a millisecond, whatever their content."""
+MAX_DEPTH = 64
+MAX_VALUES = 1 << 20
+"""Most JSON values in addition to one full-context prompt of token ids; decoding them holds the GIL for about 40 ms."""
+MAX_CONTAINERS = 1 << 17
+"""Most objects, arrays and object members in addition to ``CONTAINERS_PER_TOKEN`` for each token of the context: a
+message, part or tool is a few of them and at least one token."""
+CONTAINERS_PER_TOKEN = 4
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+ASKS_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_any_value = msgspec.json.Decoder()
+
+
+class MalformedJSON(RequestError):
+    """The body is not a JSON object."""
+
+    code = "invalid_json"
+
+
+class BodyDecoder(Generic[T]):
+    """Reads JSON objects as ``kind``.
+
+    ``refused`` names API fields that this server does not implement, each with its values that have no effect (null,
+    false, "", [] and {} never have one); any other value is an error. ``accepted`` names fields without an effect on
+    the answer. ``ignored`` names fields that are ignored and reported to the client, with their neutral values.
+    """
+
+    def __init__(
+        self,
+        kind: type[T],
+        refused: Mapping[str, tuple[Any, ...]],
+        accepted: frozenset[str],
+        ignored: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+    ) -> None:
+        self.kind = kind
+        self.refused = refused
+        self.accepted = accepted
+        self.ignored = ignored
+        hints = get_type_hints(kind, include_extras=True)
+        self.decoders = {name: msgspec.json.Decoder(hint | None) for name, hint in hints.items()}
+        self.required = [field.name for field in msgspec.structs.fields(kind) if field.required]
+
+    def read(self, body: bytes, max_model_len: int = 0) -> tuple[T, list[str]]:
+        """The value, and the names of ignored fields: unknown ones, which are not decoded, and those of ``ignored``
+        with a value that would have an effect. Raises ``RequestError``."""
+        if body.startswith(BYTE_ORDER_MARK):
+            body = body[len(BYTE_ORDER_MARK) :]
+        if not body or body.isspace():
+            raise MalformedJSON("The body is empty; it must be a JSON object.")
+        is_small = len(body) <= SMALL_BYTES and body.count(b"[") + body.count(b"{") <= MAX_DEPTH
+        size = None if is_small else _bounded_size(body, max_model_len)
+        fields = _split(body)
+        if size is not None and size.depth > MAX_DEPTH + 1:
+            raise _too_deep(next(name for name, raw in fields.items() if measure(bytes(raw)).depth > MAX_DEPTH))
+        values: dict[str, Any] = {}
+        ignored_fields: list[str] = []
+        for name, raw in fields.items():
+            decoder = self.decoders.get(name)
+            if name in self.refused:
+                if _asks(_decode(name, raw, _any_value), self.refused[name]):
+                    raise UnsupportedParameter(name)
+            elif decoder is not None:
+                value = _decode(name, raw, decoder)
+                if value is not None:
+                    values[name] = value
+            elif name not in self.accepted and (
+                name not in self.ignored or _asks(_decode(name, raw, _any_value), self.ignored[name])
+            ):
+                ignored_fields.append(name)
+        for name in self.required:
+            if name not in values:
+                raise MissingParameter(name)
+        return self.kind(**values), ignored_fields
+
+
+def _asks(value: Any, defaults: tuple[Any, ...]) -> bool:
+    return value not in ASKS_NOTHING and value not in defaults
+
+
+def _bounded_size(body: bytes, max_model_len: int) -> Size:
+    """The size of ``body``. Raises ``RequestTooLarge``, before decoding, when decoding would cost too much."""
+    max_values = MAX_VALUES + max_model_len
+    max_containers = MAX_CONTAINERS + CONTAINERS_PER_TOKEN * max_model_len
+    size = measure(body, max_values, max_containers)
+    if size.num_values > max_values:
+        raise RequestTooLarge(f"The body has more than {max_values} values, the most that this server accepts.")
+    if size.num_containers > max_containers:
+        message = (
+            f"The body has more than {max_containers} objects, arrays and fields, the most that this server accepts."
+        )
+        raise RequestTooLarge(message)
+    return size
+
+
+def _split(body: bytes) -> dict[str, msgspec.Raw]:
+    try:
+        return _raw_fields.decode(body)
+    except RecursionError:
+        raise MalformedJSON(f"The body is nested deeper than {MAX_DEPTH} levels.") from None
+    except msgspec.ValidationError:
+        raise MalformedJSON("The body must be a JSON object.") from None
+    except msgspec.DecodeError as error:
+        raise _malformed(body, str(error)) from None
+    except UnicodeDecodeError:
+        raise MalformedJSON("The body is not valid UTF-8.") from None
+
+
+def _malformed(body: bytes, reason: str) -> MalformedJSON:
+    """An error with the byte offset of the syntax error and the last field name before it."""
+    place = re.search(r"\(byte (\d+)\)", reason)
+    end = int(place.group(1)) if place else len(body)
+    names = re.findall(rb'"(\w{1,64})"\s*:', body[max(0, end - 256) : end])
+    name = names[-1].decode("ascii", "replace") if names else None
+    after = f", after '{name}'" if name else ""
+    return MalformedJSON(f"The body is not valid JSON: broken at byte {end}{after}.", param=name)
+
+
+def _decode(name: str, raw: msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> Any:
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$")
+        where = name + path.rstrip("`")
+        raise InvalidParameter(name, f"Invalid value for '{where}': {reason[:1].lower()}{reason[1:]}.") from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise InvalidParameter(name, f"'{name}' holds text that is not valid Unicode.") from None
+    except RecursionError:
+        raise _too_deep(name) from None
+
+
+def _too_deep(name: str) -> InvalidParameter:
+    return InvalidParameter(name, f"'{name}' is nested deeper than {MAX_DEPTH} levels.")

@@ -1,0 +1,60 @@
+"""Sums of engine statistics: over the engine processes of one replica, one after another, and over replicas."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import msgspec
+
+from octavo.types import EngineStats
+
+COUNTER_FIELDS = (
+    *("num_steps", "num_scheduled_seqs", "num_prompt_tokens", "num_output_tokens", "num_preemptions"),
+    *("prefix_queries", "prefix_hits", "num_copied_tokens", "num_faults", "num_speculations", "num_drafts"),
+    "num_accepted_drafts",
+    *("num_offload_saved", "num_offload_dropped", "num_offload_prefetched", "num_offload_restored"),
+    *("num_offload_bad_files", "num_evictions"),
+)
+"""Cumulative fields of ``EngineStats``; each engine process counts them from 0."""
+GAUGE_FIELDS = (
+    *("num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_empty_slots", "num_cached_blocks"),
+    *("offload_memory_bytes", "offload_disk_bytes"),
+)
+
+
+class TotalStats:
+    """Makes counters accumulate over engine restarts."""
+
+    def __init__(self) -> None:
+        self._earlier = EngineStats()
+        """Sum of the counters of all ended engine processes."""
+
+    def total(self, stats: EngineStats) -> EngineStats:
+        """``stats``, modified in place to include the counters of earlier engine processes."""
+        if self._earlier.num_steps:
+            for name in COUNTER_FIELDS:
+                setattr(stats, name, getattr(stats, name) + getattr(self._earlier, name))
+            stats.accepted_by_position = _added(stats.accepted_by_position, self._earlier.accepted_by_position)
+        return stats
+
+    def settle(self, stats: EngineStats) -> EngineStats:
+        """The engine process ended with these totals: return them with gauges reset, but for the number of blocks."""
+        kept = {name: getattr(stats, name) for name in (*COUNTER_FIELDS, "accepted_by_position")}
+        self._earlier = msgspec.structs.replace(EngineStats(num_blocks=stats.num_blocks), **kept)
+        return self._earlier
+
+
+def summed(parts: Iterable[EngineStats]) -> EngineStats:
+    """Counters and gauges of several replicas, added."""
+    total = EngineStats()
+    for part in parts:
+        for name in (*COUNTER_FIELDS, *GAUGE_FIELDS):
+            setattr(total, name, getattr(total, name) + getattr(part, name))
+        total.accepted_by_position = _added(total.accepted_by_position, part.accepted_by_position)
+    return total
+
+
+def _added(these: list[int], others: list[int]) -> list[int]:
+    """Sums by position of lists of any length."""
+    return [one + other for one, other in itertools.zip_longest(these, others, fillvalue=0)]

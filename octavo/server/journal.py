@@ -1,0 +1,88 @@
+"""The journal of live requests: what is delivered to a client is recorded first, so that it can be replayed."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+
+from octavo.errors import RequestError, RequestFailed
+from octavo.server.live_request import LiveRequest
+from octavo.telemetry.metrics import Metrics
+from octavo.types import FinishReason, Output
+
+logger = logging.getLogger("octavo.server")
+
+
+class RequestJournal:
+    """Live requests with their output so far: the part that every ``EngineClient`` with requests of its own shares."""
+
+    metrics: Metrics
+
+    def __init__(self) -> None:
+        self.num_live_of: Counter[str] = Counter()
+        """Number of live requests by tenant."""
+        self._live: dict[int, LiveRequest] = {}
+        self._ids = itertools.count(1)
+
+    @property
+    def num_live(self) -> int:
+        """Requests accepted and not yet ended."""
+        return len(self._live)
+
+    def next_id(self) -> int:
+        """A request id unique within this server."""
+        return next(self._ids)
+
+    def _keep(self, live: LiveRequest) -> None:
+        self._live[live.id] = live
+        self.num_live_of[live.request.tenant] += 1
+
+    def _forget(self, live: LiveRequest) -> None:
+        """Stop the computation of a request that ended here."""
+        raise NotImplementedError
+
+    def _end(self, live: LiveRequest, reason: FinishReason) -> None:
+        del self._live[live.id]
+        request = live.request
+        self.num_live_of[request.tenant] -= 1
+        if not self.num_live_of[request.tenant]:
+            del self.num_live_of[request.tenant]
+        self.metrics.observe_end(live.timing, reason, len(request.prompt_tokens), len(live.tokens), request.max_tokens)
+
+    def _fail(self, live: LiveRequest, error: RequestError) -> None:
+        """End a request with an error, and notify its listener."""
+        self._end(live, "error")
+        self._forget(live)
+        try:
+            live.listener.on_error(error)
+        except Exception:
+            logger.exception("the listener of request %d failed on an error", live.id)
+
+    def _deliver(self, live: LiveRequest, output: Output, now: float) -> None:
+        """Journal the output, then update metrics, then notify the listener."""
+        tokens = output.tokens
+        if tokens:
+            live.note_tokens(tokens)
+            timing = live.timing
+            if timing.first_token:
+                self.metrics.observe_tokens(timing, len(tokens), now)
+            else:
+                timing.first_scheduled = output.first_scheduled
+                self.metrics.observe_first_tokens(
+                    timing, len(tokens), now, len(live.request.prompt_tokens), output.num_cached_tokens
+                )
+        if output.prompt_logprobs is not None:
+            live.drop_delivered_prompt_logprobs(output)
+        if output.error is not None:
+            live.is_submitted = False
+            self._fail(live, RequestFailed(output.error))
+            return
+        if output.finish_reason is not None:
+            self._end(live, output.finish_reason)
+        try:
+            live.listener.on_output(output)
+        except Exception:
+            logger.exception("the listener of request %d failed; the request ends", live.id)
+            if live.id in self._live:
+                self._fail(live, RequestFailed("The server failed to handle the output of this request."))

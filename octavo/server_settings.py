@@ -1,0 +1,85 @@
+"""The settings of the HTTP server; ``octavo.config`` has those of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """The HTTP server."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on; 0 picks a free one", low=0, high=65535)
+    served_model_name: str | None = setting(None, "comma-separated model names in the API; default: from the model")
+    api_key: str | None = setting(None, "key that clients must send as a Bearer token; default: none required")
+    api_key_file: str | None = setting(
+        None, "file of keys, one per line: name, SHA-256 of the key, requests_per_minute=, tokens_per_minute=, admin"
+    )
+    admin_key: str | None = setting(None, "key for /admin and, with api_key_file, /metrics and /stats; default: none")
+    allowed_hosts: str | None = setting(
+        None,
+        "comma-separated Host names that requests may carry, or *; default: names of this machine if host is a "
+        "loopback address, else any",
+    )
+    allowed_origins: str | None = setting(
+        None, "comma-separated origins of web pages that may use this server (CORS), or *; default: none"
+    )
+    ssl_certfile: str | None = setting(None, "certificate file, to serve HTTPS")
+    ssl_keyfile: str | None = setting(None, "file of the certificate's private key; default: ssl_certfile")
+    ssl_ca_certs: str | None = setting(None, "file of CAs; every client must present a certificate of one of them")
+    max_num_queued_reqs: int = setting(256, "maximum waiting requests; further ones get 429", low=1)
+    max_request_bytes: int = setting(32 << 20, "maximum size of a request body in bytes", low=1024)
+    tool_call_parser: str = setting(
+        "auto",
+        "format of the model's tool calls; auto: from its chat template, else hermes, described in the prompt",
+        ("auto", "none", "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "openai", "pythonic"),
+    )
+    enable_auto_tool_choice: bool = setting(True, "accept tool_choice auto: the model decides whether to call a tool")
+    reasoning_parser: str = setting(
+        "auto",
+        "format of the model's reasoning; auto: from its chat template",
+        ("auto", "none", "deepseek_r1", "qwen3", "openai_gptoss"),
+    )
+    allow_runtime_lora_updating: bool = setting(
+        False, "allow clients to load LoRA adapters from folders of this machine, and to unload them"
+    )
+    unknown_fields: str = setting(
+        "warn",
+        "request fields that have no effect: warn names them in a header, reject refuses the request, ignore is silent",
+        ("warn", "reject", "ignore"),
+    )
+    isolate_keys: bool = setting(False, "share the prefix cache only among requests of the same API key")
+    tenant_by: str = setting(
+        "user",
+        "what identifies the tenant under the fair policy: the field 'user', the API key, or the LoRA adapter",
+        ("user", "key", "adapter"),
+    )
+    tenant_header: str | None = setting(None, "header that names the tenant, instead of the field 'user'")
+    state_dir: str | None = setting(
+        None, "folder for stored responses, files and batches; default: in memory, until the server stops"
+    )
+    retention_hours: float = setting(720.0, "hours until stored responses, files and batches are deleted", low=0.001)
+    shutdown_timeout: float = setting(30.0, "seconds that running requests have to finish on SIGTERM", low=0)
+    engine_timeout: float = setting(
+        120.0,
+        "seconds without a finished step, while requests run, until the engine is restarted",
+        low=1,
+    )
+    data_parallel_size: int = setting(
+        1, "engine processes behind this server, each with its own GPU, or an equal share of the cores", low=1
+    )
+    data_parallel_router: str = setting(
+        "prefix-aware",
+        "which engine process a request goes to",
+        ("round-robin", "random", "session", "least-loaded", "prefix-aware"),
+    )
+    kv_events_config: str | None = setting(
+        None,
+        'publish changes of the prefix cache over ZeroMQ in vLLM\'s format, as JSON: {"endpoint": "tcp://*:5557", '
+        '"replay_endpoint": "tcp://*:5558", "topic": ""}; default: off',
+        is_json=True,
+    )
+    log_level: str = setting("info", "lowest level that is logged", ("debug", "info", "warning", "error"))

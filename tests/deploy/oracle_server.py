@@ -1,0 +1,14 @@
+"""The real server before the oracle engine: ``python -m tests.deploy.oracle_server FOLDER PORT``."""
+
+from __future__ import annotations
+
+import sys
+
+from octavo.config import ServeConfig
+from octavo.server import serving
+from tests.server.child_engine import command
+
+if __name__ == "__main__":
+    folder, port = sys.argv[1:]
+    config = ServeConfig.from_flat({"model": folder, "port": int(port), "seed": 1, "max_num_queued_reqs": 8})
+    sys.exit(serving.run(config, command("oracle_engine")))

@@ -1,0 +1,119 @@
+"""Several engine processes behind one server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from octavo.config import ServeConfig
+from octavo.errors import ConfigError
+from octavo.sampling_params import SamplingParams
+from octavo.server import data_parallel
+from octavo.server.data_parallel import DataParallelEngine, environments_of
+from octavo.types import Request
+from tests.oracle import expected_output
+from tests.server.child_engine import Recorder, command, finish, kill, until
+from tests.server.oracle_engine import BLOCK_SIZE
+
+SIZE = 3
+
+
+@asynccontextmanager
+async def running(**settings: object) -> AsyncIterator[DataParallelEngine]:
+    config = ServeConfig.from_flat({"model": "x", "seed": 1, "data_parallel_size": SIZE, **settings})
+    engine = DataParallelEngine(config, command("oracle_engine"))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop(0)
+
+
+def send(engine: DataParallelEngine, prompt: list[int], max_tokens: int = 20) -> tuple[Request, Recorder]:
+    request = Request(engine.next_id(), prompt, SamplingParams(), max_tokens)
+    recorder = Recorder()
+    engine.add(request, recorder)
+    return request, recorder
+
+
+def check(streams: list[tuple[Request, Recorder]]) -> None:
+    for request, recorder in streams:
+        assert recorder.error is None
+        assert recorder.tokens == expected_output(request)[0]
+
+
+@pytest.mark.slow
+def test_turns_of_a_conversation_meet_their_prefix_and_requests_are_spread() -> None:
+    async def main() -> None:
+        async with running() as engine:
+            conversations = [[number] * 40 for number in range(2, 8)]
+            for turn in range(4):
+                streams = [send(engine, prompt) for prompt in conversations]
+                assert engine.num_live == len(streams)
+                if turn == 0:
+                    assert [each.num_live for each in engine.engines] == [2, 2, 2]
+                await finish(streams)
+                check(streams)
+                conversations = [[*request.prompt_tokens, *recorder.tokens] for request, recorder in streams]
+            stats = engine.stats
+            # Of each later turn, all blocks of the turn before are found, and those of its answer but the last token.
+            computed_before = sum(6 * (40 + 20 * turn - 1) // BLOCK_SIZE * BLOCK_SIZE for turn in range(1, 4))
+            assert stats.prefix_hits >= 0.9 * computed_before
+            text = engine.metrics.render().decode()
+            for rank in range(SIZE):
+                assert f'vllm:num_requests_running{{engine="{rank}",model_name="x"}} 0.0' in text
+            assert text.count("# TYPE vllm:num_requests_running gauge") == 1
+            assert text.count("octavo_front_cpu_seconds_total{") == 1
+            assert stats.num_output_tokens == 6 * 4 * 20
+            assert not engine.engines[0].num_live_of
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_killed_engine_loses_nothing_and_the_others_serve_on() -> None:
+    async def main() -> None:
+        async with running() as engine:
+            streams = [send(engine, [number, 7], 200) for number in range(2, 20)]
+            await until(lambda: all(len(recorder.tokens) >= 5 for _, recorder in streams))
+            kill(engine.engines[1])
+            await until(lambda: not engine.engines[1].is_ready)
+            assert engine.is_ready
+            streams += [send(engine, [number, 8]) for number in range(2, 6)]
+            await finish(streams)
+            check(streams)
+            await until(lambda: engine.engines[1].is_ready)
+            assert engine.num_restarts == 1
+
+    asyncio.run(main())
+
+
+def test_engines_do_not_share_a_folder() -> None:
+    with pytest.raises(ConfigError, match="engines cannot share the folder"):
+        ServeConfig.from_flat({"data_parallel_size": 2, "kv_offload_dir": "/x", "kv_offload_memory": 1})
+
+
+def test_cores_and_gpus_are_shared_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(data_parallel, "GPUS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert environments_of("auto", 3, 1) == [{"OMP_NUM_THREADS": "2"}] * 3
+    for name in ("0", "1"):
+        (tmp_path / name).touch()
+    assert environments_of("auto", 2, 1) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    assert environments_of("cpu", 9, 2) == [{"OMP_NUM_THREADS": "1"}] * 9
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
+    assert environments_of("cuda", 2, 1) == [{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "GPU-7"}]
+    with pytest.raises(ConfigError, match="3 engines need 3 GPUs, and 2 are visible"):
+        environments_of("auto", 3, 1)
+    with pytest.raises(ConfigError, match=r"2 engines of 2 ranks .* need 4 GPUs, and 2 are visible"):
+        environments_of("auto", 2, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2,GPU-7,GPU-1,0")
+    shares = [{"CUDA_VISIBLE_DEVICES": "3,2"}, {"CUDA_VISIBLE_DEVICES": "GPU-7,GPU-1"}]
+    assert environments_of("auto", 2, 2) == shares
