@@ -21,7 +21,7 @@ LABORATORY = ROOT / "octavo_bench"
 # each other on the base: neither may import the other. `base` modules are single files.
 BASE: list[set[str]] = [
     {"errors", "child_worker", "collector", "kernel_compiler", "private_files"},
-    {"setting", "speculative_config"},
+    {"setting", "speculative_config", "backend_settings"},
     {"sampling_params", "server_settings", "child_process"},
     {"config"},
     {"types"},
@@ -57,7 +57,15 @@ PLACES = {
 }
 
 TORCH_FREE = {
-    *("errors", "kernel_compiler", "setting", "speculative_config", "sampling_params", "server_settings"),
+    *(
+        "backend_settings",
+        "errors",
+        "kernel_compiler",
+        "setting",
+        "speculative_config",
+        "sampling_params",
+        "server_settings",
+    ),
     *("config", "types", "telemetry"),
     *("steps", "text", "cache", "engine", "grammar", "routing"),
 }
