@@ -8,7 +8,7 @@ from octavo.errors import ConfigError
 
 BACKENDS = ("octavo", "transformers", "toy", "instant", "openai")
 WITHOUT_MODEL = ("toy", "instant", "openai")
-"""Backends that load no checkpoint."""
+"""Backends that load no checkpoint; for toy and instant, the model is a name."""
 _UPSTREAM = frozenset({"upstream", "upstream_command", "upstream_api_key"})
 _SCHEDULER = frozenset(
     {
@@ -30,8 +30,8 @@ _ENGINE = {
         *("model", "tokenizer", "chat_template", "generation_config", "dtype", "device", "max_model_len", "seed"),
         *("revision", "download_dir", "kv_cache_memory"),
     },
-    "toy": _SCHEDULER | _CACHE | {"chat_template", "max_model_len"},
-    "instant": frozenset({"chat_template", "max_model_len", "max_num_seqs"}),
+    "toy": _SCHEDULER | _CACHE | {"model", "chat_template", "max_model_len"},
+    "instant": frozenset({"model", "chat_template", "max_model_len", "max_num_seqs"}),
     "openai": frozenset({"max_num_seqs"}),
 }
 """Settings of the engine that a backend other than octavo honours."""

@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 from octavo import ops
+from octavo.backend_settings import WITHOUT_MODEL
 from octavo.build_encoder import build_encoder
+from octavo.build_transformers import own_settings
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
@@ -36,8 +38,9 @@ from octavo.models.adapters import Adapters, load_with_adapters
 from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
 from octavo.models.pooling import Pooling, read_pooling
-from octavo.models.registry import CausalLM, read_config
+from octavo.models.registry import CausalLM, LoadedModel, read_config
 from octavo.models.sizes import check_dummy, check_sizes, eos_token_ids
+from octavo.models.transformers_model import TransformersConfig, load_transformers
 from octavo.ops import dispatch
 from octavo.quant.blocks import without_kernel
 from octavo.quant.stored import WeightFormat
@@ -70,19 +73,19 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     phases = Phases()
     device = resolve_device(config.model.device)
     _prepare(device)
-    path = resolve_model(config.model)
-    checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed, str(device))
+    path, checkpoint = _open(config.model, device)
     generation = chosen_config(config.model.generation_config, checkpoint.generation_config, path)
     defaults = sampling_defaults(config.model.generation_config, generation)
-    model_config, form = _read_model(config, checkpoint, device)
+    model_config, form = _read_model(config, path, checkpoint, device)
     eos_ids = eos_token_ids(model_config, generation)
     phases.done("device and checkpoint")
+    config = own_settings(config, model_config, device)
     if isinstance(model_config, EncoderConfig):
         return build_encoder(config, path, checkpoint, model_config, form)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
     with _kernel_compilation(form, kv_dtype):
-        loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form)
+        loaded, adapters = _load(config.model, model_config, checkpoint, form)
         gc.collect()
         phases.done("weights")
         free = memory.free_memory(device, config.cache.gpu_memory_utilization)
@@ -144,11 +147,33 @@ def _connect_blocks(
         cache.use_offload(offload)
 
 
-def _read_model(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> tuple[ModelConfig, WeightFormat]:
+def _open(settings: ModelSettings, device: torch.device) -> tuple[Path, Checkpoint]:
+    """The path of the model, fetched if necessary, and its checkpoint."""
+    if settings.backend in WITHOUT_MODEL:
+        raise ConfigError(f"backend: {settings.backend} is for `octavo serve`")
+    path = resolve_model(settings)
+    return path, open_checkpoint(path, settings.load_format, settings.seed, str(device))
+
+
+def _load(
+    settings: ModelSettings, model: ModelConfig, checkpoint: Checkpoint, form: WeightFormat
+) -> tuple[LoadedModel, Adapters | None]:
+    """The model with its weights, and its adapters, if they are enabled."""
+    if isinstance(model, TransformersConfig):
+        assert model.loaded is not None
+        return model.loaded, None
+    return load_with_adapters(settings, model, checkpoint, form)
+
+
+def _read_model(
+    config: EngineConfig, path: Path, checkpoint: Checkpoint, device: torch.device
+) -> tuple[ModelConfig, WeightFormat]:
     """The model's configuration, checked against the checkpoint, and the format of its weights."""
+    form = weight_format(config.model, device, checkpoint)
+    if config.model.backend == "transformers":
+        return load_transformers(path, form, config.model.max_model_len), form
     model = read_config(checkpoint.config, config.model.max_model_len)
     check_sizes(model, checkpoint)
-    form = weight_format(config.model, device, checkpoint)
     if checkpoint.is_dummy:
         free = memory.free_memory(device, config.cache.gpu_memory_utilization)
         check_dummy(model, checkpoint, form.dtype, free)

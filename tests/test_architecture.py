@@ -30,7 +30,7 @@ BASE: list[set[str]] = [
 ]
 DECIDING: list[set[str]] = [{"grammar"}, {"text", "cache"}, {"engine", "routing"}]
 EXECUTING: list[set[str]] = [{"ops"}, {"quant"}, {"layers"}, {"models"}, {"runtime"}]
-BUILD: list[set[str]] = [{"build_encoder"}, {"build"}]
+BUILD: list[set[str]] = [{"build_encoder", "build_transformers", "backends"}, {"build"}]
 SURFACES: list[set[str]] = [{"llm", "server"}, {"sim", "ray"}, {"cli"}, {"__main__", "__init__"}]
 COLUMNS = {"base": BASE, "deciding": DECIDING, "executing": EXECUTING, "build": BUILD, "surfaces": SURFACES}
 BELOW = {
@@ -67,7 +67,7 @@ TORCH_FREE = {
         "server_settings",
     ),
     *("config", "types", "telemetry"),
-    *("steps", "text", "cache", "engine", "grammar", "routing"),
+    *("steps", "text", "cache", "engine", "grammar", "routing", "backends"),
 }
 TORCH_FREE_FILES = {"weights/gguf.py", "weights/blocks.py", "weights/hub.py", "weights/default_model.py"}
 FRONT_PROCESS = ["octavo.server.app", "octavo.text.tokenizer", "octavo.engine.engine", "octavo.cli"]

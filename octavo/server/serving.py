@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from octavo.backend_settings import WITHOUT_MODEL
 from octavo.collector import leave_out_what_exists
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     # Imported at run time while the engine process starts, which takes longer.
     from octavo.server.http import HTTPServer
     from octavo.server.services import Services
+    from octavo.text.tokenizer import Tokenizer
 
 MAX_OPEN_FILES = 65536
 
@@ -90,12 +92,16 @@ class EngineFront:
     def load(self) -> Starlette:
         """Build the application and warm it up."""
         phases = Phases()
+        from octavo.backends.vocabulary import word_tokenizer
         from octavo.server.app import create_app
         from octavo.text.tokenizer import load_tokenizer
 
         phases.done("imports of the front process")
         settings = self._config.model
-        tokenizer = load_tokenizer(Path(settings.tokenizer or settings.model))
+        if settings.backend in WITHOUT_MODEL:
+            tokenizer: Tokenizer | None = word_tokenizer()
+        else:
+            tokenizer = load_tokenizer(Path(settings.tokenizer or settings.model))
         app = create_app(self._config, self.engine, tokenizer)
         services: Services = app.state.services
         self._services = services
