@@ -55,7 +55,7 @@ def load_transformers(path: Path, form: WeightFormat, max_len: int | None) -> Tr
     except ImportError:
         raise ConfigError("backend transformers needs the library: pip install 'octavo[transformers]'") from None
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=form.dtype, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=form.dtype, local_files_only=True)
     except (ValueError, OSError, ImportError, KeyError) as error:
         raise CheckpointError(f"{path}: transformers cannot load it: {str(error).splitlines()[0]}") from None
     model = model.to(form.device).eval().requires_grad_(False)
@@ -176,7 +176,9 @@ def _trial(paged: PagedTransformer, texts: list[Tensor], dtype: torch.dtype) -> 
     widths = [-(-length // TRIAL_BLOCK) for length in TRIAL_LENGTHS]
     tables = torch.tensor([[*range(widths[0])], [widths[0] + min(i, widths[1] - 1) for i in range(widths[0])]])
     shapes = [(sum(widths), spec.num_kv_heads, TRIAL_BLOCK, spec.head_dim) for spec in paged.specs]
-    caches = [LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))) for shape in shapes]
+    caches = [
+        LayerCache(torch.zeros(shape).to(device, dtype), torch.zeros(shape).to(device, dtype)) for shape in shapes
+    ]
     parts: list[list[Tensor]] = [[], []]
     for spans in (((0, 10), (0, 0)), ((10, 23), (0, 8)), ((23, 23), (8, 9))):
         chosen = [(index, *span) for index, span in enumerate(spans) if span[1] > span[0]]
@@ -191,7 +193,7 @@ def _trial(paged: PagedTransformer, texts: list[Tensor], dtype: torch.dtype) -> 
             max(counts),
         )
         ids = torch.cat([texts[index][start:end] for index, start, end in chosen])
-        outputs = paged.forward(ids, positions.to(device), caches, rows).split(counts)
+        outputs = torch.split(paged.forward(ids, positions.to(device), caches, rows), counts)
         for (index, _, _), output in zip(chosen, outputs, strict=True):
             parts[index].append(output)
     return [torch.cat(part) for part in parts]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from octavo.build import build_engine
+from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.registry import ARCHITECTURES
@@ -94,6 +95,17 @@ def test_what_transformers_cannot_load(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model", "architectures": ["X"]}')
     with pytest.raises(CheckpointError, match="transformers cannot load it"):
         build_engine(EngineConfig.from_flat({**SETTINGS, "model": tmp_path}))
+
+
+@pytest.mark.parametrize(("family", "cache"), [("cohere", "the paged KV cache"), ("mamba", "a cache of its own")])
+def test_the_command_says_how_a_model_is_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, cache: str
+) -> None:
+    save_checkpoint(family, tmp_path)
+    assert main(["models", str(tmp_path), "--backend", "transformers", "--device", "cpu"]) == 0
+    assert cache in capsys.readouterr().out
+    assert main(["models", str(tmp_path), "--device", "cpu"]) == 2
+    assert "others, more slowly, with backend transformers" in capsys.readouterr().err
 
 
 def test_every_family_is_tried() -> None:
