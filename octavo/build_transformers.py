@@ -6,12 +6,27 @@ import dataclasses
 
 import torch
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, ModelSettings
 from octavo.errors import ConfigError
+from octavo.models.adapters import Adapters, load_with_adapters
 from octavo.models.config import ModelConfig
+from octavo.models.registry import LoadedModel
 from octavo.models.transformers_model import TransformersConfig
 from octavo.models.transformers_own_cache import OwnCacheTransformer
+from octavo.ops.collective import Collective
+from octavo.quant.stored import WeightFormat
 from octavo.runtime import memory
+from octavo.weights.checkpoint import Checkpoint
+
+
+def load_any(
+    settings: ModelSettings, model: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, collective: Collective
+) -> tuple[LoadedModel, Adapters | None]:
+    """A model of transformers, which is loaded already, or one of octavo's own; see ``load_with_adapters``."""
+    if isinstance(model, TransformersConfig):
+        assert model.loaded is not None
+        return model.loaded, None
+    return load_with_adapters(settings, model, checkpoint, form, collective)
 
 
 def own_settings(config: EngineConfig, model: ModelConfig, device: torch.device) -> EngineConfig:

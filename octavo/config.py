@@ -63,6 +63,7 @@ class ModelSettings:
         ("auto", "float32", "bfloat16", "float16"),
     )
     device: str = setting("auto", "device to run on", ("auto", "cpu", "cuda"))
+    tensor_parallel_size: int = setting(1, "processes among which every layer is divided, such as CPU sockets", low=1)
     enable_lora: bool = setting(False, "serve LoRA adapters; a request selects one by its model name")
     lora_modules: str | None = setting(
         None, "LoRA adapters to load at startup, such as 'sql=/adapters/sql,fr=/adapters/fr'"
@@ -160,9 +161,7 @@ class SchedulerSettings:
         "prefill priority: while prompts are pending, decode only in every N-th step; default: 1",
         low=1,
     )
-    async_scheduling: bool = setting(
-        True, "on a GPU, schedule and launch the next step while one is computed; off with speculative decoding"
-    )
+    async_scheduling: bool = setting(True, "on a GPU, schedule and launch the next step while one is computed")
     max_itl: float | None = setting(
         None, "maximum inter-token latency in seconds: prefill chunks are cut so that steps stay below it", low=0.0001
     )
@@ -177,8 +176,8 @@ class SpeculativeSettings:
 
     speculative_config: str | None = setting(
         None,
-        'proposer of drafts, as JSON: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, '
-        '"prompt_lookup_min": 2} proposes the tokens that followed an earlier match of the last tokens; default: off',
+        'source of drafts, as JSON: {"method": "ngram", "num_speculative_tokens": 4}, or method suffix, draft_model, '
+        'eagle3, mtp or dflash, with "model": the drafter\'s checkpoint; default: off',
         is_json=True,
     )
 
@@ -219,19 +218,8 @@ def settings(config_class: type[EngineConfig]) -> Iterator[Setting]:
             kind = owner_hints[item.name]
             optional = isinstance(kind, types.UnionType)
             base = next(t for t in typing.get_args(kind) if t is not types.NoneType) if optional else kind
-            meta = item.metadata
-            yield Setting(
-                item.name,
-                group.name,
-                base,
-                optional,
-                item.default,
-                meta["help"],
-                meta["choices"],
-                meta["low"],
-                meta["high"],
-                meta["is_json"],
-            )
+            details = (item.metadata[key] for key in ("help", "choices", "low", "high", "is_json"))
+            yield Setting(item.name, group.name, base, optional, item.default, *details)
 
 
 def _from_flat(config_class: type[EngineConfig], values: Mapping[str, Any]) -> EngineConfig:

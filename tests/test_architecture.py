@@ -30,7 +30,12 @@ BASE: list[set[str]] = [
 ]
 DECIDING: list[set[str]] = [{"grammar"}, {"text", "cache"}, {"engine", "routing"}]
 EXECUTING: list[set[str]] = [{"ops"}, {"quant"}, {"layers"}, {"models"}, {"runtime"}]
-BUILD: list[set[str]] = [{"build_encoder", "build_transformers", "backends"}, {"build"}]
+BUILD: list[set[str]] = [
+    {"device_settings"},
+    {"build_drafter", "build_encoder", "build_transformers", "backends"},
+    {"build"},
+    {"rank_process"},
+]
 SURFACES: list[set[str]] = [{"llm", "server"}, {"sim", "ray"}, {"cli"}, {"__main__", "__init__"}]
 COLUMNS = {"base": BASE, "deciding": DECIDING, "executing": EXECUTING, "build": BUILD, "surfaces": SURFACES}
 BELOW = {
@@ -72,7 +77,7 @@ TORCH_FREE = {
 TORCH_FREE_FILES = {"weights/gguf.py", "weights/blocks.py", "weights/hub.py", "weights/default_model.py"}
 FRONT_PROCESS = ["octavo.server.app", "octavo.text.tokenizer", "octavo.engine.engine", "octavo.cli"]
 
-REQUESTS = {"Sequence", "Scheduled", "Plan", "Request", "Output", "Runner", "Grammars", "Proposer"}
+REQUESTS = {"Sequence", "Scheduled", "Plan", "Request", "Output"}
 """Names of ``types`` that the executing tower does not know: it is told of sequences by messages (``steps``)."""
 
 MAX_FILE_LINES = 400

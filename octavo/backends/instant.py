@@ -16,9 +16,10 @@ from octavo.backends.vocabulary import FIRST_WORD, VOCAB_SIZE
 from octavo.cache.kv_events import KVEvent
 from octavo.config import EngineConfig
 from octavo.engine.engine import NoAdapters
+from octavo.engine.protocols import Adapters
 from octavo.errors import InvalidParameter
 from octavo.telemetry.events import Event
-from octavo.types import Adapters, EngineInfo, EngineStats, Output, Request, TokenLogprobs
+from octavo.types import EngineInfo, EngineStats, Output, Request, TokenLogprobs
 
 MAX_MODEL_LEN = 4096
 MAX_NUM_SEQS = 1024

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import logging
 import os
 import select
@@ -23,12 +24,13 @@ from octavo.backends import instant, toy
 from octavo.cache.kv_events import KVEvent
 from octavo.collector import leave_out_what_exists
 from octavo.config import EngineConfig, ModelSettings
-from octavo.errors import CheckpointError, OctavoError, RequestError
+from octavo.engine.protocols import Adapters
+from octavo.errors import CheckpointError, OctavoError, RanksLost, RequestError
 from octavo.kernel_compiler import prepare_if_there_may_be_a_gpu
 from octavo.server import wire
 from octavo.telemetry.events import Event
 from octavo.telemetry.phases import Phases, log_to_stderr
-from octavo.types import Adapters, EngineInfo, EngineStats, Output, Request
+from octavo.types import EngineInfo, EngineStats, Output, Request
 
 SWITCH_INTERVAL = 0.0001
 """Seconds after which a thread yields the GIL. The step thread needs it several times per step and would wait 5 ms, the
@@ -194,6 +196,9 @@ def _serve(build: Build | None) -> int:
             built.close()
     except FrontGone:
         logger.info("the front process is gone")
+    except RanksLost as error:
+        logger.error("%s", error)
+        return 1
     return 0
 
 
@@ -225,7 +230,18 @@ def _default_build(settings: ModelSettings) -> Build:
     from octavo.build import build_engine  # imports torch, which the front process must never import
 
     phases.done("imports of the engine process")
-    return build_engine
+    return functools.partial(build_engine, on_lost=_end_as)
+
+
+def _end_as(status: int) -> None:
+    """End this process as a rank of its engine ended, by the same signal or with its exit status.
+
+    The supervisor then judges the requests as if this process had been the one.
+    """
+    sys.stderr.flush()
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    os._exit(max(status, 1))
 
 
 def _settle_signals() -> None:
