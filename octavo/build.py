@@ -85,10 +85,9 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
     phases = Phases()
     device = prepared_device(config.model)
     path, checkpoint = _open(config.model, device)
-    model_config, form = _read_model(config, path, checkpoint, device)
+    config, model_config, form = _read_model(config, path, checkpoint, device)
     eos_ids, defaults = _generation(config.model, checkpoint, path, model_config)
     phases.done("device and checkpoint")
-    config = own_settings(config, model_config, device)
     if isinstance(model_config, EncoderConfig):
         return build_encoder(config, path, checkpoint, model_config, form)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
@@ -148,7 +147,7 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
     """
     device = prepared_device(config.model)
     path, checkpoint = _open(config.model, device)
-    model_config, form = _read_model(config, path, checkpoint, device)
+    config, model_config, form = _read_model(config, path, checkpoint, device)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     with _kernel_compilation(form, kv_dtype):
@@ -240,17 +239,18 @@ def _connect_blocks(
 
 def _read_model(
     config: EngineConfig, path: Path, checkpoint: Checkpoint, device: torch.device
-) -> tuple[ModelConfig, WeightFormat]:
-    """The model's configuration, checked against the checkpoint, and the format of its weights."""
+) -> tuple[EngineConfig, ModelConfig, WeightFormat]:
+    """The settings as they apply to the model, its configuration, checked, and the format of its weights."""
     form = weight_format(config.model, device, checkpoint)
     if config.model.backend == "transformers":
-        return load_transformers(path, form, config.model.max_model_len), form
+        loaded = load_transformers(path, form, config.model.max_model_len)
+        return own_settings(config, loaded, device), loaded, form
     model = read_config(checkpoint.config, config.model.max_model_len)
     check_sizes(model, checkpoint)
     if checkpoint.is_dummy:
         free = memory.free_memory(device, config.cache.gpu_memory_utilization)
         check_dummy(model, checkpoint, form.dtype, free)
-    return model, form
+    return config, model, form
 
 
 def _storage(

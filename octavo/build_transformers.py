@@ -29,14 +29,12 @@ def load_any(
     return load_with_adapters(settings, model, checkpoint, form, collective)
 
 
-def own_settings(config: EngineConfig, model: ModelConfig, device: torch.device) -> EngineConfig:
-    """``config`` as it applies to ``model``; of octavo's own models, unchanged. Raises ``ConfigError``.
+def own_settings(config: EngineConfig, model: TransformersConfig, device: torch.device) -> EngineConfig:
+    """``config`` as it applies to ``model``. Raises ``ConfigError``.
 
     A model of transformers cannot be captured in graphs. One with a cache of its own has no prefix cache, and its KV
     blocks only count tokens.
     """
-    if not isinstance(model, TransformersConfig):
-        return config
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, enforce_eager=True))
     if model.is_paged:
         return config

@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the table of families, or the check of a model; return 1 if it does not fit."""
     if args.model_argument is None and args.model is None:
         print("\n".join(_families()))
+        print("\nOther decoders: with --backend transformers, more slowly.", file=sys.stderr)
         return 0
     return _check(load_config(EngineConfig, args))
 
@@ -60,7 +61,6 @@ def _families() -> Iterator[str]:
         yield layout.format(name, "-", "all maps", part.windows, f"Its text model only, which is {text}.")
     for name, encoder in ENCODERS.items():
         yield layout.format(name, *"---", _about(encoder))
-    yield "other decoders: with --backend transformers, more slowly"
 
 
 def _about(family: object) -> str:
