@@ -31,9 +31,8 @@ NEEDED = {
     "kv_offload_disk": ["--kv-offload-memory", "1", "--kv-offload-dir", "kv"],
     "backend": ["--upstream", "http://127.0.0.1:1"],
     "upstream": ["--backend", "openai"],
-    **dict.fromkeys(
-        ("upstream_command", "upstream_api_key"), ["--backend", "openai", "--upstream", "http://127.0.0.1:1"]
-    ),
+    "upstream_command": ["--backend", "openai", "--upstream", "http://127.0.0.1:1"],
+    "upstream_api_key": ["--backend", "openai", "--upstream", "http://127.0.0.1:1"],
     "tenant_by": ["--enable-lora"],
     "ssl_keyfile": ["--ssl-certfile", "cert.pem"],
     "ssl_ca_certs": ["--ssl-certfile", "cert.pem"],
