@@ -175,6 +175,9 @@ def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     weight, bias = make.floats(100, dtype=dtype), make.floats(100, dtype=dtype)
     yield "rms_norm", functools.partial(ops.rms_norm, x, weight, 1e-6)
     yield "layer_norm", functools.partial(ops.layer_norm, x, weight, bias, 1e-6)
+    caches, rows = make.cache(4, 3, 24, dtype), make.floats(2, 3, 24, dtype=dtype)
+    stored = functools.partial(ops.store_kv, rows, rows, caches, caches, make.ints([7, -1], torch.int64))
+    yield "store_kv", stored
     yield "gelu", functools.partial(ops.gelu, x, True)
     yield "silu_and_mul", functools.partial(ops.silu_and_mul, x)
     yield "gelu_and_mul", functools.partial(ops.gelu_and_mul, x, False)

@@ -12,7 +12,7 @@ from octavo.types import Plan, Sampled, Sequence
 MARGIN = 0.01
 """Drafts must promise so much more than no drafts: estimates have errors, and a rejected draft gives nothing."""
 STEPS_BETWEEN_MEASUREMENTS = 256
-"""Now and then a step has no drafts, so that what it costs without them is known."""
+"""Now and then a step has no drafts, and another one has drafts whatever they promise, so that costs are known."""
 MANY_SEQS, PAUSE = 32, 8
 """A batch of many sequences that gains nothing from drafts is looked at again after so many steps."""
 
@@ -36,7 +36,8 @@ class DraftChoice:
         """Whether the next step has no drafts, whatever they are; to be asked once for each step."""
         self._num_steps += 1
         self._pause -= 1
-        return self._pause > 0 or self._num_steps % STEPS_BETWEEN_MEASUREMENTS == 0
+        is_measured = self._num_steps % STEPS_BETWEEN_MEASUREMENTS == STEPS_BETWEEN_MEASUREMENTS // 2
+        return not is_measured and (self._pause > 0 or self._num_steps % STEPS_BETWEEN_MEASUREMENTS == 0)
 
     def choose(self, guesses: Mapping[Sequence, Guess], num_seqs: int) -> dict[Sequence, tuple[int, ...]]:
         """The drafts to verify out of ``guesses``, in a step of ``num_seqs`` sequences that decode."""
@@ -56,6 +57,9 @@ class DraftChoice:
                 best, best_speed = count, expected / seconds
         if not best and num_seqs >= MANY_SEQS:
             self._pause = PAUSE
+        num_measured, phase = divmod(self._num_steps, STEPS_BETWEEN_MEASUREMENTS)
+        if phase == STEPS_BETWEEN_MEASUREMENTS // 2:
+            best = 1 + num_measured % len(slots)
         counts = [0] * len(guesses)
         for _, _, number in slots[:best]:
             counts[number] += 1

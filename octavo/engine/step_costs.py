@@ -12,6 +12,8 @@ DRIFT = 0.03
 """Part of ``RATE`` that is taken to concern steps of every size, such as contexts that grow."""
 OUTLIER = 4.0
 """Largest ratio of a duration to the expected one that is learnt from."""
+FAR_LESS = 0.7
+"""A duration that is so much less than the expected one replaces it: those before included compilation or captures."""
 EXACT_ROWS = 16
 """Steps of fewer rows are kept apart; above, there are eight classes for each power of two."""
 
@@ -39,6 +41,9 @@ class StepCosts:
                 self._known.insert(bisect_left(self._known, size), size)
             return
         ratio = seconds / (self._seconds[size] * self._scale)
+        if ratio < FAR_LESS:
+            self._seconds[size] *= ratio
+            return
         ratio = min(max(ratio, 1 / OUTLIER), OUTLIER)
         self._scale *= ratio**DRIFT
         self._seconds[size] *= ratio ** (RATE - DRIFT)

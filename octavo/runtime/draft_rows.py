@@ -50,6 +50,6 @@ def _starts(capacities_M: Tensor) -> Tensor:
 
 def drawn(logits_SV: Tensor, params_S: SampleParams, ahead: int | Tensor) -> Tensor:
     """Tokens, int64 [S], at ``ahead`` positions behind those of ``params``, with the target's own noise: a draft is
-    accepted as often as the two distributions agree."""
+    accepted as often as the two distributions agree. While kernels are compiled, results are any tokens."""
     moved = params_S._replace(position=params_S.position + ahead)
-    return ops.sample(logits_SV, moved).long().clamp(min=0)
+    return ops.sample(logits_SV, moved).long().clamp(0, logits_SV.shape[1] - 1)

@@ -81,7 +81,7 @@ class Drafting:
         last_rows_S = (rows.cu_seqlens_q[1:].long() - 1).clamp(min=0)
         if num_accepted_S is not None and step.cu_samples is not None:
             num_rejected_S = step.cu_samples[1:] - step.cu_samples[:-1] - 1 - num_accepted_S
-            last_S = (step.cu_samples[:-1] + num_accepted_S).long().clamp(max=len(tokens_R) - 1)
+            last_S = (step.cu_samples[:-1] + num_accepted_S).long().clamp(0, len(tokens_R) - 1)
             last_rows_S = (last_rows_S - num_rejected_S.clamp(min=0)).clamp(min=0)
         params_S = SampleParams(*(column[last_S] for column in step.params))
         if self._is_greedy:
@@ -91,11 +91,11 @@ class Drafting:
             DraftInputs(
                 step.token_ids_T,
                 step.positions_T,
-                _next_tokens(step, tokens_R),
+                _next_tokens(step, tokens_R, self._state.vocab_size),
                 kept,
                 rows,
                 last_rows_S,
-                tokens_R[last_S].long().clamp(min=0),
+                tokens_R[last_S].long().clamp(0, self._state.vocab_size - 1),
                 params_S,
                 step.batch_indices_S,
                 step.capacities_S,
@@ -106,8 +106,8 @@ class Drafting:
         return drafts_SK
 
 
-def _next_tokens(step: StepTensors, tokens_R: Tensor) -> Tensor:
-    """The token behind each row, int64 [T]."""
+def _next_tokens(step: StepTensors, tokens_R: Tensor, vocab_size: int) -> Tensor:
+    """The token behind each row, int64 [T]. While kernels are compiled, ``tokens`` has any content."""
     assert step.next_tokens_S is not None
     T, S = len(step.token_ids_T), len(step.batch_indices_S)
     rows_T = torch.arange(T, device=tokens_R.device)
@@ -118,7 +118,7 @@ def _next_tokens(step: StepTensors, tokens_R: Tensor) -> Tensor:
         first_samples_S = step.cu_samples[:-1].long()
         num_samples_S = step.cu_samples[1:].long() - first_samples_S
     nth_T = rows_T - (ends_S - num_samples_S)[seq_T]
-    sampled_T = tokens_R[(first_samples_S[seq_T] + nth_T).clamp(0, len(tokens_R) - 1)].long().clamp(min=0)
+    sampled_T = tokens_R[(first_samples_S[seq_T] + nth_T).clamp(0, len(tokens_R) - 1)].long().clamp(0, vocab_size - 1)
     given_T = step.next_tokens_S[seq_T].long()
     behind_T = torch.where(given_T >= 0, given_T, sampled_T)
     return torch.where(nth_T >= 0, behind_T, step.token_ids_T.roll(-1))

@@ -96,7 +96,7 @@ class SamplingState:
         if num_accepted_S is None or step.cu_samples is None:
             last_tokens_S, last_positions_S = tokens_R, step.params.position
         else:
-            last_S = (step.cu_samples[:-1] + num_accepted_S).clamp(max=len(tokens_R) - 1)
+            last_S = (step.cu_samples[:-1] + num_accepted_S).clamp(0, len(tokens_R) - 1)
             last_tokens_S, last_positions_S = tokens_R[last_S], step.params.position[last_S]
         self.last_tokens_C[step.batch_indices_S] = last_tokens_S
         self.last_positions_C[step.batch_indices_S] = last_positions_S

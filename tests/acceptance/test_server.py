@@ -163,7 +163,7 @@ def test_guesses_change_nothing(server: Server, serve: Callable[..., Server]) ->
 def test_a_hundred_mixed_requests_with_drafts(server: Server, serve: Callable[..., Server]) -> None:
     """Bitwise what they are without, among drafts, preemptions and grammars."""
     settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
-    tight = "--max-model-len", "512", "--num-kv-blocks", "33", "--block-size", "16", "--max-num-seqs", "32"
+    tight = "--max-model-len", "256", "--num-kv-blocks", "17", "--block-size", "16", "--max-num-seqs", "32"
     drafting = serve("--speculative-config", json.dumps(settings), *tight)
     bodies = mixed_requests(100, seed=5)
     for number, body in enumerate(bodies):

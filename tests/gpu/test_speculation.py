@@ -31,6 +31,7 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 0, "frequency_penalty": 0.4, "logprobs": 2},
     {"temperature": 1.0, "top_k": 5, "min_tokens": 8, "stop_token_ids": [3]},
     {"temperature": 0, "allowed_token_ids": list(range(40))},
+    {"temperature": 0, "allowed_token_ids": [7]},
 ]
 
 
@@ -99,7 +100,11 @@ def test_rejection_sampling_keeps_the_distribution() -> None:
     )  # fmt: skip
     given = SampleParams(*(column.cuda() for column in given))
     drafts = torch.full((count,), 2).cuda()
-    tokens = distribution(target.log().repeat(count, 1).cuda(), given, drafts)
+    logits = target.log().repeat(count, 1).cuda()
+    parts = [slice(start, start + (1 << 14)) for start in range(0, count, 1 << 14)]  # a grid has at most 65,535 rows
+    tokens = torch.cat(
+        [distribution(logits[part], SampleParams(*(column[part] for column in given)), drafts[part]) for part in parts]
+    )
     shares = torch.bincount(tokens.long(), minlength=3).cpu() / count
     assert ((shares - target).abs() <= 4 * (target * (1 - target) / count).sqrt()).all()
 
