@@ -9,21 +9,22 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from octavo import ops
+from octavo.backend_settings import WITHOUT_MODEL
 from octavo.build_drafter import LoadedDrafter, Target, load_drafter, make_proposer
 from octavo.build_encoder import build_encoder
+from octavo.build_transformers import load_any, own_settings
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.offloading import make_offload
 from octavo.config import CacheSettings, EngineConfig, ModelSettings, parse_lora_modules, to_flat
-from octavo.device_settings import prepared_device, resolve_kv_dtype, weight_format
+from octavo.device_settings import kernel_compilation, prepared_device, resolve_kv_dtype, weight_format
 from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
@@ -44,8 +45,9 @@ from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import LayerCacheSpec, rank_cache
 from octavo.models.pooling import Pooling, read_pooling
-from octavo.models.registry import CausalLM, read_config
+from octavo.models.registry import CausalLM, LoadedModel, read_config
 from octavo.models.sizes import check_dummy, check_sizes, eos_token_ids
+from octavo.models.transformers_model import load_transformers
 from octavo.ops import dispatch
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.stored import WeightFormat, dtype_name
@@ -83,16 +85,16 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
     phases = Phases()
     device = prepared_device(config.model)
     path, checkpoint = _open(config.model, device)
-    model_config, form = _read_model(config, checkpoint, device)
+    config, model_config, form = _read_model(config, path, checkpoint, device)
     eos_ids, defaults = _generation(config.model, checkpoint, path, model_config)
     phases.done("device and checkpoint")
     if isinstance(model_config, EncoderConfig):
         return build_encoder(config, path, checkpoint, model_config, form)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
-    with _kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device) as ranks:
+    with kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device) as ranks:
         collective = device_collective(ranks.collective, device)
-        loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form, collective)
+        loaded, adapters = load_any(config.model, model_config, checkpoint, form, collective)
         method = parse_speculative_config(config.speculative.speculative_config)
         drafting = load_drafter(method, config, Target(loaded, model_config, checkpoint, form))
         phases.done("weights")
@@ -107,27 +109,8 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
         phases.done("memory")
         warm_up()
         phases.done("kernels and graphs")
-    info = EngineInfo(
-        max_model_len=limits.max_model_len,
-        vocab_size=vocab_size,
-        eos_token_ids=eos_ids,
-        block_size=limits.block_size,
-        num_kv_blocks=limits.num_kv_blocks,
-        kv_groups=limits.kv_groups,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        architecture=model_config.architecture,
-        num_parameters=loaded.num_parameters,
-        dtype=str(form.dtype).removeprefix("torch."),
-        device=str(device),
-        memory=budget.as_dict(),
-        weight_bytes=dict(loaded.bytes_by_format),
-        kernels={choice.op: choice.kernel for choice in dispatch.choices(device.type, form.dtype) if choice.chosen},
-        tasks=("generate", "embed"),
-        embedding_size=model_config.hidden_size,
-        sampling_defaults=defaults,
-        tensor_parallel_size=collective.size,
-    )
+    sizes = limits, budget, collective.size
+    info = _info(model_config, loaded, form, *sizes, eos_ids, defaults)
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
     scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else budget.weights, method)
     _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
@@ -138,6 +121,40 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
     return Engine(scheduler, timed, grammars=grammars, adapters=lora, depth=depth), info
 
 
+def _info(
+    model: ModelConfig,
+    loaded: LoadedModel,
+    form: WeightFormat,
+    limits: memory.Limits,
+    budget: memory.MemoryBudget,
+    num_ranks: int,
+    eos_token_ids: tuple[int, ...],
+    defaults: dict[str, int | float],
+) -> EngineInfo:
+    choices = dispatch.choices(form.device.type, form.dtype)
+    return EngineInfo(
+        max_model_len=limits.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=eos_token_ids,
+        block_size=limits.block_size,
+        num_kv_blocks=limits.num_kv_blocks,
+        kv_groups=limits.kv_groups,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        architecture=model.architecture,
+        num_parameters=loaded.num_parameters,
+        dtype=dtype_name(form.dtype),
+        device=str(form.device),
+        memory=budget.as_dict(),
+        weight_bytes=dict(loaded.bytes_by_format),
+        kernels={choice.op: choice.kernel for choice in choices if choice.chosen},
+        tasks=("generate", "embed"),
+        embedding_size=model.hidden_size,
+        sampling_defaults=defaults,
+        tensor_parallel_size=num_ranks,
+    )
+
+
 def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], memory.Limits]) -> Executor:
     """Load the part of a rank but the first, and make its executor; errors as for ``build_engine``.
 
@@ -146,10 +163,10 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
     """
     device = prepared_device(config.model)
     path, checkpoint = _open(config.model, device)
-    model_config, form = _read_model(config, checkpoint, device)
+    config, model_config, form = _read_model(config, path, checkpoint, device)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
-    with _kernel_compilation(form, kv_dtype):
+    with kernel_compilation(form, kv_dtype):
         collective = device_collective(host, device)
         loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form, collective)
         gc.collect()
@@ -237,15 +254,20 @@ def _connect_blocks(
         cache.use_offload(offload)
 
 
-def _read_model(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> tuple[ModelConfig, WeightFormat]:
-    """The model's configuration, checked against the checkpoint, and the format of its weights."""
+def _read_model(
+    config: EngineConfig, path: Path, checkpoint: Checkpoint, device: torch.device
+) -> tuple[EngineConfig, ModelConfig, WeightFormat]:
+    """The settings as they apply to the model, its configuration, checked, and the format of its weights."""
+    form = weight_format(config.model, device, checkpoint)
+    if config.model.backend == "transformers":
+        loaded = load_transformers(path, form, config.model.max_model_len)
+        return own_settings(config, loaded, device), loaded, form
     model = read_config(checkpoint.config, config.model.max_model_len)
     check_sizes(model, checkpoint)
-    form = weight_format(config.model, device, checkpoint)
     if checkpoint.is_dummy:
         free = memory.free_memory(device, config.cache.gpu_memory_utilization)
         check_dummy(model, checkpoint, form, free)
-    return model, form
+    return config, model, form
 
 
 def _storage(
@@ -370,15 +392,8 @@ def step_limits(limits: memory.Limits, method: Method | None = None, drafter: Dr
     return StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, max_drafts, num_drafts)
 
 
-def _kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractContextManager[None]:
-    """A context in which CPU kernels are compiled on two cores; no effect without kernels to compile."""
-    if form.device.type != "cpu" or ops.attention.chosen("cpu", form.dtype) == dispatch.REFERENCE:
-        return contextlib.nullcontext()
-    from octavo.ops.cpu.attention import compiling_in_background
-
-    return compiling_in_background(kv_dtype)
-
-
 def _open(settings: ModelSettings, device: torch.device) -> tuple[Path, Checkpoint]:
+    if settings.backend in WITHOUT_MODEL:
+        raise ConfigError(f"backend: {settings.backend} is for `octavo serve`")
     path = resolve_model(settings)
     return path, open_checkpoint(path, settings.load_format, settings.seed, str(device))

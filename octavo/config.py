@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from octavo.backend_settings import BACKENDS, check_backend
 from octavo.errors import ConfigError
 from octavo.server_settings import ServerSettings
 from octavo.setting import Setting, setting
@@ -39,6 +40,12 @@ def cache_dir() -> Path:
 class ModelSettings:
     """The model and how to load it."""
 
+    backend: str = setting(
+        "octavo",
+        "what computes: octavo's own models, any decoder of transformers, a toy or an instant answer without a model, "
+        "or an upstream server with the OpenAI API",
+        BACKENDS,
+    )
     model: str = setting(DEFAULT_MODEL, "model folder, GGUF file, Hugging Face id, or 'smollm2-135m'")
     tokenizer: str | None = setting(None, "tokenizer folder or file; default: the model's own")
     chat_template: str | None = setting(None, "chat template file; default: the model's own")
@@ -241,6 +248,7 @@ def _from_flat(config_class: type[EngineConfig], values: Mapping[str, Any]) -> E
 def _check_combinations(config: EngineConfig) -> None:
     """Raise ``ConfigError`` for combinations that are invalid for every model and device."""
     cache, scheduler = config.cache, config.scheduler
+    check_backend(config.model.backend, _changed(config))
     if cache.num_kv_blocks is not None and cache.kv_cache_memory is not None:
         raise ConfigError("num_kv_blocks and kv_cache_memory both size the KV cache; give one of them")
     if cache.gpu_memory_utilization > 1:
@@ -280,6 +288,15 @@ def _check_quantization(model: ModelSettings) -> None:
         raise ConfigError(
             "quantization and merge_lora: adapters cannot be merged into quantised weights; use enable_lora"
         )
+
+
+def _changed(config: EngineConfig) -> dict[str, str]:
+    """The settings that differ from their defaults, with their groups."""
+    return {
+        item.name: item.group
+        for item in settings(type(config))
+        if getattr(getattr(config, item.group), item.name) != item.default
+    }
 
 
 def _check_kv_events(server: ServerSettings, cache: CacheSettings) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
+
 import torch
 
 from octavo import ops
@@ -75,3 +78,12 @@ def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Che
         return WeightFormat(torch.float32, device, is_quantised and without_kernel("cpu") is None, *at_load)
     own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     return WeightFormat(torch.float16 if own == "float16" else torch.bfloat16, device, True, *at_load)
+
+
+def kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractContextManager[None]:
+    """A context in which CPU kernels are compiled on two cores; no effect without kernels to compile."""
+    if form.device.type != "cpu" or ops.attention.chosen("cpu", form.dtype) == dispatch.REFERENCE:
+        return contextlib.nullcontext()
+    from octavo.ops.cpu.attention import compiling_in_background
+
+    return compiling_in_background(kv_dtype)

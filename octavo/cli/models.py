@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the table of families, or the check of a model; return 1 if it does not fit."""
     if args.model_argument is None and args.model is None:
         print("\n".join(_families()))
+        print("\nOther decoders: with --backend transformers, more slowly.", file=sys.stderr)
         return 0
     return _check(load_config(EngineConfig, args))
 
@@ -80,6 +81,8 @@ def _check(config: EngineConfig) -> int:
     if (adapter := _as_adapter(config)) is not None:
         return _check_adapter(config, adapter)
     is_here = config.model.model == DEFAULT_MODEL or Path(config.model.model).expanduser().exists()
+    if config.model.backend == "transformers":
+        return _check_transformers(config)
     path = resolve_model(config.model) if is_here else resolve_model(config.model, ["*.json"])
     checkpoint = open_checkpoint(path, config.model.load_format if is_here else "dummy")
     model = read_config(checkpoint.config, config.model.max_model_len)
@@ -112,6 +115,25 @@ def _check(config: EngineConfig) -> int:
     print(f"fits on {device}, with contexts of {limits.max_model_len} tokens{each}:\n{budget.table()}")
     print("weights: " + ", ".join(f"{size / 2**20:,.1f} MiB in {name}" for name, size in sorted(sizes.items())))
     return 0
+
+
+def _check_transformers(config: EngineConfig) -> int:
+    """Load a model of the transformers library and describe it; only a trial shows how it can be served."""
+    from octavo.device_settings import resolve_device, weight_format
+    from octavo.models.transformers_model import load_transformers
+    from octavo.weights.checkpoint import open_checkpoint
+    from octavo.weights.hub import resolve_model
+
+    path = resolve_model(config.model)
+    form = weight_format(config.model, resolve_device(config.model.device), open_checkpoint(path))
+    model = load_transformers(path, form, config.model.max_model_len)
+    assert model.loaded is not None
+    print(f"{model.architecture}: supported by backend transformers, with {CACHES[model.is_paged]}")
+    print(f"{model.loaded.num_parameters:,} parameters, {model.loaded.num_bytes / 2**20:,.1f} MiB of weights")
+    return 0
+
+
+CACHES = {True: "the paged KV cache", False: "a cache of its own for each sequence, one sequence at a time"}
 
 
 def _fit_encoder(

@@ -141,5 +141,8 @@ def load_model(
 def _family(name: str) -> Family:
     if name not in ARCHITECTURES:
         known = ", ".join([*ARCHITECTURES, *TEXT_PARTS, *ENCODERS])
-        raise CheckpointError(f"config: architecture {name} is not supported; supported are {known}")
+        raise CheckpointError(
+            f"config: architecture {name} is not supported; supported are {known}; others, more slowly, with backend "
+            "transformers"
+        )
     return ARCHITECTURES[name]

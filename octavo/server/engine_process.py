@@ -20,9 +20,10 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
+from octavo.backends import instant, toy
 from octavo.cache.kv_events import KVEvent
 from octavo.collector import leave_out_what_exists
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, ModelSettings
 from octavo.engine.protocols import Adapters
 from octavo.errors import CheckpointError, OctavoError, RanksLost, RequestError
 from octavo.kernel_compiler import prepare_if_there_may_be_a_gpu
@@ -205,7 +206,7 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
     """Build the engine and send ``Ready``; on failure send ``Failed`` and return ``None``."""
     try:
         config = EngineConfig.from_flat(start.config)
-        engine, info = (build or _default_build(config.model.device))(config)
+        engine, info = (build or _default_build(config.model))(config)
     except Exception as error:
         message = str(error)
         if not isinstance(error, OctavoError):
@@ -218,9 +219,14 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
     return engine
 
 
-def _default_build(device: str) -> Build:
+def _default_build(settings: ModelSettings) -> Build:
+    """The function that builds the backend of the settings. Those without a model need no torch."""
+    if settings.backend == "toy":
+        return toy.build
+    if settings.backend == "instant":
+        return instant.build
     phases = Phases()
-    prepare_if_there_may_be_a_gpu(device)
+    prepare_if_there_may_be_a_gpu(settings.device)
     from octavo.build import build_engine  # imports torch, which the front process must never import
 
     phases.done("imports of the engine process")
