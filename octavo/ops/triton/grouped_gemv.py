@@ -11,6 +11,7 @@ takes the sum of squares from the whole row.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
 from octavo.ops.triton.grouped_numbers import assembly, less, numbers, offset_of, word_rows
-from octavo.ops.triton.launch import launch, prefetch_lines, start_successor, wait_for_predecessor
+from octavo.ops.triton.launch import launch, no_pdl, prefetch_lines, start_successor, wait_for_predecessor
 from octavo.ops.triton.tile_epilogue import finish, residual_tile
 
 _TILE, _WORDS = tl.constexpr(TILE), tl.constexpr(WORDS)
@@ -39,7 +40,8 @@ class GroupedGemvConfig:
     stages: int
     """Chunks of columns in shared memory at once, and on their way to it."""
     release: str = "early"
-    """When the next kernel may start: "early" before the products, "late" after them."""
+    """When the next kernel may start: "early" before the products, "late" after them. With "never" it starts when this
+    one has ended, and this one when the one before it has."""
     prefetch: bool = True
     """Whether the tile is brought into the cache while the kernel before this one runs."""
 
@@ -256,24 +258,25 @@ def grouped_gemv(
     outputs = N if activation is None else N // 2
     out_TN = x_TK.new_empty(T, outputs) if residual_TN is None else residual_TN
     offset = offset_of(packed, x_TK.dtype)
-    launch(
-        grouped_gemv_kernel,
-        (triton.cdiv(outputs, config.block_n),),
-        *(x_TK, packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN),
-        *(bias_N, norm_K, residual_TN, out_TN),
-        *(eps, T, outputs, int(config.release == "late")),
-        K=K,
-        GROUPS=len(packed.scales_GN),
-        NUMBER=packed.number,
-        OFFSET=offset,
-        CHUNK=chunk_of(packed.number),
-        BLOCK_T=8 if T <= 8 else MAX_ROWS,
-        BLOCK_N=config.block_n,
-        SPLIT=config.split,
-        STAGES=config.stages,
-        ACTIVATION=activation,
-        PREFETCH=config.prefetch,
-        ASSEMBLY=assembly(packed, x_TK.dtype, offset),
-        num_warps=config.warps,
-    )
+    with no_pdl() if config.release == "never" else contextlib.nullcontext():
+        launch(
+            grouped_gemv_kernel,
+            (triton.cdiv(outputs, config.block_n),),
+            *(x_TK, packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN),
+            *(bias_N, norm_K, residual_TN, out_TN),
+            *(eps, T, outputs, int(config.release == "late")),
+            K=K,
+            GROUPS=len(packed.scales_GN),
+            NUMBER=packed.number,
+            OFFSET=offset,
+            CHUNK=chunk_of(packed.number),
+            BLOCK_T=8 if T <= 8 else MAX_ROWS,
+            BLOCK_N=config.block_n,
+            SPLIT=config.split,
+            STAGES=config.stages,
+            ACTIVATION=activation,
+            PREFETCH=config.prefetch,
+            ASSEMBLY=assembly(packed, x_TK.dtype, offset),
+            num_warps=config.warps,
+        )
     return out_TN

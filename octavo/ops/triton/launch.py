@@ -59,6 +59,13 @@ def pdl() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def no_pdl() -> Iterator[None]:
+    """In this block a kernel starts when the one before it has ended, and the next one when it has ended itself."""
+    with _set(_pdl, False):
+        yield
+
+
 def is_invariant() -> bool:
     """Whether a row's result may depend on nothing but that row, to the bit."""
     return _invariant.get()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups, grouped_linear
-from octavo.ops.triton import grouped_configs
+from octavo.ops.triton import grouped_configs, grouped_gemv, launch
 from octavo.ops.triton.config_tables import FOLDER, read_section, write_section
 from octavo.ops.triton.grouped_configs import GroupedConfig
 from octavo.ops.triton.grouped_dense import dense
@@ -229,7 +229,27 @@ def test_a_device_uses_its_table(device: str, monkeypatch: pytest.MonkeyPatch) -
     found = [grouped_configs.config_for(T, packed, False, torch.device("cpu")) for T in (2, 8, 17)]
     assert found == [CONFIGS["gemv"], CONFIGS["gemv"], None]
     assert isinstance(grouped_configs.config_for(1, packed, False, torch.device("cpu")), GroupedGemvConfig)
-    assert isinstance(grouped_configs.config_for(200, packed, False, torch.device("cpu")), GroupedGemmConfig)
+    for rows in (9, 200):
+        assert isinstance(grouped_configs.config_for(rows, packed, False, torch.device("cpu")), GroupedGemmConfig)
+
+
+@pytest.mark.parametrize("release", ["early", "late", "never"])
+def test_release_never_launches_without_overlap(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[dict[str, Any]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **options: launches.append(options)
+
+    monkeypatch.setattr(grouped_gemv, "grouped_gemv_kernel", Kernel())
+    x, packed = torch.ones(1, 128).bfloat16(), random_groups("cpu", "int4", 32, 128, 32)
+    token = launch._pdl.set(True)
+    try:
+        run_grouped(x, packed, None, None, 0.0, None, None, GroupedGemvConfig(16, 4, 4, 2, release))
+    finally:
+        launch._pdl.reset(token)
+    assert [options["PDL"] for options in launches] == [options["launch_pdl"] for options in launches]
+    assert [options["PDL"] for options in launches] == [release != "never"]
 
 
 def test_shipped_tables_can_be_read(tmp_path: Path) -> None:
