@@ -21,6 +21,7 @@ from octavo.config import CacheSettings, EngineConfig, ModelSettings, parse_lora
 from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.engine import Engine
 from octavo.engine.graph_choice import GraphChoice
+from octavo.engine.kernel_tuning import TuningPlan, tune_kernels
 from octavo.engine.mixed_steps import settle_mixed_steps
 from octavo.engine.ngram import NgramProposer
 from octavo.engine.persistent_batch import PersistentBatch
@@ -65,8 +66,8 @@ the last token, which must be known."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
-    """Load the model and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
+def build_engine(config: EngineConfig, tuning: TuningPlan | None = None) -> tuple[Engine, EngineInfo]:
+    """Load the model and wire the engine; see ``make_runner``. Raises ``ConfigError`` or ``CheckpointError``."""
     phases = Phases()
     device = resolve_device(config.model.device)
     _prepare(device)
@@ -92,7 +93,8 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         vocab_size = model_config.vocab_size
         executor = make_executor(config.model, loaded.model, storage, vocab_size, limits, pooling, adapters)
         numbers = None if adapters is None else dict[str, int]()
-        runner, warm_up = make_runner(config.model, executor, storage.num_groups, vocab_size, limits, numbers)
+        groups = storage.num_groups
+        runner, warm_up = make_runner(config.model, executor, groups, vocab_size, limits, numbers, tuning)
         phases.done("memory")
         warm_up()
         phases.done("kernels and graphs")
@@ -219,8 +221,12 @@ def make_runner(
     vocab_size: int,
     limits: memory.Limits,
     adapters: dict[str, int] | None = None,
+    tuning: TuningPlan | None = None,
 ) -> tuple[StepRunner, Callable[[], None]]:
-    """The runner of an executor, and its warm-up. ``adapters`` is shared with ``LoadedAdapters``, which fills it."""
+    """The runner of an executor, and its warm-up. ``adapters`` is shared with ``LoadedAdapters``, which fills it.
+
+    ``tuning`` is in place of what the settings say of it.
+    """
     most = step_limits(limits)
     batch = PersistentBatch(most.max_num_seqs, most.max_blocks, num_groups)
     encoder = StepEncoder(batch, limits.block_size, vocab_size, exact_shape, adapters, settings.batch_invariant)
@@ -230,7 +236,15 @@ def make_runner(
     has_graphs = not settings.enforce_eager
     graphs = GraphChoice(most.max_num_seqs, most.max_num_batched_tokens, adapters is not None, has_graphs)
     encoder.choose_shape = graphs.choose
-    return runner, partial(graphs.warm_up, runner)
+    # The kernels of batch invariance are fixed: measurements must not decide on the order of sums.
+    seconds = 0.0 if settings.batch_invariant else settings.kernel_tuning_seconds
+    return runner, partial(_warm_up, graphs, runner, tuning or TuningPlan(seconds))
+
+
+def _warm_up(graphs: GraphChoice, runner: StepRunner, tuning: TuningPlan) -> None:
+    """Graphs keep the kernels with which they were captured, so kernels are chosen first."""
+    tune_kernels(runner.send, tuning)
+    graphs.warm_up(runner)
 
 
 def step_limits(limits: memory.Limits) -> StepLimits:

@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from octavo.ops.triton.config_tables import table_path
 from octavo.ops.triton.gemv import GemvConfig
+from octavo.ops.triton.graph_timing import microseconds
 from octavo.ops.triton.launch import num_multiprocessors, pdl
 from octavo.ops.triton.linear_configs import (
     FEW_ROWS,
@@ -37,7 +38,6 @@ from octavo.ops.triton.linear_configs import (
     write_table,
 )
 from octavo.ops.triton.skinny_gemm import SkinnyConfig
-from octavo_bench.graph_timing import microseconds
 from octavo_bench.linear_case import DTYPE, LinearCase, Operands, Weights
 
 ALONE_BYTES = 400_000_000

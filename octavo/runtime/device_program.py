@@ -46,6 +46,7 @@ class DeviceProgram:
         adapter_rows: StackedRows | None = None,
     ) -> None:
         device, largest = storage.device, limits.largest()
+        self.device = device
         tables = storage.num_groups, largest.num_seqs, limits.max_blocks
         self._tables_GSB = torch.zeros(tables, dtype=torch.int32, device=device)
         self._steps: dict[StepShape, StepTensors] = {}
