@@ -93,7 +93,8 @@ def _driver_version() -> str:
     try:
         return Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:
-        return f"cuda{torch._C._cuda_getDriverVersion()}"  # the latest CUDA that the driver supports
+        newest_cuda = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+        return f"cuda{newest_cuda}"
 
 
 def use(entries: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:

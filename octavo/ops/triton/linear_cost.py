@@ -72,7 +72,7 @@ class Fitted:
 
 
 FITTED = Fitted(2.5, 0.85, 87_000.0, 0.65, 0.17, 0.35, 0.42)
-"""To the 531 measurements of ``skinny`` on an H200 with rows 16 and 64 (``octavo_bench.cost_fit``)."""
+"""To the 389 measurements of ``skinny`` on an H200 for 16 and 64 rows (``octavo_bench.cost_fit``)."""
 SHARPNESS = 4
 """The norm that joins the three times: they overlap, but not completely."""
 

@@ -59,5 +59,6 @@ def note_use(
     """Note a call, where calls are collected."""
     found = _uses.get()
     if found is not None:
+        N, K = weight_NK.shape
         given = norm_K is not None, residual_TN is not None, bias_N is not None
-        found.setdefault(LinearUse(*weight_NK.shape, weight_NK.dtype, *given, activation), []).append(weight_NK)
+        found.setdefault(LinearUse(N, K, weight_NK.dtype, *given, activation), []).append(weight_NK)
