@@ -129,7 +129,7 @@ def ranked(product: Product, gpu: Gpu) -> list[GemvConfig] | list[SkinnyConfig]:
         widest = triton.next_power_of_2(product.K)
         first = GEMV[1] if product.K >= LONG_ROW else GEMV[0]
         return list(dict.fromkeys(replace(c, block_k=min(c.block_k, widest)) for c in (first, *GEMV)))
-    return sorted(_skinny(product, gpu), key=lambda config: microseconds(product, config, gpu))
+    return sorted(dict.fromkeys(_skinny(product, gpu)), key=lambda config: microseconds(product, config, gpu))
 
 
 def _skinny(product: Product, gpu: Gpu) -> Iterator[SkinnyConfig]:
