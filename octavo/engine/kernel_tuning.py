@@ -43,6 +43,8 @@ def tune_kernels(send: Callable[[Message], Reply[Any]], plan: TuningPlan) -> int
     is_over = plan.seconds <= 0
     for i, num_rows in enumerate(TUNED_ROWS):
         keys = [] if is_over else send(PrepareTuning(num_rows, plan.again)).wait()
+        if keys:
+            logger.info("measuring kernels for %d matrix products of up to %d rows", len(keys), num_rows)
         for j, key in enumerate(keys):
             is_over = time.monotonic() - started >= plan.seconds
             if is_over:

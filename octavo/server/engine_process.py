@@ -199,7 +199,7 @@ def _serve(build: Build | None) -> int:
 def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLike | None:
     """Build the engine and send ``Ready``; on failure send ``Failed`` and return ``None``."""
     try:
-        config = EngineConfig.from_flat(start.config)
+        config = _config(start)
         engine, info = (build or _default_build(config.model.device))(config)
     except Exception as error:
         message = str(error)
@@ -211,6 +211,12 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
     leave_out_what_exists()
     channel.send(wire.Ready(start.generation, info))
     return engine
+
+
+def _config(start: wire.Start) -> EngineConfig:
+    """The settings of this process. After a restart, requests wait: no kernels are measured."""
+    is_first = start.generation == 1
+    return EngineConfig.from_flat(start.config if is_first else {**start.config, "kernel_tuning_seconds": 0.0})
 
 
 def _default_build(device: str) -> Build:
