@@ -28,13 +28,14 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo.build import build_engine, resolve_device
     from octavo.engine.kernel_tuning import TuningPlan
-    from octavo.ops.triton.linear_configs import own_path
 
     device = resolve_device(config.model.device)
     if device.type != "cuda":
         raise ConfigError("tune: kernels are tuned for NVIDIA GPUs; torch finds none here")
     if config.model.batch_invariant:
         raise ConfigError("tune: the kernels of --batch-invariant do not depend on measurements")
+    from octavo.ops.triton.linear_configs import own_path  # needs Triton, which CPUs may lack
+
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn()
     started = time.monotonic()
     with Progress(*columns, console=Console(stderr=True)) as progress:
