@@ -22,9 +22,9 @@ from octavo.ops.triton.launch import compiling, pdl
 from octavo.ops.triton.linear_configs import (
     LinearConfig,
     bucket_of,
+    forget_tables,
     key_of,
     read_table,
-    table_of,
     write_table,
 )
 from octavo.ops.triton.linear_cost import Product
@@ -73,7 +73,7 @@ def tune(
         notes += [{"shape": key, "config": str(c), "microseconds": round(taken, 2)} for taken, c in timed]
         write_table(path, {**read_table(path), key: fastest(timed, present_config(use, bucket, device))})
         keep()
-    table_of.cache_clear()
+    forget_tables()
     compiler.close()
     return notes
 

@@ -46,12 +46,12 @@ class DeviceProgram:
         adapter_rows: StackedRows | None = None,
     ) -> None:
         device, largest = storage.device, limits.largest()
-        self.device = device
         tables = storage.num_groups, largest.num_seqs, limits.max_blocks
         self._tables_GSB = torch.zeros(tables, dtype=torch.int32, device=device)
         self._steps: dict[StepShape, StepTensors] = {}
         size = num_bytes(largest, limits.max_blocks, storage.num_groups)
         self._inputs = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.device = self._inputs.device
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_steps = 0
         """Steps started so far; the device keeps the same count in ``_counter``."""

@@ -67,9 +67,19 @@ def default_config(product: Product, device: torch.device) -> LinearConfig:
     return ranked(product, gpu_of(device))[0] if product.rows <= FEW_ROWS else None
 
 
-@functools.cache
 def table_of(device: torch.device) -> dict[str, LinearConfig]:
     """The configurations for this device: shipped ones, and over them those measured on this machine; read once."""
+    is_unnumbered = device.type == "cuda" and device.index is None
+    return _read_tables(torch.device("cuda", torch.cuda.current_device()) if is_unnumbered else device)
+
+
+def forget_tables() -> None:
+    """Read tables again when they are used next."""
+    _read_tables.cache_clear()
+
+
+@functools.cache
+def _read_tables(device: torch.device) -> dict[str, LinearConfig]:
     if device.type != "cuda":
         return {}
     shipped = read_table(table_path(torch.cuda.get_device_name(device)))

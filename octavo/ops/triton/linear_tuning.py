@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from octavo.ops.triton.config_tables import fields_of
 from octavo.ops.triton.graph_timing import microseconds
@@ -68,13 +67,19 @@ class LinearTuner:
         found = {key_of(use.product(rows)): (use, rows) for use in self._uses.values()}
         if not again:
             found = {key: job for key, job in found.items() if key not in table_of(self._device)}
+        try:
+            self._compile(found.values(), num_threads)
+        except Exception as error:  # each is compiled again when it is measured, and left out if that fails
+            logger.info("a candidate cannot be compiled: %s", error)
+        self._prepared |= found
+        return list(found)
+
+    def _compile(self, jobs: Iterable[tuple[LinearUse, int]], num_threads: int | None) -> None:
         with torch.inference_mode(), pdl(), compiling(num_threads):
-            for use, _ in found.values():
+            for use, rows in jobs:
                 given = operands(use, rows, self._device)
                 for config in candidates(use, rows, self._device):
                     given.run(self._weights[use][0], config)
-        self._prepared |= found
-        return list(found)
 
     def measure(self, key: str) -> dict[str, Any]:
         """The entry of the fastest configuration of a prepared product, for the table."""
@@ -173,9 +178,9 @@ def _time(given: Operands, weights: Sequence[Tensor], config: LinearConfig, expe
         run = given.copied().run
         calls: list[Callable[[], object]] = [functools.partial(run, weight, config) for weight in weights]
         taken = microseconds(calls, with_pdl=True)
-    except (OutOfResources, RuntimeError) as failure:
-        if isinstance(failure, torch.OutOfMemoryError):
-            raise
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as failure:  # of Triton, its compiler or the driver; a candidate must not stop the engine
         logger.info("%s cannot be used here: %s", config, failure)
         return None
     key = key_of(given.use.product(len(given.x_TK)))

@@ -17,6 +17,7 @@ from octavo.ops.triton.linear_configs import (
     LinearConfig,
     bucket_of,
     config_for,
+    forget_tables,
     own_path,
     read_table,
     table_of,
@@ -78,17 +79,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[torch.devic
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
     monkeypatch.setattr(linear_configs, "_driver_version", lambda: "1.2")
-    linear_configs.table_of.cache_clear()
-    yield torch.device("cuda")
-    linear_configs.table_of.cache_clear()
+    linear_configs.forget_tables()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    yield torch.device("cuda:0")
+    linear_configs.forget_tables()
 
 
 def test_what_was_measured_is_used_and_kept_for_the_next_start(gpu: torch.device) -> None:
     entries = {key: fields_of(config, KINDS) for key, config in CONFIGS.items()}
     use({key: entries[key] for key in ("64x32, 1", "64x32, 128")}, gpu)
     use({"64x32, 16": entries["64x32, 16"]}, gpu)
-    assert table_of(gpu) == CONFIGS
-    table_of.cache_clear()
+    assert table_of(gpu) == table_of(torch.device("cuda")) == CONFIGS
+    forget_tables()
     assert table_of(gpu) == CONFIGS
     assert config_for(128, 64, 32, False, gpu) is None
     assert own_path(gpu).name.startswith("NVIDIA_Test-1.2-triton")
@@ -101,7 +103,7 @@ def test_what_was_measured_on_this_machine_comes_before_the_shipped_table(
     key = "4096x4096, 16"
     shipped = table_of(gpu)[key]
     use({key: {"kernel": "cublas"}}, gpu)
-    table_of.cache_clear()
+    forget_tables()
     assert table_of(gpu)[key] is None
     assert shipped is not None
 
@@ -112,7 +114,7 @@ def test_a_broken_file_of_measurements_is_ignored(gpu: torch.device, caplog: pyt
     path.write_text('{"linear": {"64x32, 1": {"kernel": "gone"}}}')
     assert table_of(gpu) == {}
     path.write_text("{")
-    table_of.cache_clear()
+    forget_tables()
     assert table_of(gpu) == {}
     assert "not used" in caplog.text
 

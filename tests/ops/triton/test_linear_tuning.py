@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from octavo.ops.triton import linear_configs, linear_tuning
 from octavo.ops.triton.gemv import GemvConfig
@@ -116,3 +118,19 @@ def test_an_entry_names_the_fastest(device: str, monkeypatch: pytest.MonkeyPatch
 def test_float32_is_left_to_the_library(device: str) -> None:
     tuner = LinearTuner({LinearUse(96, 64, torch.float32): []}, torch.device(device))
     assert tuner.prepare(16, again=True) == []
+
+
+def test_a_candidate_that_fails_does_not_stop_the_others(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use, run = USES[0], linear_tuning.run_linear
+
+    def failing(*args: Any) -> torch.Tensor:
+        if isinstance(args[-1], SkinnyConfig):
+            raise OutOfResources(300_000, 227_000, "shared memory")
+        return run(*args)
+
+    monkeypatch.setattr(linear_tuning, "run_linear", failing)
+    tuner = LinearTuner({use: [weight_of(use, device)]}, torch.device(device))
+    (key,) = tuner.prepare(16, again=True)
+    timed = measure(use, 16, candidates(use, 16, torch.device(device)), [weight_of(use, device)], torch.device(device))
+    assert timed == [Timed(10.0, None)]
+    assert tuner.measure(key) == {"kernel": "cublas"}
