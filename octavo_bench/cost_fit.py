@@ -87,7 +87,7 @@ def regrets(measured: Iterable[Measured], fitted: Fitted) -> dict[Product, float
 
 def left_out(measured: Sequence[Measured], trials: int) -> dict[Product, float]:
     """The regrets of each matrix with numbers that are fitted to all others."""
-    found = {}
+    found: dict[Product, float] = {}
     for N, K in dict.fromkeys((item.product.N, item.product.K) for item in measured):
         is_own = [(item.product.N, item.product.K) == (N, K) for item in measured]
         others = [item for item, own in zip(measured, is_own, strict=True) if not own]
