@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -12,20 +15,25 @@ from pathlib import Path
 import torch
 
 from octavo import ops
+from octavo.backend_settings import WITHOUT_MODEL
+from octavo.build_drafter import LoadedDrafter, Target, load_drafter, make_proposer
 from octavo.build_encoder import build_encoder
+from octavo.build_transformers import load_any, own_settings
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.offloading import make_offload
-from octavo.config import CacheSettings, EngineConfig, ModelSettings, parse_lora_modules
+from octavo.config import CacheSettings, EngineConfig, ModelSettings, parse_lora_modules, to_flat
+from octavo.device_settings import prepared_device, resolve_kv_dtype, weight_format
 from octavo.engine.adapters import LoadedAdapters
+from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
 from octavo.engine.graph_choice import GraphChoice
-from octavo.engine.kernel_tuning import TuningPlan, tune_kernels
+from octavo.engine.kernel_tuning import TuningPlan, plan_of
 from octavo.engine.mixed_steps import settle_mixed_steps
-from octavo.engine.ngram import NgramProposer
 from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.speculation import Speculation
 from octavo.engine.step_encoder import StepEncoder
 from octavo.engine.step_runner import BlockMessages, StepRunner, compute_padding
 from octavo.engine.step_times import logged
@@ -36,20 +44,25 @@ from octavo.grammar.vocabulary import Vocabulary
 from octavo.models.adapters import Adapters, load_with_adapters
 from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
+from octavo.models.layer_cache import LayerCacheSpec, rank_cache
 from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, read_config
 from octavo.models.sizes import check_dummy, check_sizes, eos_token_ids
+from octavo.models.transformers_model import load_transformers
 from octavo.ops import dispatch
-from octavo.quant.blocks import without_kernel
+from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.stored import WeightFormat
 from octavo.runtime import memory
-from octavo.runtime.cpu_threads import default_num_threads
-from octavo.runtime.device_program import load_kernels
+from octavo.runtime.acceptance import Verify, rule
+from octavo.runtime.drafter import Drafter
+from octavo.runtime.forward import make_forward
 from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.step_program import Forward
+from octavo.runtime.peer_memory import device_collective, visible_gpus
+from octavo.runtime.ranks import OneRank, OnLost, Ranks, check_divides
 from octavo.runtime.stream_executor import StreamExecutor
-from octavo.speculative_config import parse_speculative_config
+from octavo.runtime.vocabulary import part_of_vocabulary
+from octavo.speculative_config import Method, parse_speculative_config
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
 from octavo.steps.shapes import exact_shape
@@ -61,46 +74,46 @@ from octavo.weights.generation_config import chosen_config, sampling_defaults
 from octavo.weights.hub import resolve_model
 
 DEPTH = {"cpu": 1, "cuda": 2}
-"""Steps in flight: on a GPU, the next step is scheduled while one is computed. Not with speculation: drafts depend on
-the last token, which must be known."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Steps in flight: on a GPU, the next step is scheduled while one is computed."""
+Built = tuple[Engine, EngineInfo]
+logger = logging.getLogger(__name__)
 
 
-def build_engine(config: EngineConfig, tuning: TuningPlan | None = None) -> tuple[Engine, EngineInfo]:
-    """Load the model and wire the engine; see ``make_runner``. Raises ``ConfigError`` or ``CheckpointError``."""
+def build_engine(config: EngineConfig, on_lost: OnLost | None = None, tuning: TuningPlan | None = None) -> Built:
+    """Load the model and wire the engine; ``tuning``: see ``make_runner``. Raises ``ConfigError``, ``CheckpointError``.
+
+    ``on_lost`` is called when another process of a tensor-parallel engine ends; steps then raise ``RanksLost``.
+    """
     phases = Phases()
-    device = resolve_device(config.model.device)
-    _prepare(device)
-    path = resolve_model(config.model)
-    checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed, str(device))
-    generation = chosen_config(config.model.generation_config, checkpoint.generation_config, path)
-    defaults = sampling_defaults(config.model.generation_config, generation)
-    model_config, form = _read_model(config, checkpoint, device)
-    eos_ids = eos_token_ids(model_config, generation)
+    device = prepared_device(config.model)
+    path, checkpoint = _open(config.model, device)
+    config, model_config, form = _read_model(config, path, checkpoint, device)
+    eos_ids, defaults = _generation(config.model, checkpoint, path, model_config)
     phases.done("device and checkpoint")
     if isinstance(model_config, EncoderConfig):
         return build_encoder(config, path, checkpoint, model_config, form)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
-    with _kernel_compilation(form, kv_dtype):
-        loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form)
-        gc.collect()
+    with _kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device) as ranks:
+        collective = device_collective(ranks.collective, device)
+        loaded, adapters = load_any(config.model, model_config, checkpoint, form, collective)
+        method = parse_speculative_config(config.speculative.speculative_config)
+        drafting = load_drafter(method, config, Target(loaded, model_config, checkpoint, form))
         phases.done("weights")
-        free = memory.free_memory(device, config.cache.gpu_memory_utilization)
-        kinds = kv_dtype, form.dtype, device.type
-        limits, budget = memory.settle(config, model_config, *kinds, weights=loaded.num_bytes, free=free)
-        storage = _storage(model_config, limits, kv_dtype, device)
-        vocab_size = model_config.vocab_size
-        executor = make_executor(config.model, loaded.model, storage, vocab_size, limits, pooling, adapters)
+        limits, budget = _settle(config, model_config, form, kv_dtype, loaded.num_bytes, ranks, drafting)
+        storage = _storage(model_config, limits, kv_dtype, device, collective.size, drafting.cache)
+        drafter, vocab_size = drafting.start(storage), model_config.vocab_size
+        most = step_limits(limits, method, drafter)
+        parts = pooling, adapters, collective, drafter, _rule(method)
+        executor = ranks.executor(make_executor(config.model, loaded.model, storage, vocab_size, most, *parts))
         numbers = None if adapters is None else dict[str, int]()
-        groups = storage.num_groups
-        runner, warm_up = make_runner(config.model, executor, groups, vocab_size, limits, numbers, tuning)
+        runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers, tuning)
         phases.done("memory")
         warm_up()
         phases.done("kernels and graphs")
     info = EngineInfo(
         max_model_len=limits.max_model_len,
-        vocab_size=model_config.vocab_size,
+        vocab_size=vocab_size,
         eos_token_ids=eos_ids,
         block_size=limits.block_size,
         num_kv_blocks=limits.num_kv_blocks,
@@ -116,16 +129,89 @@ def build_engine(config: EngineConfig, tuning: TuningPlan | None = None) -> tupl
         tasks=("generate", "embed"),
         embedding_size=model_config.hidden_size,
         sampling_defaults=defaults,
+        tensor_parallel_size=collective.size,
     )
     grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
-    scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else loaded.num_bytes)
-    _connect_blocks(scheduler.cache, config.cache, runner, storage, path, _forms(form, info, storage))
+    scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else budget.weights, method)
+    _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
-    ngram = parse_speculative_config(config.speculative.speculative_config)
-    proposer = None if ngram is None else NgramProposer(ngram)
-    depth = DEPTH[device.type] if config.scheduler.async_scheduling and ngram is None else 1
+    depth = DEPTH[device.type] if config.scheduler.async_scheduling else 1
+    ranks.report_to(on_lost)
     timed = logged(runner, config.scheduler.step_log)
-    return Engine(scheduler, timed, grammars=grammars, proposer=proposer, adapters=lora, depth=depth), info
+    return Engine(scheduler, timed, grammars=grammars, adapters=lora, depth=depth), info
+
+
+def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], memory.Limits]) -> Executor:
+    """Load the part of a rank but the first, and make its executor; errors as for ``build_engine``.
+
+    ``host`` is the collective of the ranks' hosts. ``settle`` is given the free bytes when the weights are loaded, and
+    returns the limits for which to allocate memory.
+    """
+    device = prepared_device(config.model)
+    path, checkpoint = _open(config.model, device)
+    config, model_config, form = _read_model(config, path, checkpoint, device)
+    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
+    pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
+    with _kernel_compilation(form, kv_dtype):
+        collective = device_collective(host, device)
+        loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form, collective)
+        gc.collect()
+        limits = settle(memory.free_memory(device, config.cache.gpu_memory_utilization))
+        storage = _storage(model_config, limits, kv_dtype, device, collective.size)
+        vocab_size = model_config.vocab_size
+        method = parse_speculative_config(config.speculative.speculative_config)
+        parts = pooling, adapters, collective, None, _rule(method)
+        return make_executor(config.model, loaded.model, storage, vocab_size, step_limits(limits, method), *parts)
+
+
+@contextlib.contextmanager
+def _started_ranks(config: EngineConfig, path: Path, model: ModelConfig, device: torch.device) -> Iterator[Ranks]:
+    """The ranks of the engine, which are ended if this block fails. Raises ``ConfigError``."""
+    size = config.model.tensor_parallel_size
+    if size == 1:
+        yield OneRank()
+        return
+    if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE or not hasattr(os, "memfd_create"):
+        raise ConfigError("tensor_parallel_size: more than 1 needs Linux and compiled CPU kernels, see `octavo doctor`")
+    check_divides(model, size)
+    from octavo.runtime.rank_group import RankGroup  # its shared memory needs compiled code
+
+    settings = dataclasses.replace(config.model, model=str(path))
+    gpus = visible_gpus() if device.type == "cuda" else []
+    if 0 < len(gpus) < size:
+        logger.warning("%d ranks share %d GPUs, which is slow: it is for tests", size, len(gpus))
+    ranks = RankGroup(to_flat(dataclasses.replace(config, model=settings), EngineConfig), size, gpus)
+    try:
+        yield ranks
+    except BaseException:
+        ranks.end()
+        raise
+
+
+def _settle(
+    config: EngineConfig,
+    model: ModelConfig,
+    form: WeightFormat,
+    kv_dtype: torch.dtype,
+    weights: int,
+    ranks: Ranks,
+    drafting: LoadedDrafter,
+) -> tuple[memory.Limits, memory.MemoryBudget]:
+    """The limits of all ranks, each of which has so many bytes of weights, and as many of a drafter."""
+    gc.collect()
+    free = ranks.least_free(memory.free_memory(form.device, config.cache.gpu_memory_utilization))
+    sizes = weights + drafting.num_bytes, free, ranks.collective.size
+    limits, budget = memory.settle(config, model, kv_dtype, form.dtype, form.device.type, *sizes, drafting.cache)
+    ranks.settle(limits)
+    return limits, budget
+
+
+def _generation(
+    settings: ModelSettings, checkpoint: Checkpoint, path: Path, model: ModelConfig
+) -> tuple[tuple[int, ...], dict[str, int | float]]:
+    """The ids that end a text, and default sampling parameters."""
+    generation = chosen_config(settings.generation_config, checkpoint.generation_config, path)
+    return eos_token_ids(model, generation), sampling_defaults(settings.generation_config, generation)
 
 
 def _load_adapters(settings: ModelSettings, runner: StepRunner, numbers: dict[str, int]) -> LoadedAdapters:
@@ -136,29 +222,50 @@ def _load_adapters(settings: ModelSettings, runner: StepRunner, numbers: dict[st
 
 
 def _connect_blocks(
-    cache: KVCache, settings: CacheSettings, runner: StepRunner, storage: KVStorage, model: Path, forms: str
+    cache: KVCache,
+    config: EngineConfig,
+    runner: StepRunner,
+    storage: KVStorage,
+    model: Path,
+    form: WeightFormat,
+    info: EngineInfo,
 ) -> None:
     """Connect partial block reuse and KV offloading to the cache, if the settings enable them."""
-    blocks = BlockMessages(runner, storage.bytes_per_block)
+    settings, forms = config.cache, _forms(form, info, storage, config)
+    blocks = BlockMessages(runner, storage.bytes_per_block * info.tensor_parallel_size)
     if settings.enable_partial_reuse:
         cache.copy_slots = blocks.copy_slots
     if (offload := make_offload(settings, blocks, storage.block_size, model, forms)) is not None:
         cache.use_offload(offload)
 
 
-def _read_model(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> tuple[ModelConfig, WeightFormat]:
-    """The model's configuration, checked against the checkpoint, and the format of its weights."""
+def _read_model(
+    config: EngineConfig, path: Path, checkpoint: Checkpoint, device: torch.device
+) -> tuple[EngineConfig, ModelConfig, WeightFormat]:
+    """The settings as they apply to the model, its configuration, checked, and the format of its weights."""
+    form = weight_format(config.model, device, checkpoint)
+    if config.model.backend == "transformers":
+        loaded = load_transformers(path, form, config.model.max_model_len)
+        return own_settings(config, loaded, device), loaded, form
     model = read_config(checkpoint.config, config.model.max_model_len)
     check_sizes(model, checkpoint)
-    form = weight_format(config.model, device, checkpoint)
     if checkpoint.is_dummy:
         free = memory.free_memory(device, config.cache.gpu_memory_utilization)
         check_dummy(model, checkpoint, form.dtype, free)
-    return model, form
+    return config, model, form
 
 
-def _storage(model: ModelConfig, limits: memory.Limits, dtype: torch.dtype, device: torch.device) -> KVStorage:
-    return KVStorage(model.cache, limits.groups, limits.num_blocks, limits.block_size, dtype, device)
+def _storage(
+    model: ModelConfig,
+    limits: memory.Limits,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_ranks: int,
+    draft_specs: Sequence[LayerCacheSpec] = (),
+) -> KVStorage:
+    specs = *rank_cache(model.cache, num_ranks), *draft_specs
+    sizes = limits.groups, limits.num_blocks, limits.block_size
+    return KVStorage(specs, *sizes, dtype, device, num_draft_layers=len(draft_specs))
 
 
 def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
@@ -173,18 +280,32 @@ def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
     )
 
 
-def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage) -> str:
+def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage, config: EngineConfig) -> str:
     """What cached keys and values depend on besides the checkpoint, as a string that is equal in every process."""
-    return f"{form.dtype} {form.packs} {info.kernels}\n{storage.dtype}\n{storage.device.type}"
+    drafter = f"\n{config.speculative.speculative_config}" if storage.draft_layers else ""
+    ranks = f" {info.tensor_parallel_size} ranks" if info.tensor_parallel_size > 1 else ""
+    return f"{form.dtype} {form.packs} {info.kernels}\n{storage.dtype}\n{storage.device.type}{ranks}{drafter}"
 
 
-def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int) -> Scheduler:
+def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int, method: Method | None) -> Scheduler:
     return Scheduler(
         _cache(config.cache, limits),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         settings=settle_mixed_steps(config.scheduler, bytes_on_gpu),
+        speculation=None if method is None else _speculation(method),
     )
+
+
+def _rule(method: Method | None) -> Verify | None:
+    if method is None:
+        return None
+    return rule(method.acceptance, method.synthetic_acceptance_length, method.num_speculative_tokens)
+
+
+def _speculation(method: Method) -> Speculation:
+    most = method.num_speculative_tokens
+    return Speculation(make_proposer(method), most, DraftChoice(most) if method.adaptive else None)
 
 
 def _vocabulary(settings: ModelSettings, path: Path, info: EngineInfo) -> Vocabulary:
@@ -200,26 +321,29 @@ def make_executor(
     model: CausalLM,
     storage: KVStorage,
     vocab_size: int,
-    limits: memory.Limits,
+    most: StepLimits,
     pooling: Pooling = LAST_TOKEN,
     adapters: Adapters | None = None,
+    collective: Collective = SINGLE_RANK,
+    drafter: Drafter | None = None,
+    verify: Verify | None = None,
 ) -> Executor:
     """The executor for the storage's device. Results on a CPU never depend on the batch."""
-    most = step_limits(limits)
     if storage.device.type == "cpu":
-        forward = None if settings.enforce_eager else _recorded(model, storage)
-        return HostExecutor(model, storage, vocab_size, most, forward, pooling, adapters)
-    return StreamExecutor(
-        model, storage, vocab_size, most, settings.batch_invariant, settings.enforce_eager, pooling, adapters
-    )
+        forward = make_forward(model, storage.layers, storage.device, settings.enforce_eager)
+        parts = pooling, adapters, part_of_vocabulary(vocab_size, collective), drafter, verify
+        return HostExecutor(model, storage, vocab_size, most, forward, *parts)
+    vocabulary = part_of_vocabulary(vocab_size, collective, is_on_host=False)
+    kinds = settings.batch_invariant, settings.enforce_eager
+    return StreamExecutor(model, storage, vocab_size, most, *kinds, pooling, adapters, vocabulary, drafter, verify)
 
 
 def make_runner(
     settings: ModelSettings,
     executor: Executor,
-    num_groups: int,
+    storage: KVStorage,
     vocab_size: int,
-    limits: memory.Limits,
+    most: StepLimits,
     adapters: dict[str, int] | None = None,
     tuning: TuningPlan | None = None,
 ) -> tuple[StepRunner, Callable[[], None]]:
@@ -227,39 +351,33 @@ def make_runner(
 
     ``tuning`` is in place of what the settings say of it.
     """
-    most = step_limits(limits)
-    batch = PersistentBatch(most.max_num_seqs, most.max_blocks, num_groups)
-    encoder = StepEncoder(batch, limits.block_size, vocab_size, exact_shape, adapters, settings.batch_invariant)
+    batch = PersistentBatch(most.max_num_seqs, most.max_blocks, storage.num_groups)
+    has_drafter = most.num_drafts > 0
+    encoder = StepEncoder(
+        batch, storage.block_size, vocab_size, exact_shape, adapters, settings.batch_invariant, has_drafter
+    )
     runner = StepRunner(executor, encoder)
     if not executor.runs_ahead:
         return runner, partial(compute_padding, runner)
     has_graphs = not settings.enforce_eager
-    graphs = GraphChoice(most.max_num_seqs, most.max_num_batched_tokens, adapters is not None, has_graphs)
+    graphs = GraphChoice(
+        most.max_num_seqs,
+        most.max_num_batched_tokens,
+        adapters is not None,
+        has_graphs,
+        most.max_drafts,
+        has_drafter,
+    )
     encoder.choose_shape = graphs.choose
-    # The kernels of batch invariance are fixed: measurements must not decide on the order of sums.
-    seconds = 0.0 if settings.batch_invariant else settings.kernel_tuning_seconds
-    return runner, partial(_warm_up, graphs, runner, tuning or TuningPlan(seconds))
+    return runner, partial(graphs.warm_up, runner, tuning or plan_of(settings))
 
 
-def _warm_up(graphs: GraphChoice, runner: StepRunner, tuning: TuningPlan) -> None:
-    """Graphs keep the kernels with which they were captured, so kernels are chosen first."""
-    tune_kernels(runner.send, tuning)
-    graphs.warm_up(runner)
-
-
-def step_limits(limits: memory.Limits) -> StepLimits:
-    """Upper bounds of a step: sequences, tokens and blocks per sequence."""
+def step_limits(limits: memory.Limits, method: Method | None = None, drafter: Drafter | None = None) -> StepLimits:
+    """Upper bounds of a step: sequences, tokens, and blocks and drafts per sequence."""
+    max_drafts = 0 if method is None else method.num_speculative_tokens
+    num_drafts = 0 if drafter is None else drafter.num_drafts
     max_blocks = -(-limits.max_model_len // limits.block_size)
-    return StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks)
-
-
-def _recorded(model: CausalLM, storage: KVStorage) -> Forward | None:
-    """A forward pass that replays recorded kernel calls; ``None`` without compiled CPU kernels."""
-    if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
-        return None
-    from octavo.runtime.recorded_forward import RecordedForward
-
-    return RecordedForward(model, storage.layers)
+    return StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, max_drafts, num_drafts)
 
 
 def _kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractContextManager[None]:
@@ -271,51 +389,8 @@ def _kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractCo
     return compiling_in_background(kv_dtype)
 
 
-def _prepare(device: torch.device) -> None:
-    """Prepare the device: set CPU thread counts, or load GPU kernels while the model is loaded."""
-    if device.type == "cpu":
-        _share_cores(default_num_threads())
-    else:
-        load_kernels()
-
-
-def _share_cores(count: int) -> None:
-    """Assign the cores to the threads of compiled kernels, if any: torch's spinning threads would occupy them."""
-    if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
-        torch.set_num_threads(count)
-        return
-    from octavo.ops.cpu import threads
-
-    torch.set_num_threads(1)
-    threads.set_num_threads(count)
-
-
-def resolve_kv_dtype(name: str, form: WeightFormat, device: torch.device) -> torch.dtype:
-    """The data type of cached keys and values; "auto" follows the weights. Raises ``ConfigError``."""
-    if name == "fp8":
-        if device.type == "cpu":
-            raise ConfigError("kv_cache_dtype: fp8 is for GPUs; on a CPU use bfloat16 or float16")
-        return torch.float8_e4m3fn
-    return DTYPES.get(name, form.kv_dtype)
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of a setting; "auto" uses a GPU if there is one. Raises ``ConfigError``."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was requested, but torch finds no CUDA device")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
-
-
-def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Checkpoint) -> WeightFormat:
-    """The format of weights and activations.
-
-    "auto" is float32 on a CPU; on a GPU it is float16 for a float16 checkpoint, else bfloat16. Quantised weights are
-    kept packed if there is a kernel for them, which an explicit dtype on a CPU rules out.
-    """
-    if settings.dtype != "auto":
-        return WeightFormat(DTYPES[settings.dtype], device, packs=device.type != "cpu")
-    if device.type == "cpu":
-        is_quantised = checkpoint.has_blocks or checkpoint.config.get("quantization_config") is not None
-        return WeightFormat(torch.float32, device, packs=is_quantised and without_kernel("cpu") is None)
-    own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    return WeightFormat(torch.float16 if own == "float16" else torch.bfloat16, device, packs=True)
+def _open(settings: ModelSettings, device: torch.device) -> tuple[Path, Checkpoint]:
+    if settings.backend in WITHOUT_MODEL:
+        raise ConfigError(f"backend: {settings.backend} is for `octavo serve`")
+    path = resolve_model(settings)
+    return path, open_checkpoint(path, settings.load_format, settings.seed, str(device))

@@ -34,6 +34,8 @@ def build_encoder(
     config: EngineConfig, path: Path, checkpoint: Checkpoint, model: EncoderConfig, form: WeightFormat
 ) -> tuple[Engine, EngineInfo]:
     """Load the encoder and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
+    if config.model.tensor_parallel_size > 1:
+        raise ConfigError("tensor_parallel_size: an encoder runs on one device")
     max_model_len, max_num_seqs, max_num_batched_tokens = encoder_limits(config, path, model)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=True)
     loaded = load_encoder(model, checkpoint, form)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from octavo.backend_settings import BACKENDS, check_backend
 from octavo.errors import ConfigError
 from octavo.server_settings import ServerSettings
 from octavo.setting import Setting, setting
@@ -39,6 +40,12 @@ def cache_dir() -> Path:
 class ModelSettings:
     """The model and how to load it."""
 
+    backend: str = setting(
+        "octavo",
+        "what computes: octavo's own models, any decoder of transformers, a toy or an instant answer without a model, "
+        "or an upstream server with the OpenAI API",
+        BACKENDS,
+    )
     model: str = setting(DEFAULT_MODEL, "model folder, GGUF file, Hugging Face id, or 'smollm2-135m'")
     tokenizer: str | None = setting(None, "tokenizer folder or file; default: the model's own")
     chat_template: str | None = setting(None, "chat template file; default: the model's own")
@@ -56,6 +63,7 @@ class ModelSettings:
         ("auto", "float32", "bfloat16", "float16"),
     )
     device: str = setting("auto", "device to run on", ("auto", "cpu", "cuda"))
+    tensor_parallel_size: int = setting(1, "processes among which every layer is divided, such as CPU sockets", low=1)
     enable_lora: bool = setting(False, "serve LoRA adapters; a request selects one by its model name")
     lora_modules: str | None = setting(
         None, "LoRA adapters to load at startup, such as 'sql=/adapters/sql,fr=/adapters/fr'"
@@ -159,9 +167,7 @@ class SchedulerSettings:
         "prefill priority: while prompts are pending, decode only in every N-th step; default: 1",
         low=1,
     )
-    async_scheduling: bool = setting(
-        True, "on a GPU, schedule and launch the next step while one is computed; off with speculative decoding"
-    )
+    async_scheduling: bool = setting(True, "on a GPU, schedule and launch the next step while one is computed")
     max_itl: float | None = setting(
         None, "maximum inter-token latency in seconds: prefill chunks are cut so that steps stay below it", low=0.0001
     )
@@ -176,8 +182,8 @@ class SpeculativeSettings:
 
     speculative_config: str | None = setting(
         None,
-        'proposer of drafts, as JSON: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, '
-        '"prompt_lookup_min": 2} proposes the tokens that followed an earlier match of the last tokens; default: off',
+        'source of drafts, as JSON: {"method": "ngram", "num_speculative_tokens": 4}, or method suffix, draft_model, '
+        'eagle3, mtp or dflash, with "model": the drafter\'s checkpoint; default: off',
         is_json=True,
     )
 
@@ -218,19 +224,8 @@ def settings(config_class: type[EngineConfig]) -> Iterator[Setting]:
             kind = owner_hints[item.name]
             optional = isinstance(kind, types.UnionType)
             base = next(t for t in typing.get_args(kind) if t is not types.NoneType) if optional else kind
-            meta = item.metadata
-            yield Setting(
-                item.name,
-                group.name,
-                base,
-                optional,
-                item.default,
-                meta["help"],
-                meta["choices"],
-                meta["low"],
-                meta["high"],
-                meta["is_json"],
-            )
+            details = (item.metadata[key] for key in ("help", "choices", "low", "high", "is_json"))
+            yield Setting(item.name, group.name, base, optional, item.default, *details)
 
 
 def _from_flat(config_class: type[EngineConfig], values: Mapping[str, Any]) -> EngineConfig:
@@ -250,6 +245,7 @@ def _from_flat(config_class: type[EngineConfig], values: Mapping[str, Any]) -> E
 def _check_combinations(config: EngineConfig) -> None:
     """Raise ``ConfigError`` for combinations that are invalid for every model and device."""
     cache, scheduler = config.cache, config.scheduler
+    check_backend(config.model.backend, _changed(config))
     if cache.num_kv_blocks is not None and cache.kv_cache_memory is not None:
         raise ConfigError("num_kv_blocks and kv_cache_memory both size the KV cache; give one of them")
     if cache.gpu_memory_utilization > 1:
@@ -279,6 +275,15 @@ def _check_combinations(config: EngineConfig) -> None:
         _check_tenants(config.server, config.model)
     _check_policy(scheduler, cache)
     parse_speculative_config(config.speculative.speculative_config)
+
+
+def _changed(config: EngineConfig) -> dict[str, str]:
+    """The settings that differ from their defaults, with their groups."""
+    return {
+        item.name: item.group
+        for item in settings(type(config))
+        if getattr(getattr(config, item.group), item.name) != item.default
+    }
 
 
 def _check_kv_events(server: ServerSettings, cache: CacheSettings) -> None:

@@ -14,6 +14,7 @@
       |   - DeadlineExceeded        504, the client's timeout expired
       |   - RequestFailed           500, the engine could not finish this request
       + RunnerError            a forward pass failed; the engine isolates the request that caused it
+      + RanksLost              a process of a tensor-parallel engine died or hangs; the engine cannot go on
 
 A ``RequestError`` has its HTTP status, its OpenAI ``type`` and ``code`` and the name of the parameter,
 so the server, the offline API and the tests share one object per failure.
@@ -36,6 +37,10 @@ class CheckpointError(OctavoError, ValueError):
 
 class RunnerError(OctavoError, RuntimeError):
     """A forward pass failed; no token of its plan was produced."""
+
+
+class RanksLost(OctavoError, RuntimeError):
+    """A process of a tensor-parallel engine died or hangs, or the processes disagree; the engine cannot go on."""
 
 
 class RequestError(OctavoError, ValueError):

@@ -11,6 +11,7 @@ from msgspec.structs import force_setattr
 from octavo.errors import ContextLengthExceeded, InvalidParameter
 
 MAX_N = 16
+MAX_SPECULATIVE_TOKENS = 32
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
@@ -67,6 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The same for prompt tokens."""
     grammar: str | None = None
     """Grammar of the output, as written by ``octavo.grammar.forms``; ``None``: unconstrained."""
+    num_speculative_tokens: int | None = None
+    """Most drafts to verify in a step, at most those of ``speculative_config``; 0: no speculative decoding."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -101,6 +104,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(self, name, 0, MAX_LOGPROBS)
+        if self.num_speculative_tokens is not None:
+            _integer(self, "num_speculative_tokens", 0, MAX_SPECULATIVE_TOKENS)
         _check_stops(self)
         _check_logit_bias(self)
         _check_bad_words(self)

@@ -82,4 +82,13 @@ class ServerSettings:
         '"replay_endpoint": "tcp://*:5558", "topic": ""}; default: off',
         is_json=True,
     )
+    upstream: str | None = setting(
+        None, "URL of the server that backend openai forwards requests to, such as http://127.0.0.1:8001"
+    )
+    upstream_command: str | None = setting(
+        None, "command that serves at upstream; it is started, restarted when it fails, and ended with this server"
+    )
+    upstream_api_key: str | None = setting(
+        None, "key that is sent to upstream; default: the client's own, unless this server asks for keys"
+    )
     log_level: str = setting("info", "lowest level that is logged", ("debug", "info", "warning", "error"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.errors import ConfigError
 
-SECRETS = frozenset({"api_key", "admin_key"})
+SECRETS = frozenset({"api_key", "admin_key", "upstream_api_key"})
 """Settings whose values are never printed or logged."""
 
 

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,6 +26,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 Task = Literal["generate", "embed", "score"]
 """What a request computes from its prompt: a continuation, an embedding, or a relevance score of two texts."""
+
+ON_DEVICE = -1
+"""In place of a draft's token id: the draft that the executor's drafter made after the sequence's last step."""
 
 Order = tuple[float, ...]
 """Sort key of a sequence: smaller goes first."""
@@ -110,7 +112,8 @@ class Sequence:
     """The mutable state of a request: its tokens and blocks.
 
     ``tokens`` holds the prompt and the output; ``None`` stands for a token that a submitted step is still
-    sampling. ``num_computed_tokens`` counts positions whose keys and values are cached or in flight.
+    sampling, as if it accepted all drafts. ``num_computed_tokens`` counts positions whose keys and values are cached or
+    in flight, under the same assumption.
     """
 
     request: Request
@@ -127,7 +130,14 @@ class Sequence:
     """Its blocks, one entry for each KV group of the cache."""
     capacity: int = 0
     """Positions that have a block in every KV group; later positions cannot be computed yet."""
-    draft_tokens: list[int] = field(default_factory=list)
+    decodes: bool = False
+    """Whether its last step that was planned, and has not failed, samples a token: drafts may follow that token."""
+    num_drafts: int = 0
+    """Drafts verified so far."""
+    num_rejected: int = 0
+    """Of those, drafts rejected; the length of what is planned was over-estimated by as much."""
+    device_drafts: tuple[int, ...] = ()
+    """What the executor's drafter proposed after the last committed step, if its result told."""
     num_in_flight: int = 0
     """Submitted steps with this sequence that are not yet committed."""
     epoch: int = 0
@@ -167,6 +177,8 @@ class Sequence:
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
     """One sequence's share of a step: compute ``tokens``, then ``drafts``, from position ``start``.
 
+    What is planned before the result of an earlier step assumes that this step accepts all its drafts.
+
     Prefill, a chunk of it, decode, recompute after preemption and verification of drafts are all this
     value with different lengths. The block tables of ``seq`` cover every position computed; while a step is in
     flight they only grow, or have an entry replaced by a block of equal content (see ``table_version``).
@@ -177,9 +189,22 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
     tokens: tuple[int | None, ...]
     """``None``: the token that the previous step samples."""
     drafts: tuple[int, ...]
+    """``ON_DEVICE``: a draft of the executor's drafter."""
     samples: bool
     """Whether this reaches the end of the sequence, so that the next token is sampled."""
     epoch: int
+    num_rejected: int = 0
+    """``Sequence.num_rejected`` when this was planned."""
+
+    @property
+    def settled_start(self) -> int:
+        """``start``, less the drafts rejected since this was planned; final once all older steps are committed."""
+        return self.start - (self.seq.num_rejected - self.num_rejected)
+
+    @property
+    def known_drafts(self) -> tuple[int, ...]:
+        """``drafts``, with those of the executor's drafter as the last committed step told them."""
+        return self.seq.device_drafts[: len(self.drafts)] if ON_DEVICE in self.drafts else self.drafts
 
     @property
     def is_stale(self) -> bool:
@@ -216,6 +241,8 @@ class Sampled(msgspec.Struct, gc=False):
     """Error of this sequence alone, such as non-finite logits; the sequence ends."""
     values: bytes | None = None
     """Result of the embed and score tasks: a vector or one score, in float32."""
+    drafts: tuple[int, ...] = ()
+    """What the executor's drafter proposes next; told only for sequences with masks."""
 
 
 class Output(msgspec.Struct, array_like=True, gc=False):
@@ -235,6 +262,10 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     error: str | None = None
     values: bytes | None = None
     """See ``Sampled.values``."""
+    num_drafts: int = 0
+    """Drafts verified for these tokens."""
+    num_accepted_drafts: int = 0
+    """Of those, accepted ones."""
 
 
 class KVGroupStats(msgspec.Struct, frozen=True, gc=False):
@@ -280,10 +311,14 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     """Tokens computed by the last step."""
     step_seconds: float = 0.0
     """Wall time of the last step."""
+    num_speculations: int = 0
+    """Shares of sequences in steps that verified drafts."""
     num_drafts: int = 0
     """Draft tokens verified."""
     num_accepted_drafts: int = 0
     """Of those, tokens accepted."""
+    accepted_by_position: list[int] = []
+    """Of the accepted drafts, those at each position behind a sequence's last token."""
     num_copied_tokens: int = 0
     """Cached tokens, also of preempted sequences, that were copied from a block of which only the start matches."""
     num_offload_saved: int = 0
@@ -338,62 +373,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Dimension of an embedding; 0 without the embed task."""
     sampling_defaults: dict[str, int | float] = {}
     """Defaults of ``SamplingParams`` fields that a request leaves unset, from the checkpoint's configuration."""
+    tensor_parallel_size: int = 1
 
 
 Masks = Mapping[int, Any]
 """Allowed tokens by sequence id, one bit mask (uint8 array) for each position sampled."""
-
-
-class Pending(Protocol):
-    """A submitted step."""
-
-    @property
-    def is_started(self) -> bool:
-        """Whether the device computes it now or next, before ``sample`` is called."""
-        ...
-
-    def sample(self, masks: Masks) -> list[Sampled]:
-        """Wait for the step and return one ``Sampled`` per ``Scheduled``; raises ``RunnerError`` if it failed."""
-        ...
-
-
-class Runner(Protocol):
-    """Computes plans."""
-
-    def submit(self, plan: Plan) -> Pending:
-        """Start computing ``plan``; never wait for the device."""
-        ...
-
-
-class Grammars(Protocol):
-    """Structured output: masks of the tokens that each sequence may sample next."""
-
-    def prepare(self, request: Request) -> Future[Any]:
-        """Start to compile the grammar of ``request``, which has one; never wait."""
-        ...
-
-    def masks(self, plan: Plan) -> Masks:
-        """Masks for the sequences of ``plan`` that need one, given their tokens so far; never wait."""
-        ...
-
-
-class Adapters(Protocol):
-    """LoRA adapters that requests may name."""
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def load(self, name: str, path: str) -> None:
-        """Load the adapter in the folder ``path``; raises ``CheckpointError``."""
-        ...
-
-    def unload(self, name: str) -> None:
-        """Unload an adapter that no request uses any more."""
-        ...
-
-
-class Proposer(Protocol):
-    """Speculative decoding: proposes drafts for the next tokens of sequences."""
-
-    def propose(self, plan: Plan) -> None:
-        """Set ``draft_tokens`` of the sequences in a committed ``plan`` that continue."""
-        ...

@@ -23,12 +23,17 @@ from torch import Tensor
 from octavo import ops
 from octavo.ops.adjust_logits import Adjustments
 from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows
+from octavo.ops.collective import Collective
+from octavo.ops.grouped_linear import Number, PackedGroups
+from octavo.ops.grouped_moe import GroupedExperts
 from octavo.ops.moe import ClampedSwish, Experts
 from octavo.ops.sample import SampleParams
 from octavo.ops.stacked_lora import LowRankStack
+from octavo.ops.stage_step import LastResults, StagedRows
 
 Call = Callable[[], object]
 DTYPES = (torch.bfloat16, torch.float32)
+PACKED: tuple[Number, ...] = ("int4", "uint4", "int8", "e4m3")
 BLOCK_SIZE = 16
 SINGLE, RAGGED = ([1, 1, 0, 1], [1, 40, 0, 17]), ([5, 1, 0, 19], [5, 40, 0, 33])
 """Rows and contexts of some sequences, one of them padding."""
@@ -70,11 +75,16 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         for what, call in itertools.chain(
-            _linears(make, dtype), _attentions(make, dtype), _layers(make, dtype), _logits(make, dtype)
+            _linears(make, dtype),
+            _packed(make, dtype),
+            _attentions(make, dtype),
+            _layers(make, dtype),
+            _logits(make, dtype),
         ):
             yield f"{what} {name}", call
     yield from _long_prompt(make)
     yield from _ends_of_a_step(make)
+    yield from _exchanges(device)
 
 
 def _linears(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
@@ -91,6 +101,34 @@ def _linears(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     yield "invariant linear", functools.partial(_invariantly, functools.partial(ops.linear, x, weight))
     heads = make.floats(5, 3, 24, dtype=dtype), make.floats(3, 40, 24, dtype=dtype)
     yield "head_linear", functools.partial(_invariantly, functools.partial(ops.head_linear, *heads))
+
+
+def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """Weights of 4 and 8 bits, with and without zeros and minima, for few, some and many rows; experts as well."""
+    if dtype == torch.float32:
+        return
+    for number, T in itertools.product(PACKED, (1, 5, 33, 700)):
+        weight = _groups(make, number, 208, 256)
+        x, norm, residual = make.floats(T, 256, dtype=dtype), make.floats(256, dtype=dtype), make.floats(T, 208)
+        plain = functools.partial(ops.grouped_linear, x, weight, residual_TN=residual.to(dtype))
+        yield f"grouped_linear {number} {T}", plain
+        gated = functools.partial(ops.grouped_linear, x, weight, None, norm, 1e-6, None, "silu")
+        yield f"grouped_linear {number} {T} gated", gated
+        yield f"invariant grouped_linear {number} {T}", functools.partial(_invariantly, plain)
+    for T in (3, 90):
+        gate_up, down = (_groups(make, "int4", rows, columns) for rows, columns in ((7 * 512, 64), (7 * 64, 256)))
+        ids = torch.stack([torch.randperm(7)[:3] for _ in range(T)]).to(make.device)
+        experts = GroupedExperts(7, gate_up, down)
+        x = make.floats(T, 64, dtype=dtype)
+        yield f"grouped_moe {T}", functools.partial(ops.grouped_moe, x, ids, make.floats(T, 3), experts)
+
+
+def _groups(make: Maker, number: Number, N: int, K: int) -> PackedGroups:
+    codes = torch.randint(0, 16, (N, K), dtype=torch.uint8, device=make.device)
+    count = K // 64
+    zeros = make.floats(N, count) if number == "uint4" else None
+    minima = make.floats(N, count) if number == "int8" else None
+    return PackedGroups.pack(number, codes, make.floats(N, count).bfloat16().float(), zeros, minima_NG=minima)
 
 
 def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
@@ -137,6 +175,9 @@ def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     weight, bias = make.floats(100, dtype=dtype), make.floats(100, dtype=dtype)
     yield "rms_norm", functools.partial(ops.rms_norm, x, weight, 1e-6)
     yield "layer_norm", functools.partial(ops.layer_norm, x, weight, bias, 1e-6)
+    caches, rows = make.cache(4, 3, 24, dtype), make.floats(2, 3, 24, dtype=dtype)
+    stored = functools.partial(ops.store_kv, rows, rows, caches, caches, make.ints([7, -1], torch.int64))
+    yield "store_kv", stored
     yield "gelu", functools.partial(ops.gelu, x, True)
     yield "silu_and_mul", functools.partial(ops.silu_and_mul, x)
     yield "gelu_and_mul", functools.partial(ops.gelu_and_mul, x, False)
@@ -185,18 +226,41 @@ def _ends_of_a_step(make: Maker) -> Iterator[tuple[str, Call]]:
     uploads = torch.zeros(4, 808, dtype=torch.uint8, pin_memory=is_cuda)
     uploads[:, 0] = 101
     yield "pull_step", functools.partial(ops.pull_step, uploads[0].to(make.device), uploads, counter)
-    ids, tables = make.ints([3, -1, 4, -1], torch.int64), torch.zeros(3, 9, dtype=torch.int32, device=make.device)
+    ids, tables = make.ints([-1, 8, 4, -1], torch.int64), torch.zeros(1, 3, 9, dtype=torch.int32, device=make.device)
     cells, last = make.ints([2, 0, 3], torch.int64), make.ints([5, 6, 7, 8])
     packed, width = make.ints(list(range(6))), make.ints([2])
-    starts = make.ints([0, 2, 4, 4])
-    yield "stage_step", functools.partial(ops.stage_step, ids, starts, cells, last, packed, width, tables)
+    starts, samples = make.ints([0, 2, 4, 4]), make.ints([0, 2, 3, 3])
+    positions, slots = make.ints([9, 10, 2, 3], torch.int64), make.ints([[9, 10, 2, 3]], torch.int64)
+    rows = StagedRows(positions, slots, make.ints([10, 11, 4]), make.ints([11, 4, 0]), starts, samples, cells)
+    results_of = LastResults(last, make.ints([3, 3, 7, -1]), make.ints([[1], [2], [3], [4]]))
+    yield "stage_step", functools.partial(ops.stage_step, ids, rows, results_of, packed, width, tables, 8)
+    sampled, indices = make.ints([4, 5, 6]), make.ints([0, 1, 3], torch.int64)
+    yield "accept_drafts", functools.partial(ops.accept_drafts, sampled, ids, indices, samples)
     frequencies = torch.rand(24, device=make.device)
     yield (
         "rotary_angles",
         functools.partial(ops.rotary_angles, make.ints([0, 9, 70_000], torch.int64), frequencies, 1.0),
     )
-    results = torch.zeros(4, 5, dtype=torch.int32, pin_memory=is_cuda)
-    yield "publish_tokens", functools.partial(ops.publish_tokens, make.ints([4, 5, 6]), cells, last, results, counter)
+    results = torch.zeros(4, 9, dtype=torch.int32, pin_memory=is_cuda)
+    published = sampled, make.ints([10, 11, 4]), cells, last, make.ints([0] * 4), results, counter
+    yield "publish_tokens", functools.partial(ops.publish_tokens, *published)
+    yield "publish_tokens", functools.partial(ops.publish_tokens, *published, make.ints([1, 0, 0]), samples)
+
+
+def _exchanges(device: torch.device) -> Iterator[tuple[str, Call]]:
+    """Of a rank alone, which waits for itself."""
+    from octavo.ops.triton.collective import PeerCollective, buffer_bytes
+
+    buffer = torch.zeros(buffer_bytes(1, 4096), dtype=torch.uint8, device=device)
+    collective = PeerCollective(torch.tensor([buffer.data_ptr()], device=device), 0, 4096)
+    x = torch.zeros(3, 64, dtype=torch.bfloat16, device=device)
+    yield "all_reduce", functools.partial(_reduce, collective, x, buffer)
+    yield "all_gather", functools.partial(collective.all_gather, x)
+
+
+def _reduce(collective: Collective, x: torch.Tensor, buffer: torch.Tensor) -> object:
+    """``buffer`` is kept as long as the collective writes to it."""
+    return collective.all_reduce(x, x.clone()), collective.all_reduce(x)
 
 
 def _invariantly(call: Call) -> object:

@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Sequence
 
-from octavo.build import build_engine, resolve_device
+from octavo.build import build_engine
 from octavo.collector import leave_out_what_exists
 from octavo.config import EngineConfig, to_flat
+from octavo.device_settings import resolve_device
 from octavo.engine.engine import Engine
 from octavo.engine.graph_choice import PREPARING
 from octavo.errors import ConfigError

@@ -9,9 +9,10 @@ from typing import Any
 from octavo.cache.kv_cache import KVCache
 from octavo.config import SchedulerSettings
 from octavo.engine.engine import Engine
+from octavo.engine.protocols import Runner
 from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
-from octavo.types import Masks, Plan, Request, Runner, Sampled
+from octavo.types import Masks, Plan, Request, Sampled
 from octavo_bench.report import spread
 
 TOKEN = 1000

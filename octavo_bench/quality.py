@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.build import DTYPES, weight_format
 from octavo.config import EngineConfig, ModelSettings
+from octavo.device_settings import DTYPES, weight_format
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import kv_groups

@@ -17,9 +17,22 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from octavo.engine.proposer import Guess
 from octavo.errors import RunnerError
-from octavo.types import FinishReason, GroupBlocks, Masks, Plan, Request, Sampled, Scheduled, Sequence, TokenLogprobs
+from octavo.types import (
+    ON_DEVICE,
+    FinishReason,
+    GroupBlocks,
+    Masks,
+    Plan,
+    Request,
+    Sampled,
+    Scheduled,
+    Sequence,
+    TokenLogprobs,
+)
 
 Act = Callable[[dict[int, int]], None]
 """Changes slots between two steps."""
@@ -28,6 +41,7 @@ Tables = list[list[int]]
 """A sequence's block table in each KV group."""
 
 VOCAB_SIZE = 50
+NUM_DEVICE_DRAFTS = 4
 GARBAGE = -1
 GROUP_SLOTS = 1 << 32
 """Slots of one KV group come after all those of the group before."""
@@ -105,7 +119,7 @@ class ToyGrammars:
             if item.samples and item.seq.id in self.users and not item.is_stale:
                 state = self._state(item)
                 masks[item.seq.id] = [self.allowed(state)]
-                for token in item.drafts:
+                for token in item.known_drafts:
                     state = self.advanced(state, token)
                     masks[item.seq.id].append(self.allowed(state))
         return masks
@@ -121,24 +135,45 @@ class ToyGrammars:
 class ToyProposer:
     """Guesses the next tokens, right most of the time."""
 
+    num_lookahead = 0
+
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
 
-    def propose(self, plan: Plan) -> None:
-        for item in plan:
-            if item.seq.finish_reason is None:
-                item.seq.draft_tokens = self._guess(item.seq)
-
-    def _guess(self, seq: Sequence) -> list[int]:
+    def propose(self, seq: Sequence, count: int) -> Guess:
         prefix = empty_digest(seq.request.cache_salt)
-        for token in seq.tokens:
-            if token is not None:
-                prefix = digest(prefix, token)
-        guesses = []
-        for _ in range(self.rng.randrange(5)):
-            guesses.append(likely_token(prefix) if self.rng.random() < 0.7 else self.rng.randrange(VOCAB_SIZE))
-            prefix = digest(prefix, guesses[-1])
-        return guesses
+        num_pending = seq.tokens.count(None)
+        for token in seq.tokens[: len(seq.tokens) - num_pending]:
+            assert token is not None, "a token follows a pending one"
+            prefix = digest(prefix, token)
+        guesses = guess_tokens(self.rng, prefix, num_pending + min(count, self.rng.randrange(5)))
+        return Guess(tuple(guesses[num_pending:]))
+
+    def forget(self, seq: Sequence) -> None:
+        """There is nothing to forget."""
+
+
+class DeviceProposer:
+    """Leaves the drafts to the device."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.num_lookahead = rng.randrange(4)
+
+    def propose(self, seq: Sequence, count: int) -> Guess:
+        return Guess((ON_DEVICE,) * min(count, self.rng.randrange(NUM_DEVICE_DRAFTS + 1)))
+
+    def forget(self, seq: Sequence) -> None:
+        """There is nothing to forget."""
+
+
+def guess_tokens(rng: random.Random, prefix: int, count: int) -> list[int]:
+    """What may follow a prefix; each token is right most of the time."""
+    guesses: list[int] = []
+    for _ in range(count):
+        guesses.append(likely_token(prefix) if rng.random() < 0.7 else rng.randrange(VOCAB_SIZE))
+        prefix = digest(prefix, guesses[-1])
+    return guesses
 
 
 @dataclass
@@ -162,7 +197,7 @@ class Trouble:
 
 
 def _end(item: Scheduled) -> int:
-    return item.start + len(item.tokens)
+    return item.settled_start + len(item.tokens)
 
 
 class OracleRunner:
@@ -189,6 +224,8 @@ class OracleRunner:
         self.unfinished: deque[PendingStep] = deque()
         self.tables: dict[GroupBlocks, tuple[int, list[int]]] = {}
         self.digests: dict[Sequence, list[int]] = {}
+        self.drafted: WeakKeyDictionary[Sequence, tuple[int, ...]] = WeakKeyDictionary()
+        """What the drafter of this device proposes next."""
         self.plans: list[Plan] = []
         self.num_checked_reads = 0
         self.num_computed = 0
@@ -260,23 +297,23 @@ class OracleRunner:
         if self.trouble.strikes(plan):
             self.num_failed_steps += 1
             for item, of_item in zip(plan, tables, strict=True):
-                self._spill(item, of_item, item.start)
+                self._spill(item, of_item, item.settled_start)
             raise RunnerError("device fault")
         return [self._row(item, of_item, masks) for item, of_item in zip(plan, tables, strict=True)]
 
     def _row(self, item: Scheduled, tables: Tables, masks: Masks) -> Sampled:
         assert item.tokens, "an item computes nothing"
-        assert not item.drafts or (item.samples and item.tokens[-1] is not None), "drafts follow no known token"
+        assert not item.drafts or (item.samples and len(item.tokens) == 1), "drafts follow a chunk"
         if item.is_stale:
-            self._spill(item, tables, item.start)
+            self._spill(item, tables, item.settled_start)
             return Sampled([GARBAGE])
         if self.reads_live_tables:
             tables = [held.block_table for held in item.seq.groups]
         if self.trouble.spoils(item):
-            self._spill(item, tables, item.start)
+            self._spill(item, tables, item.settled_start)
             return Sampled([], error="bad row")
         for group, table in zip(self.groups, tables, strict=True):
-            self._read(item.seq, table, item.start, *group)
+            self._read(item.seq, table, item.settled_start, *group)
         self._write(item, tables)
         result = Sampled([], prompt_logprobs=self._prompt_logprobs(item))
         if item.samples:
@@ -313,10 +350,10 @@ class OracleRunner:
 
     def _write(self, item: Scheduled, tables: Tables) -> None:
         seq, end = item.seq, _end(item)
-        for planned, token in zip(item.tokens, seq.tokens[item.start : end], strict=True):
+        for planned, token in zip(item.tokens, seq.tokens[item.settled_start : end], strict=True):
             assert planned is None or planned == token, "a plan holds another token than its sequence"
         digests = self._known_digests(seq, end)
-        for position in range(item.start, end):
+        for position in range(item.settled_start, end):
             self._put(tables, position, digests[position + 1])
         self.num_computed += len(item.tokens)
 
@@ -326,19 +363,20 @@ class OracleRunner:
             return None
         last = min(_end(item) + 1, len(request.prompt_tokens))
         digests = self._known_digests(item.seq, last)
-        return [logprob_at(digests[p], request.prompt_tokens[p]) for p in range(item.start + 1, last)]
+        return [logprob_at(digests[p], request.prompt_tokens[p]) for p in range(item.settled_start + 1, last)]
 
     def _sample(self, item: Scheduled, tables: Tables, masks: list[set[int]] | None, result: Sampled) -> None:
         """Sample one token, and one more for each draft that turns out right."""
         request, end = item.seq.request, _end(item)
         prefix = self._known_digests(item.seq, end)[end]
         logprobs = []
-        for index in range(len(item.drafts) + 1):
+        drafts = self._drafts(item)
+        for index in range(len(drafts) + 1):
             token = choose(request, end + index, prefix, masks[index] if masks else None)
             result.tokens.append(token)
             logprobs.append(logprob_at(prefix, token))
             prefix = digest(prefix, token)
-            if item.drafts[index : index + 1] != (token,):
+            if drafts[index : index + 1] != (token,):
                 break
             self._put(tables, end + index, prefix)
             self.num_computed += 1
@@ -347,6 +385,15 @@ class OracleRunner:
             self._put(tables, position, GARBAGE)
         if request.params.logprobs is not None:
             result.logprobs = logprobs
+        drafted = tuple(guess_tokens(self.trouble.rng, prefix, NUM_DEVICE_DRAFTS))
+        self.drafted[item.seq] = drafted
+        result.drafts = drafted if masks else ()
+
+    def _drafts(self, item: Scheduled) -> tuple[int, ...]:
+        """The drafts of ``item``, those made on the device after the step before included."""
+        if ON_DEVICE not in item.drafts:
+            return item.drafts
+        return self.drafted[item.seq][: len(item.drafts)]
 
 
 class PendingStep:

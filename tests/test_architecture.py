@@ -21,7 +21,7 @@ LABORATORY = ROOT / "octavo_bench"
 # each other on the base: neither may import the other. `base` modules are single files.
 BASE: list[set[str]] = [
     {"errors", "child_worker", "collector", "kernel_compiler", "private_files"},
-    {"setting", "speculative_config"},
+    {"setting", "speculative_config", "backend_settings"},
     {"sampling_params", "server_settings", "child_process"},
     {"config"},
     {"types"},
@@ -30,7 +30,12 @@ BASE: list[set[str]] = [
 ]
 DECIDING: list[set[str]] = [{"grammar"}, {"text", "cache"}, {"engine", "routing"}]
 EXECUTING: list[set[str]] = [{"ops"}, {"quant"}, {"layers"}, {"models"}, {"runtime"}]
-BUILD: list[set[str]] = [{"build_encoder"}, {"build"}]
+BUILD: list[set[str]] = [
+    {"device_settings"},
+    {"build_drafter", "build_encoder", "build_transformers", "backends"},
+    {"build"},
+    {"rank_process"},
+]
 SURFACES: list[set[str]] = [{"llm", "server"}, {"sim", "ray"}, {"cli"}, {"__main__", "__init__"}]
 COLUMNS = {"base": BASE, "deciding": DECIDING, "executing": EXECUTING, "build": BUILD, "surfaces": SURFACES}
 BELOW = {
@@ -57,14 +62,22 @@ PLACES = {
 }
 
 TORCH_FREE = {
-    *("errors", "kernel_compiler", "setting", "speculative_config", "sampling_params", "server_settings"),
+    *(
+        "backend_settings",
+        "errors",
+        "kernel_compiler",
+        "setting",
+        "speculative_config",
+        "sampling_params",
+        "server_settings",
+    ),
     *("config", "types", "telemetry"),
-    *("steps", "text", "cache", "engine", "grammar", "routing"),
+    *("steps", "text", "cache", "engine", "grammar", "routing", "backends"),
 }
 TORCH_FREE_FILES = {"weights/gguf.py", "weights/blocks.py", "weights/hub.py", "weights/default_model.py"}
 FRONT_PROCESS = ["octavo.server.app", "octavo.text.tokenizer", "octavo.engine.engine", "octavo.cli"]
 
-REQUESTS = {"Sequence", "Scheduled", "Plan", "Request", "Output", "Runner", "Grammars", "Proposer"}
+REQUESTS = {"Sequence", "Scheduled", "Plan", "Request", "Output"}
 """Names of ``types`` that the executing tower does not know: it is told of sequences by messages (``steps``)."""
 
 MAX_FILE_LINES = 400

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from octavo import build
-from octavo.build import build_engine, resolve_kv_dtype
+from octavo.build import build_engine
 from octavo.config import EngineConfig
+from octavo.device_settings import resolve_kv_dtype
 from octavo.errors import CheckpointError, ConfigError
 from octavo.ops import dispatch
 from octavo.ops.cpu import threads
@@ -114,13 +115,13 @@ def test_an_8_bit_cache_is_for_gpus() -> None:
     [
         ({}, 2),
         ({"async_scheduling": False}, 1),
-        ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}, 1),
+        ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}, 2),
     ],
 )
 def test_async_scheduling_can_be_disabled(
     folder: Path, settings: dict[str, Any], depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps in flight, as on a GPU; one with speculation, since drafts depend on the last token."""
+    """Two steps in flight, as on a GPU, also with speculation."""
     monkeypatch.setattr(build, "DEPTH", {"cpu": 2})
     config = EngineConfig.from_flat({"model": str(folder), "device": "cpu", "num_kv_blocks": 40, **settings})
     engine, _ = build_engine(config)

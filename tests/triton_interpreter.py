@@ -51,16 +51,23 @@ if HAS_TRITON and DEVICE == "cpu":
 
     interpreter.InterpreterBuilder.create_splat = _splat_of_bools
 
-    _dot = interpreter.InterpreterBuilder.create_dot
+    def _dot(builder: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        """The product without a BLAS, in which the bits of a row may depend on its place in the matrix.
 
-    def _dot_of_bfloat16(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
-        """Triton 3.6 multiplies the bit patterns of bfloat16 numbers, which it keeps as integers."""
-        return _dot(builder, *(_as_float32(x) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *rest)
+        Triton 3.6 multiplies the bit patterns of bfloat16 numbers, which it keeps as integers.
+        """
+        left, right = (_as_numbers(x) for x in (a, b))
+        product = np.einsum("...ik,...kj->...ij", left, right, dtype=d.data.dtype, casting="unsafe")
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
-    def _as_float32(x: Any) -> Any:
-        return interpreter.TensorHandle(_widened(x.data), tl.float32)
+    def _as_numbers(x: Any) -> Any:
+        if x.dtype.scalar == tl.bfloat16:
+            return _widened(x.data)
+        if x.dtype.primitive_bitwidth == 8 and x.dtype.is_floating():
+            return _convert(x.data, x.dtype, tl.float16, None).view(np.float16)
+        return x.data
 
-    interpreter.InterpreterBuilder.create_dot = _dot_of_bfloat16
+    interpreter.InterpreterBuilder.create_dot = _dot
 
     _convert = interpreter._convert_float
 

@@ -72,7 +72,7 @@ def _versions(config: EngineConfig) -> Iterator[str]:
 def _machine(config: EngineConfig) -> Iterator[str]:
     import torch
 
-    from octavo.build import resolve_device
+    from octavo.device_settings import resolve_device
     from octavo.ops.cpu.host import FLOAT_FEATURES, VNNI_FEATURES, cpu_features
     from octavo.runtime.cpu_threads import num_physical_cores
     from octavo.runtime.memory import free_memory
@@ -111,6 +111,8 @@ def _model(config: EngineConfig) -> Iterator[str]:
     _, info = build_engine(config)
     yield _row("name", name)
     yield _row("kind", f"{info.architecture}, {info.num_parameters / 1e6:,.1f} M parameters, {info.dtype}")
+    if info.tensor_parallel_size > 1:
+        yield _row("ranks", f"{info.tensor_parallel_size}; memory is that of each")
     yield _row("context", f"{info.max_model_len} tokens")
     yield _row("kv cache", f"{info.num_kv_blocks} blocks of {info.block_size} tokens")
     for group in info.kv_groups[1:]:
@@ -122,7 +124,7 @@ def _model(config: EngineConfig) -> Iterator[str]:
 
 
 def _kernels(config: EngineConfig) -> Iterator[str]:
-    from octavo.build import DTYPES, resolve_device
+    from octavo.device_settings import DTYPES, resolve_device
     from octavo.ops import dispatch
 
     device = resolve_device(config.model.device)

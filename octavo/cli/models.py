@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the table of families, or the check of a model; return 1 if it does not fit."""
     if args.model_argument is None and args.model is None:
         print("\n".join(_families()))
+        print("\nOther decoders: with --backend transformers, more slowly.", file=sys.stderr)
         return 0
     return _check(load_config(EngineConfig, args))
 
@@ -67,25 +68,31 @@ def _about(family: object) -> str:
 
 
 def _check(config: EngineConfig) -> int:
-    from octavo.build import resolve_device, resolve_kv_dtype, weight_format
+    from octavo.device_settings import resolve_device, resolve_kv_dtype, weight_format
     from octavo.models.bert import EncoderConfig
     from octavo.models.outline import outline
     from octavo.models.registry import read_config
     from octavo.models.sizes import check_sizes
     from octavo.runtime import memory
+    from octavo.runtime.ranks import check_divides
     from octavo.weights.checkpoint import open_checkpoint
     from octavo.weights.hub import resolve_model
 
     if (adapter := _as_adapter(config)) is not None:
         return _check_adapter(config, adapter)
     is_here = config.model.model == DEFAULT_MODEL or Path(config.model.model).expanduser().exists()
+    if config.model.backend == "transformers":
+        return _check_transformers(config)
     path = resolve_model(config.model) if is_here else resolve_model(config.model, ["*.json"])
     checkpoint = open_checkpoint(path, config.model.load_format if is_here else "dummy")
     model = read_config(checkpoint.config, config.model.max_model_len)
     check_sizes(model, checkpoint)
     device = resolve_device(config.model.device)
     form = weight_format(config.model, device, checkpoint)
-    loaded = outline(model, checkpoint, form.dtype)
+    num_ranks = config.model.tensor_parallel_size
+    if not isinstance(model, EncoderConfig):
+        check_divides(model, num_ranks)
+    loaded = outline(model, checkpoint, form.dtype, num_ranks)
     for line in _describe(model, loaded, checkpoint):
         print(line)
     free = memory.free_memory(device, config.cache.gpu_memory_utilization)
@@ -94,14 +101,37 @@ def _check(config: EngineConfig) -> int:
     for line in _check_modules(config, loaded):
         print(line)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
-    size = path.stat().st_size if checkpoint.has_blocks and form.packs and device.type == "cpu" else loaded.num_bytes
+    has_packed_blocks = checkpoint.has_blocks and form.packs and device.type == "cpu"
+    size = path.stat().st_size // num_ranks if has_packed_blocks else loaded.num_bytes
+    left = (free // num_ranks if device.type == "cpu" else free) - size
     try:
-        limits, budget = memory.settle(config, model, kv_dtype, form.dtype, device.type, weights=size, free=free - size)
+        kinds = kv_dtype, form.dtype, device.type
+        limits, budget = memory.settle(config, model, *kinds, weights=size, free=left, num_ranks=num_ranks)
     except ConfigError as error:
         print(f"does not fit on {device}: {error}")
         return 1
-    print(f"fits on {device}, with contexts of {limits.max_model_len} tokens:\n{budget.table()}")
+    each = f", divided among {num_ranks} ranks that hold so much each" if num_ranks > 1 else ""
+    print(f"fits on {device}, with contexts of {limits.max_model_len} tokens{each}:\n{budget.table()}")
     return 0
+
+
+def _check_transformers(config: EngineConfig) -> int:
+    """Load a model of the transformers library and describe it; only a trial shows how it can be served."""
+    from octavo.device_settings import resolve_device, weight_format
+    from octavo.models.transformers_model import load_transformers
+    from octavo.weights.checkpoint import open_checkpoint
+    from octavo.weights.hub import resolve_model
+
+    path = resolve_model(config.model)
+    form = weight_format(config.model, resolve_device(config.model.device), open_checkpoint(path))
+    model = load_transformers(path, form, config.model.max_model_len)
+    assert model.loaded is not None
+    print(f"{model.architecture}: supported by backend transformers, with {CACHES[model.is_paged]}")
+    print(f"{model.loaded.num_parameters:,} parameters, {model.loaded.num_bytes / 2**20:,.1f} MiB of weights")
+    return 0
+
+
+CACHES = {True: "the paged KV cache", False: "a cache of its own for each sequence, one sequence at a time"}
 
 
 def _fit_encoder(

@@ -26,7 +26,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from octavo.build import build_engine, resolve_device
+    from octavo.build import build_engine
+    from octavo.device_settings import resolve_device
     from octavo.engine.kernel_tuning import TuningPlan
 
     device = resolve_device(config.model.device)
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         def report(share: float, key: str) -> None:
             progress.update(task, completed=share, description=f"{key} rows")
 
-        engine, _ = build_engine(config, TuningPlan(again=True, report=report))
+        engine, _ = build_engine(config, tuning=TuningPlan(again=True, report=report))
         engine.close()
     gpu, taken = torch.cuda.get_device_name(device), time.monotonic() - started
     note(f"kernels for {gpu} are in {own_path(device)} ({taken:.0f} s)")

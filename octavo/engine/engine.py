@@ -7,23 +7,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from octavo.cache.kv_events import KVEvent
+from octavo.engine.protocols import Adapters, Grammars, Pending, Runner
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.spare_time import SpareTime
 from octavo.errors import CheckpointError, InvalidParameter, ModelNotFound, RunnerError
 from octavo.telemetry.events import Event
-from octavo.types import (
-    Adapters,
-    EngineStats,
-    Grammars,
-    Masks,
-    Output,
-    Pending,
-    Plan,
-    Proposer,
-    Request,
-    Runner,
-    Sequence,
-)
+from octavo.types import EngineStats, Masks, Output, Plan, Request, Sequence
 
 
 class NoGrammars:
@@ -49,13 +38,6 @@ class NoAdapters:
         pass
 
 
-class NoProposer:
-    """Speculative decoding is disabled."""
-
-    def propose(self, plan: Plan) -> None:
-        pass
-
-
 class Engine:
     """Runs requests to completion, one step at a time.
 
@@ -69,14 +51,12 @@ class Engine:
         runner: Runner,
         *,
         grammars: Grammars | None = None,
-        proposer: Proposer | None = None,
         adapters: Adapters | None = None,
         depth: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.grammars: Grammars = grammars or NoGrammars()
-        self.proposer: Proposer = proposer or NoProposer()
         self.adapters: Adapters = adapters or NoAdapters()
         self.depth = depth
         self.in_flight: deque[tuple[Plan, Pending]] = deque()
@@ -152,7 +132,6 @@ class Engine:
             return refused + self.scheduler.fail(plan, error)  # retried in parts; only the cause ends
         waited = clock() - asked
         outputs = self.scheduler.commit(plan, sampled)  # append tokens, free blocks, finish
-        self.proposer.propose(plan)  # drafts for the next step
         self._ended_at = clock()
         self.scheduler.note_step(plan, self._ended_at - began)
         if runs_ahead and pending.is_started and self.scheduler.stats.step_tokens == len(plan):
@@ -185,7 +164,12 @@ class Engine:
         num_in_flight = Counter(item.seq for plan, _ in self.in_flight for item in plan)
         for seq in [*self.scheduler.running.values(), *self.scheduler.leaving, *num_in_flight]:
             assert seq.num_in_flight == num_in_flight[seq], "steps in flight are miscounted"
+        num_pending = Counter[Sequence]()
         for plan, _ in self.in_flight:
             for item in plan:
-                end = item.start + len(item.tokens) + len(item.drafts)
+                end = item.settled_start + len(item.tokens) + len(item.drafts)
                 assert item.seq.capacity >= end, "blocks were released while in flight"
+                if not item.is_stale and item.samples:
+                    num_pending[item.seq] += 1 + len(item.drafts)
+        for seq in num_in_flight:
+            assert seq.tokens.count(None) == num_pending[seq], "a pending token will never be sampled"

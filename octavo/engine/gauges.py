@@ -13,6 +13,7 @@ def snapshot(counters: EngineStats, cache: KVCache, num_running: int, num_waitin
     first = cache.groups[0]
     stats = msgspec.structs.replace(
         counters,
+        accepted_by_position=list(counters.accepted_by_position),
         num_running=num_running,
         num_waiting=num_waiting,
         num_used_blocks=first.num_used,

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+from octavo.engine.kernel_tuning import NO_TUNING, TuningPlan, tune_kernels
 from octavo.engine.step_runner import StepRunner
 from octavo.steps.messages import Compile, Reply
 from octavo.steps.shapes import (
@@ -41,10 +42,16 @@ class GraphChoice:
     """The padded shapes of steps, and the shapes that have a graph or may have one captured."""
 
     def __init__(
-        self, max_num_seqs: int, max_num_batched_tokens: int, has_adapters: bool = False, uses_graphs: bool = True
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        has_adapters: bool = False,
+        uses_graphs: bool = True,
+        max_drafts: int = 0,
+        has_drafter: bool = False,
     ) -> None:
-        """Without ``uses_graphs``, steps are padded and run eagerly."""
-        self._limits = max_num_seqs, max_num_batched_tokens, has_adapters
+        """Without ``uses_graphs``, steps are padded and run eagerly. ``max_drafts``: of a sequence in a step."""
+        self._limits = max_num_seqs, max_num_batched_tokens, has_adapters, max_drafts, has_drafter
         self._uses_graphs = uses_graphs
         self._captured: set[StepShape] = set()
         self._compiled: list[StepShape] = []
@@ -60,9 +67,9 @@ class GraphChoice:
         """The padded shape of the next step, and whether it runs through a graph; see ``ChooseShape``."""
         if kind.has_extras:
             self._has_extra_kernels.wait()
-        shape, has_graph = padded_shape(*sizes[:3], self._limits[0], kind)
+        shape, has_graph = padded_shape(*sizes[:3], self._limits[0], kind, sizes.num_drafts)
         if not (sizes.is_plain and has_graph and self._uses_graphs):
-            return shape._replace(num_drafts=sizes.num_drafts), False
+            return shape, False
         return self.fit(shape), True
 
     def fit(self, shape: StepShape) -> StepShape:
@@ -81,11 +88,13 @@ class GraphChoice:
 
     # ---- compiling and capturing, at startup and in the background
 
-    def warm_up(self, runner: StepRunner) -> None:
+    def warm_up(self, runner: StepRunner, tuning: TuningPlan = NO_TUNING) -> None:
         """Compile kernels and capture graphs for a few shapes that fit every step; the others follow in the background.
 
-        Until then, steps are padded to the shapes that exist.
+        Until then, steps are padded to the shapes that exist. Kernels are chosen first: graphs keep those with which
+        they were captured.
         """
+        tune_kernels(runner.send, tuning)
         first = first_shapes(*self._limits)
         self._has_extra_kernels.clear()
         started = time.perf_counter()
@@ -105,7 +114,7 @@ class GraphChoice:
         """Compile the kernels of all other shapes while steps run; returns the shapes whose graphs to capture next."""
         extra, few, shapes = (
             first_extra_shapes(*self._limits),
-            next_shapes(self._limits[0]),
+            next_shapes(self._limits[0], *self._limits[3:]),
             graph_shapes(*self._limits),
         )
         started = time.perf_counter()

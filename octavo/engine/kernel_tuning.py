@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.config import ModelSettings
 from octavo.steps.messages import MeasureKernels, Message, PrepareTuning, Reply, UseKernels
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,14 @@ class TuningPlan:
     again: bool = False
     """Also products that were measured before."""
     report: Report = lambda share, key: None
+
+
+NO_TUNING = TuningPlan(0.0)
+
+
+def plan_of(settings: ModelSettings) -> TuningPlan:
+    """The plan of a start. The kernels of batch invariance are fixed: no measurement decides on their order of sums."""
+    return TuningPlan(0.0 if settings.batch_invariant else settings.kernel_tuning_seconds)
 
 
 def tune_kernels(send: Callable[[Message], Reply[Any]], plan: TuningPlan) -> int:

@@ -8,29 +8,34 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
+from octavo.engine.proposer import Guess
 from octavo.speculative_config import Ngram
-from octavo.types import Plan, Sequence, Status
+from octavo.types import Sequence
 
 
 class NgramProposer:
-    """Proposes drafts for sequences without pending tokens. Each token of a sequence is indexed once."""
+    """Drafts from the sequence itself. Each token of a sequence is indexed once."""
+
+    num_lookahead = 0
 
     def __init__(self, settings: Ngram) -> None:
         self.settings = settings
         self._seen: WeakKeyDictionary[Sequence, Seen] = WeakKeyDictionary()
 
-    def propose(self, plan: Plan) -> None:
-        """Set ``draft_tokens`` of the sequences in a committed ``plan`` that continue."""
-        for item in plan:
-            seq = item.seq
-            if item.samples and seq.status is Status.RUNNING and not seq.num_in_flight:
-                seq.draft_tokens = self._drafts_for(seq)
-
-    def _drafts_for(self, seq: Sequence) -> list[int]:
+    def propose(self, seq: Sequence, count: int) -> Guess:
+        """See ``Proposer``."""
         seen = self._seen.get(seq)
         if seen is None:
             seen = self._seen[seq] = Seen(self.settings.prompt_lookup_min, self.settings.prompt_lookup_max)
-        return seen.continuation(seq.tokens, self.settings.num_speculative_tokens)
+        num_known = len(seq.tokens)
+        while seq.tokens[num_known - 1] is None:
+            num_known -= 1
+        num_pending = len(seq.tokens) - num_known
+        return Guess(tuple(seen.continuation(seq.tokens, num_known, num_pending + count)[num_pending:]))
+
+    def forget(self, seq: Sequence) -> None:
+        """See ``Proposer``."""
+        self._seen.pop(seq, None)
 
 
 class Seen:
@@ -45,18 +50,18 @@ class Seen:
         self._next: dict[int, int] = {}
         """Position after an n-gram, by its hash."""
 
-    def continuation(self, tokens: list[int | None], count: int) -> list[int]:
-        """``count`` drafts: the tokens after the previous occurrence of the longest matching last n-gram; or none."""
-        last = len(tokens)
+    def continuation(self, tokens: list[int | None], last: int, count: int) -> list[int]:
+        """``count`` drafts for position ``last`` and after, or none: what followed the longest matching n-gram before
+        ``last`` at its previous occurrence. Tokens before ``last`` are known, and never change."""
         for end in range(self._num_seen + 1, last):  # n-grams at the end are looked up, not indexed
             for length in self.lengths:
                 if length <= end:
                     self._next[hash(tuple(tokens[end - length : end]))] = end
         self._num_seen = max(self._num_seen, last - 1)
         for length in self.lengths:
-            start = self._next.get(hash(tuple(tokens[last - length :]))) if length < last else None
+            start = self._next.get(hash(tuple(tokens[last - length : last]))) if length < last else None
             if start is not None:
-                grown = [token for token in tokens[start : start + count] if token is not None]
+                grown = [token for token in tokens[start : min(start + count, last)] if token is not None]
                 while len(grown) < count:
                     grown.append(grown[len(grown) - (last - start)])  # the draft continues itself
                 return grown

@@ -11,11 +11,11 @@ from octavo.types import EngineStats, FinishReason, Output, Sampled, Scheduled, 
 def apply_result(
     item: Scheduled, result: Sampled, cache: KVCache, stats: EngineStats, events: EventLog
 ) -> Output | None:
-    """Replace the pending token by the sampled ones, and publish the blocks that are now full.
+    """Replace the pending tokens by the sampled ones, and publish the blocks that are now full.
 
     Returns the output, if there is any, with a ``finish_reason`` if the sequence must be ended.
     """
-    seq, start = item.seq, item.start
+    seq, start, num_drafts = item.seq, item.settled_start, len(item.drafts)
     num_committed = start + len(item.tokens)
     if start < seq.num_prompt_tokens:
         num_prompt_tokens = min(num_committed, seq.num_prompt_tokens) - start
@@ -25,15 +25,17 @@ def apply_result(
     reason: FinishReason | None = None
     if not item.samples:
         tokens = []
-    elif len(tokens) == 1 and num_committed + 1 < seq.max_computed_tokens and tokens[0] not in seq.stop_token_ids:
+    elif not num_drafts and num_committed + 1 < seq.max_computed_tokens and tokens[0] not in seq.stop_token_ids:
         seq.tokens[num_committed] = tokens[0]
     else:
         tokens, reason = stopping.cut(seq, num_committed, tokens)
-        seq.tokens[num_committed : num_committed + 1] = tokens
-    if item.drafts:
-        num_rejected = 1 + len(item.drafts) - len(result.tokens)
-        stats.num_drafts += len(item.drafts)
-        stats.num_accepted_drafts += len(result.tokens) - 1
+        seq.tokens[num_committed : num_committed + 1 + num_drafts] = tokens
+    seq.device_drafts = result.drafts
+    if num_drafts:
+        num_rejected = 1 + num_drafts - len(result.tokens)
+        note_drafts(stats, num_drafts, num_drafts - num_rejected)
+        seq.num_drafts += num_drafts
+        seq.num_rejected += num_rejected
         cache.truncate(seq, seq.num_computed_tokens - num_rejected)
         num_committed += len(tokens) - 1
     if num_committed % cache.block_size < num_committed - start:  # at least one block is newly full
@@ -54,7 +56,21 @@ def apply_result(
         start + 1 if result.prompt_logprobs else 0,
         None,
         result.values,  # positional arguments: faster, and this is made for every token
+        num_drafts,
+        num_drafts and len(result.tokens) - 1,
     )
+
+
+def note_drafts(stats: EngineStats, num_drafts: int, num_accepted: int) -> None:
+    """Count the drafts of one sequence in one step."""
+    stats.num_speculations += 1
+    stats.num_drafts += num_drafts
+    stats.num_accepted_drafts += num_accepted
+    by_position = stats.accepted_by_position
+    if len(by_position) < num_accepted:
+        by_position += [0] * (num_accepted - len(by_position))
+    for position in range(num_accepted):
+        by_position[position] += 1
 
 
 def error_output(seq: Sequence, error: str) -> Output:

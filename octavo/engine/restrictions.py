@@ -20,12 +20,12 @@ def masks_of(item: Scheduled, grammar_masks: Masks, vocab_size: int) -> Iterator
     restrictions are ignored.
     """
     seq = item.seq
-    end = item.start + len(item.tokens)
-    tokens = [*seq.tokens[seq.num_prompt_tokens : end], *item.drafts]
+    end, drafts = item.settled_start + len(item.tokens), item.known_drafts
+    tokens = [*seq.tokens[seq.num_prompt_tokens : end], *drafts]
     assert None not in tokens, "a token is sampled before those in front of it are known"
     given = grammar_masks.get(seq.id) if seq.request.params.grammar is not None else None
-    for i in range(1 + len(item.drafts)):
-        output = tokens[: len(tokens) - len(item.drafts) + i]
+    for i in range(1 + len(drafts)):
+        output = tokens[: len(tokens) - len(drafts) + i]
         mask = _everything(vocab_size) if given is None else _of_width(given[i], vocab_size)
         if given is None or not _must_stop(mask, seq.stop_token_ids):
             mask = _restricted(mask, seq, output)

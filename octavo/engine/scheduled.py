@@ -19,16 +19,10 @@ def take(seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Schedu
         taken = (tokens[start],) if num_tokens == 1 else tuple(tokens[start:end])
     if samples:
         tokens.append(None)
-    seq.num_computed_tokens = end + len(drafts) if drafts else end
+    if drafts:
+        tokens += [None] * len(drafts)
+        end += len(drafts)
+    seq.num_computed_tokens = end
+    seq.decodes = samples
     seq.num_in_flight += 1
-    return Scheduled(seq, start, taken, drafts, samples, seq.epoch)
-
-
-def take_drafts(seq: Sequence, num_tokens: int, limit: int) -> tuple[int, ...]:
-    """The drafts to verify after ``num_tokens`` tokens, at most ``limit`` tokens in total; none before the last token
-    is known."""
-    position = seq.num_computed_tokens + num_tokens
-    drafts, seq.draft_tokens = seq.draft_tokens, []
-    if seq.num_in_flight or position < len(seq.tokens):
-        return ()
-    return tuple(drafts[: max(0, min(limit - num_tokens, seq.max_computed_tokens - position))])
+    return Scheduled(seq, start, taken, drafts, samples, seq.epoch, seq.num_rejected)

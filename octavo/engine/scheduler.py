@@ -16,7 +16,8 @@ from octavo.engine.gauges import snapshot
 from octavo.engine.outcomes import apply_result, error_output
 from octavo.engine.policies import make_policy
 from octavo.engine.policies.policy import PolicyContext
-from octavo.engine.scheduled import take, take_drafts
+from octavo.engine.scheduled import take
+from octavo.engine.speculation import NO_DRAFTS, Speculation
 from octavo.engine.step_budget import StepBudget
 from octavo.engine.suspects import Suspects
 from octavo.engine.victims import VICTIMS
@@ -57,6 +58,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         settings: SchedulerSettings = DEFAULTS,
         chunked_prefill: bool = True,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without ``chunked_prefill`` no prompt may be longer than the token budget."""
@@ -68,6 +70,8 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
+        self.speculation = speculation
+        self.num_lookahead = 0 if speculation is None else speculation.num_lookahead
         self.clock = clock
         self.waiting = make_policy(PolicyContext(cache, max_num_seqs, settings, clock))
         """The policy, which is also the queue of waiting sequences."""
@@ -142,6 +146,7 @@ class Scheduler:
         chosen, num_reserved = self._reserve_budget(budget) if self.cut else (None, 0)
         budget -= num_reserved
         self.cut = []
+        drafts_of = NO_DRAFTS if self.speculation is None else self.speculation.choose(self.running.values())
         for seq in list(self.running.values()):
             num_behind -= 1
             start = seq.num_computed_tokens
@@ -155,19 +160,27 @@ class Scheduler:
                     budget, num_reserved = budget + num_reserved, 0
                 num_tokens = min(num_tokens, budget - num_behind)
                 self.cut.append(seq)
-            drafts = take_drafts(seq, num_tokens, budget - num_behind) if seq.draft_tokens else ()
-            num_taken = num_tokens + len(drafts) if drafts else num_tokens
+            drafts = drafts_of.get(seq, ())[: budget - num_behind - num_tokens] if drafts_of else ()
+            if drafts and not self.cache.reserve(seq, start + num_tokens + len(drafts)):
+                drafts = ()  # no sequence is preempted for drafts
+            num_taken = num_tokens + len(drafts)
             if start + num_taken > seq.capacity and not self._reserve_blocks(seq, start + num_taken):
                 # All sequences behind are younger and in flight. Left out of this step, they are idle at the retry.
                 self.step_budget.interval.end()
                 rest = budget + num_reserved
                 break
+            self._look_ahead(seq, start + num_taken)
             plan.append(take(seq, num_tokens, drafts))
             budget -= num_taken
         else:
             rest = self._admit(plan, budget + num_reserved)
         self.cache.note_filled(total_budget - rest)
         return plan
+
+    def _look_ahead(self, seq: Sequence, num_tokens: int) -> None:
+        """Reserve blocks for what a drafter writes behind ``num_tokens`` positions; without room, drafts are worse."""
+        if self.num_lookahead:
+            self.cache.reserve(seq, min(num_tokens + self.num_lookahead, seq.max_computed_tokens))
 
     def _reserve_blocks(self, seq: Sequence, num_tokens: int) -> bool:
         """Reserve blocks for ``num_tokens`` positions of ``seq``, preempting younger sequences if necessary."""
@@ -191,7 +204,7 @@ class Scheduler:
         self.cache.release(seq)
         del self.running[seq.id]
         seq.status = Status.WAITING
-        seq.draft_tokens = []
+        seq.decodes = False
         seq.epoch += 1
         seq.num_preemptions += 1
         self.waiting.leave(seq)
@@ -220,6 +233,7 @@ class Scheduler:
             if num_tokens > most:
                 num_tokens = most
                 self.cut.append(seq)
+            self._look_ahead(seq, seq.num_computed_tokens + num_tokens)
             plan.append(take(seq, num_tokens))
             budget -= num_tokens
             is_sorted = is_sorted and (newest is None or newest.order < seq.order)
@@ -316,6 +330,8 @@ class Scheduler:
         self.suspects.acquit(plan)
         if self.waiting.charges:
             self.waiting.charge(plan, sampled)
+        if self.speculation is not None:
+            self.speculation.learn(plan, sampled)
         outputs: list[Output] = []
         cache, stats, events = self.cache, self.stats, self.events
         for item, result in zip(plan, sampled, strict=True):
@@ -350,10 +366,10 @@ class Scheduler:
         """Undo the computation of ``item`` and of everything planned after it."""
         seq = item.seq
         seq.num_faults += 1
-        self.events.note(seq.id, "fault", start=item.start)
-        self.cache.note_filled(item.start - seq.num_computed_tokens)
-        seq.num_computed_tokens = item.start
-        seq.draft_tokens = []
+        self.events.note(seq.id, "fault", start=item.settled_start)
+        self.cache.note_filled(item.settled_start - seq.num_computed_tokens)
+        seq.num_computed_tokens = item.settled_start
+        seq.decodes = False
         self._disown_steps(seq)
 
     def _disown_steps(self, seq: Sequence) -> None:
@@ -371,9 +387,14 @@ class Scheduler:
         seq.status = Status.FINISHED
         seq.finish_reason = reason
         self._disown_steps(seq)
-        self.events.note(seq.id, "ended", tokens=seq.num_output_tokens, reason=reason)
+        accepted = seq.num_drafts - seq.num_rejected
+        self.events.note(
+            seq.id, "ended", tokens=seq.num_output_tokens, reason=reason, drafts=seq.num_drafts, accepted=accepted
+        )
         if self.running.pop(seq.id, None) is not None:
             self.waiting.leave(seq)
+        if self.speculation is not None:
+            self.speculation.forget(seq)
         self.leaving.add(seq)
         self._let_go(seq)
 
@@ -390,6 +411,8 @@ class Scheduler:
         self.stats.step_tokens = sum([len(item.tokens) + len(item.drafts) for item in plan])
         self.stats.step_seconds = seconds
         self.step_budget.learn(plan, self.stats.step_tokens, seconds)
+        if self.speculation is not None:
+            self.speculation.note_step(plan, seconds)
 
     def snapshot(self) -> EngineStats:
         """Counters and gauges as of now; O(1)."""
@@ -412,7 +435,6 @@ class Scheduler:
             assert is_complete or len(seq.tokens) <= seq.max_computed_tokens, "more is planned than is ever needed"
             assert seq.num_computed_tokens <= seq.max_computed_tokens, "more is computed than is ever needed"
             num_pending = seq.tokens.count(None)
-            assert num_pending <= seq.num_in_flight, "a pending token will never be sampled"
             assert None not in seq.tokens[: len(seq.tokens) - num_pending], "a token follows a pending one"
         for seq in self.leaving:
             assert seq.status is Status.FINISHED, "a leaving sequence has not ended"

@@ -57,6 +57,7 @@ class StepEncoder:
         choose_shape: ChooseShape,
         adapters: Mapping[str, int] | None = None,
         always_uses_lora: bool = False,
+        has_drafter: bool = False,
     ) -> None:
         self.batch = batch
         self.block_size = block_size
@@ -64,6 +65,7 @@ class StepEncoder:
         self.choose_shape = choose_shape
         self.adapters = adapters
         self.always_uses_lora = always_uses_lora
+        self.has_drafter = has_drafter
 
     @property
     def max_len(self) -> int:
@@ -71,25 +73,26 @@ class StepEncoder:
         return self.batch.tables[0].tables_CB.shape[1] * self.block_size
 
     def waits_for_host(self, plan: Plan, of_seq: Indices) -> bool:
-        """Whether the step needs masks, drafts, embeddings or prompt log-probabilities in addition to its arrays.
+        """Whether the step needs masks, embeddings or prompt log-probabilities in addition to its arrays.
 
         ``of_seq`` [S] are the batch indices of the plan's sequences.
         """
         needs = np.bitwise_or.reduce(self.batch.needs[of_seq])
-        return bool(needs & (Needs.MASKS | Needs.ROWS)) or any(item.drafts for item in plan)
+        return bool(needs & (Needs.MASKS | Needs.ROWS))
 
     def encode(self, plan: Plan, of_seq: Indices, grammar_masks: Masks = NO_MASKS) -> Step:
         """The message of a plan without stale items; ``of_seq`` [S] are the batch indices of its sequences."""
         batch = self.batch
-        num_drafts = [len(item.drafts) for item in plan] if any(item.drafts for item in plan) else []
         counts = [len(item.tokens) for item in plan]
-        if num_drafts:
+        num_drafts = [len(item.drafts) for item in plan]
+        total = sum(num_drafts)
+        if total:
             counts = [count + drafts for count, drafts in zip(counts, num_drafts, strict=True)]
         needs = int(np.bitwise_or.reduce(batch.needs[of_seq]))
         has_extras, needs_rows = bool(needs & Needs.EXTRAS), bool(needs & Needs.ROWS)
-        kind = Kind(has_extras, self._uses_lora(plan, has_extras))
-        is_plain = not (needs & (Needs.MASKS | Needs.ROWS) or num_drafts)
-        sizes = Sizes(sum(counts), len(plan), max(counts, default=1), sum(num_drafts), is_plain)
+        kind = Kind(has_extras, self._uses_lora(plan, has_extras), self.has_drafter)
+        is_plain = not needs & (Needs.MASKS | Needs.ROWS)
+        sizes = Sizes(sum(counts), len(plan), max(counts, default=1), total, is_plain)
         shape, uses_graph = self.choose_shape(sizes, kind)
         masks = list(self._masks(plan, of_seq, grammar_masks)) if needs & Needs.MASKS else []
         histories, lists = self._updates(plan, of_seq.tolist()) if has_extras else ([], [])
@@ -97,12 +100,12 @@ class StepEncoder:
             shape,
             uses_graph,
             len(plan),
+            len(plan) + total,
             self._pack(plan, counts, num_drafts, of_seq, shape),
             histories,
             lists,
             is_sampled=any(item.samples and item.seq.request.task == "generate" for item in plan),
             num_top=_num_top(plan) if needs & Needs.LOGPROBS else -1,
-            drafts=[list(item.drafts) for item in plan] if num_drafts else [],
             masks=masks,
             prompts=list(_prompt_rows(plan, counts)) if needs_rows else [],
             pooled=list(_pooled_rows(plan, counts, of_seq)) if needs_rows else [],
@@ -110,7 +113,7 @@ class StepEncoder:
 
     def encode_padding(self, shape: StepShape, uses_graph: bool) -> Step:
         """A padding-only step, which compiles the kernels and captures the graph of this shape."""
-        return Step(shape, uses_graph, 0, self._pack([], [], [], NO_INDICES, shape))
+        return Step(shape, uses_graph, 0, 0, self._pack([], [], [], NO_INDICES, shape))
 
     # ---- the arrays
 
@@ -118,10 +121,12 @@ class StepEncoder:
         self, plan: Plan, counts: list[int], num_drafts: list[int], of_seq: Indices, shape: StepShape
     ) -> bytearray:
         batch, num_groups = self.batch, len(self.batch.tables)
-        starts = np.array([item.start for item in plan], dtype=np.int64)
+        starts = np.array([item.settled_start for item in plan], dtype=np.int64)
         lens = np.array(counts, dtype=np.int64)
         ends = starts + lens
         width = -(-int(ends.max(initial=1)) // self.block_size)
+        if shape.has_drafter:
+            width = max(width, *(int(tables.num_blocks_C[of_seq].max(initial=1)) for tables in batch.tables))
         buffer = bytearray(num_bytes(shape, width, num_groups))
         arrays = StepArrays(buffer, shape, width, num_groups)
         first_rows = np.zeros(len(plan) + 1, dtype=np.int64)
@@ -153,6 +158,8 @@ class StepEncoder:
         arrays.fill("temperature", batch.temperature[of_sample], 0)
         arrays.fill("min_p", batch.min_p[of_sample], 0)
         arrays.fill("top_p", batch.top_p[of_sample], 1)
+        if shape.has_drafter:
+            self._pack_for_drafter(arrays, plan, of_seq, ends)
         if shape.has_adapters and self.adapters is not None:
             numbers = [self.adapters.get(item.seq.request.adapter, NO_ADAPTER) for item in plan]
             arrays.fill("adapters", np.repeat(np.array(numbers, dtype=np.int32), lens), NO_ADAPTER)
@@ -171,10 +178,23 @@ class StepEncoder:
     ) -> tuple[Indices, npt.NDArray[np.int64]]:
         """Fill the logits indices, one for each draft and the bonus token; returns the batch index [R] of each sampled
         row, and the position [R] of its token."""
-        drafts = np.array(num_drafts, dtype=np.int64)
-        back = np.concatenate([np.arange(count, -1, -1) for count in num_drafts])
-        arrays.fill("logits_indices", np.repeat(first_rows[1:], drafts + 1) - 1 - back, 0)
-        return np.repeat(of_seq, drafts + 1), np.repeat(ends, drafts + 1) - back
+        counts = np.array(num_drafts, dtype=np.int64) + 1
+        first_samples = np.zeros(len(num_drafts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=first_samples[1:])
+        num_samples = int(first_samples[-1])
+        back = np.repeat(first_samples[1:], counts) - 1 - np.arange(num_samples)
+        arrays.fill("cu_samples", first_samples, num_samples)
+        arrays.fill("logits_indices", np.repeat(first_rows[1:], counts) - 1 - back, 0)
+        if arrays.shape.is_verification:
+            arrays.fill("row_seqs", np.repeat(np.arange(len(counts)), counts), -1)
+        return np.repeat(of_seq, counts), np.repeat(ends, counts) - back
+
+    def _pack_for_drafter(self, arrays: StepArrays, plan: Plan, of_seq: Indices, ends: npt.NDArray[np.int64]) -> None:
+        """Fill the token behind each prompt chunk, and the positions that have a block in every KV group."""
+        behind = [-1 if item.samples else item.seq.tokens[end] for item, end in zip(plan, ends.tolist(), strict=True)]
+        arrays.fill("next_tokens", np.array([-1 if token is None else token for token in behind], dtype=np.int32), -1)
+        num_blocks = np.min([tables.num_blocks_C[of_seq] for tables in self.batch.tables], axis=0)
+        arrays.fill("capacities", num_blocks * self.block_size, 0)
 
     def _pack_extras(
         self,
@@ -187,14 +207,15 @@ class StepEncoder:
     ) -> None:
         batch = self.batch
         samples = np.array([item.samples for item in plan], dtype=np.bool_)
-        if num_drafts:
+        if len(of_sample) > len(plan):
             samples = np.repeat(samples, np.array(num_drafts) + 1)
         has_history = batch.has_penalties[of_sample] & samples
-        is_short = sample_positions < batch.min_stop_position[of_sample]
+        min_stops = batch.min_stop_position[of_sample]
         arrays.fill("row_indices", np.where(batch.has_penalties[of_row], of_row, NO_INDEX), NO_INDEX)
         arrays.fill("history_indices", np.where(has_history, of_sample, NO_INDEX), NO_INDEX)
         arrays.fill("bias_indices", np.where(batch.has_biases[of_sample], of_sample, NO_INDEX), NO_INDEX)
-        arrays.fill("ban_indices", np.where(is_short, of_sample, NO_INDEX), NO_INDEX)
+        arrays.fill("ban_indices", np.where(min_stops > 0, of_sample, NO_INDEX), NO_INDEX)
+        arrays.fill("min_stops", min_stops, 0)
         arrays.fill("num_prompt_tokens", batch.num_prompt_tokens[of_sample], 0)
         arrays.fill("repetition", batch.repetition[of_sample], 1)
         arrays.fill("frequency", batch.frequency[of_sample], 0)
@@ -226,10 +247,11 @@ class StepEncoder:
             if num_sent < 0:
                 lists.append(self._lists(item.seq, index))
                 num_sent = 0
-            if num_sent < item.start and batch.has_penalties[index]:
-                missing = [-1 if token is None else token for token in item.seq.tokens[num_sent : item.start]]
+            start = item.settled_start
+            if num_sent < start and batch.has_penalties[index]:
+                missing = [-1 if token is None else token for token in item.seq.tokens[num_sent:start]]
                 histories.append(History(index, num_sent, missing))
-            batch.num_sent[index] = item.start + len(item.tokens)
+            batch.num_sent[index] = start + len(item.tokens) + len(item.drafts)
         return histories, lists
 
     def _lists(self, seq: Sequence, index: int) -> TokenLists:
@@ -244,7 +266,7 @@ class StepEncoder:
         """The ``Sampled`` of each item of a step's plan."""
         tokens, accepted = result.tokens, iter(result.num_accepted)
         reports = as_rows(result.reports, len(tokens)) if result.reports else None
-        prompts, values = iter(result.prompts), iter(result.values)
+        prompts, values, drafts = iter(result.prompts), iter(result.values), map(tuple, result.drafts)
         decoded, row = [], 0
         for item in plan:
             request = item.seq.request
@@ -259,6 +281,7 @@ class StepEncoder:
                 )
             if request.params.prompt_logprobs is not None:
                 _add_prompt_logprobs(sampled, item, next(prompts))
+            sampled.drafts = next(drafts, ())
             decoded.append(sampled)
             row += 1 + len(item.drafts)
         return decoded
@@ -294,7 +317,7 @@ def _prompt_rows(plan: Plan, counts: list[int]) -> Iterator[PromptRows]:
     for item, count in zip(plan, counts, strict=True):
         request = item.seq.request
         if request.params.prompt_logprobs is not None:
-            tokens = request.prompt_tokens[item.start + 1 : item.start + 1 + len(item.tokens)]
+            tokens = request.prompt_tokens[item.settled_start + 1 :][: len(item.tokens)]
             yield PromptRows(first_row, tokens, request.params.prompt_logprobs)
         first_row += count
 
@@ -321,7 +344,7 @@ def _add_prompt_logprobs(sampled: Sampled, item: Scheduled, reports: bytes | Non
         sampled.tokens, sampled.logprobs, sampled.prompt_logprobs, sampled.error = [], None, None, NOT_NUMBERS
         return
     request = item.seq.request
-    tokens = request.prompt_tokens[item.start + 1 : item.start + 1 + len(item.tokens)]
+    tokens = request.prompt_tokens[item.settled_start + 1 :][: len(item.tokens)]
     reports_RW = as_rows(reports, len(tokens)) if tokens else NO_REPORTS
     sampled.prompt_logprobs = read_reports(tokens, reports_RW, request.params.prompt_logprobs or 0)
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from octavo.engine.protocols import Pending, Runner
 from octavo.errors import ConfigError, RunnerError
-from octavo.types import Masks, Pending, Plan, Runner, Sampled
+from octavo.types import Masks, Plan, Sampled
 
 REST = 0.05
 """Seconds without a step after which the device counts as rested."""

@@ -69,4 +69,3 @@ class WaitingQueue:
         for seq in members:
             assert not any(held.block_table for held in seq.groups), "a waiting sequence holds blocks"
             assert not seq.num_in_flight, "a waiting sequence is in flight"
-            assert not seq.draft_tokens, "a waiting sequence keeps old drafts"

@@ -135,10 +135,10 @@ class MatcherMasks:
         tasks = []
         for item in bound:
             seq, progress = item.seq, item.seq.grammar
-            end = item.start + len(item.tokens)
+            end = item.settled_start + len(item.tokens)
             tokens = seq.tokens[seq.num_prompt_tokens + progress.num_tokens : end]
             progress.num_tokens += len(tokens)
-            tasks.append(Task(seq.id, progress, tokens, item.drafts))
+            tasks.append(Task(seq.id, progress, tokens, item.known_drafts))
         self._last = self._masking.submit(self._compute, tasks)
         return PendingMasks(self._last)
 
@@ -164,7 +164,8 @@ class MatcherMasks:
         return masks
 
     def _match(self, task: Task, masks: list[Mask]) -> None:
-        matcher = task.progress.matcher
+        assert self._tokenizer is not None
+        matcher, num_known = task.progress.matcher, self._tokenizer.vocab_size
         matcher.consume_tokens(list(task.tokens))  # type: ignore[arg-type]
         fill_mask(matcher, masks[0])
         num_taken = 0
@@ -172,8 +173,8 @@ class MatcherMasks:
             if draft in self._eos_ids:
                 _allow_all(masks[1 + num_taken :])
                 break
-            if not matcher.try_consume_tokens([draft]):
-                break
+            if draft >= num_known or not matcher.try_consume_tokens([draft]):
+                break  # a model may have logits for more tokens than its tokenizer has
             num_taken += 1
             fill_mask(matcher, mask)
         matcher.rollback(num_taken)

@@ -9,13 +9,16 @@ from torch import Tensor
 
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
+from octavo.layers.row_parallel import RowParallelLinear
 from octavo.ops.linear import Activation
 
 
 class GatedMLP:
     """``x + down(act(gate(norm(x))) * up(norm(x)))``; ``gate_up`` is the fused projection of F gates, then F ups."""
 
-    def __init__(self, norm: RMSNorm, gate_up: Linear, down: Linear, activation: Activation = "silu") -> None:
+    def __init__(
+        self, norm: RMSNorm, gate_up: Linear, down: Linear | RowParallelLinear, activation: Activation = "silu"
+    ) -> None:
         self.norm = norm
         self.gate_up = gate_up
         self.down = down

@@ -14,6 +14,7 @@ from octavo import ops
 from octavo.layers.experts import Mixture
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
+from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.linear import Activation
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -114,15 +115,24 @@ class SharedExpert:
 
 
 class MoE:
-    """``x + experts(norm(x)) + shared(norm(x))``, the last term if there is a shared expert."""
+    """``x + experts(norm(x)) + shared(norm(x))``, the last term if there is a shared expert.
+
+    ``experts`` and ``shared`` give this rank's part of the sums.
+    """
 
     def __init__(
-        self, norm: RMSNorm, router: Router, experts: Mixture, shared: Callable[[Tensor], Tensor] | None = None
+        self,
+        norm: RMSNorm,
+        router: Router,
+        experts: Mixture,
+        shared: Callable[[Tensor], Tensor] | None = None,
+        collective: Collective = SINGLE_RANK,
     ) -> None:
         self.norm = norm
         self.router = router
         self.experts = experts
         self.shared = shared
+        self.collective = collective
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """The next residual stream; ``x`` may be overwritten."""
@@ -130,4 +140,4 @@ class MoE:
         y_TD = self.experts(h_TD, *self.router(h_TD))
         if self.shared is not None:
             y_TD = y_TD + self.shared(h_TD)
-        return x_TD.add_(y_TD)
+        return self.collective.all_reduce(y_TD, residual_TD=x_TD)

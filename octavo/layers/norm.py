@@ -5,9 +5,11 @@ Shapes: T tokens, D model.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.ops.collective import Collective
 
 
 class RMSNorm:
@@ -19,6 +21,22 @@ class RMSNorm:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return ops.rms_norm(x_TD, self.weight_D, self.eps)
+
+
+class ParallelRMSNorm(RMSNorm):
+    """An RMSNorm over elements that are divided among ranks.
+
+    Ranks that hold the same elements hold them equally often, so the mean over all ranks is the mean of the elements.
+    """
+
+    def __init__(self, weight_D: Tensor, eps: float, collective: Collective) -> None:
+        super().__init__(weight_D, eps)
+        self._collective = collective
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        wide_TD = x_TD.float()
+        mean_T1 = self._collective.all_reduce(wide_TD.square().mean(dim=1, keepdim=True)) / self._collective.size
+        return (wide_TD * torch.rsqrt(mean_T1 + self.eps) * self.weight_D.float()).to(x_TD.dtype)
 
 
 class LayerNorm:

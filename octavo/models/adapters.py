@@ -16,8 +16,9 @@ from octavo.layers.linear import Linear
 from octavo.layers.lora import AdaptedLinear, AdapterRows
 from octavo.layers.stacked_lora import StackedLinear, StackedRows
 from octavo.models.config import ModelConfig
-from octavo.models.loader import MapPart
+from octavo.models.map_part import MapPart
 from octavo.models.registry import LoadedModel, load_model
+from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.lora import LowRank
 from octavo.quant.stored import DenseWeight, WeightFormat
 from octavo.quant.tensors import Source
@@ -87,18 +88,20 @@ def changes_of(path: Path, maps: Mapping[str, MapPart], form: WeightFormat) -> I
         part = maps.get(name)
         if part is None or name == HEAD:
             raise CheckpointError(f"{path}: {name} cannot be adapted: it is not a linear map of the model's layers")
-        found, expected = (len(up), down.shape[1]), (part.size, part.num_inputs)
+        found, expected = (len(up), down.shape[1]), part.shape
         if found != expected:
             raise CheckpointError(f"{path}: {name} has an update of shape {list(found)}; expected {list(expected)}")
-        scaled = up.float() * scale
-        if part.order is not None:
-            scaled = scaled[part.order]
-        down_RK, up_NR = (factor.to(form.device, form.dtype).contiguous() for factor in (down, scaled))
+        factors = part.own_update(down, up.float() * scale)
+        down_RK, up_NR = (factor.to(form.device, form.dtype).contiguous() for factor in factors)
         yield part.linear, LowRank(part.start, down_RK, up_NR)
 
 
 def load_with_adapters(
-    settings: ModelSettings, config: ModelConfig, source: Source, form: WeightFormat
+    settings: ModelSettings,
+    config: ModelConfig,
+    source: Source,
+    form: WeightFormat,
+    collective: Collective = SINGLE_RANK,
 ) -> tuple[LoadedModel, Adapters | None]:
     """Load the model, with room for adapters or with the configured adapter merged into it; see ``load_model``.
 
@@ -108,14 +111,14 @@ def load_with_adapters(
     if not settings.enable_lora:
         if bool(modules) != settings.merge_lora or len(modules) > 1:
             raise ConfigError("lora_modules: needs enable_lora, or merge_lora and one adapter")
-        loaded = load_model(config, source, form)
+        loaded = load_model(config, source, form, collective=collective)
         for path in modules.values():
             merge(Path(path), loaded.maps, form)
         return loaded, None
     if settings.merge_lora:
         raise ConfigError("merge_lora: cannot be combined with enable_lora; leave out one of them")
     rows = AdapterRows() if form.device.type == "cpu" else StackedRows(settings.max_loras, settings.max_lora_rank)
-    loaded = load_model(config, source, form, rows)
+    loaded = load_model(config, source, form, rows, collective)
     if isinstance(rows, StackedRows):
         loaded = loaded._replace(num_bytes=loaded.num_bytes + make_stacks(loaded.maps, form))
     return loaded, Adapters(loaded.maps, rows, form)

@@ -49,8 +49,6 @@ class DeepseekConfig(LlamaConfig):
     num_chosen_groups: int
     share_scale: float
     """Scaling factor of the routing weights."""
-    num_extra_layers: int
-    """Multi-token prediction layers of the checkpoint, which are not loaded."""
 
     @property
     def cache(self) -> tuple[LayerCacheSpec, ...]:
@@ -103,7 +101,6 @@ def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str) -> Deepse
         num_groups=groups,
         num_chosen_groups=chosen_groups,
         share_scale=keys.number("routed_scaling_factor", 1.0 if scoring == "softmax" else 2.5),
-        num_extra_layers=keys.size("num_nextn_predict_layers", keys.size("num_mtp_layers", 0, low=0), low=0),
     )
 
 
@@ -116,7 +113,7 @@ def _groups(keys: ConfigKeys, moe: MoESettings, scoring: str) -> tuple[int, int]
         raise wrong("moe_layer_freq", keys.get("moe_layer_freq"), "1")
     if scoring == "softmax" and moe.normalises:
         raise wrong("norm_topk_prob", True, "false for this version")
-    for key in ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"):  # training only, or implied by other keys
+    for key in ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers"):
         keys.get(key)
     groups, chosen = keys.size("n_group", 1), keys.size("topk_group", 1)
     if method == "greedy":
@@ -133,6 +130,7 @@ class DeepseekLayer(LlamaLayer):
         D, N, L, R = config.hidden_size, config.num_heads, config.latent_size, config.rotary_width
         name, head = f"{prefix}.self_attn", config.plain_size + R
         self.config = config
+        self.num_heads = weights.num_own(N)
         self.input_norm = weights.norm(f"{prefix}.input_layernorm", D, config.norm_eps)
         rank, query = config.query_rank, f"{name}.q_b_proj" if config.query_rank else f"{name}.q_proj"
         query_order = kv_order = None
@@ -167,23 +165,23 @@ class DeepseekLayer(LlamaLayer):
         )
         shared = SharedExpert(
             weights.gate_up([f"{mlp}.shared_experts.{part}_proj" for part in ("gate", "up")], F, D, config.mlp_bias),
-            weights.row(f"{mlp}.shared_experts.down_proj", D, F, config.mlp_bias),
+            weights.partial_row(f"{mlp}.shared_experts.down_proj", D, F, config.mlp_bias),
             config.activation,
         )
         experts = weights.experts(f"{mlp}.experts", ExpertShape(X, D, moe.expert_size, moe.activation))
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        return MoE(norm, router, experts, shared)
+        return MoE(norm, router, experts, shared, weights.collective)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         config, T = self.config, len(x_TD)
         h_TD = self.input_norm(x_TD)
         q_TN = self.q_proj(self.q_a_proj(h_TD), norm=self.q_norm) if config.query_rank else self.q_proj(h_TD)
         sizes = [config.plain_size, config.rotary_width]
-        plain_TNP, q_rotated = q_TN.view(T, config.num_heads, -1).split_with_sizes(sizes, dim=-1)
+        plain_TNP, q_rotated = q_TN.view(T, self.num_heads, -1).split_with_sizes(sizes, dim=-1)
         latent_TL, k_rotated = self.kv_proj(h_TD).split_with_sizes([config.latent_size, sizes[1]], dim=-1)
         q_TNL = ops.head_linear(plain_TNP, self.key_map_NLP)
         qk_TW = join_heads(q_rotated, q_TNL, k_rotated, self.kv_norm(latent_TL))
-        out_TNL = ops.latent_attention(qk_TW, config.num_heads, *angles, cache, rows, config.scale)
+        out_TNL = ops.latent_attention(qk_TW, self.num_heads, *angles, cache, rows, config.scale)
         out_TNL, x_TD = rows.pick(out_TNL, x_TD)
         out_TNV = ops.head_linear(out_TNL, self.value_map_NVL)
         return self.mlp(self.o_proj(out_TNV.flatten(1), residual=x_TD))
@@ -195,11 +193,6 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DeepseekConfig:
         return read_deepseek(keys, max_len, "softmax")
-
-    def __init__(self, config: DeepseekConfig, weights: WeightLoader) -> None:
-        super().__init__(config, weights)
-        for i in range(config.num_layers, config.num_layers + config.num_extra_layers):
-            weights.tensors.leave_out(f"model.layers.{i}.")
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):

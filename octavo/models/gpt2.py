@@ -72,6 +72,7 @@ class GPT2Layer:
         self.mlp_norm = weights.layer_norm(f"{prefix}.ln_2", D, config.norm_eps)
         self.up = weights.column(f"{prefix}.mlp.c_fc", F, D, True, is_transposed=is_transposed)
         self.down = weights.row(f"{prefix}.mlp.c_proj", D, F, True, is_transposed=is_transposed)
+        self.heads = weights.own_heads(self.heads)
 
     def __call__(self, x_TD: Tensor, cache: LayerCache, rows: PagedRows) -> Tensor:
         """The next residual stream, [T, D], or [R, D] with logits indices; ``x`` may be overwritten."""

@@ -43,12 +43,17 @@ class GptOssLayer(LlamaLayer):
         router = TopLogitsRouter(weights.router(f"{mlp}.router", X, D), bias, moe.num_chosen)
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
         shape = ExpertShape(X, D, F, moe.activation)
-        if any(
-            weights.tensors.has(f"{mlp}.experts.0.gate_proj.{part}") for part in ("weight", "weight_packed", "qweight")
-        ):
-            return MoE(norm, router, weights.experts(f"{mlp}.experts", shape, has_bias=True))
+        parts = ("weight", "weight_packed", "qweight")
+        if any(weights.tensors.has(f"{mlp}.experts.0.gate_proj.{part}") for part in parts):
+            experts = weights.experts(f"{mlp}.experts", shape, has_bias=True)
+            return MoE(norm, router, experts, collective=weights.collective)
         gates_then_ups = np.arange(2 * F).reshape(F, 2).T.ravel()  # the checkpoint interleaves them
-        return MoE(norm, router, weights.stacked_experts(f"{mlp}.experts", shape, gates_then_ups))
+        return MoE(
+            norm,
+            router,
+            weights.stacked_experts(f"{mlp}.experts", shape, gates_then_ups),
+            collective=weights.collective,
+        )
 
 
 class GptOssForCausalLM(LlamaForCausalLM):

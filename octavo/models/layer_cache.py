@@ -12,7 +12,7 @@ group cache would have to know. No supported family needs it yet.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -43,6 +43,11 @@ class LayerCacheSpec:
         if self.shared_with is not None:
             return 0
         return self.num_tensors * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+def rank_cache(specs: Sequence[LayerCacheSpec], size: int) -> tuple[LayerCacheSpec, ...]:
+    """What each of ``size`` ranks caches: its KV heads, which several ranks hold where there are fewer; all latents."""
+    return tuple(replace(spec, num_kv_heads=max(1, spec.num_kv_heads // size)) for spec in specs)
 
 
 @dataclass(frozen=True)

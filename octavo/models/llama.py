@@ -98,6 +98,7 @@ class LlamaLayer:
         self.qkv_proj = self.qkv(config, weights, f"{prefix}.self_attn")
         self.o_proj = weights.row(f"{prefix}.self_attn.o_proj", D, self.heads.sizes[0], config.output_bias)
         self.mlp = self.feed_forward(config, weights, prefix, index)
+        self.heads = weights.own_heads(self.heads)
 
     def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
         """The attention settings of layer ``index``; ``prefix`` is that of the attention's weights."""

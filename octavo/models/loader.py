@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
-from octavo.layers.embedding import Embedding
+from octavo.layers.embedding import Embedding, VocabParallelEmbedding
 from octavo.layers.experts import Mixture, StoredExperts, make_mixture
 from octavo.layers.linear import Linear
-from octavo.layers.norm import LayerNorm, RMSNorm
+from octavo.layers.norm import LayerNorm, ParallelRMSNorm, RMSNorm
+from octavo.layers.row_parallel import RowParallelLinear
+from octavo.models.map_part import MapPart, Rows
 from octavo.ops.attention import HeadLayout
+from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish
 from octavo.quant.methods import QuantMethod
@@ -40,19 +43,6 @@ from octavo.quant.stored import (
 from octavo.quant.tensors import Source, Tensors
 
 
-class Rows(NamedTuple):
-    """A matrix of the checkpoint, as rows of a linear map's weight."""
-
-    name: str
-    sections: Sequence[Section]
-    order: Order | None = None
-    """Index of the stored row for each row, if rows are reordered."""
-
-    @property
-    def num_rows(self) -> int:
-        return sum(section.num_rows for section in self.sections)
-
-
 class ExpertShape(NamedTuple):
     """The number of experts, their sizes, and the names of their parts in a checkpoint."""
 
@@ -65,21 +55,11 @@ class ExpertShape(NamedTuple):
     down: str = "down_proj"
 
 
-class MapPart(NamedTuple):
-    """The position of a checkpoint matrix's outputs within a (possibly fused) linear map of the model."""
-
-    linear: Linear
-    start: int
-    size: int
-    num_inputs: int
-    order: Order | None
-    """Index of the stored output for each output, if outputs were reordered."""
-
-
 class WeightLoader:
     """Loads weights by their Hugging Face names in the given format; every method raises ``CheckpointError``.
 
-    ``shard`` is the part of each matrix that is loaded; size arguments are those of the unsharded matrix.
+    ``shard`` is the part of each matrix that is loaded; size arguments are those of the unsharded matrix. With a
+    ``collective``, layers add and exchange what the ranks compute.
     """
 
     def __init__(
@@ -90,8 +70,10 @@ class WeightLoader:
         *,
         method: QuantMethod = PLAIN,
         shard: Shard = UNSHARDED,
+        collective: Collective = SINGLE_RANK,
     ) -> None:
         self.form = form
+        self.collective = collective
         self.maps: dict[str, MapPart] = {}
         """All linear maps loaded so far, by their names in the checkpoint."""
         self.num_parameters = 0
@@ -140,6 +122,31 @@ class WeightLoader:
         exact = self._numbers(name, (size,)).to(device=self.form.device, dtype=torch.float32)
         return self._counted((exact + offset).to(self.form.dtype))
 
+    def head_norm(self, name: str, num_heads: int, head_dim: int, eps: float) -> RMSNorm:
+        """The normalisation over all heads of a token with ``name.weight``; the heads are divided among devices."""
+        sections = [Section(num_heads * head_dim, num_heads)]
+        column = DenseStored((self._numbers(f"{name}.weight", (num_heads * head_dim,)).unsqueeze(1),))
+        own_D = self._counted(self._shard.sections(name, column, sections).dense(self.form).squeeze(1))
+        if self.collective.size == 1:
+            return RMSNorm(own_D, eps)
+        return ParallelRMSNorm(own_D, eps, self.collective)
+
+    # Attention heads.
+
+    def own_heads(self, heads: HeadLayout) -> HeadLayout:
+        """This device's heads of a layer."""
+        sinks_N = heads.sinks_N
+        if sinks_N is not None:
+            sinks_N = self._shard.part("attention sinks", DenseStored((sinks_N.unsqueeze(1),)), 0).dense(
+                WeightFormat(sinks_N.dtype, sinks_N.device)
+            )[:, 0]
+        num_kv_heads = self._shard.num_units(heads.num_kv_heads)
+        return heads._replace(num_heads=self.num_own(heads.num_heads), num_kv_heads=num_kv_heads, sinks_N=sinks_N)
+
+    def num_own(self, num_heads: int) -> int:
+        """Number of this device's query heads."""
+        return self._shard.num_units(num_heads)
+
     # Linear maps.
 
     def column(
@@ -162,11 +169,19 @@ class WeightLoader:
 
     def row(
         self, name: str, num_outputs: int, num_inputs: int, has_bias: bool = False, *, is_transposed: bool = False
+    ) -> Linear | RowParallelLinear:
+        """A row-parallel linear map: inputs are divided among devices, and the results are summed."""
+        partial = self.partial_row(name, num_outputs, num_inputs, has_bias, is_transposed=is_transposed)
+        return partial if self.collective.size == 1 else RowParallelLinear(partial, self.collective)
+
+    def partial_row(
+        self, name: str, num_outputs: int, num_inputs: int, has_bias: bool = False, *, is_transposed: bool = False
     ) -> Linear:
-        """A row-parallel linear map: inputs are divided among devices, and the results must be summed."""
+        """Like ``row``, but the caller sums the results."""
         stored = self._shard.part(name, self._stored(name, (num_outputs, num_inputs), is_transposed), 1)
         bias_N = self.dense(f"{name}.bias", num_outputs) if has_bias else None
-        return self._made([(Rows(name, [Section(num_outputs, 1)]), stored)], None if self._shard.rank else bias_N)
+        rows = Rows(name, [Section(num_outputs, 1)])
+        return self._made([(rows, stored)], None if self._shard.rank else bias_N, self._shard)
 
     def replicated(
         self, name: str, num_outputs: int, num_inputs: int, has_bias: bool = False, *, order: Order | None = None
@@ -204,7 +219,10 @@ class WeightLoader:
         """The embedding of module ``name``, divided among devices by vocabulary."""
         [weight] = make_weights([self._shard.vocabulary(self._stored(name, (vocab_size, hidden_size)))], self.form)
         self.num_bytes += weight.num_bytes
-        return Embedding(weight)
+        if self.collective.size == 1:
+            return Embedding(weight)
+        own = self._shard.tokens(vocab_size)
+        return VocabParallelEmbedding(weight, own.start, len(own), self.collective)
 
     def small_embedding(self, name: str, count: int, hidden_size: int) -> Embedding:
         """A small embedding, replicated on every device."""
@@ -312,13 +330,15 @@ class WeightLoader:
         ordered = stored if rows.order is None else stored.rows(rows.order)
         return self._shard.sections(rows.name, ordered, rows.sections)
 
-    def _made(self, parts: Sequence[tuple[Rows, StoredWeight]], bias_N: Tensor | None) -> Linear:
+    def _made(
+        self, parts: Sequence[tuple[Rows, StoredWeight]], bias_N: Tensor | None, input_shard: Shard = UNSHARDED
+    ) -> Linear:
         weights = make_weights((stored for _, stored in parts), self.form)
         self.num_bytes += sum(weight.num_bytes for weight in weights)
         linear, start = self._make_linear(weights, bias_N), 0
         for rows, stored in parts:
             num_outputs, num_inputs = stored.shape
-            self.maps[rows.name] = MapPart(linear, start, num_outputs, num_inputs, rows.order)
+            self.maps[rows.name] = MapPart(linear, start, num_outputs, num_inputs, rows, input_shard, self._shard)
             start += num_outputs
         return linear
 

@@ -18,7 +18,7 @@ class MixtralLayer(LlamaLayer):
         shape = ExpertShape(X, D, moe.expert_size, moe.activation, gate="w1", up="w3", down="w2")
         router = SoftmaxRouter(weights.router(f"{name}.gate", X, D), moe.num_chosen, moe.normalises)
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        return MoE(norm, router, weights.experts(f"{name}.experts", shape))
+        return MoE(norm, router, weights.experts(f"{name}.experts", shape), collective=weights.collective)
 
 
 class MixtralForCausalLM(LlamaForCausalLM):

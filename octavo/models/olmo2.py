@@ -18,9 +18,9 @@ class Olmo2Layer(PostNormLayer):
 
     def __init__(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> None:
         super().__init__(config, weights, prefix, index)
-        queries, keys, _ = self.heads.sizes
-        self.q_norm = weights.norm(f"{prefix}.self_attn.q_norm", queries, config.norm_eps)
-        self.k_norm = weights.norm(f"{prefix}.self_attn.k_norm", keys, config.norm_eps)
+        q_name, k_name = (f"{prefix}.self_attn.{part}_norm" for part in "qk")
+        self.q_norm = weights.head_norm(q_name, config.num_heads, config.head_dim, config.norm_eps)
+        self.k_norm = weights.head_norm(k_name, config.num_kv_heads, config.head_dim, config.norm_eps)
 
     def prepare(self, qkv_TW: Tensor) -> Tensor:
         q_TW, k_TW, _ = qkv_TW.split_with_sizes(self.heads.sizes, dim=-1)

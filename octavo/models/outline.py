@@ -9,6 +9,7 @@ from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
 from octavo.models.encoders import LoadedEncoder, load_encoder
 from octavo.models.registry import LoadedModel, load_model
+from octavo.ops.collective import SingleRank
 from octavo.quant.stored import WeightFormat
 from octavo.quant.tensors import Part
 from octavo.weights.blocks import BLOCK_KINDS
@@ -56,11 +57,23 @@ class Outline:
         return torch.empty(shape, dtype=DTYPES.get(kind, torch.float32), device="meta")
 
 
-def outline(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> LoadedModel | LoadedEncoder:
-    """The model with "meta" weights of this dtype. Raises ``CheckpointError`` as loading would."""
+class FirstOf(SingleRank):
+    """The first of several ranks, for loading without computing."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def outline(
+    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, num_ranks: int = 1
+) -> LoadedModel | LoadedEncoder:
+    """The model with "meta" weights of this dtype, or what the first rank holds of it.
+
+    Raises ``CheckpointError`` as loading would.
+    """
     form = WeightFormat(dtype, torch.device("meta"))
     if isinstance(config, EncoderConfig):
         return load_encoder(config, Outline(checkpoint, frozenset()), form)
     copies = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())  # content is compared on loading
     source = Outline(checkpoint, copies & checkpoint.names())
-    return load_model(config, source, form)
+    return load_model(config, source, form, collective=FirstOf(num_ranks))

@@ -46,6 +46,7 @@ class PostNormLayer(LlamaLayer):
         self.down_proj = weights.row(f"{prefix}.mlp.down_proj", D, F, config.mlp_bias)
         self.after_mlp = norm(self.names.after_mlp)
         self.activation = config.activation
+        self.heads = weights.own_heads(self.heads)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         qkv_TW = self.prepare(self.qkv_proj(x_TD, norm=self.before_attention))

@@ -25,7 +25,7 @@ def _mixture(
     experts = weights.experts(f"{mlp}.experts", ExpertShape(X, D, moe.expert_size, moe.activation))
     shared = _shared_expert(config, moe.shared_size, weights, mlp) if moe.shared_size else None
     norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-    return MoE(norm, router, experts, shared)
+    return MoE(norm, router, experts, shared, weights.collective)
 
 
 def _shared_expert(config: LlamaConfig, size: int, weights: WeightLoader, prefix: str) -> SharedExpert:
@@ -33,7 +33,7 @@ def _shared_expert(config: LlamaConfig, size: int, weights: WeightLoader, prefix
     D, name = config.hidden_size, f"{prefix}.shared_expert"
     return SharedExpert(
         weights.gate_up([f"{name}.gate_proj", f"{name}.up_proj"], size, D),
-        weights.row(f"{name}.down_proj", D, size),
+        weights.partial_row(f"{name}.down_proj", D, size),
         config.activation,
         weights.replicated(f"{name}_gate", 1, D),
     )

@@ -21,9 +21,11 @@ from octavo.models.gpt2 import GPT2LMHeadModel
 from octavo.models.gpt_oss import GptOssForCausalLM
 from octavo.models.keys import ConfigKeys
 from octavo.models.llama import LlamaForCausalLM
-from octavo.models.loader import MapPart, WeightLoader
+from octavo.models.loader import WeightLoader
+from octavo.models.map_part import MapPart
 from octavo.models.mistral import MistralForCausalLM
 from octavo.models.mixtral import MixtralForCausalLM
+from octavo.models.mtp_names import mtp_prefixes
 from octavo.models.olmo2 import Olmo2ForCausalLM
 from octavo.models.phi3 import Phi3ForCausalLM
 from octavo.models.qwen2 import Qwen2ForCausalLM
@@ -31,7 +33,9 @@ from octavo.models.qwen3 import Qwen3ForCausalLM
 from octavo.models.qwen_moe import Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from octavo.models.text_part import TEXT_PARTS, TextPart, text_config
 from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.methods import read_method
+from octavo.quant.shard import Shard
 from octavo.quant.stored import WeightFormat
 from octavo.quant.tensors import Source
 
@@ -106,15 +110,25 @@ def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelC
 
 
 def load_model(
-    config: ModelConfig, source: Source, form: WeightFormat, adapter_rows: AdapterRows | None = None
+    config: ModelConfig,
+    source: Source,
+    form: WeightFormat,
+    adapter_rows: AdapterRows | None = None,
+    collective: Collective = SINGLE_RANK,
 ) -> LoadedModel:
     """Build the model and load its weights; raises ``CheckpointError`` if they do not match the configuration.
 
-    With ``adapter_rows``, adapters can be loaded later.
+    With ``adapter_rows``, adapters can be loaded later. Of a model on several devices, the part of the collective's
+    rank is loaded.
     """
     make_linear = Linear if adapter_rows is None else adapter_rows.make_linear
-    weights = WeightLoader(TextPart(source), form, make_linear, method=config.quantization)
+    shard = Shard(collective.rank, collective.size)
+    weights = WeightLoader(
+        TextPart(source), form, make_linear, method=config.quantization, shard=shard, collective=collective
+    )
     model = _family(config.architecture)(config, weights)
+    for prefix in mtp_prefixes(weights.tensors.names, config.num_layers):
+        weights.tensors.leave_out(prefix)  # drafters load them
     weights.tensors.finish()
     return LoadedModel(model, weights.num_parameters, weights.num_bytes, weights.maps)
 
@@ -122,5 +136,8 @@ def load_model(
 def _family(name: str) -> Family:
     if name not in ARCHITECTURES:
         known = ", ".join([*ARCHITECTURES, *TEXT_PARTS, *ENCODERS])
-        raise CheckpointError(f"config: architecture {name} is not supported; supported are {known}")
+        raise CheckpointError(
+            f"config: architecture {name} is not supported; supported are {known}; others, more slowly, with backend "
+            "transformers"
+        )
     return ARCHITECTURES[name]

@@ -1,5 +1,6 @@
 """Operations on tensors: one file each, holding the contract and its plain-torch reference; see ``dispatch``."""
 
+from octavo.ops.accept_drafts import accept_drafts
 from octavo.ops.adjust_logits import adjust_logits
 from octavo.ops.apply_rope import apply_rope
 from octavo.ops.attention import attention
@@ -12,11 +13,13 @@ from octavo.ops.gelu_and_mul import gelu_and_mul
 from octavo.ops.grouped_linear import grouped_linear
 from octavo.ops.grouped_moe import grouped_moe
 from octavo.ops.head_linear import head_linear
+from octavo.ops.keep_own_rows import keep_own_rows
 from octavo.ops.latent_attention import latent_attention
 from octavo.ops.layer_norm import layer_norm
 from octavo.ops.linear import linear
 from octavo.ops.lora import lora
 from octavo.ops.moe import moe
+from octavo.ops.own_ids import own_ids
 from octavo.ops.paged_attention import paged_attention
 from octavo.ops.publish_tokens import publish_tokens
 from octavo.ops.pull_step import pull_step
@@ -31,6 +34,7 @@ from octavo.ops.store_kv import store_kv
 from octavo.ops.token_logprobs import token_logprobs
 
 __all__ = [
+    "accept_drafts",
     "adjust_logits",
     "apply_rope",
     "attention",
@@ -43,11 +47,13 @@ __all__ = [
     "grouped_linear",
     "grouped_moe",
     "head_linear",
+    "keep_own_rows",
     "latent_attention",
     "layer_norm",
     "linear",
     "lora",
     "moe",
+    "own_ids",
     "paged_attention",
     "publish_tokens",
     "pull_step",

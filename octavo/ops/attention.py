@@ -63,6 +63,16 @@ class GroupRows(NamedTuple):
     """int32; padding entries are arbitrary."""
 
 
+class SingleRows(NamedTuple):
+    """The rows of a step of few rows for each sequence, one by one: a kernel may compute each like a sequence's only
+    row."""
+
+    seqs_T: Tensor
+    """int32: the sequence of each row; -1 for padding."""
+    positions_T: Tensor
+    """int64"""
+
+
 @dataclass(frozen=True, slots=True)
 class PagedRows:
     """Paged metadata of a step's rows: their sequences, and where their keys and values are stored.
@@ -81,6 +91,8 @@ class PagedRows:
     logits_indices_R: Tensor | None = None
     """Rows whose logits are needed, ``None`` for all. After the last layer's attention, where rows are independent,
     the others are not computed; of a prompt, only the last row is."""
+    single: SingleRows | None = None
+    """Given where sequences have few rows each: decodes with drafts."""
 
     def of(self, cache: LayerCache) -> GroupRows:
         """Slots and block tables in the KV group of ``cache``."""

@@ -35,6 +35,34 @@ def exponentials(hashes_C: Tensor, seed: int, position: int) -> Tensor:
     return torch.log1p(-uniform_C).neg_()
 
 
+def row_exponentials(vocab_size: int, seeds_R: Tensor, positions_R: Tensor) -> Tensor:
+    """The variates of ``exponentials`` for every token of each row, float32 [R, V], without a look at the host."""
+    keys_R = _split_mix_rows(_split_mix_rows(seeds_R) ^ positions_R.long())
+    factors_R, offsets_R = (keys_R >> 32) & _32_BITS | 1, keys_R & _32_BITS
+    factors_R = torch.where(factors_R >= 2**31, factors_R - 2**32, factors_R)
+    hashes_V = token_hashes(vocab_size, seeds_R.device)
+    bits_RV = _mix((hashes_V * factors_R.unsqueeze(1) + offsets_R.unsqueeze(1)) & _32_BITS)
+    uniform_RV = ((bits_RV.to(torch.float64) + 0.5) * 2.0**-32).float().clamp_(max=LARGEST_BELOW_ONE)
+    return torch.log1p(-uniform_RV).neg_()
+
+
+def _split_mix_rows(x: Tensor) -> Tensor:
+    """``_split_mix`` of int64, whose products and sums wrap around."""
+    x = x + _as_int64(0x9E3779B97F4A7C15)
+    x = (x ^ _shifted(x, 30)) * _as_int64(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _as_int64(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """``x`` as an unsigned number, shifted right."""
+    return (x >> count) & (_64_BITS >> count)
+
+
+def _as_int64(x: int) -> int:
+    return x - 2**64 if x >= 2**63 else x
+
+
 def _split_mix(x: int) -> int:
     """One output of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     x = (x + 0x9E3779B97F4A7C15) & _64_BITS

@@ -49,9 +49,19 @@ class Shard(NamedTuple):
         """This device's rows of a vocabulary table; the last devices have fewer if it does not divide evenly."""
         if self.size == 1:
             return table
-        num_rows = table.shape[0]
-        most = -(-num_rows // self.size)
-        return table.rows(np.arange(min(self.rank * most, num_rows), min((self.rank + 1) * most, num_rows)))
+        own = self.tokens(table.shape[0])
+        return table.rows(np.arange(own.start, own.stop))
+
+    def tokens(self, vocab_size: int) -> range:
+        """This device's token ids, from a multiple of 8 so that masks of bits can be cut."""
+        most = -(-vocab_size // (8 * self.size)) * 8
+        if vocab_size <= (self.size - 1) * most:
+            raise CheckpointError(f"a vocabulary of {vocab_size} cannot be divided among {self.size} devices")
+        return range(self.rank * most, min((self.rank + 1) * most, vocab_size))
+
+    def num_units(self, num_units: int) -> int:
+        """Number of indivisible units that this device holds, as in ``sections``."""
+        return num_units // min(self.size, num_units)
 
     def _units(self, name: str, rows: StoredWeight, num_units: int) -> StoredWeight:
         parts = min(self.size, num_units)

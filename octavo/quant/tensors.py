@@ -48,7 +48,7 @@ class Tensors:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._names = source.names()
+        self.names = source.names()
         self._used: set[str] = set()
 
     @property
@@ -58,7 +58,7 @@ class Tensors:
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has this tensor."""
-        return name in self._names
+        return name in self.names
 
     def load(self, name: str, shape: tuple[int, ...]) -> Part:
         """A floating-point or block-quantised tensor of this shape."""
@@ -108,7 +108,7 @@ class Tensors:
 
     def leave_out(self, prefix: str) -> None:
         """Ignore tensors whose names start with ``prefix``."""
-        self._used.update(name for name in self._names if name.startswith(prefix))
+        self._used.update(name for name in self.names if name.startswith(prefix))
 
     def leave_out_zeros(self, name: str, shape: tuple[int, ...]) -> None:
         """Ignore this tensor, if it is there with this shape and without any number but zero."""
@@ -122,14 +122,14 @@ class Tensors:
         if self._source.is_dummy:
             return
         self._leave_out_cache_scales()
-        unexpected = sorted(name for name in self._names - self._used if not HARMLESS.search(name))
+        unexpected = sorted(name for name in self.names - self._used if not HARMLESS.search(name))
         if unexpected:
             shown = "; ".join(self._found(name) for name in unexpected[:5]) + ("; ..." if len(unexpected) > 5 else "")
             raise CheckpointError(f"{len(unexpected)} tensors that this architecture does not have: {shown}")
 
     def _leave_out_cache_scales(self) -> None:
         """Check the scales of quantised keys and values, which are not used."""
-        names = [name for name in self._names - self._used if CACHE_SCALES.search(name)]
+        names = [name for name in self.names - self._used if CACHE_SCALES.search(name)]
         for name in names:
             shape = self.shape(name) or ()
             if math.prod(shape) > MOST_CACHE_SCALES:
@@ -144,7 +144,7 @@ class Tensors:
         return f"{name}: expected none, found {kind} of shape {list(shape)}"
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Part:
-        if not self._source.is_dummy and name not in self._names:
+        if not self._source.is_dummy and name not in self.names:
             raise CheckpointError(f"tensor {name} is missing; expected one of shape {list(shape)}")
         part = self._source.load(name, shape)
         if tuple(part.shape) != shape:

@@ -20,10 +20,13 @@ from octavo.kernel_compiler import preparation
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
+from octavo.runtime.acceptance import Verify
+from octavo.runtime.drafter import Drafter
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.sampling_state import SamplingState
 from octavo.runtime.step_program import Computed, StepProgram
 from octavo.runtime.step_views import StepTensors, view_step
+from octavo.runtime.vocabulary import WHOLE, Vocabulary
 from octavo.steps.layout import num_bytes
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Step
@@ -44,12 +47,16 @@ class DeviceProgram:
         vocab_size: int,
         limits: StepLimits,
         adapter_rows: StackedRows | None = None,
+        vocabulary: Vocabulary = WHOLE,
+        drafter: Drafter | None = None,
+        verify: Verify | None = None,
     ) -> None:
         device, largest = storage.device, limits.largest()
         tables = storage.num_groups, largest.num_seqs, limits.max_blocks
         self._tables_GSB = torch.zeros(tables, dtype=torch.int32, device=device)
         self._steps: dict[StepShape, StepTensors] = {}
         size = num_bytes(largest, limits.max_blocks, storage.num_groups)
+        size += 4 * largest.num_rows  # ``row_seqs``, which only smaller shapes have
         self._inputs = torch.zeros(size, dtype=torch.uint8, device=device)
         self.device = self._inputs.device
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
@@ -58,20 +65,25 @@ class DeviceProgram:
         pinned = device.type == "cuda"
         self._uploads_QB = torch.zeros(STEPS_IN_FLIGHT, len(self._inputs), dtype=torch.uint8, pin_memory=pinned)
         """Host memory: row ``num_steps % Q`` holds the inputs of the next step; a kernel copies it to the device."""
-        self._results_QS = torch.zeros(STEPS_IN_FLIGHT, largest.num_seqs, dtype=torch.int32, pin_memory=pinned)
-        """Host memory: the device writes a step's tokens to the row with the index of its upload row."""
+        most = largest.num_samples + largest.num_seqs
+        self._results_QN = torch.zeros(STEPS_IN_FLIGHT, most, dtype=torch.int32, pin_memory=pinned)
+        """Host memory: the device writes a step's tokens, and the numbers of accepted drafts, to the row with the index
+        of its upload row."""
+        self._block_size, self.num_groups = storage.block_size, storage.num_groups
         max_len = limits.max_blocks * storage.block_size
-        self.state = SamplingState(limits.max_num_seqs, max_len, largest.num_seqs, vocab_size, device)
+        self.state = SamplingState(
+            limits.max_num_seqs, max_len, largest.num_samples, vocab_size, device, limits.num_drafts, vocabulary
+        )
         width = report_width(self.state.most_top)
-        self._reports_SW = torch.zeros(largest.num_seqs, width, dtype=torch.int32, device=device)
+        self._reports_RW = torch.zeros(largest.num_samples, width, dtype=torch.int32, device=device)
         """Reports of the last step, at a fixed address for graphs."""
-        shape = (STEPS_IN_FLIGHT, *self._reports_SW.shape)
-        self._reports_QSW = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
+        shape = (STEPS_IN_FLIGHT, *self._reports_RW.shape)
+        self._reports_QRW = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
 
         def forward(token_ids_T: torch.Tensor, positions_T: torch.Tensor, rows: PagedRows) -> torch.Tensor:
             return model.forward(token_ids_T, positions_T, storage.layers, rows)
 
-        self._program = StepProgram(model, forward, self.state, adapter_rows)
+        self._program = StepProgram(model, forward, self.state, adapter_rows, drafter, verify)
 
     def upload(self, message: Step) -> None:
         """Write a step's bytes to the next upload row, and update the sampling state from the message."""
@@ -83,53 +95,49 @@ class DeviceProgram:
         """Reset the device's step counter to the host's, after a step that failed to start."""
         self._counter.fill_(self.num_steps)
 
-    def tokens(self, index: int) -> npt.NDArray[np.int32]:
-        """The host buffer that receives the tokens of step ``index``, [S]."""
-        found: npt.NDArray[np.int32] = self._results_QS[index % STEPS_IN_FLIGHT].numpy()
+    def result(self, index: int) -> npt.NDArray[np.int32]:
+        """The host buffer that receives the tokens of step ``index``, then its numbers of accepted drafts, [N]."""
+        found: npt.NDArray[np.int32] = self._results_QN[index % STEPS_IN_FLIGHT].numpy()
         return found
 
     def send_reports(self, index: int, count: int) -> npt.NDArray[np.int32]:
         """Start copying the last step's first ``count`` reports to the host; they are valid when the step is done."""
-        reports_SW = self._reports_QSW[index % STEPS_IN_FLIGHT, :count]
-        reports_SW.copy_(self._reports_SW[:count], non_blocking=True)
-        found: npt.NDArray[np.int32] = reports_SW.numpy()
+        reports_RW = self._reports_QRW[index % STEPS_IN_FLIGHT, :count]
+        reports_RW.copy_(self._reports_RW[:count], non_blocking=True)
+        found: npt.NDArray[np.int32] = reports_RW.numpy()
         return found
 
     def __call__(self, shape: StepShape) -> None:
         """Compute the uploaded step, which has this shape, entirely on the device."""
         step, computed = self.compute(shape)
-        assert computed.tokens_R is not None
         if computed.reports_RW is not None:
-            self._reports_SW[: len(computed.reports_RW)].copy_(computed.reports_RW)
-        self.publish(step, computed.tokens_R)
+            self._reports_RW[: len(computed.reports_RW)].copy_(computed.reports_RW)
+        self.publish(step, computed)
 
     def compute(self, shape: StepShape, message: Step | None = None) -> tuple[StepTensors, Computed]:
         """Compute the uploaded step up to its sampled tokens; see ``StepProgram``."""
         step = self._steps.get(shape)
         if step is None:
-            step = view_step(self._inputs, shape, self._tables_GSB)
-            if not shape.num_drafts:  # shapes with drafts are unbounded in number
-                self._steps[shape] = step
+            step = self._steps[shape] = view_step(self._inputs, shape, self._tables_GSB)
         ops.pull_step(self._inputs, self._uploads_QB, self._counter)
-        for group, rows in enumerate(step.rows.groups):
-            self._stage(step, rows.block_tables_SB, group * shape.num_seqs)
+        self.state.stage(step, self._block_size)
         return step, self._program(step, shape, message)
 
-    def publish(self, step: StepTensors, tokens_S: torch.Tensor) -> None:
+    def publish(self, step: StepTensors, computed: Computed) -> None:
         """Store each sequence's last token for the next step and for the host, and increment the step counter."""
-        last_tokens_C = self.state.last_tokens_C
-        ops.publish_tokens(tokens_S, step.batch_indices_S, last_tokens_C, self._results_QS, self._counter)
-
-    def _stage(self, step: StepTensors, block_tables_SB: torch.Tensor, first: int) -> None:
-        ops.stage_step(
-            step.token_ids_T,
-            step.rows.cu_seqlens_q,
+        tokens_R = computed.tokens_R
+        if tokens_R is None:  # nothing is sampled, so that no step continues from these
+            tokens_R = torch.zeros_like(step.params.position)
+        ops.publish_tokens(
+            tokens_R,
+            step.params.position,
             step.batch_indices_S,
             self.state.last_tokens_C,
-            step.packed_tables,
-            step.width,
-            block_tables_SB,
-            first,
+            self.state.last_positions_C,
+            self._results_QN,
+            self._counter,
+            computed.num_accepted_S,
+            None if computed.num_accepted_S is None else step.cu_samples,
         )
 
 

@@ -9,6 +9,7 @@ import logging
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,13 +18,16 @@ from octavo.models.adapters import Adapters
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
+from octavo.runtime.acceptance import Verify
 from octavo.runtime.block_copies import HostBlockCopies
+from octavo.runtime.drafter import Drafter
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.replies import Done, Failed
 from octavo.runtime.sampling_state import SamplingState
 from octavo.runtime.step_program import Forward, RowReader, StepProgram
-from octavo.runtime.step_views import view_host_step
+from octavo.runtime.step_views import batch_indices, view_host_step
+from octavo.runtime.vocabulary import WHOLE, Vocabulary
 from octavo.steps.layout import layout
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (
@@ -58,20 +62,33 @@ class HostExecutor:
         forward: Forward | None = None,
         pooling: Pooling = LAST_TOKEN,
         adapters: Adapters | None = None,
+        vocabulary: Vocabulary = WHOLE,
+        drafter: Drafter | None = None,
+        verify: Verify | None = None,
     ) -> None:
         """``forward`` may be a faster equivalent of ``model.forward`` over the storage's layers; it is used for steps
         without adapters."""
         device = storage.device
         max_len = limits.max_blocks * storage.block_size
-        self._state = SamplingState(limits.max_num_seqs, max_len, limits.max_num_seqs, vocab_size, device)
-        self._last_tokens_C = self._state.last_tokens_C.numpy()
+        self._state = SamplingState(
+            limits.max_num_seqs,
+            max_len,
+            limits.largest().num_samples,
+            vocab_size,
+            device,
+            limits.num_drafts,
+            vocabulary,
+        )
         self.adapters = adapters
-        self._forward = forward
+        keeps_hidden = drafter is not None and bool(drafter.layers)  # which a recorded forward pass does not
+        self._forward = None if keeps_hidden else forward
         self._model, self._layers = model, storage.layers
-        self._program = StepProgram(model, self._compute, self._state, None if adapters is None else adapters.rows)
-        self._reader = RowReader(model, ChunkPooler(model, pooling))
+        self._program = StepProgram(
+            model, self._compute, self._state, None if adapters is None else adapters.rows, drafter, verify
+        )
+        self._reader = RowReader(model, ChunkPooler(model, pooling), vocabulary)
         self._copies = HostBlockCopies(storage)
-        self._num_groups = storage.num_groups
+        self._num_groups, self._block_size = storage.num_groups, storage.block_size
 
     def send(self, message: Message) -> Reply[Any]:
         """See ``Executor``."""
@@ -96,33 +113,21 @@ class HostExecutor:
                 return Done(self._run(message))
         except Exception as error:
             logger.exception("a forward pass of %d sequences failed", message.num_seqs)
+            self._state.forget_results(batch_indices(message, self._num_groups))
             return Failed(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
 
     def _run(self, message: Step) -> StepResult:
         self._state.update(message.histories, message.lists)
-        inputs = self._with_all_tokens(message)
-        step = view_host_step(inputs, message.shape, self._num_groups)
-        result, last_rows = self._reader.result(message, self._program(step, message.shape, message))
-        if result.tokens:
-            self._last_tokens_C[step.batch_indices_S.numpy()] = [result.tokens[row] for row in last_rows]
-        return result
-
-    def _with_all_tokens(self, message: Step) -> bytearray:
-        """The step's bytes, with placeholder token ids replaced by the last sampled tokens."""
-        fields, _ = layout(message.shape, self._num_groups)
-        inputs = message.inputs
-        _, first, end = fields["token_ids"]
-        if not message.num_seqs or np.frombuffer(inputs, dtype=np.int64)[first:end].min() >= 0:
-            return inputs
-        inputs = bytearray(inputs)
-        token_ids_T, indices_S, begins_S = (
-            np.frombuffer(inputs, dtype=fields[name].dtype)[fields[name].first : fields[name].end]
-            for name in ("token_ids", "batch_indices", "cu_seqlens")
+        is_complete = not message.num_seqs or _token_ids(message, self._num_groups).min() >= 0
+        step = view_host_step(
+            message.inputs if is_complete else bytearray(message.inputs), message.shape, self._num_groups
         )
-        last_S = begins_S[1:] - 1
-        is_unknown_S = token_ids_T[last_S] < 0
-        token_ids_T[last_S[is_unknown_S]] = self._last_tokens_C[indices_S[is_unknown_S]].clip(min=0)
-        return inputs
+        if not is_complete:
+            self._state.stage(step, self._block_size)
+        computed = self._program(step, message.shape, message)
+        if computed.tokens_R is not None:
+            self._state.keep(step, computed.tokens_R, computed.num_accepted_S)
+        return self._reader.result(message, computed)
 
     def _compute(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
         has_adapters = self.adapters is not None and bool(self.adapters.rows.by_number)
@@ -143,3 +148,8 @@ def change_adapters(adapters: Adapters | None, message: LoadAdapter | UnloadAdap
     except CheckpointError as error:
         return Failed(error)
     return Done(None)
+
+
+def _token_ids(message: Step, num_groups: int) -> npt.NDArray[np.int64]:
+    fields, _ = layout(message.shape, num_groups)
+    return np.frombuffer(message.inputs, dtype=np.int64)[fields["token_ids"].first : fields["token_ids"].end]

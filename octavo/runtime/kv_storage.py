@@ -29,8 +29,9 @@ class KVStorage:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_draft_layers: int = 0,
     ) -> None:
-        """``num_blocks`` has one count per group."""
+        """``num_blocks`` has one count per group; the last ``num_draft_layers`` layers are those of a drafter."""
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
@@ -46,7 +47,9 @@ class KVStorage:
                 pool.append(torch.empty(len(layers), P, count, K, block_size, H, dtype=dtype, device=device))
                 caches |= {i: LayerCache(part[0], part[-1], index) for i, part in zip(layers, pool[-1], strict=True)}
             self.pools.append(pool)
-        self.layers = [caches[i if spec.shared_with is None else spec.shared_with] for i, spec in enumerate(specs)]
+        every = [caches[i if spec.shared_with is None else spec.shared_with] for i, spec in enumerate(specs)]
+        self.layers = every[: len(every) - num_draft_layers]
+        self.draft_layers = every[len(self.layers) :]
 
     @property
     def num_groups(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from octavo.config import CacheSettings, EngineConfig, SchedulerSettings
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
-from octavo.models.layer_cache import KVGroup, kv_groups
+from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups, rank_cache
 from octavo.ops.grouped_linear import LARGEST_COPY
 from octavo.ops.paged_attention import MAX_SCRATCH
 from octavo.quant.plain import Plain
@@ -111,28 +112,33 @@ def settle(
     device: str,
     weights: int,
     free: int,
+    num_ranks: int = 1,
+    draft_specs: Sequence[LayerCacheSpec] = (),
 ) -> tuple[Limits, MemoryBudget]:
     """Resolve the limits that the settings leave open, given the bytes of the loaded weights and the free bytes.
 
+    With several ranks, all bytes are those of one rank, ``free`` of the rank that has least. ``draft_specs`` say what
+    the layers of a drafter cache, next to those of the model.
     Raises ``ConfigError`` naming the setting to change when something does not fit.
     """
     defaults = DEFAULTS[device]
     block_size = settings.cache.block_size or defaults.block_size
     max_num_seqs, max_num_batched_tokens = _batch_limits(settings.scheduler, defaults)
     max_model_len = _longest_asked(settings, model)
-    activations = _activation_bytes(model, max_num_batched_tokens, dtype)
+    activations = _activation_bytes(model, max_num_batched_tokens, dtype, num_ranks)
     if device == "cuda":
         activations += 4 * (max_num_seqs + 1) * max_model_len  # histories for penalties, see ``sampling_state``
         activations += _copy_bytes(model, dtype)
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     room = free - activations - logits
-    groups = _groups(settings.cache, model, max_model_len - max_num_batched_tokens - block_size)
-    pools = GroupMemory.of(model.cache, groups, kv_dtype, block_size, max_num_seqs, max_num_batched_tokens)
+    specs = (*rank_cache(model.cache, num_ranks), *draft_specs)
+    groups = _groups(settings.cache, specs, max_model_len - max_num_batched_tokens - block_size)
+    pools = GroupMemory.of(specs, groups, kv_dtype, block_size, max_num_seqs, max_num_batched_tokens)
     per_block = sum(pools.bytes_per_block)
     given = _given_blocks(settings.cache, per_block)
     kept = pools.kept(max_model_len)[0]
     if given is None:
-        preferred = int(min(CPU_KV_MEMORY, room * CPU_KV_SHARE)) if device == "cpu" else room
+        preferred = int(min(CPU_KV_MEMORY // num_ranks, room * CPU_KV_SHARE)) if device == "cpu" else room
         size = max(pools.least_bytes(max_model_len), preferred)
     else:
         size = given * per_block
@@ -146,16 +152,16 @@ def settle(
     return limits, MemoryBudget(weights, kv_bytes, activations, logits)
 
 
-def _groups(settings: CacheSettings, model: ModelConfig, max_window: int) -> list[KVGroup]:
-    """The KV groups of a model; windows of ``max_window`` positions or more save no memory.
+def _groups(settings: CacheSettings, specs: Sequence[LayerCacheSpec], max_window: int) -> list[KVGroup]:
+    """The KV groups of all layers; windows of ``max_window`` positions or more save no memory.
 
     With KV offloading there is one group, because the offload tiers store blocks of all layers.
     """
-    groups = kv_groups(model.cache, max_window)
+    groups = kv_groups(specs, max_window)
     if settings.kv_offload_memory is None or len(groups) == 1:
         return groups
     logger.info("blocks behind sliding windows are not freed: kv_offload_memory stores blocks of all layers")
-    return kv_groups(model.cache)
+    return kv_groups(specs)
 
 
 def _batch_limits(settings: SchedulerSettings, defaults: DeviceDefaults) -> tuple[int, int]:
@@ -203,10 +209,10 @@ def _check_fit(max_model_len: int, kept: int, num_blocks: int, block_size: int, 
         )
 
 
-def _activation_bytes(model: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
-    """Peak activation bytes of a layer: the residual stream plus the MLP's or the attention's tensors."""
+def _activation_bytes(model: ModelConfig, num_tokens: int, dtype: torch.dtype, num_ranks: int) -> int:
+    """Peak activation bytes of a layer: the residual stream plus a rank's part of the MLP or of attention."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    widest = 3 * model.hidden_size + max(3 * model.ffn_size, 3 * heads)
+    widest = 3 * model.hidden_size + max(3 * model.ffn_size, 3 * heads) // num_ranks
     scratch = ATTENTION_COPIES * MAX_SCRATCH * 4
     return num_tokens * widest * dtype.itemsize + scratch
 

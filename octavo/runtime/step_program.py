@@ -17,9 +17,12 @@ from octavo import ops
 from octavo.layers.lora import AdapterRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
+from octavo.runtime.acceptance import Verify
+from octavo.runtime.drafter import Drafter, Drafting
 from octavo.runtime.pooled import ChunkPooler
-from octavo.runtime.sampling_state import SamplingState, report
-from octavo.runtime.step_views import StepTensors
+from octavo.runtime.sampling_state import SamplingState
+from octavo.runtime.step_views import ExtraInputs, StepTensors
+from octavo.runtime.vocabulary import WHOLE, Vocabulary
 from octavo.steps.messages import PromptRows, Step, StepResult
 from octavo.steps.shapes import StepShape
 
@@ -36,50 +39,76 @@ class Computed(NamedTuple):
 
     tokens_R: Tensor | None
     """int32; ``None`` if the step samples nothing."""
+    num_accepted_S: Tensor | None
+    """int32; accepted drafts of each sequence, ``None`` if the step has no drafts."""
     reports_RW: Tensor | None
     x_TD: Tensor
     """The last layer's output; of all rows if the message needs them, else [R, D]."""
+    drafts_SK: Tensor | None = None
+    """int32; what the drafter proposes next, ``None`` without one."""
 
 
 class StepProgram:
     """The computation of a step on its device, which never synchronises with the host."""
 
     def __init__(
-        self, model: CausalLM, forward: Forward, state: SamplingState, adapter_rows: AdapterRows | None = None
+        self,
+        model: CausalLM,
+        forward: Forward,
+        state: SamplingState,
+        adapter_rows: AdapterRows | None = None,
+        drafter: Drafter | None = None,
+        verify: Verify | None = None,
     ) -> None:
         self.model = model
         self.state = state
         self._forward = forward
         self._adapter_rows = adapter_rows
+        self._verify = verify
+        self._draft = None if drafter is None else Drafting(model, drafter, state, verify is not None)
 
     def __call__(self, step: StepTensors, shape: StepShape, message: Step | None = None) -> Computed:
         """Compute a step of this shape. Without a ``message``, reports have the maximum width and the step depends on
         its tensors alone, so that it can be captured in a graph."""
-        rows, extras = step.rows, step.extras
+        rows, extras, vocabulary = step.rows, step.extras, self.state.vocabulary
         if extras is not None:
             self.state.remember(step, extras)
-        indices_R = step.logits_indices_R
-        if indices_R is None and shape.max_query_len > 1:
+        indices_R = None if shape.is_verification else step.logits_indices_R
+        if indices_R is None and shape.max_query_len > 1 and not shape.is_verification:
             indices_R = (rows.cu_seqlens_q[1:] - 1).clamp(min=0)
         # Adapter numbers cover all rows of a step, so with adapters the last layer keeps all rows.
         keeps_all = step.adapters_T is not None or (message is not None and message.needs_all_rows)
+        keeps_all = keeps_all or self._draft is not None
         if indices_R is not None and not keeps_all:
             rows = replace(rows, logits_indices_R=indices_R)
         with self._adapted(step):
             x_TD = self._forward(step.token_ids_T, step.positions_T, rows)
-        if message is not None and not message.is_sampled:
-            return Computed(None, None, x_TD)
+        if message is not None and not message.is_sampled and self._draft is None:
+            return Computed(None, None, None, x_TD)
         x_RD = x_TD if indices_R is rows.logits_indices_R else x_TD[indices_R]
         logits_RV = self.model.logits(x_RD)
-        if extras is None:
-            return Computed(ops.sample(logits_RV, step.params), None, x_TD)
-        adjusted_RV = self.state.adjust(logits_RV, step, extras, () if message is None else message.masks)
-        tokens_R = ops.sample(adjusted_RV, step.params)
+        adjusted_RV = logits_RV
+        if extras is not None:
+            adjusted_RV = self.state.adjust(logits_RV, step, extras, () if message is None else message.masks)
+        num_accepted_S = None
+        if self._verify is not None and shape.num_drafts:
+            tokens_R = self._verify(vocabulary.whole(adjusted_RV), step.params, _drafts_behind(step))
+        else:
+            tokens_R = vocabulary.sample(adjusted_RV, step.params)
+        if step.logits_indices_R is not None and step.cu_samples is not None:
+            num_accepted_S = ops.accept_drafts(tokens_R, step.token_ids_T, step.logits_indices_R, step.cu_samples)
+        reports_RW = self._reports(logits_RV, tokens_R, extras, message)
+        drafts_SK = None if self._draft is None else self._draft(step, tokens_R, num_accepted_S, x_TD)
+        return Computed(tokens_R, num_accepted_S, reports_RW, x_TD, drafts_SK)
+
+    def _reports(
+        self, logits_RV: Tensor, tokens_R: Tensor, extras: ExtraInputs | None, message: Step | None
+    ) -> Tensor | None:
         num_top = self.state.most_top if message is None else message.num_top
-        if num_top < 0:
-            return Computed(tokens_R, None, x_TD)
+        if extras is None or num_top < 0:
+            return None
         asked_R = tokens_R.masked_fill(extras.wants_logprobs_R == 0, -1)
-        return Computed(tokens_R, report(logits_RV, asked_R, min(num_top, self.state.vocab_size)), x_TD)
+        return self.state.vocabulary.report(logits_RV, asked_R, num_top)
 
     def _adapted(self, step: StepTensors) -> contextlib.AbstractContextManager[None]:
         if step.adapters_T is None:
@@ -91,22 +120,26 @@ class StepProgram:
 class RowReader:
     """Reads a step's results to the host: tokens, accepted drafts, log-probabilities and pooled vectors."""
 
-    def __init__(self, model: CausalLM, pooler: ChunkPooler) -> None:
+    def __init__(self, model: CausalLM, pooler: ChunkPooler, vocabulary: Vocabulary = WHOLE) -> None:
         self._model = model
         self._pooler = pooler
+        self._vocabulary = vocabulary
 
-    def result(self, message: Step, computed: Computed) -> tuple[StepResult, list[int]]:
-        """The step's result, and the index of each sequence's last accepted sampled row; waits for the device."""
-        num_samples = message.num_seqs + sum(map(len, message.drafts))
+    def result(self, message: Step, computed: Computed) -> StepResult:
+        """The step's result; waits for the device."""
+        num_samples = message.num_samples
         tokens: list[int] = [] if computed.tokens_R is None else computed.tokens_R[:num_samples].tolist()
-        accepted, last_rows = _accept(message, tokens)
+        accepted = [] if computed.num_accepted_S is None else computed.num_accepted_S[: message.num_seqs].tolist()
         reports = b"" if computed.reports_RW is None else as_bytes(computed.reports_RW[:num_samples])
         x_TD = computed.x_TD
         prompts = [self._prompt_reports(prompt, x_TD[prompt.first_row :]) for prompt in message.prompts]
         values = [
             self._pooler.take(rows, x_TD[rows.first_row : rows.first_row + rows.num_rows]) for rows in message.pooled
         ]
-        return StepResult(tokens, accepted, reports, prompts, values), last_rows
+        drafts: list[list[int]] = []
+        if computed.drafts_SK is not None and message.masks:
+            drafts = computed.drafts_SK[: message.num_seqs].tolist()
+        return StepResult(tokens, accepted, reports, prompts, values, drafts)
 
     def _prompt_reports(self, prompt: PromptRows, x_TD: Tensor) -> bytes | None:
         """Reports of a prompt's rows, ``LOGPROB_ROWS`` at a time; ``None`` if a logit is not finite."""
@@ -114,29 +147,22 @@ class RowReader:
         for first in range(0, len(prompt.tokens), LOGPROB_ROWS):
             tokens = prompt.tokens[first : first + LOGPROB_ROWS]
             logits_RV = self._model.logits(x_TD[first : first + len(tokens)])
-            if not logits_RV.float().sum(dim=-1).isfinite().all():
+            if not self._vocabulary.are_finite(logits_RV):
                 return None
             tokens_R = torch.tensor(tokens, dtype=torch.int32, device=logits_RV.device)
-            parts.append(as_bytes(report(logits_RV, tokens_R, min(prompt.num_top, logits_RV.shape[1]))))
+            parts.append(as_bytes(self._vocabulary.report(logits_RV, tokens_R, prompt.num_top)))
         return b"".join(parts)
 
 
-def _accept(message: Step, tokens: list[int]) -> tuple[list[int], list[int]]:
-    """Accept drafts up to the first that differs from the sampled token, so that output is the same as without drafts.
-
-    For each sequence, the number of accepted drafts, and the index of the sampled row after them.
-    """
-    if not message.drafts:
-        return [], list(range(message.num_seqs))
-    accepted, last_rows, row = [], [], 0
-    for drafts in message.drafts:
-        num_accepted = 0
-        while num_accepted < len(drafts) and tokens[row + num_accepted] == drafts[num_accepted]:
-            num_accepted += 1
-        accepted.append(num_accepted)
-        last_rows.append(row + num_accepted)
-        row += len(drafts) + 1
-    return accepted, last_rows
+def _drafts_behind(step: StepTensors) -> Tensor:
+    """The draft behind each sampled row, int64 [R]; -1 if there is none."""
+    assert step.logits_indices_R is not None
+    assert step.cu_samples is not None
+    T, R = len(step.token_ids_T), len(step.logits_indices_R)
+    samples_R, ends_S = torch.arange(R, device=step.token_ids_T.device), step.cu_samples[1:].long()
+    seq_R = torch.searchsorted(ends_S, samples_R, right=True).clamp(max=len(ends_S) - 1)
+    drafts_R = step.token_ids_T[(step.logits_indices_R + 1).clamp(max=T - 1)]
+    return drafts_R.masked_fill(samples_R + 1 >= ends_S[seq_R], -1)
 
 
 def as_bytes(values: Tensor) -> bytes:

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import GroupRows, PagedRows
+from octavo.ops.attention import GroupRows, PagedRows, SingleRows
 from octavo.ops.sample import SampleParams
+from octavo.ops.stage_step import StagedRows
 from octavo.steps.layout import layout
+from octavo.steps.messages import Step
 from octavo.steps.shapes import StepShape
 
 TYPES: dict[str, torch.dtype] = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
@@ -26,6 +28,8 @@ class ExtraInputs(NamedTuple):
     """Batch index whose history the row's token is written to."""
     bias_indices_R: Tensor
     ban_indices_R: Tensor
+    min_stops_R: Tensor
+    """Stop tokens are banned at positions before this."""
     history_indices_R: Tensor
     """Batch index whose history the penalties use."""
     num_prompt_tokens_R: Tensor
@@ -45,6 +49,9 @@ class StepTensors(NamedTuple):
     width: Tensor
     packed_tables: Tensor
     """int32: block tables of the first group, concatenated over sequences, then those of the next group."""
+    tables_GSB: Tensor
+    """int32: where they are unpacked."""
+    slots_GT: Tensor
     rows: PagedRows
     params: SampleParams
     extras: ExtraInputs | None
@@ -52,6 +59,32 @@ class StepTensors(NamedTuple):
     """The adapter number of each row."""
     logits_indices_R: Tensor | None
     """Rows that are sampled; ``None``: the last row of each sequence."""
+    cu_samples: Tensor | None
+    """int32 [S + 1]: the sampled rows of each sequence; ``None``: each has one."""
+    next_tokens_S: Tensor | None
+    """int32, for drafters: the token behind each sequence's last row, negative where it is sampled."""
+    capacities_S: Tensor | None
+    """int32, for drafters: positions that have a block in every KV group."""
+
+    @property
+    def staged(self) -> StagedRows:
+        """The rows that ``ops.stage_step`` completes."""
+        return StagedRows(
+            self.positions_T,
+            self.slots_GT,
+            self.params.position,
+            self.rows.seq_lens_S,
+            self.rows.cu_seqlens_q,
+            self.cu_samples,
+            self.batch_indices_S,
+        )
+
+
+def batch_indices(message: Step, num_groups: int) -> list[int]:
+    """The batch indices of a step's sequences."""
+    _, first, _ = layout(message.shape, num_groups)[0]["batch_indices"]
+    indices: list[int] = np.frombuffer(message.inputs, dtype=np.int64)[first : first + message.num_seqs].tolist()
+    return indices
 
 
 def view_host_step(inputs: bytearray, shape: StepShape, num_groups: int) -> StepTensors:
@@ -60,16 +93,9 @@ def view_host_step(inputs: bytearray, shape: StepShape, num_groups: int) -> Step
     by_type = {dtype: np.frombuffer(inputs, dtype=dtype) for dtype in TYPES}
     at = {name: torch.from_numpy(by_type[dtype][first:end]) for name, (dtype, first, end) in fields.items()}
     width, T, S = int(at["width"]), shape.num_rows, shape.num_seqs
-    tables = by_type["int32"][tables_at // 4 : tables_at // 4 + num_groups * S * width]
-    slots = by_type["int64"][fields["slot_mapping"].first : fields["slot_mapping"].end]
-    groups = [
-        GroupRows(
-            torch.from_numpy(slots[g * T : (g + 1) * T]),
-            torch.from_numpy(tables[g * S * width : (g + 1) * S * width].reshape(S, width)),
-        )
-        for g in range(num_groups)
-    ]
-    return _step_tensors(at, shape, groups, torch.from_numpy(tables))
+    tables = torch.from_numpy(by_type["int32"][tables_at // 4 : tables_at // 4 + num_groups * S * width])
+    slots_GT, tables_GSB = at["slot_mapping"].view(num_groups, T), tables.view(num_groups, S, width)
+    return _step_tensors(at, shape, slots_GT, tables_GSB, tables)
 
 
 def view_step(buffer: Tensor, shape: StepShape, tables_GSB: Tensor) -> StepTensors:
@@ -79,22 +105,22 @@ def view_step(buffer: Tensor, shape: StepShape, tables_GSB: Tensor) -> StepTenso
     by_type = {name: buffer.view(dtype) for name, dtype in TYPES.items()}
     at = {name: by_type[dtype][first:end] for name, (dtype, first, end) in fields.items()}
     slots_GT = at["slot_mapping"].view(num_groups, shape.num_rows)
-    groups = [
-        GroupRows(slots_T, tables_SB[: shape.num_seqs]) for slots_T, tables_SB in zip(slots_GT, tables_GSB, strict=True)
-    ]
-    return _step_tensors(at, shape, groups, by_type["int32"][tables_at // 4 :])
+    return _step_tensors(at, shape, slots_GT, tables_GSB[:, : shape.num_seqs], by_type["int32"][tables_at // 4 :])
 
 
 def _step_tensors(
-    at: dict[str, Tensor], shape: StepShape, groups: list[GroupRows], packed_tables: Tensor
+    at: dict[str, Tensor], shape: StepShape, slots_GT: Tensor, tables_GSB: Tensor, packed_tables: Tensor
 ) -> StepTensors:
+    groups = [GroupRows(slots_T, tables_SB) for slots_T, tables_SB in zip(slots_GT, tables_GSB, strict=True)]
     return StepTensors(
         token_ids_T=at["token_ids"],
         positions_T=at["positions"],
         batch_indices_S=at["batch_indices"],
         width=at["width"],
         packed_tables=packed_tables,
-        rows=PagedRows(tuple(groups), at["cu_seqlens"], at["seq_lens"], shape.max_query_len),
+        tables_GSB=tables_GSB,
+        slots_GT=slots_GT,
+        rows=PagedRows(tuple(groups), at["cu_seqlens"], at["seq_lens"], shape.max_query_len, single=_single_rows(at)),
         params=SampleParams(
             temperature=at["temperature"],
             min_p=at["min_p"],
@@ -106,4 +132,11 @@ def _step_tensors(
         extras=None if not shape.has_extras else ExtraInputs(*(at[name[:-2]] for name in ExtraInputs._fields)),
         adapters_T=at.get("adapters"),
         logits_indices_R=at.get("logits_indices"),
+        cu_samples=at.get("cu_samples"),
+        next_tokens_S=at.get("next_tokens"),
+        capacities_S=at.get("capacities"),
     )
+
+
+def _single_rows(at: dict[str, Tensor]) -> SingleRows | None:
+    return SingleRows(at["row_seqs"], at["positions"]) if "row_seqs" in at else None

@@ -4,7 +4,7 @@ A plain step is uploaded as one packed buffer and runs as one CUDA graph, or ker
 enough to keep the device busy. Each sequence's token stays on the device for the next step and is copied to the host.
 If a message needs more than tokens (``Step.is_plain`` is false), the host reads the results before ``send`` returns.
 
-Shapes: S sequences, W int32 words of a report.
+Shapes: S sequences, R sampled rows, N numbers of a result, W int32 words of a report.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import Adapters
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
+from octavo.runtime.acceptance import Verify
 from octavo.runtime.block_copies import DeviceBlockCopies, HostBlockCopies
 from octavo.runtime.device_program import (
     DeviceProgram,
@@ -32,6 +33,7 @@ from octavo.runtime.device_program import (
     compiled_only,
     launched_early,
 )
+from octavo.runtime.drafter import Drafter
 from octavo.runtime.graphs import Graphs
 from octavo.runtime.host_executor import LAST_TOKEN, change_adapters
 from octavo.runtime.kernel_tuner import KernelTuner
@@ -39,6 +41,8 @@ from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.replies import Done, Failed
 from octavo.runtime.step_program import RowReader
+from octavo.runtime.step_views import batch_indices
+from octavo.runtime.vocabulary import WHOLE, Vocabulary
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (
     Compile,
@@ -60,23 +64,28 @@ from octavo.steps.messages import (
 logger = logging.getLogger(__name__)
 
 
-class Tokens:
+class Results:
     """The reply of a step that is running on the device."""
 
     def __init__(
         self,
-        tokens_S: npt.NDArray[np.int32],
-        reports_SW: npt.NDArray[np.int32] | None,
+        message: Step,
+        result_N: npt.NDArray[np.int32],
+        reports_RW: npt.NDArray[np.int32] | None,
         done: torch.cuda.Event | None,
     ) -> None:
         """Host buffers that are complete once ``done`` is."""
-        self._tokens_S, self._reports_SW, self._done = tokens_S, reports_SW, done
+        most, num_seqs = message.shape.num_samples, message.num_seqs
+        self._tokens_R = result_N[: message.num_samples]
+        self._accepted_S = result_N[most : most + num_seqs] if message.shape.num_drafts else None
+        self._reports_RW, self._done = reports_RW, done
 
     def wait(self) -> StepResult:
         if self._done is not None:
             self._done.synchronize()  # raises when the device is lost, which is fatal
-        reports = b"" if self._reports_SW is None else self._reports_SW.tobytes()
-        return StepResult(self._tokens_S.tolist(), reports=reports)
+        accepted = [] if self._accepted_S is None else self._accepted_S.tolist()
+        reports = b"" if self._reports_RW is None else self._reports_RW.tobytes()
+        return StepResult(self._tokens_R.tolist(), accepted, reports)
 
 
 class StreamExecutor:
@@ -94,16 +103,20 @@ class StreamExecutor:
         enforce_eager: bool = False,
         pooling: Pooling = LAST_TOKEN,
         adapters: Adapters | None = None,
+        vocabulary: Vocabulary = WHOLE,
+        drafter: Drafter | None = None,
+        verify: Verify | None = None,
     ) -> None:
         device = storage.device
         rows = None if adapters is None else adapters.rows
         assert rows is None or isinstance(rows, StackedRows), "adapters on a CUDA device need StackedRows"
-        self._make_program = partial(DeviceProgram, model, storage, vocab_size, limits, rows)
+        parts = rows, vocabulary, drafter, verify
+        self._make_program = partial(DeviceProgram, model, storage, vocab_size, limits, *parts)
         self._batch_invariant = batch_invariant
         self._adapters = adapters
         self._program = self._make_program()
         self._tuner: KernelTuner | None = None
-        self._reader = RowReader(model, ChunkPooler(model, pooling))
+        self._reader = RowReader(model, ChunkPooler(model, pooling), vocabulary)
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._graphs = Graphs(self._program, launched_early) if self._is_cuda and not enforce_eager else None
@@ -142,6 +155,7 @@ class StreamExecutor:
             logger.exception("a forward pass of %d sequences failed", message.num_seqs)
             with self._on_stream():
                 self._program.start_again()
+                self._program.state.forget_results(batch_indices(message, self._program.num_groups))
             return Failed(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
 
     def _start(self, message: Step) -> Reply[StepResult]:
@@ -151,22 +165,19 @@ class StreamExecutor:
             self._graphs(message.shape)
         else:
             self._program(message.shape)
-        reports_SW = None if message.num_top < 0 else self._program.send_reports(index, message.num_seqs)
+        reports_RW = None if message.num_top < 0 else self._program.send_reports(index, message.num_samples)
         done = None
         if self._is_cuda:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return Tokens(self._program.tokens(index)[: message.num_seqs], reports_SW, done)
+        return Results(message, self._program.result(index), reports_RW, done)
 
     def _run(self, message: Step) -> Reply[StepResult]:
         """Compute a step that needs more than tokens, and wait for it."""
         with self._as_in_graphs():
             step, computed = self._program.compute(message.shape, message)
-            result, last_rows = self._reader.result(message, computed)
-            last = [result.tokens[row] for row in last_rows] if result.tokens else []
-            tokens_S = torch.zeros(message.shape.num_seqs, dtype=torch.int32)
-            tokens_S[: len(last)] = torch.tensor(last, dtype=torch.int32)
-            self._program.publish(step, tokens_S.to(step.batch_indices_S.device))
+            result = self._reader.result(message, computed)
+            self._program.publish(step, computed)
         return Done(result)
 
     # ---- compiling

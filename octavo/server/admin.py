@@ -10,15 +10,15 @@ from starlette.responses import Response
 from octavo.errors import ConfigError, InvalidParameter
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
-from octavo.server.services import services_of
+from octavo.server.services import common_services_of
 
 
 async def list_keys(request: Request) -> Response:
-    return json_response({"object": "list", "data": services_of(request).keys.usage()}, {})
+    return json_response({"object": "list", "data": common_services_of(request).keys.usage()}, {})
 
 
 async def reload_keys(request: Request) -> Response:
-    keys = services_of(request).keys
+    keys = common_services_of(request).keys
     try:
         await asyncio.to_thread(keys.load)
     except ConfigError as error:

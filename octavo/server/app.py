@@ -69,7 +69,7 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
     keys = Keys(config.server)
     app = Starlette(
         routes=[*endpoints, *documents],
-        middleware=_middleware(config.server, keys, engine.metrics),
+        middleware=outer_middleware(config.server, keys, engine.metrics),
         lifespan=_life,
         exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )
@@ -107,7 +107,8 @@ async def _life(app: Starlette) -> AsyncIterator[None]:
     await services.jobs.close()
 
 
-def _middleware(settings: ServerSettings, keys: Keys, metrics: Metrics) -> list[Middleware]:
+def outer_middleware(settings: ServerSettings, keys: Keys, metrics: Metrics) -> list[Middleware]:
+    """The middleware of every application: request ids, hosts, API keys and CORS."""
     outermost = Middleware(RequestMiddleware, keys=keys, hosts=AllowedHosts(settings), metrics=metrics)
     if settings.allowed_origins is None:
         return [outermost]

@@ -36,7 +36,7 @@ class DataParallelEngine:
     def __init__(self, config: ServeConfig, argv: list[str] | None = None) -> None:
         size = config.server.data_parallel_size
         own = dataclasses.replace(config, cache=dataclasses.replace(config.cache, enable_kv_events=False))
-        environments = environments_of(config.model.device, size)
+        environments = environments_of(config.model.device, size, config.model.tensor_parallel_size)
         self.engines = [AsyncEngine(own, argv, rank, environment) for rank, environment in enumerate(environments)]
         self.metrics: Metrics = FleetMetrics(
             self.engines[0].metrics.model_name, [each.metrics for each in self.engines]
@@ -165,18 +165,23 @@ class _RankedEvents:
         self._ring.clear(self._rank)
 
 
-def environments_of(device: str, size: int) -> list[Mapping[str, str]]:
-    """Environment variables of each engine process: its share of this machine's GPUs, or of its cores.
+def environments_of(device: str, size: int, num_ranks: int) -> list[Mapping[str, str]]:
+    """Environment variables of each of ``size`` engine processes: a GPU for each of its ``num_ranks`` ranks, or its
+    share of this machine's cores.
 
-    Raises ``ConfigError`` when there are fewer GPUs than engines.
+    Raises ``ConfigError`` when there are fewer GPUs than ranks of all engines.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     num_gpus = len(list(GPUS.iterdir())) if GPUS.is_dir() else 0
     devices = visible.split(",") if visible else [str(number) for number in range(num_gpus)]
     if device != "cpu" and devices:
-        if len(devices) < size:
-            raise ConfigError(f"data_parallel_size: {size} engines need as many GPUs, and {len(devices)} are visible")
-        return [{"CUDA_VISIBLE_DEVICES": devices[rank]} for rank in range(size)]
+        if len(devices) < size * num_ranks:
+            each = f" of {num_ranks} ranks (tensor_parallel_size)" if num_ranks > 1 else ""
+            raise ConfigError(
+                f"data_parallel_size: {size} engines{each} need {size * num_ranks} GPUs, and {len(devices)} are visible"
+            )
+        parts = [devices[first : first + num_ranks] for first in range(0, size * num_ranks, num_ranks)]
+        return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
     if "OMP_NUM_THREADS" in os.environ:
         return [{}] * size
     return [{"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // size))}] * size

@@ -28,13 +28,10 @@ class KVEventSink(Protocol):
         ...
 
 
-class EngineClient(Protocol):
-    """Accepts requests and delivers their outputs to listeners; see ``AsyncEngine``."""
+class Monitored(Protocol):
+    """What the monitoring endpoints read, of an engine or of an upstream server."""
 
     metrics: Metrics
-    adapters: AdapterTable
-    timelines: Timelines
-    kv_events: KVEventRing
 
     @property
     def failure(self) -> str | None:
@@ -42,19 +39,28 @@ class EngineClient(Protocol):
         ...
 
     @property
-    def info(self) -> EngineInfo: ...
-    @property
-    def stats(self) -> EngineStats: ...
-    @property
     def is_ready(self) -> bool: ...
     @property
     def num_live(self) -> int: ...
     @property
+    def seconds_since_progress(self) -> float: ...
+
+
+class EngineClient(Monitored, Protocol):
+    """Accepts requests and delivers their outputs to listeners; see ``AsyncEngine``."""
+
+    adapters: AdapterTable
+    timelines: Timelines
+    kv_events: KVEventRing
+
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def stats(self) -> EngineStats: ...
+    @property
     def num_restarts(self) -> int: ...
     @property
     def pid(self) -> int | None: ...
-    @property
-    def seconds_since_progress(self) -> float: ...
 
     def next_id(self) -> int: ...
     def add(self, request: Request, listener: OutputListener) -> None: ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import logging
 import os
 import select
@@ -19,15 +20,17 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
+from octavo.backends import instant, toy
 from octavo.cache.kv_events import KVEvent
 from octavo.collector import leave_out_what_exists
-from octavo.config import EngineConfig
-from octavo.errors import CheckpointError, OctavoError, RequestError
+from octavo.config import EngineConfig, ModelSettings
+from octavo.engine.protocols import Adapters
+from octavo.errors import CheckpointError, OctavoError, RanksLost, RequestError
 from octavo.kernel_compiler import prepare_if_there_may_be_a_gpu
 from octavo.server import wire
 from octavo.telemetry.events import Event
 from octavo.telemetry.phases import Phases, log_to_stderr
-from octavo.types import Adapters, EngineInfo, EngineStats, Output, Request
+from octavo.types import EngineInfo, EngineStats, Output, Request
 
 SWITCH_INTERVAL = 0.0001
 """Seconds after which a thread yields the GIL. The step thread needs it several times per step and would wait 5 ms, the
@@ -193,6 +196,9 @@ def _serve(build: Build | None) -> int:
             built.close()
     except FrontGone:
         logger.info("the front process is gone")
+    except RanksLost as error:
+        logger.error("%s", error)
+        return 1
     return 0
 
 
@@ -200,7 +206,7 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
     """Build the engine and send ``Ready``; on failure send ``Failed`` and return ``None``."""
     try:
         config = _config(start)
-        engine, info = (build or _default_build(config.model.device))(config)
+        engine, info = (build or _default_build(config.model))(config)
     except Exception as error:
         message = str(error)
         if not isinstance(error, OctavoError):
@@ -219,13 +225,29 @@ def _config(start: wire.Start) -> EngineConfig:
     return EngineConfig.from_flat(start.config if is_first else {**start.config, "kernel_tuning_seconds": 0.0})
 
 
-def _default_build(device: str) -> Build:
+def _default_build(settings: ModelSettings) -> Build:
+    """The function that builds the backend of the settings. Those without a model need no torch."""
+    if settings.backend == "toy":
+        return toy.build
+    if settings.backend == "instant":
+        return instant.build
     phases = Phases()
-    prepare_if_there_may_be_a_gpu(device)
+    prepare_if_there_may_be_a_gpu(settings.device)
     from octavo.build import build_engine  # imports torch, which the front process must never import
 
     phases.done("imports of the engine process")
-    return build_engine
+    return functools.partial(build_engine, on_lost=_end_as)
+
+
+def _end_as(status: int) -> None:
+    """End this process as a rank of its engine ended, by the same signal or with its exit status.
+
+    The supervisor then judges the requests as if this process had been the one.
+    """
+    sys.stderr.flush()
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    os._exit(max(status, 1))
 
 
 def _settle_signals() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import msgspec
@@ -10,7 +11,8 @@ from octavo.types import EngineStats
 
 COUNTER_FIELDS = (
     *("num_steps", "num_scheduled_seqs", "num_prompt_tokens", "num_output_tokens", "num_preemptions"),
-    *("prefix_queries", "prefix_hits", "num_copied_tokens", "num_faults", "num_drafts", "num_accepted_drafts"),
+    *("prefix_queries", "prefix_hits", "num_copied_tokens", "num_faults", "num_speculations", "num_drafts"),
+    "num_accepted_drafts",
     *("num_offload_saved", "num_offload_dropped", "num_offload_prefetched", "num_offload_restored"),
     *("num_offload_bad_files", "num_evictions"),
 )
@@ -33,11 +35,12 @@ class TotalStats:
         if self._earlier.num_steps:
             for name in COUNTER_FIELDS:
                 setattr(stats, name, getattr(stats, name) + getattr(self._earlier, name))
+            stats.accepted_by_position = _added(stats.accepted_by_position, self._earlier.accepted_by_position)
         return stats
 
     def settle(self, stats: EngineStats) -> EngineStats:
         """The engine process ended with these totals: return them with gauges reset, but for the number of blocks."""
-        kept = {name: getattr(stats, name) for name in COUNTER_FIELDS}
+        kept = {name: getattr(stats, name) for name in (*COUNTER_FIELDS, "accepted_by_position")}
         self._earlier = msgspec.structs.replace(EngineStats(num_blocks=stats.num_blocks), **kept)
         return self._earlier
 
@@ -48,4 +51,10 @@ def summed(parts: Iterable[EngineStats]) -> EngineStats:
     for part in parts:
         for name in (*COUNTER_FIELDS, *GAUGE_FIELDS):
             setattr(total, name, getattr(total, name) + getattr(part, name))
+        total.accepted_by_position = _added(total.accepted_by_position, part.accepted_by_position)
     return total
+
+
+def _added(these: list[int], others: list[int]) -> list[int]:
+    """Sums by position of lists of any length."""
+    return [one + other for one, other in itertools.zip_longest(these, others, fillvalue=0)]

@@ -52,7 +52,7 @@ class Choice:
 
     __slots__ = (
         *("finish_reason", "index", "is_noted", "num_cached_tokens", "num_reasoning_tokens", "num_tokens", "prompt"),
-        *("prompt_logprobs", "request", "stop_reason", "values"),
+        *("num_accepted_drafts", "num_drafts", "prompt_logprobs", "request", "stop_reason", "values"),
         *("_generation", "_logprobs", "_text_stream", "_texts", "_tokens"),
     )
 
@@ -68,6 +68,7 @@ class Choice:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.num_reasoning_tokens = 0
+        self.num_drafts = self.num_accepted_drafts = 0
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         """One entry per prompt token; ``None`` for the first and for pending ones. Empty unless requested."""
         self.values = b""
@@ -94,6 +95,8 @@ class Choice:
     def _apply(self, output: Output) -> None:
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
+        self.num_drafts += output.num_drafts
+        self.num_accepted_drafts += output.num_accepted_drafts
         if output.values is not None:
             self.values = output.values
         if output.prompt_logprobs:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from octavo.config import ServeConfig
+from octavo.backend_settings import WITHOUT_MODEL
+from octavo.config import DEFAULT_MODEL, ServeConfig
 from octavo.weights.hub import resolve_model
 
 
@@ -26,6 +27,9 @@ def with_local_model(config: ServeConfig) -> ServeConfig:
 
     Raises ``ConfigError`` if there is no such model or it cannot be fetched.
     """
+    if config.model.backend in WITHOUT_MODEL:
+        name = config.model.backend if config.model.model == DEFAULT_MODEL else config.model.model
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, model=name))
     server = dataclasses.replace(config.server, served_model_name=",".join(served_model_names(config)))
     model = dataclasses.replace(config.model, model=str(resolve_model(config.model)))
     return dataclasses.replace(config, model=model, server=server)

@@ -13,7 +13,7 @@ from octavo.config import to_flat
 from octavo.errors import Unavailable
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
-from octavo.server.services import Services, services_of
+from octavo.server.services import Services, common_services_of, services_of
 from octavo.setting import SECRETS
 from octavo.telemetry.metrics import CONTENT_TYPE
 
@@ -27,20 +27,20 @@ def version() -> str:
 
 
 async def health(request: Request) -> Response:
-    if services_of(request).engine.failure is not None:
+    if common_services_of(request).engine.failure is not None:
         raise Unavailable("The engine does not start; it is tried again.")
     return json_response({"status": "ok"}, {})
 
 
 async def ready(request: Request) -> Response:
-    engine = services_of(request).engine
+    engine = common_services_of(request).engine
     if not engine.is_ready:
         raise Unavailable(f"The engine is not ready: last sign of life {engine.seconds_since_progress:.1f} s ago.")
     return json_response({"ready": True}, {})
 
 
 async def metrics(request: Request) -> Response:
-    return Response(services_of(request).engine.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+    return Response(common_services_of(request).engine.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def stats(request: Request) -> Response:
@@ -93,7 +93,7 @@ def _short_stats(services: Services) -> dict[str, Any]:
 
 async def load(request: Request) -> Response:
     """The number of live requests, for least-loaded routing; vLLM's format."""
-    return json_response({"server_load": services_of(request).engine.num_live}, {})
+    return json_response({"server_load": common_services_of(request).engine.num_live}, {})
 
 
 async def is_sleeping(request: Request) -> Response:
@@ -102,15 +102,20 @@ async def is_sleeping(request: Request) -> Response:
 
 
 async def get_version(request: Request) -> Response:
-    return json_response({"version": version()}, {})
+    backend = common_services_of(request).config.model.backend
+    return json_response({"version": version(), "backend": backend}, {})
 
 
-ENDPOINTS = [
+COMMON_ENDPOINTS = [
     Endpoint("GET", "/health", health, "Whether this process is alive and its engine process can be started"),
     Endpoint("GET", "/ready", ready, "Whether a request sent now would be computed soon"),
     Endpoint("GET", "/metrics", metrics, "Metrics for Prometheus"),
-    Endpoint("GET", "/stats", stats, "Gauges and counters as JSON"),
     Endpoint("GET", "/load", load, "How many requests are accepted and not yet ended"),
+    Endpoint("GET", "/version", get_version, "The version of this server, and its backend"),
+]
+"""Of every application, with an engine or without."""
+ENDPOINTS = [
+    *COMMON_ENDPOINTS,
+    Endpoint("GET", "/stats", stats, "Gauges and counters as JSON"),
     Endpoint("GET", "/is_sleeping", is_sleeping, "Whether the engine sleeps: never"),
-    Endpoint("GET", "/version", get_version, "The version of this server"),
 ]

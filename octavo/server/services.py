@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -17,7 +17,7 @@ from octavo.server.admission import Admission
 from octavo.server.background_jobs import BackgroundJobs
 from octavo.server.body_decoder import BodyDecoder
 from octavo.server.body_receiver import BodyReceiver
-from octavo.server.engine_client import EngineClient
+from octavo.server.engine_client import EngineClient, Monitored
 from octavo.server.errors import UnknownParameter, printable
 from octavo.server.keys import Keys, caller_of
 from octavo.server.store import Store
@@ -33,6 +33,17 @@ MAX_TENANT = 256
 logger = logging.getLogger("octavo.server")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class CommonServices(Protocol):
+    """The services that every application has, with an engine or without."""
+
+    @property
+    def config(self) -> ServeConfig: ...
+    @property
+    def engine(self) -> Monitored: ...
+    @property
+    def keys(self) -> Keys: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,4 +154,9 @@ class Services:
 
 def services_of(request: Request) -> Services:
     services: Services = request.app.state.services
+    return services
+
+
+def common_services_of(request: Request) -> CommonServices:
+    services: CommonServices = request.app.state.services
     return services

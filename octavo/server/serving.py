@@ -15,8 +15,9 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from octavo.backend_settings import WITHOUT_MODEL
 from octavo.collector import leave_out_what_exists
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
@@ -24,12 +25,16 @@ from octavo.server.async_engine import AsyncEngine
 from octavo.server.data_parallel import DataParallelEngine
 from octavo.server.kv_publisher import KVEventPublisher, parse_kv_events_config
 from octavo.server.model_name import with_local_model
+from octavo.server_settings import ServerSettings
 from octavo.telemetry.phases import Phases, log_to_stderr
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     # Imported at run time while the engine process starts, which takes longer.
     from octavo.server.http import HTTPServer
     from octavo.server.services import Services
+    from octavo.text.tokenizer import Tokenizer
 
 MAX_OPEN_FILES = 65536
 
@@ -45,20 +50,95 @@ def run(config: ServeConfig, engine_argv: list[str] | None = None) -> int:
     _raise_file_limit()
     # Each text is tokenised in the calling thread; the library's thread pool only adds overhead.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with _listening_socket(config.server.host, config.server.port) as listener:
-        config = with_local_model(config)
-        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-            return runner.run(_Serving(config, listener, engine_argv).run())
+    with (
+        _listening_socket(config.server.host, config.server.port) as listener,
+        asyncio.Runner(loop_factory=_new_event_loop) as runner,
+    ):
+        return runner.run(_Serving(config.server, listener, make_front(config, engine_argv)).run())
+
+
+class Startable(Protocol):
+    """An engine, several engines, or an upstream server."""
+
+    @property
+    def num_live(self) -> int: ...
+    async def start(self) -> None: ...
+    async def stop(self, timeout: float) -> None:
+        """Drain: reject new requests, and wait up to ``timeout`` seconds for live ones."""
+        ...
+
+
+class Front(Protocol):
+    """What a serving process serves."""
+
+    @property
+    def engine(self) -> Startable: ...
+    def load(self) -> Starlette:
+        """Import the HTTP stack and build the application, in a thread while the engine starts."""
+        ...
+
+    def startup_message(self, url: str) -> str: ...
+    def close(self) -> None: ...
+
+
+class EngineFront:
+    """An application in front of one or several engine processes."""
+
+    def __init__(self, config: ServeConfig, engine_argv: list[str] | None) -> None:
+        self._config = with_local_model(config)
+        self.engine, self._publishers = make_engine(self._config, engine_argv)
+        self._services: Services | None = None
+
+    def load(self) -> Starlette:
+        """Build the application and warm it up."""
+        phases = Phases()
+        from octavo.backends.vocabulary import word_tokenizer
+        from octavo.server.app import create_app
+        from octavo.text.tokenizer import load_tokenizer
+
+        phases.done("imports of the front process")
+        settings = self._config.model
+        if settings.backend in WITHOUT_MODEL:
+            tokenizer: Tokenizer | None = word_tokenizer()
+        else:
+            tokenizer = load_tokenizer(Path(settings.tokenizer or settings.model))
+        app = create_app(self._config, self.engine, tokenizer)
+        services: Services = app.state.services
+        self._services = services
+        services.warm_up()
+        phases.done("tokenizer and chat template")
+        return app
+
+    def startup_message(self, url: str) -> str:
+        """What is printed when the server is ready: an example request."""
+        assert self._services is not None
+        return _startup_message(self._services, url)
+
+    def close(self) -> None:
+        """Stop child processes, and close what was published and stored."""
+        if self._services is not None:
+            self._services.close()
+        for publisher in self._publishers:
+            publisher.close()
+
+
+def make_front(config: ServeConfig, engine_argv: list[str] | None) -> Front:
+    """What the backend of the settings serves."""
+    if config.model.backend != "openai":
+        return EngineFront(config, engine_argv)
+    from octavo.server.proxy.front import ProxyFront
+
+    return ProxyFront(config)
 
 
 class _Serving:
     """One serving process from start to exit code."""
 
-    def __init__(self, config: ServeConfig, listener: socket.socket, engine_argv: list[str] | None) -> None:
-        self.config = config
+    def __init__(self, settings: ServerSettings, listener: socket.socket, front: Front) -> None:
+        self.settings = settings
         self.listener = listener
-        self.engine, self.publishers = make_engine(config, engine_argv)
-        self.services: Services | None = None
+        self.front = front
+        self.engine = front.engine
         self.server: HTTPServer | None = None
         self.starting: asyncio.Task[HTTPServer] | None = None
         self.drain: asyncio.Task[None] | None = None
@@ -78,10 +158,7 @@ class _Serving:
                 await self.engine.stop(timeout=0)
             else:
                 await self.drain
-            if self.services is not None:
-                self.services.close()
-            for publisher in self.publishers:
-                publisher.close()
+            self.front.close()
         return 0
 
     async def _start(self) -> HTTPServer:
@@ -97,21 +174,10 @@ class _Serving:
         return server
 
     def _load(self) -> HTTPServer:
-        """Import the HTTP stack, build the application and warm it up."""
-        phases = Phases()
-        from octavo.server.app import create_app
+        app = self.front.load()
         from octavo.server.http import HTTPServer
-        from octavo.text.tokenizer import load_tokenizer
 
-        phases.done("imports of the front process")
-        settings = self.config.model
-        tokenizer = load_tokenizer(Path(settings.tokenizer or settings.model))
-        app = create_app(self.config, self.engine, tokenizer)
-        services: Services = app.state.services
-        self.services = services
-        services.warm_up()
-        phases.done("tokenizer and chat template")
-        return HTTPServer(app, self.config.server)
+        return HTTPServer(app, self.settings)
 
     async def _serve(self, server: HTTPServer) -> None:
         announced = asyncio.create_task(self._announce(server))
@@ -121,18 +187,15 @@ class _Serving:
     async def _announce(self, server: HTTPServer) -> None:
         while not server.started:
             await asyncio.sleep(0.01)
-        assert self.services is not None
-        print(
-            _startup_message(self.services, _url(self.listener, self.config.server.ssl_certfile is not None)),
-            flush=True,
-        )
+        url = _url(self.listener, self.settings.ssl_certfile is not None)
+        print(self.front.startup_message(url), flush=True)
 
     def _on_signal(self) -> None:
         if self.server is None:
             assert self.starting is not None
             self.starting.cancel()
         elif self.drain is None:
-            logger.info("draining: %d requests have %g s", self.engine.num_live, self.config.server.shutdown_timeout)
+            logger.info("draining: %d requests have %g s", self.engine.num_live, self.settings.shutdown_timeout)
             self.drain = asyncio.create_task(self._drain(self.server))
         else:
             logger.info("stopping at once")
@@ -141,7 +204,7 @@ class _Serving:
 
     async def _drain(self, server: HTTPServer) -> None:
         try:
-            await self.engine.stop(self.config.server.shutdown_timeout)
+            await self.engine.stop(self.settings.shutdown_timeout)
         except asyncio.CancelledError:
             await self.engine.stop(timeout=0)
         finally:

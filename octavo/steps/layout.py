@@ -52,6 +52,7 @@ def _fields(shape: StepShape, num_groups: int) -> dict[str, tuple[str, int]]:
             "row_indices": ("int64", T),
             "bias_indices": ("int64", R),
             "ban_indices": ("int64", R),
+            "min_stops": ("int32", R),
             "history_indices": ("int32", R),
             "num_prompt_tokens": ("int32", R),
             "repetition": ("float32", R),
@@ -61,8 +62,12 @@ def _fields(shape: StepShape, num_groups: int) -> dict[str, tuple[str, int]]:
         }
     if shape.has_adapters:
         fields["adapters"] = ("int32", T)
+    if shape.has_drafter:
+        fields |= {"next_tokens": ("int32", S), "capacities": ("int32", S)}
     if shape.num_drafts:
-        fields["logits_indices"] = ("int64", R)
+        fields |= {"cu_samples": ("int32", S + 1), "logits_indices": ("int64", R)}
+    if shape.is_verification:
+        fields["row_seqs"] = ("int32", T)
     return fields
 
 
@@ -90,7 +95,7 @@ class StepArrays:
         """``width``: entries of each block table."""
         self._by_type = {dtype: np.frombuffer(buffer, dtype=dtype) for dtype in ("int64", "int32", "float32")}
         self._fields, self._tables_at = layout(shape, num_groups)
-        self._shape, self._width, self._num_groups = shape, width, num_groups
+        self.shape, self._width, self._num_groups = shape, width, num_groups
 
     def fill(self, name: str, values: npt.NDArray[Any] | list[int], padding: int) -> None:
         """Set an array to ``values`` followed by padding."""
@@ -102,7 +107,7 @@ class StepArrays:
 
     def fill_group(self, group: int, slots_T: npt.NDArray[np.int64], tables_SB: npt.NDArray[np.int32]) -> None:
         """Set a KV group's slot mapping and block tables; the rest is padding."""
-        T, (S, B) = self._shape.num_rows, (self._shape.num_seqs, self._width)
+        T, (S, B) = self.shape.num_rows, (self.shape.num_seqs, self._width)
         first = self._fields["slot_mapping"].first + group * T
         slots = self._by_type["int64"]
         slots[first : first + len(slots_T)] = slots_T
@@ -112,6 +117,6 @@ class StepArrays:
 
     def finish(self) -> None:
         """Set ``width`` and ``num_words``."""
-        end = self._tables_at + 4 * self._num_groups * self._shape.num_seqs * self._width
+        end = self._tables_at + 4 * self._num_groups * self.shape.num_seqs * self._width
         self._by_type["int32"][self._fields["width"].first] = self._width
         self._by_type["int64"][self._fields["num_words"].first] = -(-end // WORD)

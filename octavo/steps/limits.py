@@ -20,9 +20,21 @@ class StepLimits(NamedTuple):
     max_num_batched_tokens: int
     max_blocks: int
     """Entries of a block table."""
+    max_drafts: int = 0
+    """Drafts of a sequence in a step."""
+    num_drafts: int = 0
+    """Drafts that the executor's drafter makes for a sequence; 0: it has none."""
 
     def largest(self) -> StepShape:
         """A padded shape that no step exceeds."""
         most_rows = max(self.max_num_batched_tokens, self.max_num_seqs, 2)
-        shape, _ = padded_shape(most_rows, self.max_num_seqs, 2, self.max_num_seqs, Kind(True, True))
-        return shape._replace(num_drafts=most_rows)
+        kind, num_drafts = Kind(True, True, self.num_drafts > 0), self.max_num_seqs * self.max_drafts
+        shape, _ = padded_shape(
+            max(most_rows, num_drafts + self.max_num_seqs + 1),
+            self.max_num_seqs,
+            2,
+            self.max_num_seqs,
+            kind,
+            num_drafts,
+        )
+        return shape

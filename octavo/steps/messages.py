@@ -69,13 +69,22 @@ class PooledRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A forward pass and what is sampled after it."""
+    """A forward pass and what is sampled after it.
+
+    A sequence with drafts has one row for each, behind that of its last token; all of them are sampled, and the drafts
+    up to the first that differs from the token sampled before it are accepted. A negative token id stands for a token
+    that only the executor knows: in the first row of a sequence, the one that it sampled last, and in the row of a
+    draft, what its drafter proposed. Where it is in the first row, the arrays assume that the steps before accepted all
+    their drafts, and the executor corrects positions, slots and lengths.
+    """
 
     shape: StepShape
     uses_graph: bool
     """Whether the step runs through the CUDA graph of its shape, which is captured on first use."""
     num_seqs: int
     """Sequences that are not padding."""
+    num_samples: int
+    """Sampled rows that are not padding: one for each sequence and one for each draft."""
     inputs: bytearray
     """Arrays in the layout of ``steps.layout``."""
     histories: list[History] = []
@@ -84,8 +93,6 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Whether any token is needed; otherwise sampling may be skipped."""
     num_top: int = -1
     """Number of most likely tokens to report for each sampled row with log-probabilities; -1: no row has any."""
-    drafts: list[list[int]] = []
-    """Drafts of each sequence, empty if there are none; the step's ``token_ids`` contain them, too."""
     masks: list[Mask] = []
     prompts: list[PromptRows] = []
     pooled: list[PooledRows] = []
@@ -98,7 +105,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     @property
     def is_plain(self) -> bool:
         """Whether the step consists of its arrays alone, so that it may run through a graph."""
-        return not (self.drafts or self.masks or self.prompts or self.pooled)
+        return not (self.masks or self.prompts or self.pooled)
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -114,6 +121,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """For each of the step's ``prompts``, reports of its rows; ``None`` if its logits are not finite."""
     values: list[bytes | None] = []
     """For each of the step's ``pooled``, a float32 vector; ``None`` before the end of the text."""
+    drafts: list[list[int]] = []
+    """What the drafter proposes next for each sequence; only if the step has masks, which depend on drafts."""
 
 
 class CopySlots(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):

@@ -13,6 +13,8 @@ class Kind(NamedTuple):
     """Penalties, biases, bans, masks or log-probabilities of any sequence."""
     has_adapters: bool = False
     """Whether the step uses LoRA kernels."""
+    has_drafter: bool = False
+    """Whether a drafter runs after the step."""
 
 
 PLAIN = Kind()
@@ -27,6 +29,7 @@ class StepShape(NamedTuple):
     max_query_len: int
     has_extras: bool = False
     has_adapters: bool = False
+    has_drafter: bool = False
     num_drafts: int = 0
     """Drafts of all sequences; one token is sampled for each draft and one more for each sequence."""
 
@@ -35,11 +38,18 @@ class StepShape(NamedTuple):
         """Rows whose logits are sampled."""
         return self.num_seqs + self.num_drafts
 
+    @property
+    def is_verification(self) -> bool:
+        """Whether the step has drafts and every row is sampled."""
+        return self.num_drafts > 0 and self.num_rows == self.num_samples
+
     def holds(self, other: StepShape) -> bool:
         """Whether a step of shape ``other`` can be padded to this one."""
         are_alike = (self.max_query_len == 1) == (other.max_query_len == 1)
-        are_alike = are_alike and self[3:] == other[3:]
-        return are_alike and self.num_rows >= other.num_rows and self.num_seqs >= other.num_seqs
+        are_alike = are_alike and self[3:6] == other[3:6] and (self.num_drafts > 0) == (other.num_drafts > 0)
+        are_alike = are_alike and self.is_verification == other.is_verification
+        is_as_large = self.num_rows >= other.num_rows and self.num_seqs >= other.num_seqs
+        return are_alike and is_as_large and self.num_drafts >= other.num_drafts
 
 
 class Sizes(NamedTuple):
@@ -82,15 +92,39 @@ def padded(size: int, sizes: tuple[int, ...], step: int) -> int:
     return next((known for known in sizes if known >= size), -(-size // step) * step)
 
 
-def kinds(with_adapters: bool) -> list[Kind]:
+MIXED_DRAFTS_FACTOR = 4
+"""Drafts of graphs with prefill are powers of this; those of other graphs are powers of 2."""
+MAX_DRAFTS = 32
+"""Most drafts of a sequence in a step."""
+
+
+def padded_drafts(num_drafts: int, factor: int = 2) -> int:
+    """The smallest power of ``factor`` that is at least ``num_drafts``."""
+    size = 1
+    while size < num_drafts:
+        size *= factor
+    return size
+
+
+def kinds(with_adapters: bool, has_drafter: bool = False) -> list[Kind]:
     """All kinds of steps. With adapters, every step with extras uses LoRA kernels: such steps are rare."""
-    return [PLAIN, *([Kind(has_adapters=True)] if with_adapters else []), Kind(True, with_adapters)]
+    plain = Kind(has_drafter=has_drafter)
+    own = [plain._replace(has_adapters=True)] if with_adapters else []
+    return [plain, *own, Kind(True, with_adapters, has_drafter)]
 
 
 def padded_shape(
-    num_rows: int, num_seqs: int, max_query_len: int, max_num_seqs: int, kind: Kind = PLAIN
+    num_rows: int, num_seqs: int, max_query_len: int, max_num_seqs: int, kind: Kind = PLAIN, num_drafts: int = 0
 ) -> tuple[StepShape, bool]:
-    """The padded shape of a step without drafts, and whether it has a CUDA graph."""
+    """The padded shape of a step, and whether it has a CUDA graph."""
+    if num_drafts and num_rows == num_seqs + num_drafts:
+        return verification_shape(num_seqs, num_drafts, max_num_seqs, kind), True
+    if num_drafts:
+        num_drafts = padded_drafts(num_drafts, MIXED_DRAFTS_FACTOR)
+        num_rows = max(num_rows, num_drafts + num_seqs + 1)
+        shape, has_graph = padded_shape(num_rows, num_seqs, max_query_len, max_num_seqs, kind)
+        rows = max(shape.num_rows, shape.num_seqs + num_drafts + 1)  # not every row is sampled
+        return shape._replace(num_rows=rows, max_query_len=rows, num_drafts=num_drafts), has_graph
     most_seqs = max(max_num_seqs, num_seqs)
     if max_query_len == 1:
         size = min(padded(num_seqs, EXTRA_BATCH_SIZES if kind.has_extras else BATCH_SIZES, 32), most_seqs)
@@ -103,14 +137,42 @@ def padded_shape(
     return StepShape(rows, seqs, rows, *kind), False
 
 
+def verification_shape(num_seqs: int, num_drafts: int, max_num_seqs: int, kind: Kind = PLAIN) -> StepShape:
+    """The padded shape of a step of decodes and their drafts."""
+    seqs = min(padded(num_seqs, EXTRA_BATCH_SIZES, 32), max(max_num_seqs, num_seqs))
+    drafts = padded_drafts(num_drafts)
+    return StepShape(seqs + drafts, seqs, 1 + MAX_DRAFTS, *kind, drafts)
+
+
+def _verification_shapes(max_num_seqs: int, max_drafts: int, kind: Kind) -> set[StepShape]:
+    """All padded shapes with up to ``max_drafts`` drafts for each sequence."""
+    shapes = set()
+    for seqs in {min(size, max_num_seqs) for size in (*EXTRA_BATCH_SIZES, max_num_seqs)}:
+        drafts = padded_drafts(seqs * max_drafts) if max_drafts else 0
+        while drafts:
+            shapes.add(verification_shape(seqs, drafts, max_num_seqs, kind))
+            drafts //= 2
+    return shapes
+
+
 def _mixed_seqs(num_rows: int) -> tuple[int, ...]:
     return FEW_SEQS if num_rows <= FEW_ROWS else MANY_SEQS
 
 
-def graph_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = False) -> list[StepShape]:
-    """All shapes with a graph, the largest first, so that smaller ones reuse its memory; those with extras last."""
+def graph_shapes(
+    max_num_seqs: int,
+    max_num_rows: int,
+    with_adapters: bool = False,
+    max_drafts: int = 0,
+    has_drafter: bool = False,
+) -> list[StepShape]:
+    """All shapes with a graph, the largest first, so that smaller ones reuse its memory; those with extras last.
+
+    Steps with both prompts and drafts are left out: their graphs are captured when they are first used.
+    """
     shapes = set()
-    for kind in kinds(with_adapters):
+    for kind in kinds(with_adapters, has_drafter):
+        shapes |= _verification_shapes(max_num_seqs, max_drafts, kind)
         for size in range(1, max_num_seqs + 1):
             shapes.add(padded_shape(size, size, 1, max_num_seqs, kind)[0])
         for rows in MIXED_ROWS:
@@ -120,7 +182,13 @@ def graph_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = Fal
     return sorted(shapes, key=lambda shape: (not shape.has_extras, shape), reverse=True)
 
 
-def first_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = False) -> list[StepShape]:
+def first_shapes(
+    max_num_seqs: int,
+    max_num_rows: int,
+    with_adapters: bool = False,
+    max_drafts: int = 0,
+    has_drafter: bool = False,
+) -> list[StepShape]:
     """A few shapes that hold every step without extras that has a graph, the largest first.
 
     Startup waits for them, so each one must be worth its kernels' compilation.
@@ -131,12 +199,18 @@ def first_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = Fal
             shapes.add(padded_shape(rows, min(rows - 1, max_num_seqs), rows, max_num_seqs)[0])
     if with_adapters:
         shapes |= {shape._replace(has_adapters=True) for shape in _largest(shapes)}
-    return sorted(shapes, reverse=True)
+    if max_drafts:
+        shapes.add(verification_shape(max_num_seqs, max_num_seqs * max_drafts, max_num_seqs))
+    return sorted((shape._replace(has_drafter=has_drafter) for shape in shapes), reverse=True)
 
 
-def next_shapes(max_num_seqs: int) -> list[StepShape]:
+def next_shapes(max_num_seqs: int, max_drafts: int = 0, has_drafter: bool = False) -> list[StepShape]:
     """Shapes to compile next, the smallest first: small batches are faster with their own kernels."""
-    return sorted({_decode_shape(size, max_num_seqs) for size in (1, 16)})
+    shapes = {_decode_shape(size, max_num_seqs) for size in (1, 16)}
+    for size in (1, 16) if max_drafts else ():
+        few = min(size, max_num_seqs)
+        shapes.add(verification_shape(few, few * max_drafts, max_num_seqs))
+    return sorted(shape._replace(has_drafter=has_drafter) for shape in shapes)
 
 
 def _decode_shape(num_seqs: int, max_num_seqs: int) -> StepShape:
@@ -144,10 +218,20 @@ def _decode_shape(num_seqs: int, max_num_seqs: int) -> StepShape:
     return padded_shape(size, size, 1, max_num_seqs)[0]
 
 
-def first_extra_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool = False) -> list[StepShape]:
+def first_extra_shapes(
+    max_num_seqs: int,
+    max_num_rows: int,
+    with_adapters: bool = False,
+    max_drafts: int = 0,
+    has_drafter: bool = False,
+) -> list[StepShape]:
     """``first_shapes`` for steps with extras."""
-    kind, largest = Kind(True, with_adapters), _largest(set(first_shapes(max_num_seqs, max_num_rows)))
-    return sorted((padded_shape(*shape[:3], max_num_seqs, kind)[0] for shape in largest), reverse=True)
+    kind = Kind(True, with_adapters, has_drafter)
+    largest = _largest(set(first_shapes(max_num_seqs, max_num_rows)))
+    shapes = {padded_shape(*shape[:3], max_num_seqs, kind)[0] for shape in largest}
+    if max_drafts:
+        shapes.add(verification_shape(max_num_seqs, max_num_seqs * max_drafts, max_num_seqs, kind))
+    return sorted(shapes, reverse=True)
 
 
 def _largest(shapes: set[StepShape]) -> set[StepShape]:

@@ -110,6 +110,11 @@ COUNTERS: list[tuple[str, str, Reader]] = [
         "Tokens whose keys and values were copied from a partly matching block instead of computed.",
         lambda c: c.stats.num_copied_tokens,
     ),
+    (
+        "vllm:spec_decode_num_drafts",
+        "Speculations: sequences with drafts, summed over the steps that verified them.",
+        lambda c: c.stats.num_speculations,
+    ),
     ("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.", lambda c: c.stats.num_drafts),
     (
         "vllm:spec_decode_num_accepted_tokens",

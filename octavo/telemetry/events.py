@@ -26,7 +26,8 @@ class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ``arrived``: with ``tokens`` of prompt and earlier output, while ``others`` wait. ``admitted``: ``tokens`` were
     found in the prefix cache, ``others`` run. ``chunk``: ``tokens`` of the prompt were computed, from ``start``.
     ``preempted``: it lost its blocks, with ``tokens`` computed, to request ``by``. ``fault``: a forward pass with it
-    failed, and tokens from ``start`` are recomputed. ``ended``: with its ``reason`` and ``tokens`` of output.
+    failed, and tokens from ``start`` are recomputed. ``ended``: with its ``reason`` and ``tokens`` of output; of
+    ``drafts`` verified, some were ``accepted``.
     """
 
     request_id: int
@@ -42,6 +43,8 @@ class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     others: int = 0
     by: int = -1
     reason: str = ""
+    drafts: int = 0
+    accepted: int = 0
 
 
 class EventLog:
@@ -62,6 +65,8 @@ class EventLog:
         others: int = 0,
         by: int = -1,
         reason: str = "",
+        drafts: int = 0,
+        accepted: int = 0,
     ) -> None:
         stats = self._stats
         self._events.append(
@@ -76,6 +81,8 @@ class EventLog:
                 others,
                 by,
                 reason,
+                drafts,
+                accepted,
             )
         )
 

@@ -50,6 +50,7 @@ def explain(events: Sequence[Event], others: Iterable[Sequence[Event]] = ()) -> 
         "chunks": [event.tokens for event in events if event.kind == "chunk"],
         "steps": steps,
         "mean_sequences_per_step": round(num_scheduled_seqs / steps, 2) if steps else None,
+        "drafts": {"verified": last.drafts, "accepted": last.accepted} if last.drafts else None,
         "preempted_by": [event.by for event in events if event.kind == "preempted"],
         "faults": sum(event.kind == "fault" for event in events),
         "submissions": sum(event.kind == "arrived" for event in events),
@@ -133,6 +134,8 @@ def as_text(report: dict[str, Any]) -> str:
     for entry in report["shared_steps_with"]:
         lines.append(f"    request {entry['request']} in {entry['steps']} of them")
     lines += [f"  preempted for request {by}" for by in report["preempted_by"]]
+    if report["drafts"]:
+        lines.append(f"  {report['drafts']['accepted']} of {report['drafts']['verified']} drafts accepted")
     if report["faults"]:
         lines.append(f"  {report['faults']} forward passes failed")
     if report["submissions"] > 1:

@@ -65,9 +65,20 @@ class Metrics(Counts, Collector):
         for reason, count in self.finished.items():
             finished.add_metric([*values, reason], count)
         yield finished
+        yield self._accepted_drafts()
         yield self._cache_config()
         yield self._sleep_state()
         yield self._adapters()
+
+    def _accepted_drafts(self) -> Metric:
+        family = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Of vllm:spec_decode_num_accepted_tokens, those at each position of a draft.",
+            labels=[*self._names, "position"],
+        )
+        for position, count in enumerate(self.stats.accepted_by_position):
+            family.add_metric([*self._values, str(position)], count)
+        return family
 
     def _cache_config(self) -> Metric:
         cache, info = self._config.cache, self.info

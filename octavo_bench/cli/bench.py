@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.cli.settings import add_settings, load_config
 from octavo.config import DEFAULT_MODEL, EngineConfig, cache_dir
-from octavo_bench.cli import ablation, deciding, peer, suites, tools
+from octavo_bench.cli import ablation, deciding, drafts, peer, suites, tools
 from octavo_bench.cli.arguments import engine_config, numbers, reals, require_cuda
 from octavo_bench.report import publish, spread
 
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tools.add_kinds(kinds)
     ablation.add_kinds(kinds)
     suites.add_kinds(kinds)
+    drafts.add_kinds(kinds)
 
 
 def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
@@ -215,7 +216,7 @@ def _kernels(args: argparse.Namespace) -> dict[str, Any]:
 
 def _least_work(config: EngineConfig, info: Any, row: dict[str, Any]) -> dict[str, int]:
     """Bytes and arithmetic that the step cannot do without, with dense weights of the engine's own type."""
-    from octavo.build import DTYPES
+    from octavo.device_settings import DTYPES
     from octavo.sim.roofline import decode_work, prefill_work, shape_of
     from octavo.weights.checkpoint import open_checkpoint
     from octavo.weights.hub import resolve_model

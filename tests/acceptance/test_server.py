@@ -160,6 +160,32 @@ def test_guesses_change_nothing(server: Server, serve: Callable[..., Server]) ->
     assert 0 < stats["num_accepted_drafts"] <= stats["num_drafts"]
 
 
+def test_a_hundred_mixed_requests_with_drafts(server: Server, serve: Callable[..., Server]) -> None:
+    """Bitwise what they are without, among drafts, preemptions and grammars."""
+    settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    tight = "--max-model-len", "256", "--num-kv-blocks", "17", "--block-size", "16", "--max-num-seqs", "32"
+    drafting = serve("--speculative-config", json.dumps(settings), *tight)
+    bodies = mixed_requests(100, seed=5)
+    for number, body in enumerate(bodies):
+        if number % 10 == 3:
+            body["structured_outputs"] = {"regex": "( [a-z]+){4,9}[.]"}
+        if number % 10 == 7:
+            body["stop"] = ["the", "\n"]
+        if number % 10 == 5:
+            body["num_speculative_tokens"] = number % 3
+
+    async def all_of(one: Server) -> list[Any]:
+        async with client_of(one) as client:
+            return await asyncio.gather(*(complete(client, body, stream=True) for body in bodies))
+
+    found, want = asyncio.run(all_of(drafting)), asyncio.run(all_of(server))
+    for body, result, wanted in zip(bodies, found, want, strict=True):
+        assert result == wanted, body
+    stats = wait_until_idle(drafting)
+    assert stats["num_preemptions"] > 0
+    assert 0 < stats["num_accepted_drafts"] < stats["num_drafts"]
+
+
 def test_engine_killed_in_the_middle_of_sixteen_streams(server: Server) -> None:
     num_restarts = server.get("/stats").json()["num_restarts"]
     bodies = [{**body, "max_tokens": 40, "n": 1, "ignore_eos": True} for body in mixed_requests(16, seed=2)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import octavo.build
+import octavo.device_settings
 from octavo.cli import EXIT_ERROR, main
 from octavo.config import EngineConfig
 from octavo.engine.kernel_tuning import TuningPlan
@@ -36,7 +37,7 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TuningPlan]:
         return FakeEngine(), None
 
     monkeypatch.setattr(octavo.build, "build_engine", build_engine)
-    monkeypatch.setattr(octavo.build, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(octavo.device_settings, "resolve_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
     monkeypatch.setattr(linear_configs, "_driver_version", lambda: "1.2")
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))

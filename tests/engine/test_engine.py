@@ -10,9 +10,11 @@ import msgspec
 import pytest
 
 from octavo.engine.engine import Engine
+from octavo.engine.proposer import NO_GUESS, Guess
+from octavo.engine.speculation import Speculation
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import SamplingParams
-from octavo.types import Masks, Plan, Request
+from octavo.types import Masks, Plan, Request, Sequence
 from tests.engine.making import make_engine, make_request, run_to_end, tokens_of
 from tests.operations import count_lines
 from tests.oracle import expected_output
@@ -39,7 +41,9 @@ def test_depth_is_how_many_steps_are_submitted_ahead() -> None:
 
 
 class Diary:
-    """A grammar and a proposer that only write down when they were asked."""
+    """Grammars and a proposer that only write down when they were asked."""
+
+    num_lookahead = 0
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -53,18 +57,23 @@ class Diary:
         self.calls.append(("prepare", request.id))
         return self.future
 
-    def propose(self, plan: Plan) -> None:
-        assert all(not item.seq.num_in_flight for item in plan), "propose comes after the step is committed"
-        self.calls.append(("propose", len(plan)))
+    def propose(self, seq: Sequence, count: int) -> Guess:
+        self.calls.append(("propose", count))
+        return NO_GUESS
+
+    def forget(self, seq: Sequence) -> None:
+        self.calls.append(("forget", seq.id))
 
 
 def test_collaborators_take_part_in_every_step() -> None:
     engine, runner = make_engine()
     diary = Diary()
-    engine = Engine(engine.scheduler, runner, grammars=diary, proposer=diary)
-    engine.add(make_request(0, max_tokens=2))
+    engine.scheduler.speculation = Speculation(diary, 4)
+    engine = Engine(engine.scheduler, runner, grammars=diary)
+    engine.add(make_request(0, max_tokens=4))
     run_to_end(engine)
-    assert diary.calls == [("masks", 1), ("propose", 1)] * 2
+    masks = ("masks", 1)
+    assert diary.calls == [masks, ("propose", 2), masks, ("propose", 1), masks, masks, ("forget", 0)]
 
 
 def test_a_request_waits_for_its_grammar_while_others_run() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from octavo.config import ModelSettings
 from octavo.engine import kernel_tuning
-from octavo.engine.kernel_tuning import TUNED_ROWS, TuningPlan, tune_kernels
+from octavo.engine.kernel_tuning import TUNED_ROWS, TuningPlan, plan_of, tune_kernels
 from octavo.steps.messages import MeasureKernels, Message, PrepareTuning, UseKernels, pack, unpack
 
 ENTRY = {"kernel": "cublas"}
@@ -79,3 +80,8 @@ def test_kernels_change_by_one_message_behind_all_measurements(executor: Measuri
 def test_without_time_nothing_is_sent(executor: Measuring) -> None:
     assert tune_kernels(executor.send, TuningPlan(0)) == 0
     assert executor.messages == []
+
+
+def test_measurements_have_no_part_in_batch_invariance() -> None:
+    assert plan_of(ModelSettings(kernel_tuning_seconds=7.0)).seconds == 7
+    assert plan_of(ModelSettings(kernel_tuning_seconds=7.0, batch_invariant=True)).seconds == 0

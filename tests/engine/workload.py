@@ -12,11 +12,21 @@ from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.node import Node
 from octavo.config import SchedulerSettings
+from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.speculation import Speculation
 from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Request, Sequence
-from tests.oracle import VOCAB_SIZE, OracleRunner, ToyGrammars, ToyProposer, Trouble, expected_output
+from tests.oracle import (
+    VOCAB_SIZE,
+    DeviceProposer,
+    OracleRunner,
+    ToyGrammars,
+    ToyProposer,
+    Trouble,
+    expected_output,
+)
 
 MAX_STEPS = 20_000
 
@@ -243,16 +253,23 @@ class Run:
                     max_num_mixed_tokens=self._most_mixed(),
                     turn_tokens=3 if features.policy == "decode-round-robin" else None,
                 ),
+                speculation=self._speculation(),
                 clock=self.clock,
             ),
             self.runner,
             grammars=ToyGrammars(self.grammar_users),
-            proposer=ToyProposer(rng) if features.drafts else None,
             depth=features.depth,
         )
         self.now = 1.0
         self.records = {request.id: Record() for request in self.workload.requests}
         self.aborted: set[int] = set()
+
+    def _speculation(self) -> Speculation | None:
+        if not self.features.drafts:
+            return None
+        proposer = ToyProposer(self.rng) if self.rng.random() < 0.5 else DeviceProposer(self.rng)
+        most = 1 + self.rng.randrange(5)
+        return Speculation(proposer, most, DraftChoice(most) if self.rng.random() < 0.3 else None)
 
     def clock(self) -> float:
         """A time that goes on with every look, faster or slower."""

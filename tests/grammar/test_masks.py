@@ -13,14 +13,16 @@ import pytest
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.speculation import Speculation
 from octavo.grammar import forms
 from octavo.grammar.masks import TOO_SLOW, MatcherMasks, Progress
 from octavo.grammar.matchers import compile_matcher, fill_mask, make_tokenizer, new_mask, normalised
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.sampling_params import SamplingParams
-from octavo.types import Masks, Output, Plan, Request, Status
+from octavo.types import Masks, Output, Plan, Request
 from tests.grammar.walks import allowed
 from tests.oracle import VOCAB_SIZE, OracleRunner, ToyProposer, Trouble, choose, digest, empty_digest
+from tests.speculating import speculating
 
 EOS = VOCAB_SIZE - 1
 CHARACTERS = '{}[]":,0123456789 abcdefghijklmnopqrstuvwxyz-_.n'
@@ -102,10 +104,10 @@ def test_any_workload_gives_what_a_plain_loop_gives(depth: int, drafts: bool) ->
     for seed in range(12):
         rng = random.Random(seed)
         requests = [random_request(rng, index) for index in range(rng.randrange(4, 9))]
-        scheduler = Scheduler(KVCache(13, 4), max_num_seqs=8, max_num_batched_tokens=32)
+        speculation = Speculation(ToyProposer(rng), 4) if drafts else None
+        scheduler = Scheduler(KVCache(13, 4), max_num_seqs=8, max_num_batched_tokens=32, speculation=speculation)
         runner = OracleRunner(4, Trouble(rng, fault_rate=0.05))
-        proposer = ToyProposer(rng) if drafts else None
-        engine = Engine(scheduler, runner, grammars=SetMasks(lambda: VOCABULARY), proposer=proposer, depth=depth)
+        engine = Engine(scheduler, runner, grammars=SetMasks(lambda: VOCABULARY), depth=depth)
         for request in requests:
             engine.add(request)
         outputs: dict[int, list[Output]] = {request.id: [] for request in requests}
@@ -129,22 +131,14 @@ def test_any_workload_gives_what_a_plain_loop_gives(depth: int, drafts: bool) ->
     assert num_faults
 
 
-class EndsOften:
-    """Guesses that the text ends, and then goes on."""
-
-    def propose(self, plan: Plan) -> None:
-        for item in plan:
-            if item.seq.status is Status.RUNNING and not item.seq.num_in_flight:
-                item.seq.draft_tokens = [EOS, 7]
-
-
 @pytest.mark.parametrize("grammar", GRAMMARS)
 @pytest.mark.parametrize("eos_token_ids", [(EOS,), ()])
 def test_a_guess_may_be_that_the_text_ends(grammar: str, eos_token_ids: tuple[int, ...]) -> None:
     """Behind a complete text nothing is bound: nobody reads it, but who asked that the end be ignored."""
-    scheduler = Scheduler(KVCache(50, 4), max_num_seqs=8, max_num_batched_tokens=32)
+    speculation = speculating(lambda seq: [EOS, 7])
+    scheduler = Scheduler(KVCache(50, 4), max_num_seqs=8, max_num_batched_tokens=32, speculation=speculation)
     masks = SetMasks(lambda: VOCABULARY)
-    engine = Engine(scheduler, OracleRunner(4), grammars=masks, proposer=EndsOften())
+    engine = Engine(scheduler, OracleRunner(4), grammars=masks)
     requests = [
         Request(number, [1, number], SamplingParams(grammar=grammar), 30, eos_token_ids=eos_token_ids)
         for number in range(4)
@@ -158,6 +152,22 @@ def test_a_guess_may_be_that_the_text_ends(grammar: str, eos_token_ids: tuple[in
             tokens[output.request_id] += output.tokens
     assert tokens == {request.id: expected(request)[0] for request in requests}
     assert engine.stats().num_accepted_drafts
+
+
+def test_a_draft_may_be_a_token_that_the_tokenizer_does_not_have() -> None:
+    """A model may have more logits than its tokenizer has tokens, and then a drafter, too."""
+    speculation = speculating(lambda seq: [VOCAB_SIZE + 3])
+    scheduler = Scheduler(KVCache(50, 4), max_num_seqs=8, max_num_batched_tokens=32, speculation=speculation)
+    engine = Engine(scheduler, OracleRunner(4), grammars=SetMasks(lambda: VOCABULARY))
+    request = Request(1, [1, 2], SamplingParams(grammar=GRAMMARS[0]), 30, eos_token_ids=(EOS,))
+    engine.add(request)
+    tokens: list[int] = []
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            tokens += output.tokens
+    assert tokens == expected(request)[0]
+    assert engine.stats().num_drafts > 0
 
 
 def prepared(masks: MatcherMasks, grammar: str) -> Progress:

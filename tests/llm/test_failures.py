@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from octavo import LLM, RunnerError, SamplingParams
+from octavo.engine.protocols import Pending, Runner
 from octavo.llm.interrupts import interrupts_held_back
-from octavo.types import Masks, Pending, Plan, Runner, Sampled
+from octavo.types import Masks, Plan, Sampled
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 

@@ -37,6 +37,7 @@ def write_checkpoint(folder: Path, with_tokenizer: bool = True) -> Path:
         "eos_token_id": 256,
         "tie_word_embeddings": False,
     }
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if with_tokenizer:
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))

@@ -108,7 +108,7 @@ def test_rotary_settings_old_and_new(changes: dict[str, Any], expected: DefaultR
         ({"rope_parameters": {"partial_rotary_factor": 0.4}}, "partial_rotary_factor"),
         ({"rope_interleaved": True}, "rope_interleaved"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "quip"}}, "quantization_config"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"residual_multiplier": 0.2}, "residual_multiplier"),

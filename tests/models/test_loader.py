@@ -134,11 +134,10 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     families.make_checkpoint(tmp_path, "deepseek_v3/groups")
     source = FolderSource(tmp_path)
     extra = f"model.layers.{source.config['num_hidden_layers']}."
-    source.tensors[extra + "eh_proj.weight"] = torch.ones(2, 2)
-    source.config |= {"num_nextn_predict_layers": 0}
-    with pytest.raises(CheckpointError, match=r"eh_proj\.weight"):
+    source.tensors[extra + "enorm.weight"] = torch.ones(2)
+    with pytest.raises(CheckpointError, match=r"enorm\.weight"):
         load(source)
-    source.config |= {"num_nextn_predict_layers": 1}
+    source.tensors[extra + "eh_proj.weight"] = torch.ones(2, 2)
     load(source)
 
 

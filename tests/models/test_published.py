@@ -202,7 +202,7 @@ def test_what_they_say() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("deepseek-v3-widened", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("deepseek-v3-widened", {"quantization_config": {"quant_method": "quip"}}, "quantization_config"),
         ("deepseek-v3-widened", {"topk_method": "greedy"}, "topk_method is 'greedy'; it must be one of noaux_tc"),
         ("deepseek-v3-widened", {"n_group": 7}, "n_group"),
         ("deepseek-v2-lite", {"scoring_func": "sigmoid"}, "scoring_func"),

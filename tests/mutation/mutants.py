@@ -29,9 +29,7 @@ MUTANTS = [
     Mutant(SCHEDULER, "budget, num_reserved = budget + num_reserved, 0", "budget = budget + num_reserved"),
     Mutant(SCHEDULER, "self.cache.note_filled(total_budget - rest)", "self.cache.note_filled(total_budget)"),
     Mutant("engine/scheduled.py", "samples = end == len(tokens)", "samples = end >= len(tokens) - 1"),
-    Mutant(
-        "engine/scheduled.py", "if seq.num_in_flight or position < len(seq.tokens):", "if position < len(seq.tokens):"
-    ),
+    Mutant("engine/scheduled.py", "tokens += [None] * len(drafts)", "pass"),
     # Preemption, and the end of sequences.
     Mutant(SCHEDULER, "if not other.num_in_flight:", "if True:"),
     Mutant(SCHEDULER, "if other is seq:\n                break", "if other is seq:\n                continue"),
@@ -42,14 +40,16 @@ MUTANTS = [
         SCHEDULER, "if seq.status is Status.FINISHED and not seq.num_in_flight:", "if seq.status is Status.FINISHED:"
     ),
     Mutant(SCHEDULER, "elif not seq.num_in_flight:\n            self._preempt", "else:\n            self._preempt"),
-    Mutant(SCHEDULER, "seq.num_computed_tokens = item.start", "seq.num_computed_tokens = item.start + 1"),
+    Mutant(
+        SCHEDULER, "seq.num_computed_tokens = item.settled_start", "seq.num_computed_tokens = item.settled_start + 1"
+    ),
     Mutant(SCHEDULER, "while seq.tokens[-1] is None:", "if seq.tokens[-1] is None:"),
     # What a result means.
     Mutant("engine/outcomes.py", "num_committed += len(tokens) - 1", "num_committed += len(tokens)"),
     Mutant("engine/outcomes.py", " and tokens[0] not in seq.stop_token_ids", ""),
     Mutant("engine/outcomes.py", "num_committed + 1 < seq.max_computed_tokens", "True"),
     Mutant(SCHEDULER, "sum([len(output.tokens) for output in outputs])", "len(outputs)"),
-    Mutant("engine/outcomes.py", "num_rejected = 1 + len(item.drafts) - len(result.tokens)", "num_rejected = 0"),
+    Mutant("engine/outcomes.py", "num_rejected = 1 + num_drafts - len(result.tokens)", "num_rejected = 0"),
     Mutant("engine/outcomes.py", "cache.truncate(seq, seq.num_computed_tokens - num_rejected)", "pass"),
     Mutant("engine/stopping.py", "if count == room:", "if count == room + 1:"),
     Mutant("engine/suspects.py", "for items in (members[half:], members[:half]):", "for items in (members[:half],):"),
@@ -66,12 +66,9 @@ MUTANTS = [
     ),
     Mutant("engine/ngram.py", "self._num_seen = max(self._num_seen, last - 1)", "self._num_seen = last"),
     Mutant("engine/ngram.py", "grown[len(grown) - (last - start)]", "grown[0]"),
-    Mutant(
-        "engine/ngram.py",
-        "seq.status is Status.RUNNING and not",
-        "not",
-        "drafts of finished sequences are never read, and preemption discards them: only time is saved",
-    ),
+    Mutant("engine/ngram.py", "num_pending + count)[num_pending:]", "count)"),
+    Mutant("engine/outcomes.py", "seq.num_rejected += num_rejected", "pass"),
+    Mutant("types.py", "return self.start - (self.seq.num_rejected - self.num_rejected)", "return self.start"),
     # Queues and policies.
     Mutant(
         "engine/waiting.py", "return self._entry_of.get(entry[2].id) is entry", "return entry[2].id in self._entry_of"

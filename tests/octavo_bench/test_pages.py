@@ -57,7 +57,7 @@ def test_commands_parse(page: str) -> None:
 def test_every_measurement_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         build_parser().parse_args(["bench", "--help"])
-    kinds = set(re.findall(r"^ {4}(\w+)(?: |$)", capsys.readouterr().out, re.MULTILINE))
+    kinds = set(re.findall(r"^ {4}([\w-]+)(?: |$)", capsys.readouterr().out, re.MULTILINE))
     assert len(kinds) > 15
     assert kinds == {command.split()[2] for command in examples("benchmarks.md")}
 

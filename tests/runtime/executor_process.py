@@ -29,7 +29,7 @@ from tests.models.checkpoints import FolderSource
 from tests.models.families import VOCAB_SIZE
 from tests.runtime.making import CPU
 
-LIMITS = StepLimits(max_num_seqs=5, max_num_batched_tokens=24, max_blocks=30)
+LIMITS = StepLimits(max_num_seqs=5, max_num_batched_tokens=24, max_blocks=30, max_drafts=4)
 BLOCK_SIZE = 4
 NUM_BLOCKS = (34, 30)
 MAX_ADAPTERS, MAX_RANK = 3, 8

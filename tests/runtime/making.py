@@ -36,11 +36,11 @@ def make_runner(
 
 
 def host_runner(
-    model: Any, storage: KVStorage, vocab_size: int, limits: StepLimits, forward: Forward | None = None
+    model: Any, storage: KVStorage, vocab_size: int, limits: StepLimits, forward: Forward | None = None, **parts: Any
 ) -> StepRunner:
     """Computes a step when its result is asked for."""
-    executor = HostExecutor(model, storage, vocab_size, limits, forward)
-    return make_runner(executor, storage, vocab_size, limits, exact_shape)
+    executor = HostExecutor(model, storage, vocab_size, limits, forward, **parts)
+    return make_runner(executor, storage, vocab_size, limits, exact_shape, has_drafter=limits.num_drafts > 0)
 
 
 def stream_runner(
@@ -51,10 +51,18 @@ def stream_runner(
     adapters: Adapters | None = None,
     numbers: dict[str, int] | None = None,
     batch_invariant: bool = False,
+    **parts: Any,
 ) -> StepRunner:
     """Computes a step as soon as it is submitted, with the padding of graphs."""
-    executor = StreamExecutor(model, storage, vocab_size, limits, batch_invariant, adapters=adapters)
-    graphs = GraphChoice(limits.max_num_seqs, limits.max_num_batched_tokens, numbers is not None, uses_graphs=False)
+    executor = StreamExecutor(model, storage, vocab_size, limits, batch_invariant, adapters=adapters, **parts)
+    graphs = GraphChoice(
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        numbers is not None,
+        uses_graphs=False,
+        max_drafts=limits.max_drafts,
+        has_drafter=limits.num_drafts > 0,
+    )
     return make_runner(
         executor,
         storage,
@@ -63,4 +71,5 @@ def stream_runner(
         graphs.choose,
         numbers,
         always_uses_lora=batch_invariant and numbers is not None,
+        has_drafter=limits.num_drafts > 0,
     )

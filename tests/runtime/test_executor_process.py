@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
@@ -25,7 +27,7 @@ from octavo.ops.dispatch import REFERENCE
 from octavo.sampling_params import SamplingParams
 from octavo.steps.messages import CopySlots, LoadAdapter, Message, Reply, Step, pack
 from octavo.steps.shapes import exact_shape
-from octavo.types import Plan, Request
+from octavo.types import Request
 from tests.models.adapter_files import make_adapter
 from tests.models.checkpoints import FolderSource
 from tests.models.families import VOCAB_SIZE, make_checkpoint
@@ -40,6 +42,7 @@ from tests.runtime.executor_process import (
 )
 from tests.runtime.making import make_runner
 from tests.runtime.test_restricted_rows import EveryThird
+from tests.speculating import last_known, speculating
 
 NUM_STEPS = 500
 KINDS: list[dict[str, Any]] = [
@@ -80,13 +83,13 @@ class Kept:
         return self._answer
 
 
-class Repeat:
-    """Drafts of the last token, which are sometimes right."""
-
-    def propose(self, plan: Plan) -> None:
-        for item in plan:
-            if item.samples and not item.is_stale and None not in item.seq.tokens and item.seq.id % 3 == 0:
-                item.seq.draft_tokens = [item.seq.tokens[-1] or 0, 5]
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the other process: torch's products round differently with another number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kind", EXECUTORS)
@@ -123,10 +126,15 @@ def _engine(recorder: Recorder, storage: Any, home: Path) -> Engine:
     groups = zip(NUM_BLOCKS, kv_groups(read_config(FolderSource(home).config).cache, max_window=1000), strict=True)
     cache = KVCache([GroupSize(count, group.window) for count, group in groups], BLOCK_SIZE)
     cache.copy_slots = BlockMessages(runner, 0).copy_slots
-    scheduler = Scheduler(cache, max_num_seqs=LIMITS.max_num_seqs, max_num_batched_tokens=LIMITS.max_num_batched_tokens)
+    scheduler = Scheduler(
+        cache,
+        max_num_seqs=LIMITS.max_num_seqs,
+        max_num_batched_tokens=LIMITS.max_num_batched_tokens,
+        speculation=speculating(lambda seq: [last_known(seq), 5] if seq.id % 3 == 0 else []),
+    )
     adapters = LoadedAdapters(runner, numbers, MAX_ADAPTERS)
     depth = 2 if recorder.runs_ahead else 1
-    return Engine(scheduler, runner, grammars=EveryThird(), proposer=Repeat(), adapters=adapters, depth=depth)
+    return Engine(scheduler, runner, grammars=EveryThird(), adapters=adapters, depth=depth)
 
 
 def _request(number: int, rng: random.Random, shared: list[int]) -> Request:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo import ops
 from octavo.engine.kernel_tuning import TUNED_ROWS, TuningPlan, tune_kernels
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
@@ -55,6 +56,8 @@ def executor(tmp_path: Path, table: dict[str, Any], monkeypatch: pytest.MonkeyPa
     storage = KVStorage(config.cache, kv_groups(config.cache), [20], 4, torch.bfloat16, CPU)
     with dispatch.only(REFERENCE):
         monkeypatch.setattr(linear, "_choose", lambda *key: linear_triton)
+        # On a GPU these are not launched; their references need a step that was uploaded.
+        monkeypatch.setattr(ops, "stage_step", lambda *args: None)
         yield StreamExecutor(model, storage, VOCAB, StepLimits(4, 32, 8))
 
 

@@ -13,6 +13,7 @@ import torch
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.speculation import Speculation
 from octavo.engine.step_encoder import NOT_NUMBERS
 from octavo.errors import RunnerError
 from octavo.layers.embedding import Embedding
@@ -23,10 +24,11 @@ from octavo.runtime import step_program
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StepLimits
-from octavo.types import Output, Plan, Request, Scheduled, Sequence
+from octavo.types import Output, Request, Scheduled, Sequence
 from tests.models import families
 from tests.models.checkpoints import FolderSource, make_checkpoint
 from tests.runtime.making import CPU, host_runner
+from tests.speculating import speculating
 
 VOCAB = 97
 
@@ -50,18 +52,21 @@ class Loaded:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 32,
         depth: int = 1,
-        proposer: Any = None,
+        speculation: Speculation | None = None,
     ) -> Engine:
         storage = KVStorage(
             self.config.cache, kv_groups(self.config.cache), [num_blocks], block_size, torch.float32, CPU
         )
         storage.pools[0][0].fill_(torch.nan)
         scheduler = Scheduler(
-            KVCache(num_blocks, block_size), max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            KVCache(num_blocks, block_size),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            speculation=speculation,
         )
-        limits = StepLimits(max_num_seqs, max_num_batched_tokens, max_blocks=120 // block_size)
+        limits = StepLimits(max_num_seqs, max_num_batched_tokens, 120 // block_size, max_drafts=4)
         runner = host_runner(self.model, storage, VOCAB, limits)
-        return Engine(scheduler, runner, depth=depth, proposer=proposer)
+        return Engine(scheduler, runner, depth=depth)
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         with torch.inference_mode():
@@ -165,27 +170,20 @@ def test_a_replayed_request_goes_on_with_the_same_tokens(loaded: Loaded) -> None
     assert whole[:8] + tokens_of(run(loaded.engine(), [rest]))[0] == whole
 
 
-class Guesser:
-    """Proposes what will come, with mistakes."""
-
-    def __init__(self, expected: dict[int, list[int]]) -> None:
-        self.expected = expected
-        self.rng = random.Random(1)
-
-    def propose(self, plan: Plan) -> None:
-        for item in plan:
-            seq = item.seq
-            guess = self.expected[seq.id][seq.num_output_tokens : seq.num_output_tokens + 3]
-            seq.draft_tokens = [t if self.rng.random() < 0.7 else (t + 1) % VOCAB for t in guess]
-
-
 def test_drafts_change_no_token(loaded: Loaded) -> None:
     some = [
         Request(r.id, r.prompt_tokens, SamplingParams(**MIXED[r.id % 5]), r.max_tokens, r.seed) for r in requests(10)
     ]
     plain_engine = loaded.engine()
     plain = run(plain_engine, some)
-    engine = loaded.engine(proposer=Guesser(tokens_of(plain)))
+    expected, rng = tokens_of(plain), random.Random(1)
+
+    def guesses(seq: Sequence) -> list[int]:
+        """What will come, with mistakes."""
+        coming = expected[seq.id][seq.num_output_tokens : seq.num_output_tokens + 3]
+        return [token if rng.random() < 0.7 else (token + 1) % VOCAB for token in coming]
+
+    engine = loaded.engine(speculation=speculating(guesses))
     found = run(engine, some)
     assert tokens_of(found) == tokens_of(plain)
     assert engine.stats().num_steps < plain_engine.stats().num_steps

@@ -25,6 +25,7 @@ from octavo.steps.messages import NOTHING_LEFT
 from octavo.types import Masks, Plan, Request
 from tests.runtime.test_model_runner import VOCAB, Loaded, run, tokens_of
 from tests.runtime.test_stream_runner import stream_engine, without_host
+from tests.speculating import last_known, speculating
 
 ENDS = (5, 96)
 NUM_TOKENS = 10
@@ -63,7 +64,7 @@ class EveryThird:
         found = {}
         for item in plan:
             if item.samples and item.seq.grammar and not item.is_stale:
-                output = item.seq.tokens[item.seq.num_prompt_tokens : item.start + len(item.tokens)]
+                output = item.seq.tokens[item.seq.num_prompt_tokens : item.settled_start + len(item.tokens)]
                 outputs = [[*output, *item.drafts[:count]] for count in range(len(item.drafts) + 1)]
                 found[item.seq.id] = [self.mask(some) for some in outputs]
         return found
@@ -121,22 +122,15 @@ def some_requests(loaded: Loaded) -> list[Request]:
     return made
 
 
-class Guess:
-    """Proposes what was said before, and something else."""
-
-    def propose(self, plan: Plan) -> None:
-        for item in plan:
-            if item.samples and not item.is_stale and None not in item.seq.tokens:
-                item.seq.draft_tokens = [item.seq.tokens[-1] or 0, 3]
-
-
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
     "plain preempting": {"num_blocks": 16},
     "stream": {},
     "stream three ahead": {"depth": 3, "max_num_seqs": 5, "block_size": 16, "max_num_batched_tokens": 9},
     "stream preempting": {"num_blocks": 16},
-    "stream with drafts": {"proposer": Guess()},
+    "plain with drafts": {"speculation": speculating(lambda seq: [last_known(seq), 3])},
+    "stream with drafts, one by one": {"speculation": speculating(lambda seq: [last_known(seq), 3]), "depth": 1},
+    "stream with drafts": {"speculation": speculating(lambda seq: [last_known(seq), 3])},
 }
 
 

@@ -20,6 +20,7 @@ from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.graph_choice import GraphChoice
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.speculation import Speculation
 from octavo.engine.step_encoder import NOT_NUMBERS
 from octavo.models.layer_cache import kv_groups
 from octavo.ops import dispatch
@@ -40,6 +41,7 @@ from octavo.steps.shapes import (
 from octavo.types import Output, Request, Scheduled, Sequence, Status
 from tests.runtime.making import CPU, stream_runner
 from tests.runtime.test_model_runner import MIXED, VOCAB, Loaded, requests, run, tokens_of
+from tests.speculating import speculating
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +62,21 @@ def stream_engine(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 32,
     depth: int = 2,
-    proposer: Any = None,
+    speculation: Speculation | None = None,
 ) -> Engine:
     storage = KVStorage(
         loaded.config.cache, kv_groups(loaded.config.cache), [num_blocks], block_size, torch.float32, CPU
     )
     storage.pools[0][0].fill_(torch.nan)
-    limits = StepLimits(max_num_seqs, max_num_batched_tokens, max_blocks=120 // block_size)
+    limits = StepLimits(max_num_seqs, max_num_batched_tokens, 120 // block_size, max_drafts=4)
     runner = stream_runner(loaded.model, storage, VOCAB, limits)
-    cache = KVCache(num_blocks, block_size)
-    scheduler = Scheduler(cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-    return Engine(scheduler, runner, depth=depth, proposer=proposer)
+    scheduler = Scheduler(
+        KVCache(num_blocks, block_size),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        speculation=speculation,
+    )
+    return Engine(scheduler, runner, depth=depth)
 
 
 ENGINES: list[dict[str, Any]] = [
@@ -179,15 +185,20 @@ def test_results_stay_with_their_items_when_some_are_stale_at_the_start_and_othe
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0.8, "frequency_penalty": 1.5, "logprobs": 2}])
 def test_drafts_are_verified(loaded: Loaded, params: dict[str, Any]) -> None:
-    class Guess:
-        def propose(self, plan: Any) -> None:
-            for item in plan:
-                if item.samples and not item.is_stale and None not in item.seq.tokens:
-                    item.seq.draft_tokens = [item.seq.tokens[-1], 3]
-
     some = requests(6, **params)
-    found = tokens_of(run(stream_engine(loaded, proposer=Guess()), some))
-    assert found == tokens_of(run(loaded.engine(), some))
+    expected = tokens_of(run(loaded.engine(), some))
+
+    def guesses(seq: Sequence) -> list[int]:
+        """What will come if nothing is rejected, with mistakes."""
+        coming = expected[seq.id][seq.num_output_tokens :][:3]
+        return [token if rng.random() < 0.7 else (token + 1) % VOCAB for token in coming]
+
+    for depth in (1, 2, 3):
+        rng = random.Random(depth)
+        engine = without_host(stream_engine(loaded, speculation=speculating(guesses), depth=depth))
+        assert tokens_of(run(engine, some)) == expected
+        stats = engine.stats()
+        assert 0 < stats.num_accepted_drafts < stats.num_drafts
 
 
 @pytest.mark.parametrize(

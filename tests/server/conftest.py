@@ -12,10 +12,12 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
+from starlette.applications import Starlette
 
 from octavo.config import ServeConfig
 from octavo.server.app import create_app
 from octavo.server.http import HTTPServer
+from octavo.server_settings import ServerSettings
 from octavo.text.tokenizer import Tokenizer
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 
@@ -50,17 +52,15 @@ class PromptServer(HTTPServer):
         await self.lifespan.shutdown()
 
 
-class Served:
+class AppServer:
     """A running application, with clients for it."""
 
-    def __init__(self, engine: InProcessEngine, tokenizer: Tokenizer | None, settings: dict[str, Any]) -> None:
-        config = ServeConfig.from_flat({"model": "test", **settings})
-        self.engine = engine
-        self.app = create_app(config, engine, tokenizer)
+    def __init__(self, app: Starlette, settings: ServerSettings) -> None:
+        self.app = app
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = PromptServer(self.app, config.server)
+        self._server = PromptServer(app, settings)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         while not self._server.started:
@@ -92,6 +92,15 @@ class Served:
         self.loop.call_soon_threadsafe(self._server.end)
         self._thread.join(10)
         self.app.state.services.close()
+
+
+class Served(AppServer):
+    """An application in front of an engine whose answers are known."""
+
+    def __init__(self, engine: InProcessEngine, tokenizer: Tokenizer | None, settings: dict[str, Any]) -> None:
+        config = ServeConfig.from_flat({"model": "test", **settings})
+        self.engine = engine
+        super().__init__(create_app(config, engine, tokenizer), config.server)
 
 
 def execute(served: Served, sql: str) -> Any:

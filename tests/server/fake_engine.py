@@ -13,24 +13,20 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from octavo import errors
-from octavo.cache.kv_events import KVEvent
+from octavo.backends.instant import InstantEngine, NextToken, Running
 from octavo.config import EngineConfig
-from octavo.telemetry.events import Event
 from octavo.types import EngineInfo, EngineStats, Output, Request, TokenLogprobs
 
 VOCAB = 50_000
 
 NUM_CACHED_TOKENS = 3
 """Of every prompt."""
-NextToken = Callable[[Request, int], int]
 
 
 def make_info(**changes: Any) -> EngineInfo:
@@ -110,46 +106,27 @@ def logprobs_of(token: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(token, -50.0, 3, ids, [-1.0 - i for i in range(num_top)])
 
 
-@dataclass
-class Running:
-    """A request, and how many of its output tokens there are."""
+class FakeEngine(InstantEngine):
+    """``InstantEngine`` with tokens that are known beforehand, and with what goes wrong.
 
-    request: Request
-    num_tokens: int
-
-
-class FakeEngine:
-    """What an ``Engine`` offers, without a model or a scheduler: a step gives each request its next token.
-
-    ``next_token`` says which that is, given the request and the number of its output tokens so far.
+    ``next_token`` says which token is next, given the request and the number of its output tokens so far.
     """
 
     def __init__(self, next_token: NextToken | None = None, knobs: Knobs | None = None, num_blocks: int = 1024) -> None:
-        self.next_token = next_token or (lambda request, position: token_at(request.prompt_tokens, position))
         self.knobs = knobs or Knobs()
+        tokens = next_token or (lambda request, position: token_at(request.prompt_tokens, position))
+        super().__init__(tokens, self.knobs.max_num_seqs)
         self.num_blocks = num_blocks
-        self.requests: dict[int, Running] = {}
-        self.num_steps = 0
         self.slowed: set[int] = set()
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.requests)
 
     def add(self, request: Request) -> None:
         if request.prompt_tokens[0] == self.knobs.refuse:
             raise errors.ContextLengthExceeded("too long for the pool", param="prompt")
-        if request.output_tokens and len(request.output_tokens) >= request.max_tokens:
-            raise errors.InvalidParameter("output_tokens", "nothing is left to generate")
         if request.prompt_tokens[0] == self.knobs.garbage:
             os.write(int(sys.argv[-1]), b"\xff" * 64)
+        if request.output_tokens and len(request.output_tokens) >= request.max_tokens:
+            raise errors.InvalidParameter("output_tokens", "nothing is left to generate")
         self.requests[request.id] = Running(request, len(request.output_tokens))
-
-    def abort(self, request_id: int) -> None:
-        self.requests.pop(request_id, None)
-
-    def spare_seconds(self) -> float:
-        return 0.0
 
     def step(self) -> list[Output]:
         knobs = self.knobs
@@ -162,42 +139,26 @@ class FakeEngine:
             time.sleep(knobs.slow_seconds)
         if knobs.step_seconds:
             time.sleep(knobs.step_seconds)
-        self.num_steps += 1
-        return [self._advance(item) for item in running]
+        return super().step()
 
-    def _advance(self, item: Running) -> Output:
-        request, position = item.request, item.num_tokens
+    def advance(self, item: Running) -> Output:
+        request, params, position = item.request, item.request.params, item.num_tokens
         mark = request.prompt_tokens[0]
         if mark == self.knobs.poison and position == self.knobs.poison_at:
             self._die()
         if mark == self.knobs.faulty and position == 3:
-            del self.requests[request.id]
             return Output(request.id, [], "error", error="its logits are not numbers")
-        output = self._output(item)
-        if output.finish_reason is not None:
-            del self.requests[request.id]
-        return output
-
-    def _output(self, item: Running) -> Output:
-        request, params, position = item.request, item.request.params, item.num_tokens
-        output = Output(request.id, [], first_scheduled=time.monotonic())
+        output = super().advance(item)
+        output.first_scheduled = time.monotonic()
         if position == 0:
             output.num_cached_tokens = NUM_CACHED_TOKENS
             if params.prompt_logprobs is not None:
                 output.prompt_logprobs_start = 1
                 output.prompt_logprobs = [logprobs_of(t, params.prompt_logprobs) for t in request.prompt_tokens[1:]]
-        if position < request.max_tokens:
-            token = self.next_token(request, position)
-            output.tokens = [token]
-            item.num_tokens += 1
-            if params.logprobs is not None:
-                output.logprobs = [logprobs_of(token, params.logprobs)]
-            if token in (*request.eos_token_ids, *params.stop_token_ids):
-                output.finish_reason = "stop"
-                output.stop_token_id = token if token in params.stop_token_ids else None
-        if output.finish_reason is None and item.num_tokens == request.max_tokens:
-            output.finish_reason = "length"
         return output
+
+    def logprobs(self, token: int, num_top: int) -> TokenLogprobs:
+        return logprobs_of(token, num_top)
 
     def _die(self) -> None:
         knobs = self.knobs
@@ -213,12 +174,6 @@ class FakeEngine:
         if knobs.poison_how == "exception":
             raise ZeroDivisionError
         os.kill(os.getpid(), signal.Signals[knobs.poison_how])
-
-    def take_events(self) -> list[Event]:
-        return []
-
-    def take_kv_events(self) -> list[KVEvent]:
-        return []
 
     def close(self) -> None:
         if self.knobs.writes:

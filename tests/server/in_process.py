@@ -10,45 +10,25 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
+from octavo.backends.vocabulary import SPECIAL, TEMPLATE, byte_tokenizer  # noqa: F401 (for the tests)
 from octavo.config import ModelSettings
 from octavo.errors import QueueFull, RequestError, Unavailable
 from octavo.server.adapters import AdapterTable
 from octavo.server.engine_client import OutputListener
 from octavo.server.timelines import KVEventRing, Timelines
 from octavo.telemetry.metrics import Metrics
-from octavo.text.token_bytes import byte_level_alphabet
-from octavo.text.tokenizer import Tokenizer
-from octavo.text.tokenizer_parts import TokenizerParts
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 from tests.server.fake_engine import FakeEngine, make_info
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS = 256
 IM_END = 258
 VOCAB = 300
 MAX_MODEL_LEN = 512
 NUM_BLOCKS = 64
 ANSWER = "The answer is 4, said the bird. "
-
-
-def byte_tokenizer(chat_template: str | None = TEMPLATE, more_special: tuple[str, ...] = ()) -> Tokenizer:
-    """One token for each byte, so that characters of several bytes are always split, and some special tokens."""
-    backend = tokenizers.Tokenizer(models.BPE(vocab=byte_level_alphabet(), merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in (*SPECIAL, *more_special)])
-    names = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2]}
-    return Tokenizer(TokenizerParts(Path("test"), backend, names, (IM_END,), chat_template))
 
 
 @dataclass

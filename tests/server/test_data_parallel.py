@@ -103,12 +103,17 @@ def test_cores_and_gpus_are_shared_out(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(data_parallel, "GPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert environments_of("auto", 3) == [{"OMP_NUM_THREADS": "2"}] * 3
+    assert environments_of("auto", 3, 1) == [{"OMP_NUM_THREADS": "2"}] * 3
     for name in ("0", "1"):
         (tmp_path / name).touch()
-    assert environments_of("auto", 2) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
-    assert environments_of("cpu", 9) == [{"OMP_NUM_THREADS": "1"}] * 9
+    assert environments_of("auto", 2, 1) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    assert environments_of("cpu", 9, 2) == [{"OMP_NUM_THREADS": "1"}] * 9
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
-    assert environments_of("cuda", 2) == [{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "GPU-7"}]
-    with pytest.raises(ConfigError, match="3 engines need as many GPUs, and 2 are visible"):
-        environments_of("auto", 3)
+    assert environments_of("cuda", 2, 1) == [{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "GPU-7"}]
+    with pytest.raises(ConfigError, match="3 engines need 3 GPUs, and 2 are visible"):
+        environments_of("auto", 3, 1)
+    with pytest.raises(ConfigError, match=r"2 engines of 2 ranks .* need 4 GPUs, and 2 are visible"):
+        environments_of("auto", 2, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2,GPU-7,GPU-1,0")
+    shares = [{"CUDA_VISIBLE_DEVICES": "3,2"}, {"CUDA_VISIBLE_DEVICES": "GPU-7,GPU-1"}]
+    assert environments_of("auto", 2, 2) == shares

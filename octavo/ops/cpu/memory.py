@@ -157,14 +157,17 @@ def yield_processor(context: Any) -> Any:
 
 
 @emitted
-def futex(context: Any, address: Any, operation: Any, value: Any) -> Any:
-    """Linux's futex: sleep while the int32 at an address is ``value``, or wake ``value`` sleepers."""
+def futex(context: Any, address: Any, operation: Any, value: Any, timeout: Any) -> Any:
+    """Linux's futex: sleep while the int32 at an address is ``value``, or wake ``value`` sleepers.
+
+    ``timeout`` is the address of a ``timespec``, 0 for none.
+    """
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        call(b, "syscall", I64, [i64(FUTEX_SYSCALL), args[0], args[1], args[2], i64(0), i64(0), i64(0)])
+        call(b, "syscall", I64, [i64(FUTEX_SYSCALL), *args, i64(0), i64(0)])
         return c.get_dummy_value()
 
-    return types.void(types.intp, types.int64, types.int64), emit
+    return types.void(types.intp, types.int64, types.int64, types.intp), emit
 
 
 @emitted

@@ -80,7 +80,7 @@ def _help(pool: int) -> None:
                 spins += 1
         atomic_add(pool + ASLEEP, 1)
         if atomic_load(pool + WAKE) == wake:
-            futex(pool + WAKE, FUTEX_WAIT_PRIVATE, wake)
+            futex(pool + WAKE, FUTEX_WAIT_PRIVATE, wake, 0)
         atomic_add(pool + ASLEEP, -1)
 
 
@@ -103,7 +103,7 @@ def run(pool: int, task: int, arguments: int, items: int, chunk_items: int) -> N
     atomic_store(pool + CLAIM, job)
     atomic_add(pool + WAKE, 1)
     if atomic_load(pool + ASLEEP) > 0:
-        futex(pool + WAKE, FUTEX_WAKE_PRIVATE, EVERYONE)
+        futex(pool + WAKE, FUTEX_WAKE_PRIVATE, EVERYONE, 0)
     while _take_chunk(pool):
         pass
     spins = 0
@@ -142,7 +142,7 @@ class Pool:
 def _stop(pool: int) -> None:
     atomic_store(pool + STOP, 1)
     atomic_add(pool + WAKE, 1)
-    futex(pool + WAKE, FUTEX_WAKE_PRIVATE, EVERYONE)
+    futex(pool + WAKE, FUTEX_WAKE_PRIVATE, EVERYONE, 0)
 
 
 class Threads:

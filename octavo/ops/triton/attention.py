@@ -27,16 +27,20 @@ def attention_triton(
     """See ``ops.attention``.
 
     Where results may not depend on other rows, one kernel computes all rows: a token must give the same result in a
-    decode step and in a recomputed chunk after a preemption.
+    decode step and in a recomputed chunk after a preemption. Else drafts are computed row by row, by the kernel that
+    divides long contexts among programs: their sequences' keys and values are then read from the second-level cache.
     """
     if rows.max_query_len == 1 and not is_invariant() and not heads.shares_cache:
         return decode_attention(qkv_TW, heads, cos_TR, sin_TR, cache, rows)
     slot_mapping_T, block_tables_SB = rows.of(cache)
     q_TNH = rotate_store(qkv_TW, heads, cos_TR, sin_TR, cache.keys, cache.values, slot_mapping_T)
     out_TNH = torch.empty_like(q_TNH)
+    is_by_row = rows.single is not None and not is_invariant()
     has_single = len(rows.seq_lens_S) > 1 and not is_invariant()
-    if has_single:
+    if has_single or is_by_row:
         attend_single_rows(q_TNH, heads, cache, rows, out_TNH)
+    if is_by_row:
+        return out_TNH.view(len(q_TNH), -1)
     lengths = block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S
     if len(q_TNH) >= GLUON_ROWS and has_gluon(q_TNH.device) and not is_invariant():
         from octavo.ops.triton.hopper_prefill import hopper_prefill, suits

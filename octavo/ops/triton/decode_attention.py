@@ -52,7 +52,8 @@ def decode_attention(
 
 
 def attend_single_rows(q_TNH: Tensor, heads: HeadLayout, cache: LayerCache, rows: PagedRows, out_TNH: Tensor) -> None:
-    """Fill the rows of ``out`` that are the only row of their sequence; the others are left as they are.
+    """Fill the rows of ``out`` that are the only row of their sequence, or every row if ``rows.single`` is given; the
+    others are left as they are.
 
     Queries are rotated, and the step's keys and values stored already.
     """
@@ -69,7 +70,8 @@ def run_decode_attention(
     config: DecodeConfig | None = None,
 ) -> None:
     """Launch the kernel on projections, or on queries where there is no prologue. ``config`` overrides the table's."""
-    S, K, H = len(rows.seq_lens_S), heads.num_kv_heads, heads.head_dim
+    single = None if prologue else rows.single
+    S, K, H = len(rows.seq_lens_S) if single is None else len(x_TW), heads.num_kv_heads, heads.head_dim
     keys, values, block_tables_SB = cache.keys, cache.values, rows.of(cache).block_tables_SB
     assert H <= MAX_HEAD_DIM, f"head_dim {H} is more than {MAX_HEAD_DIM}"
     assert S * K <= MAX_PAIRS, f"{S} sequences of {K} kv heads are more than {MAX_PAIRS} pairs"
@@ -90,8 +92,7 @@ def run_decode_attention(
         keys,
         values,
         block_tables_SB,
-        rows.cu_seqlens_q,
-        rows.seq_lens_S,
+        *((rows.cu_seqlens_q, rows.seq_lens_S) if single is None else single),
         heads.sinks_N,
         out_TW,
         torch.empty(*partial_shape, H, dtype=torch.float32, device=x_TW.device),
@@ -108,6 +109,7 @@ def run_decode_attention(
         HEAD_STRIDE=keys.stride(1),
         SLOT_STRIDE=keys.stride(2),
         BLOCK_SIZE=keys.shape[2],
+        BY_ROW=single is not None,
         **constants,
     )
 
@@ -147,21 +149,21 @@ def _decode_kernel(
     sinks: tl.tensor, out: tl.tensor, parts: tl.tensor, logs: tl.tensor, counters: tl.tensor, scale: tl.tensor,
     cap: tl.tensor, eps: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor, angle_stride: tl.tensor,
     table_stride: tl.tensor, block_stride: tl.tensor, HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr, GP: tl.constexpr,
-    HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PROLOGUE: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BY_ROW: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
+    R: tl.constexpr, GP: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, PROLOGUE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
+    AT_ONCE: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """``GP`` and ``HP`` are G and H filled up to powers of two (H to 16 at least), ``ROWS`` the queries of a tile."""
     split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     d, r, t = tl.arange(0, HP), tl.arange(0, ROWS), tl.arange(0, TILE)
     if not PROLOGUE:
         after_predecessor(PDL)  # it stored the step's keys and values
-    row, length = _row(seq, cu_seqlens, seq_lens, PROLOGUE)
+    row, length, own = _row(seq, cu_seqlens, seq_lens, PROLOGUE, BY_ROW)
     seen_from, num_runs, begin, last = _run(length, split, WINDOW, TILE, SPLITS, MIN_TILES)
     is_active = split < num_runs
     tile = kv_head * HEAD_STRIDE + t[:, None] * SLOT_STRIDE + d
-    tables += seq.to(tl.int64) * table_stride
+    tables += own * table_stride
     at = _tile_start(tables, last, is_active, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
     position = last * TILE + t
     is_own = ((position == length - 1) & PROLOGUE)[:, None] & (d < H)
@@ -203,13 +205,24 @@ def _decode_kernel(
 
 
 @triton.jit
-def _row(seq: tl.tensor, cu_seqlens: tl.tensor, seq_lens: tl.tensor, PROLOGUE: tl.constexpr) -> tl.tensor:
-    """The sequence's row, and the length of its context; that is 0 if it has no row, or several."""
-    row, length = seq.to(tl.int64), tl.load(seq_lens + seq)
-    if not PROLOGUE:
+def _row(
+    seq: tl.tensor, cu_seqlens: tl.tensor, seq_lens: tl.tensor, PROLOGUE: tl.constexpr, BY_ROW: tl.constexpr
+) -> tl.tensor:
+    """The sequence's row, the length of its context, which is 0 if it has no row, or several, and the sequence.
+
+    With ``BY_ROW``, each row is computed like the only row of a sequence; ``cu_seqlens`` and ``seq_lens`` are then the
+    sequence and the position of each row.
+    """
+    row, own = seq.to(tl.int64), seq.to(tl.int64)
+    length = tl.load(seq_lens + seq).to(tl.int32)
+    if BY_ROW:
+        own = tl.load(cu_seqlens + seq).to(tl.int64)
+        length = tl.where(own >= 0, length + 1, 0)
+        own = tl.maximum(own, 0)
+    elif not PROLOGUE:
         row = tl.load(cu_seqlens + seq).to(tl.int64)
         length = tl.where(tl.load(cu_seqlens + seq + 1) == row + 1, length, 0)
-    return row, length
+    return row, length, own
 
 
 @triton.jit

@@ -111,6 +111,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
+    num_speculative_tokens: int | None = None
     priority: int = 0
     cache_salt: str = ""
     user: str | None = None
@@ -238,6 +239,7 @@ def sampling_params(
         seed=None if body.seed is None else body.seed % 2**64,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        num_speculative_tokens=body.num_speculative_tokens,
     )
 
 

@@ -46,16 +46,20 @@ class Identity:
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Token counts; a prompt with several choices counts once."""
+    """Token counts; a prompt with several choices counts once. Drafts of speculative decoding are predictions."""
     firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()
     prompt_tokens = sum(len(choice.prompt.tokens) for choice in firsts)
     completion_tokens = sum(choice.num_tokens for choice in choices)
+    details = {"reasoning_tokens": sum(choice.num_reasoning_tokens for choice in choices)}
+    if num_drafts := sum(choice.num_drafts for choice in choices):
+        num_accepted = sum(choice.num_accepted_drafts for choice in choices)
+        details |= {"accepted_prediction_tokens": num_accepted, "rejected_prediction_tokens": num_drafts - num_accepted}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in firsts)},
-        "completion_tokens_details": {"reasoning_tokens": sum(choice.num_reasoning_tokens for choice in choices)},
+        "completion_tokens_details": details,
     }
 
 

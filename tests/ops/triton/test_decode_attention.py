@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows
+from octavo import ops
+from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows, SingleRows
 from octavo.ops.triton.configs.decode_attention import DecodeConfig, config_for
-from octavo.ops.triton.decode_attention import Prologue, run_decode_attention
+from octavo.ops.triton.decode_attention import Prologue, attend_single_rows, run_decode_attention
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -273,3 +274,28 @@ def test_lone_queries_in_float32_are_multiplied_without_dots() -> None:
     assert not many.dot
     assert (many.tile, many.warps, many.splits) == (16, 1, 1)
     assert config_for(pairs=512 * 12, group=1, head_dim=64, element=2, block_size=64).dot
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_rows_of_drafts_are_computed_one_by_one(device: str, window: int) -> None:
+    """Every row of a sequence attends up to its own position; padding rows are left as they are."""
+    heads = layout(window=window)
+    generator = torch.Generator().manual_seed(1)
+    starts, counts, T = [0, 20, 33], [1, 4, 2], 9
+    keys, values = torch.randn(2, 9, heads.num_kv_heads, 16, 16, generator=generator)
+    tables = torch.tensor([[3, 0, 0], [5, 1, 0], [0, 8, 2]], dtype=torch.int32)
+    positions = torch.tensor([start + i for start, count in zip(starts, counts, strict=True) for i in range(count)])
+    seqs = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+    queries = torch.randn(T, heads.num_heads * 16, generator=generator)
+    padded = torch.cat((seqs, torch.tensor([-1, -1]))).int()
+    single = SingleRows(padded.to(device), torch.cat((positions, torch.zeros(2).long())).to(device))
+    cu_seqlens = torch.tensor([0, *counts]).cumsum(0).int()
+    lens = torch.tensor([start + count for start, count in zip(starts, counts, strict=True)]).int()
+    groups = (GroupRows(torch.zeros(T).long().to(device), tables.to(device)),)
+    rows = PagedRows(groups, cu_seqlens.to(device), lens.to(device), 33, single=single)
+    cache = LayerCache(keys.to(device), values.to(device))
+    out = torch.full((T, heads.num_heads, 16), NAN, device=device)
+    attend_single_rows(queries.view(T, -1, 16).to(device), heads, cache, rows, out)
+    given = queries.view(T, -1, 16)[:7], keys, values, tables, cu_seqlens, lens, heads.scale, window
+    torch.testing.assert_close(out[:7].cpu(), ops.paged_attention.reference(*given), rtol=1e-5, atol=1e-5)
+    assert out[7:].isnan().all()

@@ -2,39 +2,123 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from typing import Any
+
 import pytest
 import torch
 
 from octavo import ops
+from octavo.ops.stage_step import LastResults, StagedRows
+from octavo.ops.triton.accept_drafts import accept_drafts_triton
 from octavo.ops.triton.publish_tokens import publish_tokens_triton
 from octavo.ops.triton.pull_step import pull_step_triton
 from octavo.ops.triton.rotary_angles import rotary_angles_triton
 from octavo.ops.triton.stage_step import stage_step_triton
 
+BLOCK_SIZE = 4
 
-@pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize("width", [1, 3, 300])
-def test_stage_step(device: str, width: int, first: int) -> None:
-    counts = [1, 4, 1, 0, 2, 0]
+
+def staged(where: str, run: Any, num_groups: int, width: int, has_drafts: bool, has_drafter: bool) -> dict[str, Any]:
+    """What staging makes of five sequences: the first, second and fifth are pending, the third is padding."""
+    rng = torch.Generator().manual_seed(width)
+    counts, drafts = [1, 3, 0, 2, 1], [0, 2, 0, 1, 0]
+    if not has_drafts:
+        counts, drafts = [1, 1, 0, 2, 1], [0] * 5
     cu_seqlens = torch.tensor([0, *counts]).cumsum(0).int()
-    tokens = torch.randint(0, 1000, (10,))
-    tokens[[0, 5, 7]] = -1
-    cells = torch.tensor([3, 0, 2, 7, 1, 7])
+    cu_samples = torch.tensor([0, 1, 4, 5, 7, 8]).int()
+    starts, T, num_samples = [7, 9, 0, 3, 2], sum(counts) + 2, sum(drafts) + 5
+    positions = [start + i for start, count in zip(starts, counts, strict=True) for i in range(count)]
+    ends = [start + count for start, count in zip(starts, counts, strict=True)]
+    sampled = [end - n + i for end, n in zip(ends, drafts, strict=True) for i in range(n + 1)]
+    ids = torch.randint(0, 1000, (T,), generator=rng)
+    ids[[0, 1, sum(counts) - 1]] = -1
+    if has_drafter and has_drafts:
+        ids[[2, 5]] = -1
+    sent = {
+        "ids": ids,
+        "positions": torch.tensor([*positions, 0, 0]),
+        "slots": torch.randint(0, 100, (num_groups, T), generator=rng),
+        "sampled": torch.tensor(sampled).int(),
+        "lens": torch.tensor(ends).int(),
+        "cu": cu_seqlens,
+        "cu_samples": cu_samples,
+        "cells": torch.tensor([3, 0, 5, 1, 2]),
+        "tables": torch.full((num_groups, 5, 310), -7, dtype=torch.int32),
+    }
+    assert len(sampled) == num_samples
     last_tokens = torch.tensor([10, 11, -2, 13, 14, 15, 16, 17], dtype=torch.int32)
-    packed = torch.randint(0, 100, ((first + 6) * width + 5,), dtype=torch.int32)
-    results = []
-    for where, run in (("cpu", ops.stage_step.reference), (device, stage_step_triton)):
-        ids, tables = tokens.clone().to(where), torch.full((8, 310), -7, dtype=torch.int32, device=where)
-        steps = torch.tensor([width], dtype=torch.int32)
-        run(ids, *(x.to(where) for x in (cu_seqlens, cells, last_tokens, packed, steps)), tables, first)
-        results.append((ids.cpu(), tables.cpu()))
-    (ids, tables), (found_ids, found_tables) = results
-    assert ids[[0, 5, 7]].tolist() == [13, 0, 11]
-    assert torch.equal(found_ids, ids)
-    assert torch.equal(found_tables, tables)
-    assert torch.equal(tables[:6, :width], packed[first * width : (first + 6) * width].view(6, width))
-    assert (tables[6:] == -7).all()
-    assert (tables[:, width:] == -7).all()
+    last_positions = torch.tensor([5, 2, -1, 7, 3, 9, 9, 9], dtype=torch.int32)
+    proposed = torch.randint(0, 1000, (8, 3), generator=rng, dtype=torch.int32) if has_drafter else None
+    packed = torch.randint(0, 100, (num_groups * 5 * width + 5,), generator=rng, dtype=torch.int32)
+    on = {name: value.clone().to(where) for name, value in sent.items()}
+    of_rows = (on[name] for name in ("positions", "slots", "sampled", "lens", "cu"))
+    rows = StagedRows(*of_rows, on["cu_samples"] if has_drafts else None, on["cells"])
+    last = LastResults(*(None if x is None else x.to(where) for x in (last_tokens, last_positions, proposed)))
+    widths = torch.tensor([width], dtype=torch.int32, device=where)
+    run(on["ids"], rows, last, packed.to(where), widths, on["tables"], BLOCK_SIZE)
+    return {"sent": sent, "packed": packed, "drafts": proposed} | {name: value.cpu() for name, value in on.items()}
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("width", [3, 300])
+@pytest.mark.parametrize(("has_drafts", "has_drafter"), [(False, False), (True, False), (True, True), (False, True)])
+def test_stage_step(device: str, width: int, num_groups: int, has_drafts: bool, has_drafter: bool) -> None:
+    shape = num_groups, width, has_drafts, has_drafter
+    found, want = staged(device, stage_step_triton, *shape), staged("cpu", ops.stage_step.reference, *shape)
+    for name in ("ids", "positions", "slots", "sampled", "lens", "tables"):
+        assert torch.equal(found[name], want[name]), name
+    ids, sent = want["ids"], want["sent"]
+    num_rows = 3 if has_drafts else 1
+    moved = torch.arange(5, 5 + num_rows)
+    assert ids[:2].tolist() == [13, 10]
+    assert ids[-3] == 0, "an error became a token"
+    assert torch.equal(want["positions"][1 : 1 + num_rows], moved), "of the second sequence, drafts were rejected"
+    assert want["lens"].tolist() == [8, 5 + num_rows, 0, 5, 3]
+    assert want["sampled"].tolist() == ([8, 6, 7, 8, 0, 4, 5, 3] if has_drafts else [8, 6, 0, 5, 3])
+    if has_drafts and has_drafter:
+        assert ids[2] == want["drafts"][0, 0]
+        assert ids[5] == want["drafts"][1, 0]
+    tables = want["packed"][: num_groups * 5 * width].view(num_groups, 5, width)
+    assert torch.equal(want["tables"][:, :, :width], tables)
+    assert (want["tables"][:, :, width:] == -7).all()
+    in_table = tables[:, 1, moved // BLOCK_SIZE].long() * BLOCK_SIZE + moved % BLOCK_SIZE
+    assert torch.equal(want["slots"][:, 1 : 1 + num_rows], in_table)
+    others = torch.tensor([0, *range(1 + num_rows, len(ids))])
+    assert torch.equal(want["slots"][:, others], sent["slots"][:, others])
+
+
+def slow_counts(tokens: list[int], ids: list[int], rows: list[int], cu_samples: list[int]) -> list[int]:
+    counts = []
+    for first, end in itertools.pairwise(cu_samples):
+        count = 0
+        while first + count + 1 < end and tokens[first + count] == ids[rows[first + count] + 1]:
+            count += 1
+        counts.append(count)
+    return counts
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_accept_drafts(device: str, seed: int) -> None:
+    rng = random.Random(seed)
+    ids, rows, cu_samples = list[int](), list[int](), [0]
+    for _ in range(rng.randrange(1, 9)):
+        num_tokens, num_drafts = rng.randrange(1, 4), rng.randrange(0, 6)
+        ids += rng.choices(range(2), k=num_tokens + num_drafts)
+        rows += range(len(ids) - num_drafts - 1, len(ids))
+        cu_samples.append(len(rows))
+    tokens = rng.choices([0, 1, 1, -2], k=len(rows) + 3)  # and padding
+    want = slow_counts(tokens, ids, rows, cu_samples)
+    cu_samples += [cu_samples[-1]] * 2
+    given = (
+        torch.tensor(tokens, dtype=torch.int32),
+        torch.tensor([*ids, 0]),
+        torch.tensor([*rows, 0, 0, 0]),
+        torch.tensor(cu_samples, dtype=torch.int32),
+    )
+    for where, run in (("cpu", ops.accept_drafts.reference), (device, accept_drafts_triton)):
+        assert run(*(x.to(where) for x in given)).tolist() == [*want, 0, 0]
 
 
 @pytest.mark.parametrize("num_pairs", [1, 24, 64])
@@ -47,21 +131,33 @@ def test_rotary_angles(device: str, num_pairs: int) -> None:
     torch.testing.assert_close(sin.cpu().double(), angles.sin() * 1.25, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("has_drafts", [False, True])
 @pytest.mark.parametrize("count", [1, 5, 130])
-def test_publish_tokens(device: str, count: int) -> None:
-    tokens = torch.randint(0, 1000, (count,), dtype=torch.int32, device=device)
-    cells = torch.randperm(count + 3)[:count].to(device)
-    last_tokens = torch.full((count + 3,), -7, dtype=torch.int32, device=device)
-    results = torch.full((4, 140), -7, dtype=torch.int32, pin_memory=device == "cuda")
-    counter = torch.tensor([6], dtype=torch.int32, device=device)
-    publish_tokens_triton(tokens, cells, last_tokens, results, counter)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    assert torch.equal(last_tokens[cells], tokens)
-    assert (last_tokens == -7).sum() == 3
-    assert torch.equal(results[2, :count], tokens.cpu())
-    assert (results == -7).sum() == results.numel() - count
-    assert counter.item() == 7
+def test_publish_tokens(device: str, count: int, has_drafts: bool) -> None:
+    for where, run in (("cpu", ops.publish_tokens.reference), (device, publish_tokens_triton)):
+        counts = torch.arange(count) % 4 if has_drafts else torch.zeros(count, dtype=torch.int64)
+        cu_samples = torch.tensor([0, *(counts + 1)]).cumsum(0).int()
+        R, accepted = int(cu_samples[-1]), (counts + 1) // 2
+        tokens, positions = torch.arange(1000, 1000 + R).int(), torch.arange(2000, 2000 + R).int()
+        cells = torch.randperm(count + 3)[:count]
+        last_tokens = torch.full((count + 3,), -7, dtype=torch.int32, device=where)
+        last_positions = last_tokens.clone()
+        results = torch.full((4, 640), -7, dtype=torch.int32, pin_memory=where == "cuda")
+        counter = torch.tensor([6], dtype=torch.int32, device=where)
+        drafts = (accepted.int().to(where), cu_samples.to(where)) if has_drafts else (None, None)
+        given = (x.to(where) for x in (tokens, positions, cells))
+        run(*given, last_tokens, last_positions, results, counter, *drafts)
+        if where == "cuda":
+            torch.cuda.synchronize()
+        last = cu_samples[:-1] + accepted
+        assert torch.equal(last_tokens.cpu()[cells], tokens[last])
+        assert torch.equal(last_positions.cpu()[cells], positions[last])
+        assert (last_tokens == -7).sum() == 3
+        assert torch.equal(results[2, :R], tokens)
+        if has_drafts:
+            assert torch.equal(results[2, R : R + count], accepted.int())
+        assert (results == -7).sum() == results.numel() - R - (count if has_drafts else 0)
+        assert counter.item() == 7
 
 
 @pytest.mark.parametrize("num_words", [1, 300, 9000])

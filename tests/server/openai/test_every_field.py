@@ -50,6 +50,7 @@ PARAMS: dict[str, tuple[Any, Any]] = {
     "skip_special_tokens": (False, False),
     "seed": (-1, 2**64 - 1),
     "prompt_logprobs": (2, 2),
+    "num_speculative_tokens": (2, 2),
 }
 """Fields that are parameters of the same name: what is sent, and what the engine gets."""
 

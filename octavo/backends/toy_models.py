@@ -15,7 +15,8 @@ import hashlib
 import math
 from collections.abc import Callable
 
-from octavo.types import Masks, Plan, Sampled, Sequence
+from octavo.backends.certain import certain
+from octavo.types import Masks, Plan, Sampled, Scheduled, Sequence
 
 VOCAB_SIZE = 32_000
 WORDS = (
@@ -49,11 +50,15 @@ class NextByHash:
         self.texts = texts
 
     def __call__(self, seq: Sequence, num_tokens: int) -> int:
-        first = seq.num_prompt_tokens
-        spoken = " ".join(WORDS[token] for token in seq.tokens[first:num_tokens] if token is not None)
-        step = num_tokens - first
-        digest = hashlib.sha256(f"{self.texts[seq.id]}|{spoken}|{step}".encode()).digest()
-        return highest_wave(int.from_bytes(digest[:4], "big") % 997 + 1, step)
+        words = [WORDS[token] for token in seq.tokens[seq.num_prompt_tokens : num_tokens] if token is not None]
+        return next_word(self.texts[seq.id], words)
+
+
+def next_word(text: str, said: list[str]) -> int:
+    """The index of the word after ``said``, the answer to ``text`` so far."""
+    step = len(said)
+    digest = hashlib.sha256(f"{text}|{' '.join(said)}|{step}".encode()).digest()
+    return highest_wave(int.from_bytes(digest[:4], "big") % 997 + 1, step)
 
 
 def highest_wave(frequency: int, step: int) -> int:
@@ -82,8 +87,9 @@ class FakeStep:
         self.next_token = next_token
 
     def sample(self, masks: Masks) -> list[Sampled]:
-        next_token = self.next_token
-        return [
-            Sampled([next_token(item.seq, item.start + len(item.tokens))] if item.samples and not item.is_stale else [])
-            for item in self.plan
-        ]
+        return [self._sampled(item) if item.samples and not item.is_stale else Sampled([]) for item in self.plan]
+
+    def _sampled(self, item: Scheduled) -> Sampled:
+        token = self.next_token(item.seq, item.start + len(item.tokens))
+        num_top = item.seq.request.params.logprobs
+        return Sampled([token], logprobs=None if num_top is None else [certain(token, num_top)])

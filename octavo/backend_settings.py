@@ -1,0 +1,61 @@
+"""Which settings each backend honours: one that would have no effect is refused at start, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from octavo.errors import ConfigError
+
+BACKENDS = ("octavo", "transformers", "toy", "instant", "openai")
+WITHOUT_MODEL = ("toy", "instant", "openai")
+"""Backends that load no checkpoint; for toy and instant, the model is a name."""
+_UPSTREAM = frozenset({"upstream", "upstream_command", "upstream_api_key"})
+_SCHEDULER = frozenset(
+    {
+        *("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "policy_ageing", "ttft_target"),
+        *("tpot_target", "tenant_weights", "turn_tokens", "preemption_victim", "decode_interval", "max_itl"),
+        "step_log",
+    }
+)
+_CACHE = frozenset(
+    {
+        *("block_size", "num_kv_blocks", "enable_prefix_caching", "eviction_policy", "kv_watermark"),
+        "enable_kv_events",
+    }
+)
+_ENGINE = {
+    "transformers": _SCHEDULER
+    | _CACHE
+    | {
+        *("model", "tokenizer", "chat_template", "generation_config", "dtype", "device", "max_model_len", "seed"),
+        *("revision", "download_dir", "kv_cache_memory"),
+    },
+    "toy": _SCHEDULER | _CACHE | {"model", "chat_template", "max_model_len"},
+    "instant": frozenset({"model", "chat_template", "max_model_len", "max_num_seqs"}),
+    "openai": frozenset({"max_num_seqs"}),
+}
+"""Settings of the engine that a backend other than octavo honours."""
+_PROXY = _UPSTREAM | {
+    *("host", "port", "api_key", "api_key_file", "admin_key", "allowed_hosts", "allowed_origins", "ssl_certfile"),
+    *("ssl_keyfile", "ssl_ca_certs", "max_num_queued_reqs", "max_request_bytes", "shutdown_timeout"),
+    *("engine_timeout", "log_level"),
+}
+"""Settings of the server that the openai backend honours; the others honour all but those of the upstream."""
+
+
+def check_backend(backend: str, given: Mapping[str, str]) -> None:
+    """Raise ``ConfigError`` for a setting that ``backend`` does not honour.
+
+    ``given`` maps the settings that differ from their defaults to their groups.
+    """
+    for name, group in given.items():
+        if name != "backend" and not _is_honoured(backend, name, group):
+            raise ConfigError(f"{name}: has no effect with backend {backend}; leave it out")
+    if backend == "openai" and "upstream" not in given:
+        raise ConfigError("backend openai needs upstream, the URL of the server that requests are forwarded to")
+
+
+def _is_honoured(backend: str, name: str, group: str) -> bool:
+    if group == "server":
+        return name in _PROXY if backend == "openai" else name not in _UPSTREAM
+    return backend == "octavo" or name in _ENGINE[backend]

@@ -1,0 +1,69 @@
+"""The device of an engine, and its data types, as the settings ask for them."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo import ops
+from octavo.config import ModelSettings
+from octavo.errors import ConfigError
+from octavo.ops import dispatch
+from octavo.quant.blocks import without_kernel
+from octavo.quant.stored import WeightFormat
+from octavo.runtime.cpu_threads import default_num_threads
+from octavo.runtime.device_program import load_kernels
+from octavo.weights.checkpoint import Checkpoint
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def prepared_device(settings: ModelSettings) -> torch.device:
+    """The device, with the number of CPU threads set, or with GPU kernels being loaded while the model is."""
+    device = resolve_device(settings.device)
+    if device.type == "cpu":
+        _share_cores(max(1, default_num_threads() // settings.tensor_parallel_size))
+    else:
+        load_kernels()
+    return device
+
+
+def _share_cores(count: int) -> None:
+    """Assign the cores to the threads of compiled kernels, if any: torch's spinning threads would occupy them."""
+    if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
+        torch.set_num_threads(count)
+        return
+    from octavo.ops.cpu import threads
+
+    torch.set_num_threads(1)
+    threads.set_num_threads(count)
+
+
+def resolve_kv_dtype(name: str, form: WeightFormat, device: torch.device) -> torch.dtype:
+    """The data type of cached keys and values; "auto" follows the weights. Raises ``ConfigError``."""
+    if name == "fp8":
+        if device.type == "cpu":
+            raise ConfigError("kv_cache_dtype: fp8 is for GPUs; on a CPU use bfloat16 or float16")
+        return torch.float8_e4m3fn
+    return DTYPES.get(name, form.kv_dtype)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of a setting; "auto" uses a GPU if there is one. Raises ``ConfigError``."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda was requested, but torch finds no CUDA device")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Checkpoint) -> WeightFormat:
+    """The format of weights and activations.
+
+    "auto" is float32 on a CPU; on a GPU it is float16 for a float16 checkpoint, else bfloat16. Quantised weights are
+    kept packed if there is a kernel for them, which an explicit dtype on a CPU rules out.
+    """
+    if settings.dtype != "auto":
+        return WeightFormat(DTYPES[settings.dtype], device, packs=device.type != "cpu")
+    if device.type == "cpu":
+        is_quantised = checkpoint.has_blocks or checkpoint.config.get("quantization_config") is not None
+        return WeightFormat(torch.float32, device, packs=is_quantised and without_kernel("cpu") is None)
+    own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    return WeightFormat(torch.float16 if own == "float16" else torch.bfloat16, device, packs=True)

@@ -1,0 +1,81 @@
+"""How many drafts a step verifies: as many as raise the expected tokens per second of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from octavo.engine.acceptance import AcceptanceRates
+from octavo.engine.proposer import Guess
+from octavo.engine.step_costs import StepCosts
+from octavo.types import Plan, Sampled, Sequence
+
+MARGIN = 0.01
+"""Drafts must promise so much more than no drafts: estimates have errors, and a rejected draft gives nothing."""
+STEPS_BETWEEN_MEASUREMENTS = 256
+"""Now and then a step has no drafts, and another one has drafts whatever they promise, so that costs are known."""
+MANY_SEQS, PAUSE = 32, 8
+"""A batch of many sequences that gains nothing from drafts is looked at again after so many steps."""
+
+
+class DraftChoice:
+    """Chooses among the drafts of all sequences by the probability that they are accepted.
+
+    A step of N sequences that verifies the drafts with the D largest survival probabilities gives N plus their sum in
+    expected tokens. D is what makes tokens divided by the duration of a step of N + D rows largest. The drafts of a
+    sequence are chosen in order, since their survival probabilities fall.
+    """
+
+    def __init__(self, max_drafts: int) -> None:
+        self.costs = StepCosts()
+        self.rates = AcceptanceRates(max_drafts)
+        self._num_steps = 0
+        self._pause = 0
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the next step has no drafts, whatever they are; to be asked once for each step."""
+        self._num_steps += 1
+        self._pause -= 1
+        is_measured = self._num_steps % STEPS_BETWEEN_MEASUREMENTS == STEPS_BETWEEN_MEASUREMENTS // 2
+        return not is_measured and (self._pause > 0 or self._num_steps % STEPS_BETWEEN_MEASUREMENTS == 0)
+
+    def choose(self, guesses: Mapping[Sequence, Guess], num_seqs: int) -> dict[Sequence, tuple[int, ...]]:
+        """The drafts to verify out of ``guesses``, in a step of ``num_seqs`` sequences that decode."""
+        slots = sorted(
+            (-survival, position, number)
+            for number, (seq, guess) in enumerate(guesses.items())
+            for position, survival in enumerate(self.rates.survivals(seq, len(guess.tokens), guess.chances))
+        )
+        plain = self.costs.seconds(num_seqs)
+        if plain is None or not slots:
+            return {}
+        best, best_speed, expected = 0, (1 + MARGIN) * num_seqs / plain, float(num_seqs)
+        for count, (negated, _, _) in enumerate(slots, 1):
+            expected -= negated
+            seconds = self.costs.seconds(num_seqs + count)
+            if seconds is not None and expected / seconds > best_speed:
+                best, best_speed = count, expected / seconds
+        if not best and num_seqs >= MANY_SEQS:
+            self._pause = PAUSE
+        num_measured, phase = divmod(self._num_steps, STEPS_BETWEEN_MEASUREMENTS)
+        if phase == STEPS_BETWEEN_MEASUREMENTS // 2:
+            best = 1 + num_measured % len(slots)
+        counts = [0] * len(guesses)
+        for _, _, number in slots[:best]:
+            counts[number] += 1
+        return {seq: guess.tokens[:count] for (seq, guess), count in zip(guesses.items(), counts, strict=True) if count}
+
+    def learn(self, plan: Plan, sampled: list[Sampled]) -> None:
+        """Record which drafts of a committed plan were accepted."""
+        for item, result in zip(plan, sampled, strict=True):
+            if item.samples and result.tokens and not item.is_stale:
+                self.rates.learn(item.seq, len(item.drafts), len(result.tokens) - 1)
+
+    def note_step(self, plan: Plan, seconds: float) -> None:
+        """Record the duration of a step; those with prompts are left out."""
+        if all(len(item.tokens) == 1 for item in plan):
+            self.costs.note(len(plan) + sum([len(item.drafts) for item in plan]), seconds)
+
+    def forget(self, seq: Sequence) -> None:
+        """``seq`` has ended."""
+        self.rates.forget(seq)

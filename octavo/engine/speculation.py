@@ -1,0 +1,61 @@
+"""Speculative decoding: which drafts a step verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from octavo.engine.draft_choice import DraftChoice
+from octavo.engine.proposer import NO_GUESS, Guess, Proposer
+from octavo.types import Plan, Sampled, Sequence, Status
+
+Drafts = Mapping[Sequence, tuple[int, ...]]
+NO_DRAFTS: Drafts = {}
+
+
+class Speculation:
+    """Asks a proposer for drafts of the sequences that decode; without a ``choice``, all of them are verified."""
+
+    def __init__(self, proposer: Proposer, max_drafts: int, choice: DraftChoice | None = None) -> None:
+        """``max_drafts``: most drafts of a sequence and step."""
+        self.proposer = proposer
+        self.max_drafts = max_drafts
+        self.choice = choice
+
+    @property
+    def num_lookahead(self) -> int:
+        """See ``Proposer``."""
+        return self.proposer.num_lookahead
+
+    def choose(self, running: Iterable[Sequence]) -> Drafts:
+        """The drafts that the next step verifies."""
+        if self.choice is None:
+            return {seq: guess.tokens for seq in running if (guess := self._guess(seq)).tokens}
+        if self.choice.pauses:
+            return NO_DRAFTS
+        decoding = [seq for seq in running if seq.decodes and seq.status is Status.RUNNING]
+        guesses = {seq: guess for seq in decoding if (guess := self._guess(seq)).tokens}
+        return self.choice.choose(guesses, len(decoding)) if guesses else NO_DRAFTS
+
+    def _guess(self, seq: Sequence) -> Guess:
+        if not seq.decodes or seq.status is not Status.RUNNING:
+            return NO_GUESS
+        limit = seq.request.params.num_speculative_tokens
+        most = self.max_drafts if limit is None else min(limit, self.max_drafts)
+        count = min(most, seq.max_computed_tokens - len(seq.tokens))
+        return self.proposer.propose(seq, count) if count > 0 else NO_GUESS
+
+    def learn(self, plan: Plan, sampled: list[Sampled]) -> None:
+        """Record the results of ``plan``, which is about to be committed."""
+        if self.choice is not None:
+            self.choice.learn(plan, sampled)
+
+    def note_step(self, plan: Plan, seconds: float) -> None:
+        """Record that a step took ``seconds``."""
+        if self.choice is not None:
+            self.choice.note_step(plan, seconds)
+
+    def forget(self, seq: Sequence) -> None:
+        """``seq`` has ended."""
+        self.proposer.forget(seq)
+        if self.choice is not None:
+            self.choice.forget(seq)

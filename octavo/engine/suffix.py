@@ -1,0 +1,148 @@
+"""Suffix decoding: drafts what followed the longest match of the last tokens, in the sequence or in earlier answers.
+
+After Oliaro et al., arXiv 2411.04975. Longer matches give more drafts. Where the context occurred several times, the
+draft follows the majority, and its length the share that agrees. The latest occurrences alone are looked at, so that a
+draft takes constant time, and texts are indexed by ``MatchChains``, in constant time a token.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from octavo.engine.hit_rates import HitRates
+from octavo.engine.match_chains import NOTHING, MatchChains
+from octavo.engine.proposer import NO_GUESS, Guess
+from octavo.speculative_config import Suffix
+from octavo.types import Sequence
+
+MOST_MATCHES = 8
+"""Occurrences of a context that are looked at."""
+MOST_SHARED_TOKENS = 1 << 19
+"""Tokens of earlier answers that are kept, whatever their number: at most some 70 MB."""
+MOST_INDEXED = 1 << 13
+"""Tokens of a sequence that are indexed in one step: longer prompts take several, so that none is delayed."""
+
+
+class Draft(NamedTuple):
+    """A continuation, with the share of occurrences that agree on each token, and the matched length before it."""
+
+    tokens: list[int]
+    shares: list[float]
+    length: int
+    score: float
+    """Expected number of accepted tokens if the shares were probabilities."""
+
+
+NO_DRAFT = Draft([], [], 0, 0.0)
+
+
+class SuffixProposer:
+    """Drafts from the sequence itself and from the answers to earlier requests with the same ``cache_salt``."""
+
+    num_lookahead = 0
+
+    def __init__(self, settings: Suffix) -> None:
+        self.settings = settings
+        self.earlier = Answers(settings.suffix_decoding_max_cached_requests)
+        self.rates = HitRates()
+        self._own: WeakKeyDictionary[Sequence, MatchChains] = WeakKeyDictionary()
+
+    def propose(self, seq: Sequence, count: int) -> Guess:
+        """See ``Proposer``."""
+        own = self._own.get(seq)
+        if own is None:
+            own = self._own[seq] = MatchChains()
+        num_known = len(seq.tokens)
+        while seq.tokens[num_known - 1] is None:
+            num_known -= 1
+        new: list[int] = seq.tokens[own.end : min(num_known, own.end + MOST_INDEXED)]  # type: ignore[assignment]
+        own.add(new)
+        num_pending = len(seq.tokens) - num_known
+        context: list[int] = seq.tokens[max(0, num_known - self._depth) : num_known]  # type: ignore[assignment]
+        self.rates.check(seq, seq.tokens)
+        draft = self.best(own, context, num_pending + count, seq.request.cache_salt)
+        if len(draft.tokens) <= num_pending:
+            return NO_GUESS
+        chances = self.rates.expect(seq, num_known, draft.tokens, draft.shares, draft.length)
+        pending = 1.0
+        for chance in chances[:num_pending]:
+            pending *= chance
+        rest = chances[num_pending:]
+        return Guess(tuple(draft.tokens[num_pending:]), (pending * rest[0], *rest[1:]))
+
+    @property
+    def _depth(self) -> int:
+        return self.settings.suffix_decoding_max_tree_depth
+
+    def best(self, own: MatchChains, context: list[int], count: int, salt: str) -> Draft:
+        """The better one of the drafts from the sequence's own tokens and from earlier answers."""
+        drafts = [self._draft(own, context, count, ""), self._draft(self.earlier.chains, context, count, salt)]
+        return max(drafts, key=lambda draft: draft.score)
+
+    def _draft(self, chains: MatchChains, context: list[int], count: int, salt: str) -> Draft:
+        """The draft with the largest score over all lengths of the context."""
+        matches = chains.matches(context, MOST_MATCHES, salt)
+        best = NO_DRAFT
+        for length in sorted({length for _, length in matches}, reverse=True):
+            most = min(count, int(length * self.settings.suffix_decoding_max_spec_factor))
+            if best.score >= most:
+                break
+            places = [position for position, matched in matches if matched >= length]
+            draft = self._walk(chains, places, length, most)
+            if draft.score > best.score:
+                best = draft
+        return best
+
+    def _walk(self, chains: MatchChains, places: list[int], length: int, most: int) -> Draft:
+        """Follow the majority of what is found at ``places``, for at most ``most`` tokens."""
+        tokens: list[int] = []
+        shares: list[float] = []
+        score, survival, end = 0.0, 1.0, chains.end
+        while len(tokens) < most:
+            ahead = len(tokens)
+            found = [
+                tokens[place + ahead - end] if place + ahead >= end else chains.token(place + ahead) for place in places
+            ]
+            token, num_agreeing = found[0], 1
+            if len(found) > 1:
+                token, num_agreeing = Counter(found).most_common(1)[0]
+            share = num_agreeing / len(found)
+            survival *= share
+            if token == NOTHING or survival < self.settings.suffix_decoding_min_token_prob:
+                break
+            tokens.append(token)
+            shares.append(share)
+            score += survival
+            if num_agreeing < len(found):
+                places = [place for place, other in zip(places, found, strict=True) if other == token]
+        return Draft(tokens, shares, length, score)
+
+    def forget(self, seq: Sequence) -> None:
+        """See ``Proposer``; the answer is kept for later requests."""
+        self._own.pop(seq, None)
+        self.rates.forget(seq)
+        answer = [token for token in seq.tokens[seq.num_prompt_tokens :] if token is not None]
+        self.earlier.add(answer, seq.request.cache_salt)
+
+
+class Answers:
+    """The last answers, in bounded memory."""
+
+    def __init__(self, most: int, most_tokens: int = MOST_SHARED_TOKENS) -> None:
+        """``most``: answers that are kept; 0 keeps none."""
+        self.chains = MatchChains()
+        self._most, self._most_tokens = most, most_tokens
+        self._kept: deque[tuple[int, str]] = deque()
+        """Length and salt of each, oldest first."""
+
+    def add(self, answer: list[int], salt: str) -> None:
+        """Keep an answer; the oldest ones are dropped."""
+        answer = answer[-self._most_tokens + 1 :]
+        if not self._most or not answer:
+            return
+        self.chains.add([*answer, NOTHING], salt)
+        self._kept.append((len(answer) + 1, salt))
+        while len(self._kept) > self._most or self.chains.end - self.chains.first > self._most_tokens:
+            self.chains.drop(*self._kept.popleft())

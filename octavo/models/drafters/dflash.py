@@ -1,0 +1,141 @@
+"""DFlash drafters (arXiv 2602.06036): a few layers that fill a block of masked tokens in one pass.
+
+The layers attend, without a causal mask, to the block and to keys and values computed from the model's hidden states.
+The embedding and the head are the model's. Checkpoints of z-lab are read, and those of speculators.
+
+Shapes: T rows, M rows of blocks, R rows that are needed, D model, V vocabulary, K kv heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo import ops
+from octavo.layers.linear import Linear
+from octavo.layers.rotary import Rotary
+from octavo.models.drafters.head import Renamed, llama_like
+from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.llama import LlamaConfig
+from octavo.models.loader import WeightLoader
+from octavo.models.qwen2 import read_qwen
+from octavo.models.qwen3 import Qwen3Layer
+from octavo.models.registry import CausalLM
+from octavo.ops.attention import LayerCache, PagedRows
+from octavo.quant.methods import read_method
+from octavo.quant.stored import WeightFormat
+from octavo.quant.tensors import Source
+
+
+class DFlashSettings:
+    """What is particular to these drafters. Raises ``CheckpointError`` for what is not supported."""
+
+    def __init__(self, values: Mapping[str, Any], num_layers: int, vocab_size: int) -> None:
+        outer = ConfigKeys(values)
+        own = {**values, **(outer.get("dflash_config") or {})}
+        keys = ConfigKeys(own)
+        self.block_size = keys.size("block_size", 16, low=2)
+        self.mask_token_id = keys.size("mask_token_id", low=0)
+        if self.mask_token_id >= vocab_size:
+            raise wrong("mask_token_id", self.mask_token_id, f"less than the model's vocabulary of {vocab_size}")
+        for key in ("causal", "use_swa"):
+            if keys.flag(key):
+                raise wrong(key, True, "false")
+        after = keys.get("target_layer_ids")
+        if after is not None:
+            layers = [i + 1 for i in after if type(i) is int] if isinstance(after, list | tuple) else []
+        else:
+            layers = list(keys.get("aux_hidden_state_layer_ids") or ())
+        if not layers or not all(type(i) is int and 0 <= i <= num_layers for i in layers):
+            raise wrong("target_layer_ids", after, f"a list of layers, from 0 to {num_layers - 1}")
+        self.layers = tuple(layers)
+
+
+class DFlashLayer(Qwen3Layer):
+    """A Qwen3 layer whose keys and values are also computed from the context."""
+
+    def qkv(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
+        """Keys and values alone; ``q_proj`` is separate, as the context has no queries."""
+        D, (num_queries, num_keys, _) = config.hidden_size, self.heads.sizes
+        bias = config.attention_bias
+        self.q_proj = weights.column(f"{prefix}.q_proj", num_queries, D, bias, num_heads=config.num_heads)
+        return weights.gate_up([f"{prefix}.k_proj", f"{prefix}.v_proj"], num_keys, D, bias)
+
+    def remember(self, context_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> None:
+        """Store keys and values of the context."""
+        heads = self.heads
+        k_TN, v_TN = self.qkv_proj(context_TD).chunk(2, dim=1)
+        k_TKH = k_TN.reshape(-1, heads.head_dim)
+        assert heads.k_norm_H is not None
+        k_TKH = ops.rms_norm(k_TKH, heads.k_norm_H, heads.norm_eps).view(len(context_TD), -1, heads.head_dim)
+        _, k_TKH = ops.apply_rope(k_TKH[:, :1], k_TKH, *angles)
+        v_TKH = v_TN.reshape(k_TKH.shape)
+        ops.store_kv(k_TKH, v_TKH, cache.keys, cache.values, rows.of(cache).slot_mapping_T)
+
+    def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
+        """See ``LlamaLayer``."""
+        parts = self.q_proj(x_TD, norm=self.input_norm), self.qkv_proj(x_TD, norm=self.input_norm)
+        attended_TN = ops.attention(torch.cat(parts, dim=1), self.heads, *angles, cache, rows)
+        attended_TN, x_TD = rows.pick(attended_TN, x_TD)
+        return self.mlp(self.o_proj(attended_TN, residual=x_TD))
+
+
+class DFlashModel:
+    """The layers, with the embedding and the head of the model that they draft for."""
+
+    def __init__(
+        self, values: Mapping[str, Any], source: Source, form: WeightFormat, model: CausalLM, max_len: int
+    ) -> None:
+        """``values``: the drafter's ``config.json``. Raises ``CheckpointError``."""
+        target = llama_like(model, "dflash")
+        D, vocab_size, num_layers = target.config.hidden_size, target.config.vocab_size, target.config.num_layers
+        settings = DFlashSettings(values, num_layers, vocab_size)
+        inner = values.get("transformer_layer_config")
+        config = read_qwen(ConfigKeys(inner if isinstance(inner, Mapping) else values), max_len)
+        if config.hidden_size != D:
+            raise wrong("hidden_size", config.hidden_size, f"{D}, as the model has")
+        if any(config.windows):
+            raise wrong("use_sliding_window", True, "false")
+        names = {name.removeprefix("model."): name for name in source.names()}
+        weights = WeightLoader(Renamed(source, names), form, method=read_method(values.get("quantization_config")))
+        self.layers, self.cache = tuple(dict.fromkeys(settings.layers)), config.cache
+        self.block_size, self.mask_token_id = settings.block_size, settings.mask_token_id
+        self._target, self._inputs = target, settings.layers
+        self._fc = weights.replicated("fc", D, len(settings.layers) * D)
+        self._hidden_norm = weights.norm("hidden_norm", D, config.norm_eps)
+        self._rotary = Rotary(config.rope, config.rotary_width, form.device)
+        self._layers = [DFlashLayer(config, weights, f"layers.{i}", i) for i in range(config.num_layers)]
+        self._norm = weights.norm("norm", D, config.norm_eps)
+        for copied in ("embed_tokens.", "lm_head.", "d2t", "t2d"):
+            weights.tensors.leave_out(copied)
+        weights.tensors.finish()
+        self.num_bytes = weights.num_bytes
+
+    def remember(
+        self, hidden: Mapping[int, Tensor], positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
+    ) -> None:
+        """Store keys and values of the context [T, D] in every layer."""
+        context_TD = self._hidden_norm(self._fc(torch.cat([hidden[layer] for layer in self._inputs], dim=1)))
+        angles = self._rotary(positions_T)
+        for layer, cache in zip(self._layers, caches, strict=True):
+            layer.remember(context_TD, angles, cache, rows)
+
+    def forward(
+        self, token_ids_M: Tensor, positions_M: Tensor, caches: Sequence[LayerCache], rows: PagedRows
+    ) -> Tensor:
+        """The last layer's output for the rows that are needed, [R, D].
+
+        ``rows``: each row is a sequence, whose length reaches to the end of the block.
+        """
+        x_MD = self._target.embedding(token_ids_M)
+        angles = self._rotary(positions_M)
+        for layer, cache, its_rows in zip(self._layers, caches, rows.of_layers(len(self._layers)), strict=True):
+            x_MD = layer(x_MD, angles, cache, its_rows)
+        return x_MD
+
+    def logits(self, x_RD: Tensor) -> Tensor:
+        """Logits [R, V] by the model's head."""
+        return self._target.head(x_RD, norm=self._norm)

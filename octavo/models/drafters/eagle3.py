@@ -1,0 +1,209 @@
+"""EAGLE-3 heads (arXiv 2503.01840): one layer over the hidden states of three layers of the model.
+
+Two layouts of checkpoints are read: that of the authors, with ``midlayer.``, and that of speculators and vLLM, with
+``layers.0.`` and the decoder's configuration in ``transformer_layer_config``.
+
+Shapes: T rows, S sequences, D width of the head, E width of the model, V vocabulary, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.errors import CheckpointError
+from octavo.layers.linear import Linear
+from octavo.layers.norm import RMSNorm
+from octavo.layers.rotary import Rotary
+from octavo.models.drafters.head import Renamed, llama_like, spread
+from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.llama import LlamaConfig, LlamaLayer, read_llama
+from octavo.models.loader import WeightLoader
+from octavo.models.registry import CausalLM
+from octavo.ops import attention
+from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.quant.methods import read_method
+from octavo.quant.stored import WeightFormat
+from octavo.quant.tensors import Source
+
+LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Settings:
+    """What is particular to these heads."""
+
+    layers: tuple[int, ...]
+    """Layers of the model whose inputs are combined."""
+    target_size: int
+    """Width of the model's hidden states."""
+    draft_vocab_size: int
+    norm_before_residual: bool
+    """Whether the residual stream starts with the normalised hidden states."""
+    norm_before_fc: bool
+    """Whether the concatenated hidden states are normalised."""
+    norms_each: bool
+    """Whether each hidden state is normalised on its own."""
+    norm_output: bool
+    """Whether the normalised output is what the next position gets."""
+
+
+def read_eagle3(
+    values: Mapping[str, Any], num_layers: int, target_size: int, max_len: int
+) -> tuple[LlamaConfig, Eagle3Settings]:
+    """The configuration of a head for a model of ``num_layers``. Raises ``CheckpointError`` naming a wrong key."""
+    outer = ConfigKeys(values)
+    inner = outer.child("transformer_layer_config")
+    keys = inner or outer
+    for name in ("use_sliding_window", "sliding_window", "max_window_layers"):
+        keys.get(name)  # heads have full attention; configurations that are copied from models have these keys, too
+    config = read_llama(keys, max_len)
+    nested = ConfigKeys({**(outer.get("eagle_config") or {})})
+    default = 2, num_layers // 2, num_layers - 3
+    layers = nested.get(LAYERS_KEY) or outer.get(LAYERS_KEY) or [layer for layer in default if layer >= 0]
+    if not isinstance(layers, list | tuple) or not all(type(i) is int and 0 <= i <= num_layers for i in layers):
+        raise wrong(LAYERS_KEY, layers, f"a list of layers, from 0 to {num_layers}")
+    return config, Eagle3Settings(
+        layers=tuple(layers),
+        target_size=outer.size("target_hidden_size", target_size),
+        draft_vocab_size=outer.size("draft_vocab_size", config.vocab_size),
+        norm_before_residual=outer.flag("norm_before_residual", inner is not None),
+        norm_before_fc=outer.flag("norm_before_fc", nested.flag("norm_before_fc")),
+        norms_each=outer.flag("fc_norm"),
+        norm_output=outer.flag("norm_output"),
+    )
+
+
+class FirstLayer(LlamaLayer):
+    """Attends over token embeddings and hidden states side by side."""
+
+    def __init__(
+        self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int, norm_before_residual: bool
+    ) -> None:
+        super().__init__(config, weights, prefix, index)
+        self.hidden_norm = weights.norm(f"{prefix}.hidden_norm", config.hidden_size, config.norm_eps)
+        self._norm_before_residual = norm_before_residual
+
+    def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
+        plain = super().head_layout(config, weights, prefix, index)
+        return _with_head_norms(plain, config, weights, prefix)
+
+    def qkv(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
+        names = [f"{prefix}.{part}_proj" for part in "qkv"]
+        return weights.qkv(names, self.heads, 2 * config.hidden_size, config.attention_bias)
+
+    def first(
+        self, embedded_TD: Tensor, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows
+    ) -> Tensor:
+        """The next residual stream, as ``LlamaLayer.__call__`` gives it."""
+        h_TD = self.hidden_norm(x_TD)
+        residual_TD = h_TD if self._norm_before_residual else x_TD
+        joined_TE = torch.cat((self.input_norm(embedded_TD), h_TD), dim=1)
+        attended_TN, residual_TD = rows.pick(
+            attention(self.qkv_proj(joined_TE), self.heads, *angles, cache, rows), residual_TD
+        )
+        return self.mlp(self.o_proj(attended_TN, residual=residual_TD))
+
+
+class LaterLayer(LlamaLayer):
+    """A layer behind the first."""
+
+    def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
+        plain = super().head_layout(config, weights, prefix, index)
+        return _with_head_norms(plain, config, weights, prefix)
+
+
+class Eagle3Head:
+    """See ``DraftHead``."""
+
+    def __init__(
+        self, values: Mapping[str, Any], source: Source, form: WeightFormat, model: CausalLM, max_len: int
+    ) -> None:
+        """``values``: the head's ``config.json``; ``model``: the one that it drafts for. Raises ``CheckpointError``."""
+        target = llama_like(model, "eagle3")
+        own = target.config
+        config, settings = read_eagle3(values, own.num_layers, own.hidden_size, max_len)
+        if settings.target_size != own.hidden_size:
+            raise wrong("target_hidden_size", settings.target_size, f"{own.hidden_size}, as the model has")
+        method = read_method(values.get("quantization_config"))
+        weights = WeightLoader(Renamed(source, _names(source)), form, method=method)
+        D, E, W = config.hidden_size, settings.target_size, settings.draft_vocab_size
+        eps, count = config.norm_eps, len(settings.layers)
+        self.layers = tuple(dict.fromkeys(settings.layers))
+        self.cache = config.cache
+        self._settings, self._vocab_size = settings, own.vocab_size
+        has = weights.tensors.has
+        shares = not has("embed_tokens.weight")
+        if shares and own.hidden_size != D:
+            raise CheckpointError(f"tensor embed_tokens.weight is missing, and the model's has width {own.hidden_size}")
+        table = target.embedding if shares else weights.embedding("embed_tokens", config.vocab_size, D)
+        self._embedding = table
+        self._input_norm = weights.norm("input_norm", count * E, eps) if settings.norm_before_fc else None
+        self._each_norm: list[RMSNorm] = []
+        if settings.norms_each:
+            self._each_norm = [weights.norm(f"fc_norm.{i}", E, eps) for i in range(count)]
+        self._fc = weights.replicated("fc", D, count * E, has("fc.bias"))
+        self._rotary = Rotary(config.rope, config.rotary_width, form.device)
+        self._first = FirstLayer(config, weights, "layers.0", 0, settings.norm_before_residual)
+        self._later = [LaterLayer(config, weights, f"layers.{i}", i) for i in range(1, config.num_layers)]
+        self._norm = weights.norm("norm", D, eps)
+        self._target_ids: Tensor | None = None
+        if has("d2t"):
+            offsets = weights.tensors.typed("d2t", (W,), torch.int64)
+            self._target_ids = (torch.arange(W) + offsets).to(form.device)
+        elif source.is_dummy:
+            self._target_ids = torch.arange(W, device=form.device)
+        elif own.vocab_size != W:
+            raise CheckpointError(f"tensor d2t is missing; expected one of shape [{W}]")
+        weights.tensors.leave_out("t2d")
+        if has("lm_head.weight") or source.is_dummy:
+            self._head = weights.head("lm_head", table, (W, D), False)
+        elif shares and self._target_ids is None:
+            self._head = target.head
+        else:
+            raise CheckpointError(f"tensor lm_head.weight is missing; expected one of shape [{W}, {D}]")
+        weights.tensors.finish()
+        self.num_bytes = weights.num_bytes
+
+    def combine(self, hidden: Mapping[int, Tensor]) -> Tensor:
+        parts = [hidden[layer] for layer in self._settings.layers]
+        if self._each_norm:
+            parts = [norm(part) for norm, part in zip(self._each_norm, parts, strict=True)]
+        return self._fc(torch.cat(parts, dim=1), norm=self._input_norm)
+
+    def forward(
+        self, tokens_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
+    ) -> Tensor:
+        angles = self._rotary(positions_T)
+        own_rows = rows.of_layers(1 + len(self._later))
+        x_TD = self._first.first(self._embedding(tokens_T), hidden_TD, angles, caches[0], own_rows[0])
+        for layer, cache, its_rows in zip(self._later, caches[1:], own_rows[1:], strict=True):
+            x_TD = layer(x_TD, angles, cache, its_rows)
+        return x_TD
+
+    def feedback(self, x_SD: Tensor) -> Tensor:
+        return self._norm(x_SD) if self._settings.norm_output else x_SD
+
+    def logits(self, x_SD: Tensor) -> Tensor:
+        return spread(self._head(x_SD, norm=self._norm), self._target_ids, self._vocab_size)
+
+
+def _names(source: Source) -> dict[str, str]:
+    """The name in the checkpoint of each tensor, by its name in the layout of speculators."""
+    names = {}
+    for stored in source.names():
+        name = stored.removeprefix("model.")
+        names["layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name] = stored
+    return names
+
+
+def _with_head_norms(heads: HeadLayout, config: LlamaConfig, weights: WeightLoader, prefix: str) -> HeadLayout:
+    """With norms of queries and keys, if the checkpoint has them."""
+    if not weights.tensors.has(f"{prefix}.q_norm.weight"):
+        return heads
+    q_norm, k_norm = (weights.dense(f"{prefix}.{part}_norm.weight", config.head_dim) for part in "qk")
+    return heads._replace(q_norm_H=q_norm, k_norm_H=k_norm, norm_eps=config.norm_eps)

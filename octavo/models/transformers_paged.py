@@ -1,0 +1,178 @@
+"""A model of the transformers library whose attention runs over the paged KV cache.
+
+transformers lets a model's attention be replaced by a registered function. Ours stores keys and values in the cache of
+the layer and attends through the block tables; everything else is the library's code, run over a ragged batch of one
+row. Where this does not give what the model itself gives, it is not used: see ``transformers_model.py``.
+
+Shapes: T rows, N heads, K KV heads, H head dimension, D model, R rows with logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import ops
+from octavo.models.layer_cache import LayerCacheSpec
+from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.store_kv import store_kv
+
+ATTENTION = "octavo_paged"
+"""Name of the attention function in transformers."""
+
+
+class NotPaged(Exception):
+    """The model's attention cannot run over the paged cache. The message says why."""
+
+
+@dataclass
+class AttentionState:
+    """What the attention of each layer needs in one forward pass; every attention module refers to it."""
+
+    specs: dict[int, LayerCacheSpec] = field(default_factory=dict)
+    """What each layer caches, noted in a pass without ``caches``."""
+    caches: Sequence[LayerCache] = ()
+    rows: PagedRows | None = None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        """The heads' outputs [1, T, N, H] for queries [1, N, T, H], keys and values [1, K, T, H]."""
+        head_dim = q.shape[-1]
+        window = options.get("sliding_window") or 0
+        scale = options.get("scaling")
+        if self.rows is None:
+            if layer in self.specs or v.shape[-1] != head_dim or len(q) != 1:
+                raise NotPaged("a layer has several attentions, or values of another size than its keys")
+            self.specs[layer] = LayerCacheSpec(k.shape[1], head_dim, window)
+            return torch.empty_like(q).normal_().transpose(1, 2)
+        cache = self.caches[layer]
+        q_TNH, k_TKH, v_TKH = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+        group = self.rows.of(cache)
+        store_kv(k_TKH, v_TKH, cache.keys, cache.values, group.slot_mapping_T)
+        return ops.paged_attention(
+            q_TNH,
+            cache.keys,
+            cache.values,
+            group.block_tables_SB,
+            self.rows.cu_seqlens_q,
+            self.rows.seq_lens_S,
+            head_dim**-0.5 if scale is None else scale,
+            window,
+            options.get("softcap") or 0.0,
+            options.get("s_aux"),
+        ).unsqueeze(0)
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """The interface of attention functions in transformers."""
+    return module.octavo_state.attend(module.layer_idx, query, key, value, options), None
+
+
+def register() -> None:
+    """Register the attention function. Masks are not registered, so the library makes none."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
+
+
+class _Output:
+    """The output of a decoder of any class: ``last_hidden_state``, also as its first element, and nothing more."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.last_hidden_state = x
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Given(nn.Module):
+    """Takes the place of the decoder: gives ``output``, whatever the arguments."""
+
+    output: _Output
+
+    def forward(self, *_: Any, **__: Any) -> _Output:
+        return self.output
+
+
+class Head:
+    """What a model computes from its decoder's output: logits, scaled or capped as its own code does."""
+
+    def __init__(self, model: Any) -> None:
+        name = model.base_model_prefix
+        if not isinstance(getattr(model, name, None), nn.Module) or model.base_model is model:
+            raise NotPaged("it has no decoder apart from its head")
+        self._head = copy.copy(model)
+        self._given = _Given()
+        self._head._modules = {**model._modules, name: self._given}
+
+    def logits(self, x_RD: Tensor) -> Tensor:
+        """Logits [R, V] of rows that the decoder gave."""
+        self._given.output = _Output(x_RD.unsqueeze(0))
+        ids = torch.zeros(1, len(x_RD), dtype=torch.int64, device=x_RD.device)
+        logits: Tensor = self._head(input_ids=ids, use_cache=False).logits[0]
+        return logits
+
+    def norm(self, x_TD: Tensor) -> Tensor:
+        """The decoder's output is normalised already."""
+        return x_TD
+
+
+class PagedTransformer(Head):
+    """A ``CausalLM`` over the paged cache."""
+
+    def __init__(self, model: Any) -> None:
+        """Replaces the attention of ``model``, and finds what its layers cache. Raises ``NotPaged``."""
+        super().__init__(model)
+        self.state = AttentionState()
+        for module in model.modules():
+            module.octavo_state = self.state
+        model.set_attn_implementation(ATTENTION)
+        self._decoder = model.base_model
+        self.specs = self._specs(model.config.get_text_config())
+
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
+    ) -> Tensor:
+        """See ``LlamaForCausalLM.forward``; the result is normalised."""
+        self.state.caches, self.state.rows = caches, rows
+        x_TD = self._decode(token_ids_T, positions_T)
+        return x_TD if rows.logits_indices_R is None else x_TD[rows.logits_indices_R]
+
+    def _decode(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        output = self._decoder(
+            input_ids=token_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False
+        )
+        x_TD: Tensor = output.last_hidden_state[0]
+        return x_TD
+
+    def _specs(self, config: Any) -> list[LayerCacheSpec]:
+        device = next(self._decoder.parameters()).device
+        tokens = torch.zeros(2, dtype=torch.int64, device=device)
+        self._decode(tokens, torch.arange(2, device=device))
+        found = self.state.specs
+        if sorted(found) != list(range(config.num_hidden_layers)):
+            raise NotPaged("not every layer's attention can be replaced")
+        specs = [found[layer] for layer in range(len(found))]
+        if [spec.window for spec in specs] != _windows(config, len(specs)):
+            raise NotPaged("its sliding windows are in its masks only")
+        return specs
+
+
+def _windows(config: Any, num_layers: int) -> list[int]:
+    """The window of each layer by the configuration, 0 for full attention. Raises ``NotPaged`` for other kinds."""
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window if getattr(config, "use_sliding_window", True) else 0] * num_layers
+    if not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise NotPaged(f"it has layers of the kinds {', '.join(sorted(set(kinds)))}")
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]

@@ -1,0 +1,93 @@
+"""A rank of a tensor-parallel engine but the first: loads its part of the model and executes the engine's messages.
+
+Run as ``python -m octavo.rank_process CONNECTION MEMORY``, with two inherited descriptors. It ends when its
+parent does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+from octavo.errors import OctavoError, RanksLost
+
+STEPS_AHEAD = 2
+"""Steps that are started on a GPU before the first of them is waited for, as many as the engine has in flight."""
+
+
+class EngineGone(Exception):
+    """The engine process has ended."""
+
+
+def main() -> NoReturn:
+    """Run a rank until its parent ends."""
+    parent = os.getppid()
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)  # also while it computes, waits or is stopped
+
+    def check() -> None:
+        if os.getppid() != parent:
+            raise EngineGone
+
+    code = 1
+    try:
+        check()
+        code = _run(Connection(int(sys.argv[1])), int(sys.argv[2]), check)
+    except (EngineGone, EOFError, ConnectionError):
+        pass
+    except RanksLost as error:
+        logging.getLogger("octavo.rank").error("%s", error)
+    except Exception:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)  # skips the interpreter's shutdown, which would wait for threads
+
+
+def _run(connection: Connection, memory_descriptor: int, check: Callable[[], None]) -> int:
+    # Imported late: torch takes a second, in which the parent may end.
+    from octavo.build import build_rank
+    from octavo.config import EngineConfig
+    from octavo.runtime.memory import Limits
+    from octavo.runtime.message_ring import RingReader
+    from octavo.runtime.rank_executor import RankExecutor, finish
+    from octavo.runtime.rank_group import RankFailed, RankLoaded, RankReady, RankSettled, StartRank, hear, tell
+    from octavo.runtime.rank_memory import RankMemory
+    from octavo.steps.messages import Reply, unpack
+    from octavo.telemetry.phases import log_to_stderr
+
+    start = hear(connection, StartRank)
+    log_to_stderr(start.log_level)
+    memory = RankMemory(memory_descriptor, start.rank, start.size)
+
+    def settle(free: int) -> Limits:
+        tell(connection, RankLoaded(free))
+        return hear(connection, RankSettled).limits
+
+    try:
+        executor = build_rank(EngineConfig.from_flat(start.config), memory.collective, settle)
+    except OctavoError as error:
+        tell(connection, RankFailed(type(error).__name__, str(error)))
+        return 1
+    rank, reader = RankExecutor(executor, memory), RingReader(memory.ring, start.rank - 1, check)
+    tell(connection, RankReady())
+    replies: deque[Reply[object]] = deque()
+    while True:
+        replies.append(rank.send(unpack(reader.next())))
+        while len(replies) > (STEPS_AHEAD if rank.runs_ahead else 0):
+            finish(replies.popleft())
+
+
+if __name__ == "__main__":
+    main()

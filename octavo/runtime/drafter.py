@@ -1,0 +1,160 @@
+"""Speculative decoding on the executing side: models that draft the next tokens on the device, after each step.
+
+Shapes: T rows, S sequences, R sampled rows, D model, K drafts of a sequence, B entries of a block table.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.models.registry import CausalLM
+from octavo.ops.attention import GroupRows, PagedRows
+from octavo.ops.sample import SampleParams
+from octavo.runtime.sampling_state import SamplingState
+from octavo.runtime.step_views import StepTensors
+
+
+class DraftInputs(NamedTuple):
+    """What a drafter gets after a step has been sampled. Rows and sequences of padding are included."""
+
+    token_ids_T: Tensor
+    """int64"""
+    positions_T: Tensor
+    """int64"""
+    next_tokens_T: Tensor
+    """int64: the token behind each row: that of the next row, or the sampled one. Behind a rejected draft it is any."""
+    hidden: Mapping[int, Tensor]
+    """For each of the drafter's ``layers`` the residual stream [T, D] that enters it; the number of layers stands for
+    the last layer's output, before the final norm."""
+    rows: PagedRows
+    """The step's sequences, and their block tables in every KV group."""
+    last_rows_S: Tensor
+    """int64: the row behind which the newest token of each sequence was sampled."""
+    tokens_S: Tensor
+    """int64: that newest token, or 0 if it could not be sampled."""
+    params_S: SampleParams
+    """Sampling parameters of each sequence; ``position`` is that of its newest token, so draft i has position + 1 + i.
+
+    A drafter that samples must call ``ops.sample`` with these: the target then draws with the same noise, so that
+    drafts are accepted as often as the two distributions allow, whatever the temperature. For other rules than that of
+    equal tokens the temperature is 0: they accept the most likely token most often.
+    """
+    batch_indices_S: Tensor
+    """int64"""
+    capacities_S: Tensor
+    """int32: positions that have a block in every KV group; what is drafted behind them cannot be stored."""
+
+
+class Drafter(Protocol):
+    """A model that drafts. It never synchronises with the host, and may be captured in a CUDA graph."""
+
+    num_drafts: int
+    """Drafts K of each sequence and step."""
+    layers: tuple[int, ...]
+    """Layers whose inputs it needs; see ``DraftInputs.hidden``."""
+
+    def __call__(self, inputs: DraftInputs) -> Tensor:
+        """Drafts, int32 [S, K]: tokens for the positions behind each sequence's newest token."""
+        ...
+
+
+class Drafting:
+    """Runs a drafter at the end of each step, and keeps its drafts for the next one."""
+
+    def __init__(self, model: CausalLM, drafter: Drafter, state: SamplingState, is_greedy: bool = False) -> None:
+        """``is_greedy``: the most likely tokens are drafted, whatever the temperature of a request."""
+        self._drafter = drafter
+        self._is_greedy = is_greedy
+        self._state = state
+        self._taps = tap_layers(model, drafter.layers)
+
+    def __call__(self, step: StepTensors, tokens_R: Tensor, num_accepted_S: Tensor | None, x_TD: Tensor) -> Tensor:
+        """The drafts [S, K] behind the sampled tokens; ``x`` is the last layer's output for all rows."""
+        assert step.capacities_S is not None
+        rows, S = step.rows, len(step.batch_indices_S)
+        last_S = torch.arange(S, device=tokens_R.device)
+        last_rows_S = (rows.cu_seqlens_q[1:].long() - 1).clamp(min=0)
+        if num_accepted_S is not None and step.cu_samples is not None:
+            num_rejected_S = step.cu_samples[1:] - step.cu_samples[:-1] - 1 - num_accepted_S
+            last_S = (step.cu_samples[:-1] + num_accepted_S).long().clamp(0, len(tokens_R) - 1)
+            last_rows_S = (last_rows_S - num_rejected_S.clamp(min=0)).clamp(min=0)
+        params_S = SampleParams(*(column[last_S] for column in step.params))
+        if self._is_greedy:
+            params_S = params_S._replace(temperature=torch.zeros_like(params_S.temperature))
+        kept = {layer: x_TD if tap is None else tap.x_TD for layer, tap in self._taps.items()}
+        drafts_SK = self._drafter(
+            DraftInputs(
+                step.token_ids_T,
+                step.positions_T,
+                _next_tokens(step, tokens_R, self._state.vocab_size),
+                kept,
+                rows,
+                last_rows_S,
+                tokens_R[last_S].long().clamp(0, self._state.vocab_size - 1),
+                params_S,
+                step.batch_indices_S,
+                step.capacities_S,
+            )
+        )
+        assert self._state.drafts_CK is not None
+        self._state.drafts_CK[step.batch_indices_S] = drafts_SK
+        return drafts_SK
+
+
+def _next_tokens(step: StepTensors, tokens_R: Tensor, vocab_size: int) -> Tensor:
+    """The token behind each row, int64 [T]. While kernels are compiled, ``tokens`` has any content."""
+    assert step.next_tokens_S is not None
+    T, S = len(step.token_ids_T), len(step.batch_indices_S)
+    rows_T = torch.arange(T, device=tokens_R.device)
+    ends_S = step.rows.cu_seqlens_q[1:].long()
+    seq_T = torch.searchsorted(ends_S, rows_T, right=True).clamp(max=S - 1)
+    first_samples_S, num_samples_S = torch.arange(S, device=tokens_R.device), torch.ones_like(ends_S)
+    if step.cu_samples is not None:
+        first_samples_S = step.cu_samples[:-1].long()
+        num_samples_S = step.cu_samples[1:].long() - first_samples_S
+    nth_T = rows_T - (ends_S - num_samples_S)[seq_T]
+    sampled_T = tokens_R[(first_samples_S[seq_T] + nth_T).clamp(0, len(tokens_R) - 1)].long().clamp(0, vocab_size - 1)
+    given_T = step.next_tokens_S[seq_T].long()
+    behind_T = torch.where(given_T >= 0, given_T, sampled_T)
+    return torch.where(nth_T >= 0, behind_T, step.token_ids_T.roll(-1))
+
+
+class Tap(threading.local):
+    """A layer that keeps its input, which it may overwrite. Each thread has its own, as kernels are compiled in one of
+    their own by steps that nobody asked for."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self.x_TD = torch.empty(0)
+
+    def __call__(self, x_TD: Tensor, *args: Any) -> Tensor:
+        self.x_TD = x_TD.clone()
+        result: Tensor = self._layer(x_TD, *args)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def tap_layers(model: Any, layers: Iterable[int]) -> dict[int, Tap | None]:
+    """Make these layers of a model keep their inputs; ``None`` stands for the model's output."""
+    taps: dict[int, Tap | None] = {}
+    for layer in layers:
+        taps[layer] = None
+        if layer < len(model.layers):
+            whole = model.layers[layer]
+            taps[layer] = model.layers[layer] = whole if isinstance(whole, Tap) else Tap(whole)
+    return taps
+
+
+def slots_of(group: GroupRows, positions_S: Tensor, capacities_S: Tensor, block_size: int) -> Tensor:
+    """The slots, int64 [S], of one position of each sequence in a KV group; -1 where it has no block."""
+    width = group.block_tables_SB.shape[1]
+    blocks_S = group.block_tables_SB.gather(1, (positions_S // block_size).clamp(max=width - 1).unsqueeze(1)).squeeze(1)
+    slots_S = blocks_S.to(torch.int64) * block_size + positions_S % block_size
+    return slots_S.masked_fill(positions_S >= capacities_S, -1)

@@ -1,0 +1,344 @@
+"""The processes of a tensor-parallel engine: rank 0 is the engine process, which starts the others and watches them.
+
+A thread starts the ranks and watches them as long as the engine lives. When the thread ends, the kernel kills them
+(``rank_process``), so that none is left over however the engine process ends. When a rank ends or makes no progress,
+all collectives are aborted, so that no other waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from octavo.errors import CheckpointError, ConfigError, OctavoError, RanksLost
+from octavo.ops.collective import Collective
+from octavo.runtime.memory import Limits
+from octavo.runtime.message_ring import RingWriter
+from octavo.runtime.rank_executor import RankExecutor
+from octavo.runtime.rank_memory import RankMemory, make_memory
+from octavo.runtime.ranks import OnLost
+from octavo.steps.messages import Executor, Message, Reply, pack
+
+STOPPED_SECONDS = 5.0
+"""A rank that others wait for is stuck when a signal stopped it for so long."""
+STALL_SECONDS = 60.0
+"""And when it used no processor time for so long; it may wait for a file or for a kernel that is being compiled."""
+LOOK_SECONDS = 0.5
+END_SECONDS = 10.0
+KINDS = {kind.__name__: kind for kind in (ConfigError, CheckpointError)}
+
+logger = logging.getLogger(__name__)
+
+
+class StartRank(msgspec.Struct, frozen=True, tag=True):
+    """The first message to a rank."""
+
+    rank: int
+    size: int
+    config: dict[str, Any]
+    """Settings by their flat names."""
+    log_level: str
+
+
+class RankLoaded(msgspec.Struct, frozen=True, tag=True):
+    """A rank has loaded its weights."""
+
+    free: int
+    """Bytes of memory that are left."""
+
+
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
+    """A rank cannot start."""
+
+    kind: str
+    """Name of the exception's class."""
+    message: str
+
+
+class RankSettled(msgspec.Struct, frozen=True, tag=True):
+    """The limits for which every rank allocates memory."""
+
+    limits: Limits
+
+
+class RankReady(msgspec.Struct, frozen=True, tag=True):
+    """A rank executes messages."""
+
+
+StartMessage = StartRank | RankLoaded | RankFailed | RankSettled | RankReady
+Expected = TypeVar("Expected", bound=StartMessage)
+_decoder: msgspec.msgpack.Decoder[StartMessage] = msgspec.msgpack.Decoder(StartMessage)
+
+
+def tell(connection: Connection, message: StartMessage) -> None:
+    """Send a message of the start."""
+    connection.send_bytes(msgspec.msgpack.encode(message))
+
+
+def hear(connection: Connection, kind: type[Expected]) -> Expected:
+    """Receive a message of the start. Raises ``EOFError``, or the error that the other end reports."""
+    message = _decoder.decode(connection.recv_bytes())
+    if isinstance(message, RankFailed):
+        raise KINDS.get(message.kind, OctavoError)(message.message)
+    assert isinstance(message, kind), f"expected {kind.__name__}, got {message}"
+    return message
+
+
+class RankGroup:
+    """Starts the ranks but the first, and watches them until ``end``; see ``Ranks``."""
+
+    def __init__(self, config: dict[str, Any], size: int, gpus: Sequence[str] = ()) -> None:
+        """Returns while the ranks load their parts of the model; ``config`` are the settings by their flat names.
+
+        ``gpus`` are the names of the GPUs, which ranks share if there are fewer; empty for ranks on CPUs.
+        """
+        descriptor = make_memory(size)
+        self.memory = RankMemory(descriptor, 0, size)
+        self._num_sharing = -(-size // max(1, len(gpus)))
+        self._watch = _Watch(self.memory, descriptor, gpus)
+        self._finalizer = weakref.finalize(self, self._watch.end)
+        """Also called when this object is collected or the interpreter exits."""
+        self._watch.start()
+        level = logging.getLevelName(logging.getLogger("octavo").getEffectiveLevel())
+        with self._start_explained():
+            for rank, connection in enumerate(self._watch.connections, 1):
+                tell(connection, StartRank(rank, size, config, level))
+
+    @property
+    def collective(self) -> Collective:
+        """See ``Ranks``."""
+        return self.memory.collective
+
+    def least_free(self, free: int) -> int:
+        """See ``Ranks``. Raises the error of a rank, or ``RanksLost``."""
+        with self._start_explained():
+            loaded = [hear(connection, RankLoaded) for connection in self._watch.connections]
+        return min(free, *(rank.free for rank in loaded)) // self._num_sharing
+
+    def settle(self, limits: Limits) -> None:
+        """See ``Ranks``."""
+        with self._start_explained():
+            for connection in self._watch.connections:
+                tell(connection, RankSettled(limits))
+
+    def executor(self, own: Executor) -> RanksExecutor:
+        """See ``Ranks``."""
+        with self._start_explained():
+            for connection in self._watch.connections:
+                hear(connection, RankReady)
+        return RanksExecutor(self, RankExecutor(own, self.memory))
+
+    def report_to(self, on_lost: OnLost | None) -> None:
+        """See ``Ranks``. Raises ``RanksLost`` if one has ended."""
+        self._watch.on_lost = on_lost
+        self.check()
+
+    def end(self) -> None:
+        """See ``Ranks``."""
+        self._finalizer()
+
+    def check(self) -> None:
+        """Raise ``RanksLost`` if a rank has ended."""
+        self._watch.check()
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise why a rank ended, if one did, in place of the ``RanksLost`` of an exchange with it."""
+        try:
+            yield
+        except RanksLost:
+            self._watch.lost.wait(LOOK_SECONDS)  # it may be found out a little later
+            self.check()
+            raise
+
+    @contextlib.contextmanager
+    def _start_explained(self) -> Iterator[None]:
+        """Raise ``RanksLost`` in place of the error of a connection whose rank has ended."""
+        try:
+            yield
+        except (EOFError, OSError):
+            self._watch.lost.wait(END_SECONDS)
+            self.check()
+            raise RanksLost("a rank closed its connection while it was started") from None
+
+
+class RanksExecutor:
+    """The executor of a model that is divided among ranks. Replies are those of rank 0."""
+
+    def __init__(self, group: RankGroup, own: RankExecutor) -> None:
+        self._group, self._own = group, own
+        self._writer = RingWriter(group.memory.ring, group.check)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """See ``Executor``."""
+        return self._own.runs_ahead
+
+    def send(self, message: Message) -> Reply[Any]:
+        """See ``Executor``; raises ``RanksLost`` when a rank is gone or stuck."""
+        self._group.check()
+        self._writer.write(pack(message))
+        with self._group.explained():
+            return ExplainedReply(self._own.send(message), self._group)
+
+
+class ExplainedReply:
+    """A reply of rank 0, whose failure another rank may have caused."""
+
+    def __init__(self, reply: Reply[Any], group: RankGroup) -> None:
+        self._reply, self._group = reply, group
+
+    def wait(self) -> Any:
+        """See ``Reply``; raises ``RanksLost``."""
+        with self._group.explained():
+            return self._reply.wait()
+
+
+class _Watch:
+    """The thread that starts the ranks and watches them; it holds no reference to the group."""
+
+    def __init__(self, memory: RankMemory, descriptor: int, gpus: Sequence[str]) -> None:
+        self.connections: list[Connection] = []
+        self.lost = threading.Event()
+        self.problem: RanksLost | None = None
+        self.on_lost: OnLost | None = None
+        self._memory, self._descriptor, self._gpus = memory, descriptor, gpus
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._failure: OSError | None = None
+        self._is_started, self._is_ending = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="octavo-ranks", daemon=True)
+
+    def start(self) -> None:
+        """Start the ranks. Raises ``OSError`` if a process cannot be started."""
+        self._thread.start()
+        self._is_started.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def check(self) -> None:
+        """Raise ``RanksLost`` if a rank has ended."""
+        if self.problem is not None:
+            raise self.problem
+
+    def end(self) -> None:
+        """Kill the ranks."""
+        self._is_ending.set()
+        for process in self._processes:
+            process.kill()
+        self._thread.join()
+        for connection in self.connections:
+            connection.close()
+
+    def _run(self) -> None:
+        try:
+            for rank in range(1, self._memory.size):
+                self._start_rank(rank)
+        except OSError as error:
+            self._failure = error
+        finally:
+            os.close(self._descriptor)
+            self._is_started.set()
+        try:
+            if self._failure is None:
+                self._watch()
+        finally:
+            for process in self._processes:
+                process.kill()
+                process.wait()
+
+    def _start_rank(self, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptors = [theirs.fileno(), self._descriptor]
+            command = [sys.executable, "-m", "octavo.rank_process", *map(str, descriptors)]
+            environment = {**os.environ, **self._own_gpu_first(rank)}
+            process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL, env=environment)
+        self._processes.append(process)
+        self.connections.append(Connection(ours.detach()))
+
+    def _own_gpu_first(self, rank: int) -> dict[str, str]:
+        """Variables that make a rank's GPU the first of its process; it also needs to see those of the others."""
+        if not self._gpus:
+            return {}
+        first = rank % len(self._gpus)
+        return {"CUDA_VISIBLE_DEVICES": ",".join([*self._gpus[first:], *self._gpus[:first]])}
+
+    def _watch(self) -> None:
+        """Return when a rank has ended or the group is closed."""
+        with contextlib.ExitStack() as descriptors:
+            ends = [os.pidfd_open(process.pid) for process in self._processes]
+            for end in ends:
+                descriptors.callback(os.close, end)
+            progress = Progress(self._memory, [process.pid for process in self._processes])
+            while not select.select(ends, [], [], LOOK_SECONDS)[0]:
+                if (stuck := progress.stuck()) is not None:
+                    rank, is_stopped = stuck
+                    logger.error("rank %d makes no progress and is killed", rank)
+                    return self._lose(rank, -signal.SIGKILL if is_stopped else 1, "makes no progress")
+        if self._is_ending.is_set():
+            return None
+        for rank, process in enumerate(self._processes, 1):
+            if (status := process.poll()) is not None:
+                return self._lose(rank, status, f"ended ({_described(status)})")
+        return None
+
+    def _lose(self, rank: int, status: int, problem: str) -> None:
+        self.problem = RanksLost(f"rank {rank} of the engine {problem}")
+        self._memory.collective.abort()
+        self.lost.set()
+        if self.on_lost is not None and not self._is_ending.is_set():
+            logger.error("%s", self.problem)
+            self.on_lost(status)
+
+
+class Progress:
+    """Finds a rank that others wait for and that does nothing, such as one that was stopped by a signal."""
+
+    def __init__(self, memory: RankMemory, pids: Sequence[int]) -> None:
+        self._memory, self._pids = memory, pids
+        self._last: dict[int, tuple[object, float]] = {}
+        """What each rank had done when it was last seen to make progress, and when that was."""
+
+    def stuck(self) -> tuple[int, bool] | None:
+        """The rank that is stuck, and whether a signal stopped it; ``None`` if there is none."""
+        memory, now = self._memory, time.monotonic()
+        rounds = [memory.collective.num_rounds(rank) for rank in range(memory.size)]
+        for rank, pid in enumerate(self._pids, 1):
+            read = memory.ring.read(rank - 1)
+            time_used, is_stopped = processor_time(pid)
+            done = rounds[rank], read, time_used
+            is_waited_for = rounds[rank] < max(rounds) or read < memory.ring.written
+            last, since = self._last.get(rank, (None, now))
+            if done != last or not is_waited_for:
+                self._last[rank] = done, now
+            elif now - since > (STOPPED_SECONDS if is_stopped else STALL_SECONDS):
+                return rank, is_stopped
+        return None
+
+
+def processor_time(pid: int) -> tuple[int, bool]:
+    """Processor time of a process in clock ticks, and whether a signal stopped it; (0, False) if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0, False
+    return int(fields[11]) + int(fields[12]), fields[0] in "Tt"
+
+
+def _described(status: int) -> str:
+    return f"exit status {status}" if status >= 0 else f"killed by signal {-status}"

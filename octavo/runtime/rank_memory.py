@@ -1,0 +1,58 @@
+"""The memory that the ranks of an engine share: their collectives, the ring of messages, and their results' digests.
+
+The memory is an anonymous file whose descriptor the engine process hands to the ranks that it starts. It has no name,
+so nothing is left of it when the last of them has ended, however it did.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+
+from octavo.ops.cpu.collective import LINE, SharedCollective, region_bytes
+from octavo.ops.cpu.shared_words import load, publish
+from octavo.runtime.message_ring import Ring, ring_bytes
+
+KEPT = 16
+"""Digests of each rank that are kept; ranks are fewer steps apart when they are compared."""
+
+
+def make_memory(size: int) -> int:
+    """The descriptor of a new memory for ``size`` ranks."""
+    descriptor = os.memfd_create("octavo-ranks")
+    os.ftruncate(descriptor, _num_bytes(size))
+    return descriptor
+
+
+def _num_bytes(size: int) -> int:
+    return _padded(region_bytes(size)) + _padded(ring_bytes(size - 1)) + size * 8 * KEPT
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // LINE) * LINE
+
+
+class RankMemory:
+    """One rank's view of the shared memory."""
+
+    def __init__(self, descriptor: int, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        region = np.frombuffer(mmap.mmap(descriptor, _num_bytes(size)), np.uint8)
+        ring_at = _padded(region_bytes(size))
+        digests_at = ring_at + _padded(ring_bytes(size - 1))
+        self.collective = SharedCollective(region[:ring_at], rank, size)
+        self.ring = Ring(region[ring_at : ring_at + ring_bytes(size - 1)], size - 1)
+        self._digests = region[digests_at:].ctypes.data
+
+    def write_digest(self, number: int, digest: int) -> None:
+        """Keep the digest of this rank's results up to step ``number``."""
+        publish(self._digest_at(self.rank, number), digest, 0)
+
+    def digest(self, rank: int, number: int) -> int:
+        """A rank's digest of its results up to step ``number``, one of the last few."""
+        return int(load(self._digest_at(rank, number)))
+
+    def _digest_at(self, rank: int, number: int) -> int:
+        return int(self._digests + 8 * (rank * KEPT + number % KEPT))

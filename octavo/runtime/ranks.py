@@ -1,0 +1,87 @@
+"""The ranks of an engine as its first process sees them, and the ranks of an engine on one device: none but itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from octavo.errors import ConfigError
+from octavo.models.config import ModelConfig
+from octavo.ops.collective import SINGLE_RANK, Collective
+from octavo.runtime.memory import Limits
+from octavo.steps.messages import Executor
+
+OnLost = Callable[[int], None]
+"""Called in a thread when a rank has ended, with its return code; negative: the signal that ended it."""
+
+
+class Ranks(Protocol):
+    """What the first rank does with the others, in this order, while an engine is built."""
+
+    @property
+    def collective(self) -> Collective:
+        """That of the first rank."""
+        ...
+
+    def least_free(self, free: int) -> int:
+        """Wait until all ranks have loaded their weights: bytes that each may allocate; ``free`` are the first's."""
+        ...
+
+    def settle(self, limits: Limits) -> None:
+        """Have every rank allocate memory for these limits."""
+        ...
+
+    def executor(self, own: Executor) -> Executor:
+        """The executor of all ranks, when all are ready; ``own`` is that of the first."""
+        ...
+
+    def report_to(self, on_lost: OnLost | None) -> None:
+        """Call ``on_lost`` when a rank ends from now on."""
+        ...
+
+    def end(self) -> None:
+        """End the other ranks."""
+        ...
+
+
+class OneRank:
+    """An engine on one device."""
+
+    collective = SINGLE_RANK
+
+    def least_free(self, free: int) -> int:
+        """See ``Ranks``."""
+        return free
+
+    def settle(self, limits: Limits) -> None:
+        """See ``Ranks``."""
+
+    def executor(self, own: Executor) -> Executor:
+        """See ``Ranks``."""
+        return own
+
+    def report_to(self, on_lost: OnLost | None) -> None:
+        """See ``Ranks``."""
+
+    def end(self) -> None:
+        """See ``Ranks``."""
+
+
+def check_divides(model: ModelConfig, size: int) -> None:
+    """Raise ``ConfigError`` if a model's heads or feed-forward layers cannot be divided among ``size`` ranks."""
+    heads, kv_heads = model.num_heads, model.cache[0].num_kv_heads
+    if heads % size:
+        raise ConfigError(f"tensor_parallel_size: {size} does not divide the model's {heads} attention heads")
+    if kv_heads % min(size, kv_heads) or size % min(size, kv_heads):
+        raise ConfigError(
+            f"tensor_parallel_size: {size} must divide the model's {kv_heads} KV heads, or be a multiple of them"
+        )
+    moe = getattr(model, "moe", None)
+    widths = {"feed-forward layer": model.ffn_size} if moe is None else {"experts": moe.expert_size}
+    if moe is not None and moe.shared_size:
+        widths["shared expert"] = moe.shared_size
+    if moe is not None and not all(moe.is_sparse):
+        widths["feed-forward layer"] = moe.dense_size
+    for name, width in widths.items():
+        if width % size:
+            raise ConfigError(f"tensor_parallel_size: {size} does not divide the width of the {name}, {width}")

@@ -1,0 +1,78 @@
+"""`octavo bench speculate` and `train-draft`: what drafts give, and a draft head of one's own."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from octavo.cli.settings import add_settings
+from octavo.config import EngineConfig
+from octavo_bench.cli.arguments import engine_config, numbers
+from octavo_bench.draft_prompts import KINDS
+
+
+def add_kinds(kinds: Any) -> None:
+    """Add each sub-command."""
+    speculate = kinds.add_parser("speculate", help="speculative decoding beside decoding without it")
+    add_settings(speculate, EngineConfig)
+    speculate.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of prompts")
+    speculate.add_argument("--batches", type=numbers, default=[1, 4], help="sequences at a time")
+    speculate.add_argument("--max-tokens", type=int, default=128, help="most tokens of an answer")
+    speculate.add_argument("--temperature", type=float, default=0.0)
+    speculate.add_argument("--rounds", type=int, default=3, help="in which the two engines take turns, after a first")
+    speculate.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+    speculate.set_defaults(measure=_speculate)
+    _add_training(
+        kinds.add_parser("train-draft", help="train an EAGLE-3 head on a model's own answers, and measure it")
+    )
+
+
+def _add_training(train: argparse.ArgumentParser) -> None:
+    add_settings(train, EngineConfig)
+    train.add_argument("--folder", type=Path, required=True, help="where the head is written")
+    train.add_argument("--num-answers", type=int, default=20_000, help="answers that are generated for training")
+    train.add_argument("--answer-tokens", type=int, default=192, help="most tokens of an answer")
+    train.add_argument("--temperature", type=float, default=0.7, help="at which they are generated")
+    train.add_argument("--draft-vocab-size", type=int, default=8192, help="most frequent tokens, which can be drafted")
+    train.add_argument("--rounds", type=int, default=4, help="tokens that are drafted in training")
+    train.add_argument("--text-length", type=int, default=256, help="tokens of a text; the rest is cut off")
+    train.add_argument("--batch-size", type=int, default=32, help="texts of a training step")
+    train.add_argument("--learning-rate", type=float, default=1e-3)
+    train.add_argument("--max-steps", type=int, default=10_000)
+    train.add_argument("--max-seconds", type=float, default=300.0, help="of training alone")
+    train.add_argument("--num-drafts", type=int, default=4, help="num_speculative_tokens of the measurement")
+    train.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=["chat", "code", "repeat"], help="of the measurement"
+    )
+    train.add_argument("--max-tokens", type=int, default=128, help="most tokens of an answer in the measurement")
+    train.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+    train.set_defaults(measure=_train)
+
+
+def _speculate(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo_bench.speculate import Work, measure
+
+    work = Work(args.kinds, args.batches, args.max_tokens, args.temperature, args.rounds)
+    return measure(engine_config(args), work)
+
+
+def _train(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo_bench.draft_texts import Wanted
+    from octavo_bench.draft_training import Training
+    from octavo_bench.speculate import Work
+    from octavo_bench.train_draft import Plan, run
+
+    training = Training(
+        args.rounds,
+        args.draft_vocab_size,
+        args.text_length,
+        args.batch_size,
+        args.learning_rate,
+        args.max_steps,
+        args.max_seconds,
+        args.seed or 0,
+    )
+    wanted = Wanted(args.num_answers, args.answer_tokens, args.temperature)
+    work = Work(args.kinds, [1], args.max_tokens, 0.0, 3)
+    return run(engine_config(args), Plan(args.folder, wanted, training, work, args.num_drafts))

@@ -1,0 +1,138 @@
+"""What every backend must do, over HTTP and with a process of its own: one suite for all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.backends.checkpoints import save_checkpoint
+from tests.conftest import Server, start_server
+
+BACKENDS = ["octavo", "transformers", "transformers-own-cache", "toy", "instant", "openai"]
+MAX_TOKENS = 12
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    servers = []
+
+    def start(*args: str) -> Server:
+        servers.append(start_server(*args))
+        return servers[-1]
+
+    if request.param == "openai":
+        upstream = start("--backend", "instant", "--served-model-name", "tiny")
+        start("--backend", "openai", "--upstream", upstream.url, "--log-level", "warning")
+    elif request.param in ("toy", "instant"):
+        start("--backend", request.param, "--served-model-name", "tiny")
+    else:
+        family = {"octavo": "llama", "transformers": "cohere", "transformers-own-cache": "mamba"}[request.param]
+        folder = tmp_path_factory.mktemp("checkpoint")
+        save_checkpoint(family, folder)
+        backend = request.param.removesuffix("-own-cache")
+        sizes = ("--num-kv-blocks", "64", "--max-model-len", "256")
+        start(str(folder), "--backend", backend, "--device", "cpu", "--served-model-name", "tiny", *sizes)
+    servers[-1].backend = request.param.removesuffix("-own-cache")  # type: ignore[attr-defined]
+    yield servers[-1]
+    for each in reversed(servers):
+        assert each.stop() == 0
+
+
+def body(prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, **fields}
+
+
+def text_of(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert response.json()["usage"]["completion_tokens"] == MAX_TOKENS
+    return str(choice["text"])
+
+
+def test_what_it_is(server: Server) -> None:
+    assert server.get("/version").json()["backend"] == server.backend  # type: ignore[attr-defined]
+    assert [model["id"] for model in server.get("/v1/models").json()["data"]] == ["tiny"]
+    assert server.get("/health").status_code == server.get("/ready").status_code == 200
+
+
+def test_the_same_prompt_gives_the_same_text(server: Server) -> None:
+    first = text_of(server.post("/v1/completions", body()))
+    assert first
+    assert text_of(server.post("/v1/completions", body())) == first
+    assert text_of(server.post("/v1/completions", body("other words"))) != first
+
+
+def test_a_stream_adds_up_to_the_whole(server: Server) -> None:
+    whole = text_of(server.post("/v1/completions", body()))
+    response = server.post("/v1/completions", body(stream=True))
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    choices = [json.loads(event)["choices"][0] for event in events]
+    assert done == "[DONE]"
+    assert "".join(choice["text"] for choice in choices) == whole
+    assert choices[-1]["finish_reason"] == "length"
+
+
+def test_batched_equals_alone(server: Server) -> None:
+    prompts = [f"{number} " * (1 + 5 * number) for number in range(6)]
+    alone = [text_of(server.post("/v1/completions", body(prompt))) for prompt in prompts]
+
+    async def together() -> list[str]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            posts = [client.post("/v1/completions", json=body(prompt)) for prompt in prompts]
+            return [text_of(response) for response in await asyncio.gather(*posts)]
+
+    assert asyncio.run(together()) == alone
+
+
+def test_choices_stops_and_chat(server: Server) -> None:
+    choices = server.post("/v1/completions", body(n=2)).json()["choices"]
+    assert choices[0]["text"] == choices[1]["text"]
+    text = choices[0]["text"]
+    stop = text[len(text) // 2 :][:2]
+    stopped = server.post("/v1/completions", body(stop=stop)).json()["choices"][0]
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["text"] == text[: text.index(stop)]
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = server.post("/v1/chat/completions", {"model": "tiny", "messages": messages, "max_tokens": 3})
+    assert chat.status_code == 200
+    assert chat.json()["usage"]["completion_tokens"] <= 3
+
+
+def test_log_probabilities(server: Server) -> None:
+    response = server.post("/v1/completions", body(logprobs=2))
+    found = response.json()["choices"][0]["logprobs"]
+    assert len(found["token_logprobs"]) == MAX_TOKENS
+    assert all(value <= 0 for value in found["token_logprobs"])
+    assert all(2 <= len(top) <= 3 for top in found["top_logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("change", "status"), [({"temperature": -1}, 400), ({"model": "unknown"}, 404), ({"prompt": ""}, 400)]
+)
+def test_what_is_refused(server: Server, change: dict[str, Any], status: int) -> None:
+    response = server.post("/v1/completions", body(**change))
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_client_that_leaves_is_forgotten(server: Server) -> None:
+    with httpx.stream("POST", server.url + "/v1/completions", json=body(max_tokens=200, stream=True)) as response:
+        next(response.iter_raw())
+    for _ in range(200):
+        if not server.get("/load").json()["server_load"]:
+            break
+    assert server.get("/load").json()["server_load"] == 0
+    assert "vllm:generation_tokens_total" in server.get("/metrics").text
+
+
+def test_a_setting_without_effect_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match="dtype: has no effect with backend toy"):
+        start_server("--backend", "toy", "--dtype", "float16")

@@ -1,0 +1,112 @@
+"""The backend transformers: architectures that Octavo has no model of, against ``generate`` of the library itself."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.build import build_engine
+from octavo.cli import main
+from octavo.config import EngineConfig
+from octavo.errors import CheckpointError, ConfigError
+from octavo.models.registry import ARCHITECTURES
+from octavo.models.transformers_own_cache import OwnCacheTransformer
+from octavo.models.transformers_paged import PagedTransformer
+from octavo.sampling_params import SamplingParams
+from octavo.types import Request
+from tests.backends.checkpoints import FAMILIES, OWN, PAGED, save_checkpoint
+
+MAX_TOKENS = 24
+SETTINGS: dict[str, Any] = {"backend": "transformers", "device": "cpu", "max_num_batched_tokens": 32, "block_size": 4}
+
+
+def prompts() -> list[list[int]]:
+    """Short and long ones; some begin alike, and some are longer than a step."""
+    draw = random.Random(0)
+    first = [draw.randrange(250) for _ in range(60)]
+    others = [[draw.randrange(250) for _ in range(length)] for length in (3, 17, 41)]
+    return [first, first[:30], [*first[:30], 7, 8, 9], [5], *others]
+
+
+def expected(model: Any, prompt: list[int]) -> list[int]:
+    model.generation_config.eos_token_id = None
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0
+        )
+    return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def run(engine: Any, asked: list[list[int]], first_id: int = 0) -> list[list[int]]:
+    tokens: dict[int, list[int]] = {}
+    for number, prompt in enumerate(asked, first_id):
+        tokens[number] = []
+        engine.add(Request(number, prompt, SamplingParams(temperature=0.0), max_tokens=MAX_TOKENS))
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            tokens[output.request_id] += output.tokens
+        engine.check()
+    return list(tokens.values())
+
+
+@pytest.mark.parametrize("family", [*PAGED, *OWN])
+def test_tokens_equal_generate_alone_and_batched(tmp_path: Path, family: str) -> None:
+    model = save_checkpoint(family, tmp_path)
+    assert type(model).__name__ not in ARCHITECTURES
+    asked = prompts()
+    right = [expected(model, prompt) for prompt in asked]
+    # Blocks for about three of the seven sequences: some are preempted.
+    engine, info = build_engine(EngineConfig.from_flat({**SETTINGS, "model": tmp_path, "num_kv_blocks": 64}))
+    kind = PagedTransformer if family in PAGED else OwnCacheTransformer
+    assert isinstance(engine.runner.executor._model, kind)  # type: ignore[attr-defined]
+    assert info.architecture == type(model).__name__
+    assert info.num_parameters == model.num_parameters()
+    assert run(engine, asked) == right, "batched"
+    assert [run(engine, [prompt], 100 + i)[0] for i, prompt in enumerate(asked)] == right, "alone"
+    if family != "starcoder2":  # whose window lets blocks go
+        assert engine.scheduler.stats.num_preemptions > 0
+    assert (engine.stats().prefix_hits > 0) == (family in PAGED)
+
+
+def test_caches_that_were_given_up_are_computed_again(tmp_path: Path) -> None:
+    model = save_checkpoint("mamba", tmp_path)
+    engine, _ = build_engine(EngineConfig.from_flat({**SETTINGS, "model": tmp_path, "num_kv_blocks": 200}))
+    own = engine.runner.executor._model  # type: ignore[attr-defined]
+    own.max_tokens = 70
+    asked = prompts()[:3]
+    assert run(engine, asked) == [expected(model, prompt) for prompt in asked]
+    assert sum(known.num_cached for known in own._sequences.values()) <= 70
+
+
+def test_settings_that_a_model_with_its_own_cache_cannot_honour(tmp_path: Path) -> None:
+    save_checkpoint("mamba", tmp_path)
+    with pytest.raises(ConfigError, match="eviction_policy"):
+        build_engine(EngineConfig.from_flat({**SETTINGS, "model": tmp_path, "eviction_policy": "lfu"}))
+
+
+def test_what_transformers_cannot_load(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model", "architectures": ["X"]}')
+    with pytest.raises(CheckpointError, match="transformers cannot load it"):
+        build_engine(EngineConfig.from_flat({**SETTINGS, "model": tmp_path}))
+
+
+@pytest.mark.parametrize(("family", "cache"), [("cohere", "the paged KV cache"), ("mamba", "a cache of its own")])
+def test_the_command_says_how_a_model_is_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, cache: str
+) -> None:
+    save_checkpoint(family, tmp_path)
+    assert main(["models", str(tmp_path), "--backend", "transformers", "--device", "cpu"]) == 0
+    assert cache in capsys.readouterr().out
+    assert main(["models", str(tmp_path), "--device", "cpu"]) == 2
+    assert "others, more slowly, with backend transformers" in capsys.readouterr().err
+
+
+def test_every_family_is_tried() -> None:
+    assert {"llama", *PAGED, *OWN} == set(FAMILIES)

@@ -1,0 +1,130 @@
+"""The number of drafts: never more than pay, by what was measured."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from octavo.engine.acceptance import AcceptanceRates
+from octavo.engine.draft_choice import STEPS_BETWEEN_MEASUREMENTS, DraftChoice
+from octavo.engine.proposer import Guess
+from octavo.engine.speculation import Speculation
+from octavo.engine.step_costs import LEAST_SEEN, StepCosts
+from octavo.sampling_params import SamplingParams
+from octavo.types import Plan, Sampled, Scheduled, Sequence
+from tests.engine.making import make_engine, make_request
+from tests.oracle import expected_output
+from tests.speculating import FromFunction
+
+MAX_DRAFTS = 4
+
+
+def sequence(number: int = 0) -> Sequence:
+    return Sequence(make_request(number, prompt=[1, 2], max_tokens=100))
+
+
+def taught(choice: DraftChoice, seq: Sequence, num_drafts: int, num_accepted: int, seconds: float) -> None:
+    """One step of ``seq`` alone, with its result."""
+    plan: Plan = [Scheduled(seq, 2, (1,), (7,) * num_drafts, True, seq.epoch)]
+    choice.learn(plan, [Sampled([7] * num_accepted + [8])])
+    choice.note_step(plan, seconds)
+
+
+@pytest.mark.parametrize("cost_of_row", [0.0, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.95])
+def test_what_is_chosen_is_worth_its_cost(cost_of_row: float, rate: float) -> None:
+    """Over a long run of one sequence, the tokens per second are at least nearly those of the best fixed number."""
+    rng, choice, seq = random.Random(1), DraftChoice(MAX_DRAFTS), sequence()
+    num_tokens, spent = 0, 0.0
+    for _ in range(3000):
+        chosen = {} if choice.pauses else choice.choose({seq: Guess((7,) * MAX_DRAFTS)}, 1)
+        num_drafts, num_accepted = len(chosen.get(seq, ())), 0
+        while num_accepted < num_drafts and rng.random() < rate:
+            num_accepted += 1
+        seconds = 1 + cost_of_row * num_drafts
+        taught(choice, seq, num_drafts, num_accepted, seconds * rng.uniform(0.95, 1.05))
+        num_tokens, spent = num_tokens + 1 + num_accepted, spent + seconds
+    best = max(sum(rate**i for i in range(count + 1)) / (1 + cost_of_row * count) for count in range(MAX_DRAFTS + 1))
+    assert num_tokens / spent >= 0.95 * best
+    assert num_tokens / spent >= 0.98, "slower than without speculation"
+
+
+def test_a_full_batch_gets_drafts_only_where_they_survive() -> None:
+    choice, sequences = DraftChoice(MAX_DRAFTS), [sequence(number) for number in range(8)]
+    for _ in range(40):
+        plan: Plan = [Scheduled(seq, 2, (1,), (7,) * MAX_DRAFTS, True, 0) for seq in sequences]
+        choice.learn(plan, [Sampled([7] * 4 + [8] if seq.id < 2 else [8]) for seq in sequences])
+    for num_rows in range(8, 41):
+        for _ in range(LEAST_SEEN):
+            choice.costs.note(num_rows, 1 + 0.05 * (num_rows - 8))
+    chosen = choice.choose({seq: Guess((7,) * MAX_DRAFTS) for seq in sequences}, 8)
+    assert {seq.id: len(drafts) for seq, drafts in chosen.items()} == {0: MAX_DRAFTS, 1: MAX_DRAFTS}
+
+
+def test_the_least_sure_drafts_are_left_out_by_the_proposers_own_chances() -> None:
+    choice, seq = DraftChoice(MAX_DRAFTS), sequence()
+    for num_rows in (1, 2, 3, 4, 5):
+        for _ in range(LEAST_SEEN):
+            choice.costs.note(num_rows, 1 + 0.3 * (num_rows - 1))
+    guess = Guess((1, 2, 3, 4), (0.9, 0.9, 0.1, 0.9))
+    assert choice.choose({seq: guess}, 1) == {seq: (1, 2)}
+
+
+def test_a_step_without_drafts_comes_now_and_then() -> None:
+    choice = DraftChoice(MAX_DRAFTS)
+    assert sum(choice.pauses for _ in range(10 * STEPS_BETWEEN_MEASUREMENTS)) == 10
+
+
+def test_costs_are_interpolated_and_follow_drift() -> None:
+    costs = StepCosts()
+    assert costs.seconds(1) is None
+    for num_rows, seconds in ((1, 1.0), (5, 3.0)):
+        costs.note(num_rows, 50.0)  # kernels are compiled
+        for _ in range(LEAST_SEEN):
+            costs.note(num_rows, seconds)
+    assert costs.seconds(1) == pytest.approx(1, rel=0.05)
+    assert costs.seconds(3) == pytest.approx(2, rel=0.05)
+    assert costs.seconds(100) == costs.seconds(5)
+    for _ in range(100):
+        costs.note(1, 2.0)
+    drifted = costs.seconds(5)
+    assert costs.seconds(1) == pytest.approx(2, rel=0.01)
+    assert drifted is not None
+    assert drifted > 3, "what is not measured drifts along"
+    costs.note(1, 1e6)
+    assert costs.seconds(1) == pytest.approx(2, rel=0.2), "one outlier changed much"
+
+
+def test_a_sequence_is_judged_by_its_own_past_first() -> None:
+    rates, good, bad = AcceptanceRates(2), sequence(0), sequence(1)
+    for _ in range(50):
+        rates.learn(good, 2, 2)
+        rates.learn(bad, 2, 0)
+    assert rates.survivals(good, 2)[1] > 0.8
+    assert rates.survivals(bad, 2)[0] < 0.1
+    for _ in range(300):
+        rates.learn(bad, 0, 0)
+    assert rates.survivals(bad, 1)[0] > 0.3, "it would never be tried again"
+    rates.forget(bad)
+    assert 0.3 < rates.survivals(bad, 1)[0] < 0.7
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_may_limit_its_drafts(depth: int) -> None:
+    engine, runner = make_engine(depth=depth)
+    engine.scheduler.speculation = Speculation(FromFunction(lambda seq: [1, 2, 3, 4]), MAX_DRAFTS)
+    for number, limit in enumerate((None, 0, 2)):
+        params = SamplingParams(max_tokens=12, num_speculative_tokens=limit)
+        engine.add(make_request(number, max_tokens=12, params=params))
+    tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id] += output.tokens
+        engine.check()
+    drafts = dict.fromkeys(tokens, 0)
+    for plan in runner.plans:
+        for item in plan:
+            drafts[item.seq.id] = max(drafts[item.seq.id], len(item.drafts))
+    assert drafts == {0: 4, 1: 0, 2: 2}
+    assert all(tokens[n] == expected_output(make_request(n, max_tokens=12))[0] for n in tokens)

@@ -1,0 +1,52 @@
+"""Padded shapes of steps with drafts: they fit into the executor's buffers, and those without prompts have graphs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from octavo.steps.layout import num_bytes
+from octavo.steps.limits import StepLimits
+from octavo.steps.shapes import Kind, StepShape, graph_shapes, padded_shape, verification_shape
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_step_exceeds_the_largest(seed: int) -> None:
+    rng = random.Random(seed)
+    max_num_seqs, max_drafts = rng.choice([1, 3, 8, 40, 256]), rng.choice([1, 2, 4, 7, 32])
+    max_rows = max_num_seqs + rng.choice([0, 5, 100, 2000, 8000])
+    limits = StepLimits(max_num_seqs, max_rows, 10, max_drafts, rng.choice([0, max_drafts]))
+    largest, has_drafter = limits.largest(), limits.num_drafts > 0
+    room = num_bytes(largest, limits.max_blocks, 2) + 4 * largest.num_rows
+    for _ in range(300):
+        num_seqs = rng.randrange(1, max_num_seqs + 1)
+        num_drafts = rng.randrange(min(num_seqs * max_drafts, max_rows - num_seqs) + 1)
+        num_prompt = rng.choice([0, rng.randrange(max_rows - num_seqs - num_drafts + 1)])
+        num_rows = num_seqs + num_drafts + num_prompt
+        longest = 1 if num_rows == num_seqs else 2
+        kind = Kind(rng.random() < 0.5, rng.random() < 0.5, has_drafter)
+        shape, _ = padded_shape(num_rows, num_seqs, longest, max_num_seqs, kind, num_drafts)
+        assert shape.num_rows >= num_rows
+        assert shape.num_seqs >= num_seqs
+        assert shape.num_drafts >= num_drafts
+        assert shape.is_verification is (num_drafts > 0 and not num_prompt)
+        assert num_bytes(shape, limits.max_blocks, 2) <= room
+        assert shape.num_samples <= largest.num_samples
+        assert shape.num_seqs <= largest.num_seqs
+        assert shape.num_rows >= shape.num_samples or not num_drafts
+        assert shape.holds(shape)
+        if shape.is_verification:
+            assert shape in graph_shapes(max_num_seqs, max_rows, kind.has_adapters, max_drafts, has_drafter)
+
+
+def test_a_shape_holds_smaller_ones_of_its_kind() -> None:
+    small, large = verification_shape(3, 5, 256), verification_shape(20, 60, 256)
+    assert large.holds(small)
+    assert not small.holds(large)
+    decode, mixed = StepShape(64, 64, 1), StepShape(512, 64, 512, num_drafts=64)
+    assert not large.holds(decode)
+    assert not decode.holds(small)
+    assert not mixed.holds(small)
+    assert not large.holds(mixed)
+    assert not large.holds(small._replace(has_extras=True))

@@ -1,0 +1,285 @@
+"""Drafters on the device: their logits are those of plain references, and no output changes."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import LLM, SamplingParams, build
+from octavo.errors import CheckpointError, ConfigError
+from octavo.ops import dispatch
+from octavo.ops.dispatch import REFERENCE
+from octavo.ops.sample import BANNED
+from octavo.runtime import drafters
+from octavo.runtime.drafter import DraftInputs
+from octavo.runtime.drafters import BlockDrafter, HeadDrafter, ModelDrafter
+from octavo.runtime.stream_executor import StreamExecutor
+from octavo.types import EngineStats
+from tests.llm.test_any_requests import some_params, without_rounding
+from tests.llm.tiny import write_checkpoint
+from tests.models.drafter_files import Reference, dflash, eagle3, model_reference, mtp
+from tests.models.families import make_checkpoint
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 8, "num_kv_blocks": 120, "max_num_batched_tokens": 48}
+NUM_DRAFTS = 4
+VOCAB_SIZE = 264
+
+
+class Case:
+    """A model, its drafter, and the reference of the drafter."""
+
+    def __init__(self, target: Path, reference: Reference, **config: Any) -> None:
+        self.target, self.reference = target, reference
+        self.config = {"num_speculative_tokens": NUM_DRAFTS, "adaptive": False, **config}
+
+
+def _target(folder: Path, row: str, **changes: Any) -> None:
+    """A family's model with a tokenizer, which grammars need."""
+    write_checkpoint(folder / "model")
+    make_checkpoint(folder / "model", row, vocab_size=VOCAB_SIZE, **changes)
+
+
+def _draft_model(folder: Path, target: str = "llama/gqa", row: str = "qwen3/wide_heads") -> Case:
+    _target(folder, target)
+    make_checkpoint(folder / "draft", row, vocab_size=VOCAB_SIZE)
+    reference = model_reference(folder / "draft")
+    return Case(folder / "model", reference, method="draft_model", model=str(folder / "draft"))
+
+
+def _eagle3(folder: Path, layout: str, layers: tuple[int, ...], row: str = "llama/gqa", **flags: Any) -> Case:
+    _target(folder, row, num_hidden_layers=6, **({"layer_types": None} if "qwen" in row else {}))
+    reference = eagle3(folder / "draft", folder / "model", layout, layers, **flags)
+    return Case(folder / "model", reference, method="eagle3", model=str(folder / "draft"))
+
+
+def _mtp(folder: Path, row: str, names: str) -> Case:
+    write_checkpoint(folder / "model")
+    reference = mtp(folder / "model", row, names, vocab_size=VOCAB_SIZE)
+    return Case(folder / "model", reference, method="mtp")
+
+
+def _dflash(folder: Path, layout: str) -> Case:
+    _target(folder, "qwen3/wide_heads", num_hidden_layers=4, layer_types=None)
+    reference = dflash(folder / "draft", folder / "model", (0, 2), layout)
+    return Case(folder / "model", reference, method="dflash", model=str(folder / "draft"))
+
+
+DFLASH = "dflash of its authors"
+CASES: dict[str, Callable[[Path], Case]] = {
+    "draft_model": _draft_model,
+    "draft_model of another kind": lambda folder: _draft_model(folder, "mistral/window", "gpt2/small"),
+    "draft_model with windows": lambda folder: _draft_model(folder, "qwen2/biases", "gemma3/two_ropes"),
+    "draft_model with latents": lambda folder: _draft_model(folder, "mixtral/two_of_five", "deepseek_v3/groups"),
+    "eagle3 of its authors": lambda folder: _eagle3(folder, "authors", (2, 3, 3)),
+    "eagle3 of speculators": lambda folder: _eagle3(folder, "speculators", (0, 3, 5), "mistral/window"),
+    "eagle3 with flags": lambda folder: _eagle3(
+        folder, "speculators", (1, 4), "qwen3/wide_heads", norm_before_residual=False, norm_before_fc=True
+    ),
+    "eagle3 with more flags": lambda folder: _eagle3(
+        folder, "authors", (2, 3, 3), "llama/gqa", fc_norm=True, norm_output=True, norm_before_residual=True
+    ),
+    "mtp of DeepSeek-V3": lambda folder: _mtp(folder, "deepseek_v3/groups", "deepseek"),
+    "mtp of GLM-4": lambda folder: _mtp(folder, "glm4/biases", "deepseek"),
+    "mtp of Qwen3-Next": lambda folder: _mtp(folder, "qwen3/wide_heads", "qwen"),
+    "mtp of Qwen3-Next with experts": lambda folder: _mtp(folder, "qwen3_moe/normalised", "qwen"),
+    DFLASH: lambda folder: _dflash(folder, "authors"),
+    "dflash of speculators": lambda folder: _dflash(folder, "speculators"),
+}
+Made = Callable[[str], Case]
+
+
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    made: dict[str, Case] = {}
+
+    def get(name: str) -> Case:
+        if name not in made:
+            made[name] = CASES[name](tmp_path_factory.mktemp("case"))
+        return made[name]
+
+    return get
+
+
+Drawn = tuple[int, int, list[Tensor]]
+
+
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Drawn]]:
+    """For each pass of a drafter: the positions of the newest tokens, and the logits it drew from."""
+    passes: list[Any] = []
+    draw = drafters.drawn
+
+    def recorded(logits_SV: Tensor, *args: Any) -> Tensor:
+        passes[-1][1].append(logits_SV.clone())
+        return draw(logits_SV, *args)
+
+    for kind in (HeadDrafter, ModelDrafter, BlockDrafter):
+
+        def call(self: Any, inputs: DraftInputs, whole: Any = kind.__call__) -> Tensor:
+            passes.append((inputs.positions_T[inputs.last_rows_S] + 1, []))
+            result: Tensor = whole(self, inputs)
+            return result
+
+        monkeypatch.setattr(kind, "__call__", call)
+    monkeypatch.setattr(drafters, "drawn", recorded)
+    return passes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_a_plain_reference(case_of: Made, name: str, drafted: list[Any]) -> None:
+    case = case_of(name)
+    prompt = [(7 * i + 3) % 90 for i in range(61)]  # two chunks
+    with LLM(case.target, **SETTINGS, speculative_config=case.config) as llm:
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        [result] = llm.generate([prompt], params)
+    text = [*prompt, *result.outputs[0].token_ids]
+    num_compared = 0
+    for newest_S, logits in drafted:
+        newest = int(newest_S[0])
+        # From the last token on nothing is stored; and what follows a chunk of the prompt is not drafted.
+        if newest < len(prompt) or newest + NUM_DRAFTS + 1 >= len(text):
+            continue
+        found = torch.cat(logits).masked_fill(torch.cat(logits) == BANNED, -torch.inf)
+        want = case.reference(text[: newest + 1], NUM_DRAFTS)
+        assert found.shape == want.shape
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+        num_compared += 1
+    assert num_compared > 5
+
+
+def requests_of(rng: random.Random) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Several requests with every field, whose prompts begin alike."""
+    params = [some_params(rng) for _ in range(rng.randrange(5, 9))]
+    lengths = [rng.randrange(1, 70) for _ in params]
+    prompts = [[(5 * i + i // 9) % 11 for i in range(length)] + [rng.randrange(90)] for length in lengths]
+    return prompts, [
+        msgspec.structs.replace(each, num_speculative_tokens=rng.choice([None, None, 0, 2])) for each in params
+    ]
+
+
+def generated(model: Path, **settings: Any) -> tuple[list[Any], EngineStats]:
+    """What requests get, several at once."""
+    rng, found = random.Random(11), []
+    with LLM(model, **{**SETTINGS, **settings}) as llm:
+        for _ in range(3):
+            prompts, params = requests_of(rng)
+            found += without_rounding(llm.generate(prompts, params))
+            llm.engine.check()
+        return found, llm.engine.stats()
+
+
+TIGHT = {"num_kv_blocks": 16, "max_model_len": 120}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_output_changes(case_of: Made, name: str) -> None:
+    case = case_of(name)
+    want, _ = generated(case.target)
+    adapted, _ = generated(case.target, speculative_config={**case.config, "adaptive": True})
+    tight, stats = generated(case.target, **TIGHT, speculative_config=case.config)
+    assert adapted == tight == want
+    assert stats.num_drafts > 0 < stats.num_preemptions
+
+
+@pytest.mark.parametrize("name", ["draft_model with windows", "eagle3 of its authors", "mtp of DeepSeek-V3", DFLASH])
+def test_no_output_changes_a_step_ahead(case_of: Made, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: steps are padded, and planned before the results of the step before."""
+    case = case_of(name)
+    with dispatch.only(REFERENCE):
+        want, _ = generated(case.target)
+        monkeypatch.setattr(build, "DEPTH", {"cpu": 2})
+        monkeypatch.setattr(build, "make_executor", stream_executor)
+        # Without graphs there is no thread that prepares them, which is for devices that have their own kernels.
+        found, stats = generated(case.target, **TIGHT, speculative_config=case.config, enforce_eager=True)
+    assert tokens_of(found) == tokens_of(want)  # the log-probabilities of references depend on the batch
+    assert stats.num_drafts > 0 < stats.num_preemptions
+
+
+def tokens_of(results: list[Any]) -> list[Any]:
+    return [output[1] for _, outputs in results for output in outputs]
+
+
+def stream_executor(settings: Any, model: Any, storage: Any, vocab_size: int, most: Any, *parts: Any) -> Any:
+    pooling, adapters, _, drafter, verify = parts
+    return StreamExecutor(
+        model, storage, vocab_size, most, pooling=pooling, adapters=adapters, drafter=drafter, verify=verify
+    )
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_model_accepts_all_that_it_drafts_itself(case_of: Made, temperature: float) -> None:
+    target = case_of("draft_model").target
+    config = {"method": "draft_model", "model": str(target), "num_speculative_tokens": 3, "adaptive": False}
+    rng = random.Random(1)
+    prompts = [[rng.randrange(90) for _ in range(rng.randrange(1, 60))] for _ in range(100)]
+    params = SamplingParams(temperature=temperature, seed=7, max_tokens=24, ignore_eos=True)
+    with LLM(target, **{**SETTINGS, "num_kv_blocks": 400}, speculative_config=config) as llm:
+        llm.generate(prompts, params)
+        stats = llm.engine.stats()
+    assert stats.num_accepted_drafts == stats.num_drafts > 1000
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "distribution"])
+def test_outputs_have_the_distribution_of_the_model(tmp_path: Path, acceptance: str) -> None:
+    """Three tokens from a vocabulary of three, many times."""
+    model = make_checkpoint(tmp_path / "model", "llama/gqa", vocab_size=3)
+    make_checkpoint(tmp_path / "draft", "qwen3/wide_heads", vocab_size=3)
+    shares = {(): 1.0}
+    with torch.inference_mode():
+        for _ in range(3):
+            last = {text: model(torch.tensor([[1, 0, *text]])).logits[0, -1].softmax(0) for text in shares}
+            shares = {(*text, i): share * float(last[text][i]) for text, share in shares.items() for i in range(3)}
+    num_draws, config = 8_000, {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
+    settings = {**SETTINGS, "max_num_seqs": 500, "max_num_batched_tokens": 2000, "num_kv_blocks": 1200}
+    settings["speculative_config"] = {**config, "acceptance": acceptance, "adaptive": False}
+    params = [SamplingParams(temperature=1, seed=seed, max_tokens=3, ignore_eos=True) for seed in range(num_draws)]
+    with LLM(tmp_path / "model", **settings) as llm:
+        found = Counter(tuple(r.outputs[0].token_ids) for r in llm.generate([[1, 0]] * num_draws, params))
+        assert 0 < llm.engine.stats().num_accepted_drafts < llm.engine.stats().num_drafts
+    for text, share in shares.items():
+        assert abs(found[text] / num_draws - share) <= 4.5 * math.sqrt(share * (1 - share) / num_draws)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("draft_model", {"model": ""}, "model"),
+        ("draft_model", {"model": "/nowhere"}, "/nowhere"),
+        ("draft_model", {"num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ("draft_model", {"depth": 3}, "depth.*the keys of draft_model are num_speculative_tokens, adaptive"),
+        ("draft_model", {"method": "medusa"}, "one of ngram, suffix, draft_model, eagle3, mtp, dflash"),
+        ("draft_model", {"method": "mtp"}, "model"),
+        ("eagle3 of its authors", {"method": "draft_model"}, "LlamaForCausalLMEagle3"),
+        ("draft_model", {"method": "eagle3"}, "fc.weight"),
+        (DFLASH, {"num_speculative_tokens": 5}, "block_size, 5"),
+    ],
+)
+def test_wrong_settings_are_named(case_of: Made, name: str, changes: dict[str, Any], words: str) -> None:
+    case = case_of(name)
+    with pytest.raises((ConfigError, CheckpointError), match=words):
+        LLM(case.target, **SETTINGS, speculative_config={**case.config, **changes})
+
+
+def test_a_checkpoint_without_mtp_layers_is_refused(case_of: Made) -> None:
+    with pytest.raises(CheckpointError, match="no MTP layers"):
+        LLM(case_of("draft_model").target, **SETTINGS, speculative_config={"method": "mtp"})
+
+
+def test_an_mtp_layer_is_found(case_of: Made, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), LLM(case_of("mtp of Qwen3-Next").target, **SETTINGS):
+        assert "has an MTP layer" in caplog.text
+
+
+def test_a_drafter_is_not_combined_with_adapters(case_of: Made) -> None:
+    case = case_of("draft_model")
+    with pytest.raises(ConfigError, match="enable_lora"):
+        LLM(case.target, **SETTINGS, speculative_config=case.config, enable_lora=True)

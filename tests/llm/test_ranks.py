@@ -1,0 +1,101 @@
+"""``LLM`` on ranks: the tokens of one process, no process left, and an error when a rank is gone."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.errors import RanksLost
+from tests.llm.tiny import SETTINGS, write_checkpoint
+from tests.ops.cpu_cases import needs_float_kernels
+
+pytestmark = [pytest.mark.slow, needs_float_kernels]
+
+PROMPTS = ["The quick brown fox", "jumps over", "the lazy dog and says: " * 6]
+
+PROMPT_LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False}
+REPEATING: dict[str, Any] = {"logit_bias": {100: 50.0, 200: 50.0}}
+"""Answers of two tokens, one of each rank, so that prompt lookup finds drafts that are often right."""
+
+
+def make(folder: Path, size: int, **settings: Any) -> LLM:
+    return LLM(str(folder), device="cpu", tensor_parallel_size=size, **{**SETTINGS, **settings})
+
+
+def texts(llm: LLM, prompts: list[str] = PROMPTS, **params: Any) -> list[list[int]]:
+    sampling = SamplingParams(temperature=0.8, max_tokens=30, seed=3, **params)
+    return [list(result.outputs[0].token_ids) for result in llm.generate(prompts, sampling)]
+
+
+def ranks() -> list[int]:
+    children = psutil.Process().children(recursive=True)
+    return [child.pid for child in children if "octavo.rank_process" in child.cmdline()]
+
+
+def test_ranks_give_the_tokens_of_one_process_and_end_with_it(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    with make(tmp_path, 1) as one:
+        expected = texts(one)
+    with make(tmp_path, 2) as two:
+        assert texts(two) == expected
+        assert two.info.tensor_parallel_size == 2
+        assert len(ranks()) == 1
+    del two
+    gc.collect()
+    assert ranks() == []
+
+
+def test_prompt_lookup_gives_the_tokens_of_one_process_without_it(tmp_path: Path) -> None:
+    """Accepted are the tokens that would be sampled anyway, so drafts change nothing; some are right, some wrong."""
+    write_checkpoint(tmp_path)
+    with make(tmp_path, 1) as one:
+        expected = texts(one, **REPEATING)
+    with make(tmp_path, 2, speculative_config=json.dumps(PROMPT_LOOKUP)) as two:
+        assert texts(two, **REPEATING) == expected
+        stats = two.engine.stats()
+        assert 0 < stats.num_accepted_drafts < stats.num_drafts
+
+
+@pytest.mark.parametrize(
+    "rule", [{"acceptance": "distribution"}, {"acceptance": "synthetic", "synthetic_acceptance_length": 2.5}]
+)
+def test_rules_that_need_all_logits_give_the_tokens_of_one_process(tmp_path: Path, rule: dict[str, Any]) -> None:
+    write_checkpoint(tmp_path)
+    settings = {"speculative_config": json.dumps({**PROMPT_LOOKUP, **rule})}
+    with make(tmp_path, 1, **settings) as one:
+        expected = texts(one, **REPEATING)
+    with make(tmp_path, 2, **settings) as two:
+        assert texts(two, **REPEATING) == expected
+        assert two.engine.stats().num_accepted_drafts > 0
+
+
+def test_blocks_go_to_host_memory_and_come_back(tmp_path: Path) -> None:
+    """A pool of hardly more than one prompt, so that the second pass finds its blocks in host memory."""
+    write_checkpoint(tmp_path)
+    settings = {"num_kv_blocks": 17, "kv_offload_memory": 0.01}
+    long = [letter * 200 for letter in "abca"]
+    with make(tmp_path, 1, **settings) as one:
+        expected = [texts(one, [prompt]) for prompt in long]
+    with make(tmp_path, 2, **settings) as two:
+        assert [texts(two, [prompt]) for prompt in long] == expected
+        assert two.engine.stats().num_offload_restored > 0
+
+
+def test_a_lost_rank_is_an_error(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    with make(tmp_path, 2) as llm:
+        [pid] = ranks()
+        os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(RanksLost, match=r"rank 1 of the engine ended \(killed by signal 9\)"):
+            texts(llm)
+        assert time.monotonic() - began < 5

@@ -1,0 +1,101 @@
+"""Measurements of drafts, and the training of a head, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.cli import main
+from octavo.weights.checkpoint import open_checkpoint
+from octavo_bench.draft_prompts import KINDS, prompts_of
+from octavo_bench.draft_training import Teacher, Training
+from octavo_bench.draft_training_prompts import training_messages
+from octavo_bench.eagle3_module import Eagle3
+from tests.llm.tiny import write_checkpoint
+from tests.models.families import make_checkpoint
+
+SETTINGS = ["--device", "cpu", "--block-size", "16", "--max-num-seqs", "8", "--max-model-len", "384"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights that are larger than usual: a model that repeats itself is easy to learn."""
+    made = tmp_path_factory.mktemp("model")
+    write_checkpoint(made)
+    make_checkpoint(made, "llama/gqa", vocab_size=264, num_hidden_layers=5, eos_token_id=256)
+    return made
+
+
+def bench(capsys: pytest.CaptureFixture[str], output: Path, *args: str) -> dict[str, Any]:
+    assert main(["bench", *args, "--output", str(output)]) == 0
+    capsys.readouterr()
+    found: dict[str, Any] = json.loads(output.read_text())["result"]
+    return found
+
+
+def test_speculation_is_measured_by_kind_and_batch(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.dumps({"method": "ngram", "prompt_lookup_min": 1, "adaptive": False})
+    asked = ["--speculative-config", config, "--kinds", "chat", "code", "--batches", "1,2", "--max-tokens", "16"]
+    record = bench(capsys, tmp_path / "r.json", "speculate", str(folder), *SETTINGS, *asked, "--rounds", "2")
+    rows = record["rows"]
+    assert [(row["kind"], row["batch"]) for row in rows] == [("chat", 1), ("chat", 2), ("code", 1), ("code", 2)]
+    for row in rows:
+        assert row["same_tokens"]
+        assert len(row["speedups"]) == 2
+        assert row["num_accepted_drafts"] <= row["num_drafts"]
+        assert len(row["accepted_by_position"]) <= 4
+        assert row["plain_tok_s"] > 0 < row["drafts_tok_s"]
+
+
+def test_a_head_is_trained_and_drafts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = tmp_path / "head"
+    sizes = ["--num-answers", "24", "--answer-tokens", "32", "--text-length", "96", "--batch-size", "4"]
+    sizes += ["--max-steps", "30", "--rounds", "2", "--draft-vocab-size", "200", "--num-drafts", "2"]
+    asked = ["--folder", str(head), *sizes, "--kinds", "chat", "--max-tokens", "16"]
+    record = bench(capsys, tmp_path / "r.json", "train-draft", str(folder), *SETTINGS, *asked)
+    curve = record["curve"]
+    assert curve[-1]["step"] == record["num_steps"] == 30
+    assert curve[-1]["losses"][0] < curve[0]["losses"][0]
+    assert len(record["held_agreement"]) == 2
+    [row] = record["measured"]["rows"]
+    assert row["same_tokens"]
+    assert row["num_drafts"] > 0
+    assert {"config.json", "model.safetensors", "training.json"} == {path.name for path in head.iterdir()}
+
+
+def test_training_computes_what_decoding_does(folder: Path) -> None:
+    """A round of an anchor is what the head gives for a text that ends there, followed by its own outputs."""
+    training = Training(3, 50, 40, 2, 1e-3, 1, 1.0, 0)
+    teacher = Teacher(open_checkpoint(folder), torch.device("cpu"), training)
+    head = Eagle3(teacher.config, len(teacher.layers), 50)
+    tokens_BL = torch.randint(0, 200, (2, 40))
+    batch = teacher.compute(tokens_BL, torch.ones(2, 40, dtype=torch.bool), torch.arange(50))
+    with torch.no_grad():
+        rounds = torch.stack(list(head(batch.hidden_BLE, batch.embedded_BLD, 3)))
+        for anchor in (0, 7, 35):
+            for text in range(2):
+                want = decoded(head, batch.hidden_BLE[text, : anchor + 1], batch.embedded_BLD[text], 3)
+                torch.testing.assert_close(rounds[:, text, anchor], want, rtol=1e-4, atol=1e-4)
+
+
+def decoded(head: Eagle3, hidden_TE: Tensor, embedded_LD: Tensor, count: int) -> Tensor:
+    """The logits of several drafts, each from a pass over all rows before it, with causal attention."""
+    rows_TD, found = head.fc(hidden_TE), []
+    for _ in range(count):
+        x_TD = head.midlayer(embedded_LD[None, 1 : len(rows_TD) + 1], rows_TD[None], [])[0]
+        found.append(head.lm_head(head.norm(x_TD[-1])))
+        rows_TD = torch.cat((rows_TD, x_TD[-1:]))
+    return torch.stack(found)
+
+
+def test_prompts_of_measurements_are_not_those_of_training() -> None:
+    measured = {prompt for kind in KINDS for prompt in prompts_of(kind, 0, 200)}
+    assert not measured & set(training_messages())
+    assert len(set(prompts_of("chat", 0, 72))) == len(set(prompts_of("code", 0, 72))) == 72

@@ -1,0 +1,108 @@
+"""What ranks must agree about: results, adapters, contents of blocks; and that a failure on one ends all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.errors import CheckpointError, RanksLost, RunnerError
+from octavo.ops.collective import Collective
+from octavo.runtime.replies import Done, Failed
+from octavo.steps.messages import LoadAdapter, Message, ReadBlock, Reply, Step, StepResult, UnloadAdapter, WriteBlock
+from octavo.steps.shapes import StepShape
+from tests.runtime.thread_ranks import make_ranks
+
+STEP = Step(StepShape(1, 1, 1), False, 1, 1, bytearray())
+
+
+class Rank:
+    """An executor without a model: a step meets the other ranks, as a forward pass does."""
+
+    runs_ahead = False
+
+    def __init__(self, collective: Collective, answer: Callable[[int, int], Reply[Any]]) -> None:
+        """``answer`` is given the rank and the number of the step."""
+        self.collective, self.answer = collective, answer
+        self.num_steps = 0
+        self.adapters: set[int] = set()
+        self.block = bytes([collective.rank] * 3)
+
+    def send(self, message: Message) -> Reply[Any]:
+        match message:
+            case Step():
+                self.collective.all_gather(torch.zeros(1))
+                self.num_steps += 1
+                return self.answer(self.collective.rank, self.num_steps - 1)
+            case LoadAdapter(number, path):
+                if path == f"not on {self.collective.rank}":
+                    return Failed(CheckpointError("no such folder"))
+                self.adapters.add(number)
+            case UnloadAdapter(number):
+                self.adapters.discard(number)
+            case ReadBlock():
+                return Done(self.block)
+            case WriteBlock(_, content):
+                self.block = content
+        return Done(None)
+
+
+def make(answer: Callable[[int, int], Reply[Any]] = lambda rank, number: Done(StepResult([number]))) -> Any:
+    made: list[Rank] = []
+
+    def rank(collective: Collective) -> Rank:
+        made.append(Rank(collective, answer))
+        return made[-1]
+
+    return make_ranks(3, rank), made
+
+
+def test_equal_results_are_those_of_the_first_rank() -> None:
+    ranks, _ = make()
+    assert [ranks.send(STEP).wait().tokens for _ in range(50)] == [[number] for number in range(50)]
+    ranks.close()
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda number: StepResult([number]),
+        lambda number: StepResult([1], [number]),
+        lambda number: StepResult([1], [1], drafts=[[2, 3], [4, number]]),
+    ],
+    ids=["tokens", "accepted drafts", "drafts"],
+)
+def test_a_result_that_differs_ends_the_ranks_in_the_next_step(result: Callable[[int], StepResult]) -> None:
+    ranks, _ = make(lambda rank, number: Done(result(number + (rank == 2 and number == 7))))
+    for _ in range(8):
+        ranks.send(STEP).wait()
+    with pytest.raises(RanksLost, match="ranks 0 and 2 have different results in step 7"):
+        ranks.send(STEP).wait()
+
+
+def test_a_step_that_fails_on_one_rank_ends_the_ranks() -> None:
+    ranks, _ = make(lambda rank, number: Failed(RunnerError("no memory")) if rank == 0 else Done(StepResult([1])))
+    with pytest.raises(RanksLost, match="no memory"):
+        ranks.send(STEP).wait()
+
+
+@pytest.mark.parametrize("lacking", [0, 1, 2])
+def test_an_adapter_is_loaded_on_all_ranks_or_on_none(lacking: int) -> None:
+    ranks, made = make()
+    ranks.send(LoadAdapter(4, "everywhere")).wait()
+    with pytest.raises(CheckpointError, match="no such folder" if lacking == 0 else f"rank {lacking} cannot load it"):
+        ranks.send(LoadAdapter(5, f"not on {lacking}")).wait()
+    ranks.send(STEP).wait()
+    ranks.close()
+    assert [rank.adapters for rank in made] == [{4}] * 3
+
+
+def test_a_block_is_the_parts_of_all_ranks() -> None:
+    ranks, made = make()
+    content = ranks.send(ReadBlock(0)).wait()
+    assert content == bytes([0, 0, 0, 1, 1, 1, 2, 2, 2])
+    ranks.send(WriteBlock(0, bytes(range(9)))).wait()
+    ranks.close()
+    assert b"".join(rank.block for rank in made) == bytes(range(9))

@@ -1,0 +1,263 @@
+"""Ranks give the tokens of one device: every family, with preemption, prefix hits and all ways of sampling."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import pytest
+import torch
+
+from octavo.cache.group_cache import GroupSize
+from octavo.cache.kv_cache import KVCache
+from octavo.engine.adapters import LoadedAdapters
+from octavo.engine.engine import Engine
+from octavo.engine.graph_choice import GraphChoice
+from octavo.engine.scheduler import Scheduler
+from octavo.engine.step_runner import BlockMessages
+from octavo.layers.lora import AdapterRows
+from octavo.layers.stacked_lora import StackedRows
+from octavo.models.adapters import Adapters, make_stacks
+from octavo.models.layer_cache import kv_groups, rank_cache
+from octavo.models.registry import load_model, read_config
+from octavo.ops.collective import SINGLE_RANK, Collective
+from octavo.quant.stored import WeightFormat
+from octavo.runtime.host_executor import HostExecutor
+from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.stream_executor import StreamExecutor
+from octavo.runtime.vocabulary import part_of_vocabulary
+from octavo.sampling_params import SamplingParams
+from octavo.steps.limits import StepLimits
+from octavo.steps.messages import Executor
+from octavo.steps.shapes import exact_shape
+from octavo.types import Output, Request, Sequence
+from octavo.weights.checkpoint import open_checkpoint
+from tests.models.adapter_files import make_adapter
+from tests.models.families import FIRST_ROWS, VOCAB_SIZE, make_checkpoint
+from tests.models.gguf_files import write_gguf
+from tests.models.test_quantised import FORMATS
+from tests.quant.writers import quantise
+from tests.runtime.making import CPU, make_runner
+from tests.runtime.test_restricted_rows import EveryThird
+from tests.runtime.thread_ranks import make_ranks
+from tests.speculating import last_known, speculating
+
+NUM_DRAFTS = 2
+LIMITS = StepLimits(max_num_seqs=5, max_num_batched_tokens=24, max_blocks=30, max_drafts=NUM_DRAFTS)
+BLOCK_SIZE, NUM_BLOCKS = 4, 34
+NUM_REQUESTS = 14
+DENSE_ON_CPUS = {"fp8, blocks"}
+"""Formats that no kernel for CPUs takes."""
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0, "logprobs": 3},
+    {"temperature": 0.8, "top_p": 0.9, "logprobs": 3},
+    {"temperature": 1, "top_k": 7, "min_p": 0.02},
+    {"temperature": 1.2, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+    {"temperature": 0, "min_tokens": 4, "stop_token_ids": (1, 60, 90), "logit_bias": {7: 2.0, 70: 2.0, 96: 1.0}},
+    {"temperature": 0, "grammar": "every third"},
+    {"temperature": 1, "allowed_token_ids": tuple(range(20, 90)), "prompt_logprobs": 2, "seed": 5},
+]
+
+
+class Made(NamedTuple):
+    engine: Engine
+    executor: Any
+
+
+def repeat(seq: Sequence) -> list[int]:
+    """Drafts of the last token, which are sometimes right."""
+    return [last_known(seq), 5] if seq.id % 3 == 0 else []
+
+
+def make_engine(home: Path, size: int, packs: bool = False, runs_ahead: bool = False) -> Made:
+    """An engine of the model in a folder or file, on one device or on ranks; ``runs_ahead``: with GPUs' executor."""
+    checkpoint = open_checkpoint(home)
+    config, form = read_config(checkpoint.config), WeightFormat(torch.float32, CPU, packs)
+
+    def make(collective: Collective) -> Executor:
+        rows = StackedRows(3, 8) if runs_ahead else AdapterRows()
+        loaded = load_model(config, checkpoint, form, rows, collective)
+        specs = rank_cache(config.cache, collective.size)
+        groups = kv_groups(specs, max_window=1000)
+        counts = [NUM_BLOCKS] * len(groups)
+        storage = KVStorage(specs, groups, counts, BLOCK_SIZE, torch.float32, CPU)
+        for pool in storage.pools:
+            for part in pool:
+                part.fill_(torch.nan)
+        storages.append(storage)
+        vocabulary = part_of_vocabulary(VOCAB_SIZE, collective, is_on_host=not runs_ahead)
+        adapters = Adapters(loaded.maps, rows, form)
+        if not runs_ahead:
+            return HostExecutor(loaded.model, storage, VOCAB_SIZE, LIMITS, adapters=adapters, vocabulary=vocabulary)
+        make_stacks(loaded.maps, form)
+        return StreamExecutor(loaded.model, storage, VOCAB_SIZE, LIMITS, adapters=adapters, vocabulary=vocabulary)
+
+    storages: list[KVStorage] = []
+    executor: Any = make(SINGLE_RANK) if size == 1 else make_ranks(size, make)
+    numbers: dict[str, int] = {}
+    graphs = GraphChoice(LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, has_adapters=True, uses_graphs=False)
+    choose = graphs.choose if runs_ahead else exact_shape
+    runner = make_runner(executor, storages[0], VOCAB_SIZE, LIMITS, choose, numbers)
+    groups = kv_groups(config.cache, max_window=1000)
+    cache = KVCache([GroupSize(NUM_BLOCKS, group.window) for group in groups], BLOCK_SIZE)
+    cache.copy_slots = BlockMessages(runner, 0).copy_slots
+    most = LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens
+    scheduler = Scheduler(
+        cache, max_num_seqs=most[0], max_num_batched_tokens=most[1], speculation=speculating(repeat, NUM_DRAFTS)
+    )
+    adapters = LoadedAdapters(runner, numbers, 3)
+    parts: dict[str, Any] = {"grammars": EveryThird(), "adapters": adapters}
+    return Made(Engine(scheduler, runner, **parts, depth=2 if runs_ahead else 1), executor)
+
+
+def run(made: Made, adapter: Path | None = None) -> Iterator[Output]:
+    """Random requests that share prefixes and need more blocks than there are."""
+    engine, rng = made.engine, random.Random(3)
+    names = [""]
+    if adapter is not None:
+        engine.adapters.load("other", str(adapter))
+        names = ["", "other", "other"]
+    shared, number = rng.choices(range(VOCAB_SIZE), k=40), 0
+    while number < NUM_REQUESTS or engine.has_work:
+        if number < NUM_REQUESTS and rng.random() < 0.4:
+            prompt = shared[: rng.choice([0, 13, 30, 40])] + rng.choices(range(VOCAB_SIZE), k=rng.choice([1, 5, 20]))
+            params, name = SamplingParams(**KINDS[number % len(KINDS)]), rng.choice(names)
+            engine.add(Request(number, prompt, params, rng.choice([8, 20, 30]), number, adapter=name, cache_salt=name))
+            number += 1
+        yield from engine.step()
+        engine.check()
+
+
+def told(outputs: Iterator[Output]) -> tuple[dict[int, list[int]], list[float]]:
+    """The tokens of each request, and all log-probabilities in order."""
+    tokens: dict[int, list[int]] = {}
+    numbers: list[float] = []
+    for output in outputs:
+        assert output.error is None, output.error
+        tokens.setdefault(output.request_id, []).extend(output.tokens)
+        for entry in [*(output.logprobs or []), *(output.prompt_logprobs or [])]:
+            numbers += [entry.logprob, *entry.top_logprobs]
+    return tokens, numbers
+
+
+def compare(home: Path, size: int, adapter: Path | None = None, runs_ahead: bool = False) -> None:
+    one, ranks = (make_engine(home, count, runs_ahead=runs_ahead) for count in (1, size))
+    expected, expected_numbers = told(run(one, adapter))
+    try:
+        found, numbers = told(run(ranks, adapter))
+    finally:
+        ranks.executor.close()
+    assert found == expected
+    assert len(numbers) == len(expected_numbers) > 50
+    assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(numbers, expected_numbers, strict=True))
+    stats = one.engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_copied_tokens > 0
+
+
+def sizes(row: str, size: int) -> dict[str, Any]:
+    """Heads and widths that 2, 3 and 4 divide; on four ranks, KV heads are held twice."""
+    if row.startswith("gpt2"):
+        return {"n_embd": 48, "n_head": 12}
+    heads = {"hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 48}
+    if row.startswith("deepseek"):
+        return {**heads, "num_key_value_heads": 12}
+    kv_heads = 1 if "one_kv_head" in row else {2: 2, 3: 3, 4: 2}[size]
+    shared = {"shared_expert_intermediate_size": 48} if row.startswith("qwen2_moe") else {}
+    return {**heads, "num_key_value_heads": kv_heads, **shared}
+
+
+@pytest.mark.parametrize(
+    ("row", "size"),
+    [
+        *((row, size) for row in FIRST_ROWS for size in (2, 4)),
+        *((row, 3) for row in ("llama/gqa", "mixtral/two_of_five", "deepseek_v3/groups", "gpt_oss/sinks")),
+        *((row, 4) for row in ("qwen2/windows", "qwen3/biases", "gemma2/uncapped", "deepseek_v3/half_split")),
+    ],
+)
+def test_ranks_give_the_tokens_of_one_device(row: str, size: int, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, row, **sizes(row, size))
+    compare(tmp_path, size)
+
+
+@pytest.mark.parametrize(
+    ("row", "size", "form"), [("llama/gqa", 2, "Q8_0"), ("llama/gqa", 4, "Q4_0"), ("mixtral/two_of_five", 2, "Q8_0")]
+)
+def test_blocks_are_divided(row: str, size: int, form: str, tmp_path: Path) -> None:
+    """Dense weights give the same tokens. Packed, products round activations to 8 bits, by rank: errors are alike."""
+    width = 32 * size
+    values = {"hidden_size": width, "intermediate_size": width, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = make_checkpoint(tmp_path, row, **values)
+
+    def choose(name: str, values: Any) -> gguf.GGMLQuantizationType | None:
+        return gguf.GGMLQuantizationType[form] if values.ndim > 1 and "inp" not in name else None
+
+    path = write_gguf(tmp_path, model, choose)
+    compare(path, size)
+    compare_packed(path, size)
+
+
+@pytest.mark.parametrize(
+    ("row", "size", "name"),
+    [
+        ("llama/gqa", 2, "int4"),
+        ("llama/gqa", 4, "int4, zeros"),
+        ("llama/gqa", 2, "gptq, in activation order"),
+        ("llama/gqa", 2, "fp8, blocks"),
+        ("mixtral/two_of_five", 2, "awq"),
+        ("mixtral/two_of_five", 2, "fp8, blocks"),
+        ("llama/gqa", 2, "modelopt nvfp4"),
+    ],
+)
+def test_quantised_weights_are_divided(row: str, size: int, name: str, tmp_path: Path) -> None:
+    """Parts that end within a block of scales are among them: 96 inputs are 48 a rank, blocks of FP8 are 32."""
+    source, home = tmp_path / "source", tmp_path / "quantised"
+    widths = {"hidden_size": 32 * size, "intermediate_size": 48 * size}
+    make_checkpoint(source, row, **widths, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1)
+    quantise(source, home, FORMATS[name])
+    compare(home, size)
+    if name not in DENSE_ON_CPUS:
+        compare_packed(home, size)
+
+
+def compare_packed(path: Path, size: int) -> None:
+    """Compare the rounding errors of packed weights, on one device and on ranks."""
+    exact, one, ranks = (make_engine(path, *kind) for kind in ((1, False), (1, True), (size, True)))
+    (dense, packed, divided), _ = [[prompt_logprobs(made) for made in (exact, one, ranks)], ranks.executor.close()]
+    errors = [max(abs(a - b) for a, b in zip(dense, found, strict=True)) for found in (packed, divided)]
+    assert 0 < errors[1] < 2 * errors[0]
+
+
+@pytest.mark.parametrize(("row", "size"), [("llama/gqa", 2), ("qwen2/windows", 4), ("deepseek_v3/groups", 2)])
+def test_the_executor_of_gpus_is_divided_too(row: str, size: int, tmp_path: Path) -> None:
+    """On the CPU, without graphs: padded shapes, steps that run ahead, gathered logits."""
+    make_checkpoint(tmp_path / "model", row, **sizes(row, size))
+    adapter = None
+    if row.startswith("llama"):
+        adapter = tmp_path / "adapter"
+        make_adapter(tmp_path / "model", adapter, 1, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"])
+    compare(tmp_path / "model", size, adapter, runs_ahead=True)
+
+
+def prompt_logprobs(made: Made) -> list[float]:
+    prompt = random.Random(1).choices(range(VOCAB_SIZE), k=60)
+    made.engine.add(Request(0, prompt, SamplingParams(temperature=0, prompt_logprobs=0), 1, 0))
+    found: list[float] = []
+    while made.engine.has_work:
+        for output in made.engine.step():
+            found += [entry.logprob for entry in output.prompt_logprobs or []]
+    assert len(found) == len(prompt) - 1
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("row", ["llama/gqa", "glm4/biases"])
+def test_adapters_are_divided_too(row: str, size: int, tmp_path: Path) -> None:
+    home, targets = tmp_path / "model", ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
+    make_checkpoint(home, row, **sizes(row, size))
+    make_adapter(home, tmp_path / "adapter", 1, target_modules=targets)
+    compare(home, size, tmp_path / "adapter")

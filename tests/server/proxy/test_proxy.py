@@ -1,0 +1,382 @@
+"""What a proxy adds to its upstream: keys, quotas, limits, metrics, retries; and what it does when that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from octavo.config import ServeConfig
+from octavo.errors import ConfigError, OctavoError
+from octavo.server.proxy.upstream import Upstream
+from tests.server.conftest import Served
+from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
+from tests.server.proxy.proxied import Proxy
+
+PROMPT: dict[str, Any] = {"prompt": "Hi", "max_tokens": 4}
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class Raw:
+    """An upstream that sends given bytes to one POST after another, then closes the connection."""
+
+    def __init__(self, *answers: bytes, port: int = 0) -> None:
+        self.answers = list(answers)
+        self.requests: list[bytes] = []
+        self._socket = socket.create_server(("127.0.0.1", port), reuse_port=False)
+        self.port = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._connections: list[socket.socket] = []
+        self._is_closed = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._socket.accept()
+                self._connections.append(connection)
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            data = b""
+            while (piece := connection.recv(1 << 16)) and not self._is_closed:
+                data += piece
+                head, found, body = data.partition(b"\r\n\r\n")
+                length = next((int(line[16:]) for line in head.split(b"\r\n") if line[:16] == b"content-length: "), 0)
+                if not found or len(body) < length:
+                    continue
+                data = b""
+                if head.startswith(b"POST"):
+                    self.requests.append(head + b"\r\n\r\n" + body)
+                    connection.sendall(self.answers.pop(0) if self.answers else OK)
+                    return
+                connection.sendall(OK)
+
+    def close(self) -> None:
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Proxy]]:
+    """Start proxies, to servers or URLs, that are stopped when the test ends; keyword arguments are settings."""
+    running: list[Any] = []
+
+    def start(upstream: Any, **settings: Any) -> Proxy:
+        if not isinstance(upstream, str):
+            running.insert(0, upstream)
+        running.append(Proxy(upstream if isinstance(upstream, str) else upstream.url, settings))
+        return running[-1]
+
+    yield start
+    for server in reversed(running):
+        server.close() if isinstance(server, Raw) else server.stop()
+
+
+def upstream(**settings: Any) -> Served:
+    return Served(InProcessEngine(), byte_tokenizer(), settings)
+
+
+def metric(proxy: Proxy, name: str, **labels: str) -> float:
+    families = text_string_to_metric_families(proxy.client.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bodies_and_responses_are_unchanged(start: Callable[..., Proxy], stream: bool) -> None:
+    frames = b'data: {"x": 1}\n\n: \xff\x00 kept\n\n' + b"data: [DONE]\n\n"
+    body = b'{"prompt" :  "\xc3\xa9", "unknown": 1e0 }'
+    plain = b"HTTP/1.1 418 T\r\ncontent-type: application/x; y=1\r\nx-own: 1\r\ncontent-length: 3\r\n\r\n{ }"
+    raw = Raw(HEAD + chunk(frames) + b"0\r\n\r\n" if stream else plain)
+    proxy = start(raw, upstream_api_key="sk-up")
+    headers = {"content-type": "application/json", "authorization": "Bearer mine", "x-extra": "1"}
+    response = proxy.client.post("/v1/completions?a=%20b", content=body, headers=headers)
+    if stream:
+        assert response.content == frames
+        assert response.headers["content-type"] == "text/event-stream"
+    else:
+        assert (response.status_code, response.content) == (418, b"{ }")
+        assert (response.headers["content-type"], response.headers["x-own"]) == ("application/x; y=1", "1")
+    assert len(response.headers.get_list("x-request-id")) == 1
+    head, _, sent = raw.requests[0].partition(b"\r\n\r\n")
+    assert sent == body
+    assert head.startswith(b"POST /v1/completions?a=%20b HTTP/1.1\r\n")
+    assert b"x-extra: 1" in head
+    assert b"Bearer sk-up" in head
+    assert b"mine" not in head
+
+
+def test_the_clients_key_goes_upstream_unless_this_server_asks_for_keys(start: Callable[..., Proxy]) -> None:
+    raw = Raw()
+    headers = {"authorization": "Bearer mine"}
+    start(raw).client.post("/v1/completions", json=PROMPT, headers=headers)
+    assert (
+        start(raw.url, api_key="mine").client.post("/v1/completions", json=PROMPT, headers=headers).status_code == 200
+    )
+    assert start(raw.url, api_key="mine").client.post("/v1/completions", json=PROMPT).status_code == 401
+    assert [b"Bearer mine" in request for request in raw.requests] == [True, False]
+
+
+def test_a_path_cannot_leave_the_upstream(start: Callable[..., Proxy]) -> None:
+    raw = Raw()
+    proxy = start(raw)
+    with socket.create_connection(("127.0.0.1", proxy.port)) as client:
+        client.sendall(b"POST /v1/..//evil.test/%2e%2e/x?y HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 2\r\n\r\n{}")
+        assert client.recv(12) == b"HTTP/1.1 200"
+    line, host = raw.requests[0].split(b"\r\n")[:2]
+    assert line.startswith(b"POST /")
+    assert b"evil.test" not in host
+    assert proxy.client.post("/sleep").status_code == 404
+    assert len(raw.requests) == 1
+
+
+def test_quotas_and_metrics_count_what_the_upstream_reports(start: Callable[..., Proxy], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    digest = hashlib.sha256(b"secret").hexdigest()
+    keys.write_text(f"alice {digest} tokens_per_minute=25\nboss {hashlib.sha256(b'boss').hexdigest()} admin\n")
+    proxy = start(upstream(), api_key_file=str(keys))
+    proxy.client.headers["authorization"] = "Bearer secret"
+    assert proxy.client.post("/v1/completions", json=PROMPT).json()["usage"]["total_tokens"] == 6
+    body = {**PROMPT, "max_tokens": 12, "stream": True, "stream_options": {"include_usage": True}}
+    assert proxy.client.post("/v1/completions", json=body).content.endswith(b"data: [DONE]\n\n")
+    assert proxy.client.post("/v1/completions", json=PROMPT).status_code == 200, "it ends with a debt"
+    refused = proxy.client.post("/v1/completions", json=PROMPT)
+    assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
+    assert proxy.client.get("/v1/models").status_code == 200
+    proxy.client.headers["authorization"] = "Bearer boss"
+    usage = {row["name"]: row["num_tokens"] for row in proxy.client.get("/admin/keys").json()["data"]}
+    assert usage["alice"] == 6 + 14 + 6, "6 prompt tokens and 20 others"
+    assert metric(proxy, "vllm:prompt_tokens_total") == 6
+    assert metric(proxy, "vllm:generation_tokens_total") == 20
+    assert metric(proxy, "vllm:time_to_first_token_seconds_count") == 3
+    assert metric(proxy, "vllm:request_success_total", finished_reason="stop") >= 3
+    assert proxy.client.get("/version").json()["backend"] == "openai"
+
+
+def test_a_stream_without_usage_counts_its_events(start: Callable[..., Proxy]) -> None:
+    proxy = start(upstream())
+    proxy.client.post("/v1/completions", json={**PROMPT, "stream": True})
+    assert 3 <= metric(proxy, "vllm:generation_tokens_total") <= 5
+
+
+def test_a_full_queue(start: Callable[..., Proxy]) -> None:
+    engine = InProcessEngine(runs=False)
+    inner = Served(engine, byte_tokenizer(), {})
+    proxy = start(inner, max_num_seqs=1, max_num_queued_reqs=1)
+
+    async def run() -> list[int]:
+        async with httpx.AsyncClient(base_url=proxy.url, timeout=20) as client:
+            posts = [asyncio.create_task(client.post("/v1/completions", json=PROMPT)) for _ in range(5)]
+            while sum(post.done() for post in posts) < 3:
+                await asyncio.sleep(0.01)
+            assert engine.max_live == 1, "the second waits here"
+            engine.runs = True
+            inner.call(engine._schedule)
+            return sorted([(await post).status_code for post in posts])
+
+    assert asyncio.run(run()) == [200, 200, 429, 429, 429]
+
+
+def test_a_client_that_leaves_ends_the_request_upstream(start: Callable[..., Proxy]) -> None:
+    engine = InProcessEngine(runs=False)
+    proxy = start(Served(engine, byte_tokenizer(), {}))
+    with pytest.raises(httpx.ReadTimeout):
+        proxy.client.post("/v1/completions", json=PROMPT, timeout=0.3)
+    for _ in range(500):
+        if engine.aborted:
+            break
+        time.sleep(0.01)
+    assert len(engine.aborted) == 1
+    assert proxy.upstream.num_live == 0
+
+
+@pytest.mark.parametrize("broken", [b"", HEAD, b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{"])
+def test_a_failure_before_the_first_byte_is_retried(start: Callable[..., Proxy], broken: bytes) -> None:
+    raw = Raw(broken, broken, HEAD + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+    response = start(raw).client.post("/v1/completions", json=PROMPT)
+    assert (response.status_code, response.content) == (200, b"data: [DONE]\n\n")
+    assert len(raw.requests) == 3
+    assert len(set(raw.requests)) == 1
+
+
+def test_an_upstream_that_is_down(start: Callable[..., Proxy]) -> None:
+    raw = Raw(*[b""] * 3)
+    proxy = start(raw)
+    refused = proxy.client.post("/v1/completions", json=PROMPT)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "upstream_unavailable")
+    assert int(refused.headers["retry-after"]) >= 1
+    raw.close()
+    proxy.wait_ready(False)
+    began = time.monotonic()
+    assert proxy.client.post("/v1/completions", json=PROMPT).status_code == 503
+    assert time.monotonic() - began < 0.1, "it is known to be down, so it is not tried"
+    assert proxy.client.get("/ready").status_code == 503
+    assert proxy.client.get("/health").status_code == 200
+    again = Raw(port=raw.port)
+    proxy.wait_ready()
+    assert proxy.client.post("/v1/completions", json=PROMPT).status_code == 200
+    again.close()
+
+
+@pytest.mark.parametrize("cut", [b'data: {"a": 1}\n\n', b'data: {"a": 1}\n\ndata: {"b'])
+def test_an_upstream_that_fails_in_the_middle_of_a_stream(start: Callable[..., Proxy], cut: bytes) -> None:
+    proxy = start(Raw(HEAD + chunk(cut)))
+    response = proxy.client.post("/v1/completions", json={**PROMPT, "stream": True})
+    assert response.content.startswith(cut)
+    *_, error, done, end = response.content.split(b"\n\n")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "upstream_failed"
+    assert (done, end) == (b"data: [DONE]", b"")
+    assert metric(proxy, "vllm:request_success_total", finished_reason="error") == 1
+
+
+def test_a_drain_ends_streams_with_an_error(start: Callable[..., Proxy]) -> None:
+    class Slow(InProcessEngine):
+        def _schedule(self) -> None:
+            if self.live and not self._is_scheduled:
+                self._is_scheduled = True
+                asyncio.get_running_loop().call_later(0.02, self._run)
+
+    proxy = start(Served(Slow(), byte_tokenizer(), {}))
+    with proxy.client.stream("POST", "/v1/completions", json={**PROMPT, "max_tokens": 500, "stream": True}) as response:
+        pieces = response.iter_raw()
+        data = next(pieces)
+        stopping = asyncio.run_coroutine_threadsafe(proxy.upstream.stop(0.3), proxy.loop)
+        time.sleep(0.1)
+        assert proxy.client.post("/v1/completions", json=PROMPT).status_code == 503
+        data += b"".join(pieces)
+    stopping.result(10)
+    assert b"engine_unavailable" in data
+    assert data.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.slow
+def test_a_thousand_streams_at_once(start: Callable[..., Proxy]) -> None:
+    inner = Served(InProcessEngine(max_num_seqs=2000), byte_tokenizer(), {})
+    proxy = start(inner)
+
+    async def one(client: httpx.AsyncClient) -> bytes:
+        body = {"prompt": "Hi", "max_tokens": len(ANSWER), "stream": True, "temperature": 0}
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            return b"".join([piece async for piece in response.aiter_raw()])
+
+    async def run() -> list[bytes]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=proxy.url, timeout=200, limits=limits) as client:
+            return await asyncio.gather(*(one(client) for _ in range(1000)))
+
+    for data in asyncio.run(run()):
+        events = [json.loads(line[6:]) for line in data.split(b"\n\n") if line.startswith(b"data: {")]
+        assert "".join(event["choices"][0]["text"] for event in events) == ANSWER
+        assert data.endswith(b"data: [DONE]\n\n")
+    assert proxy.upstream.num_live == 0
+
+
+# --- the managed upstream ---
+
+SERVER = """
+import http.server, sys, os, pathlib
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.send_response(200); self.send_header("content-length", "0"); self.end_headers()
+    def do_POST(self):
+        os._exit(3)
+    def log_message(self, *args): pass
+pathlib.Path(sys.argv[2]).open("a").write(f"{os.getpid()}\\n")
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def command(tmp_path: Path, port: int) -> str:
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    return f"{sys.executable} {script} {port} {tmp_path / 'pids'}"
+
+
+def pids(tmp_path: Path) -> list[int]:
+    return [int(line) for line in (tmp_path / "pids").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().split()[2] != "Z"
+
+
+def test_a_managed_upstream_is_started_restarted_and_ended(start: Callable[..., Proxy], tmp_path: Path) -> None:
+    port = free_port()
+    proxy = start(f"http://127.0.0.1:{port}", upstream_command=command(tmp_path, port))
+    assert proxy.upstream.is_ready
+    assert proxy.client.post("/v1/completions", json=PROMPT).status_code == 503, "it dies of every request"
+    for _ in range(1000):
+        if len(pids(tmp_path)) > 1 and proxy.upstream.is_ready:
+            break
+        time.sleep(0.01)
+    first, *_, last = pids(tmp_path)
+    assert not is_alive(first)
+    assert is_alive(last)
+    assert proxy.client.get("/v1/models").status_code == 200
+    proxy.run(proxy.upstream.stop(0))
+    assert not is_alive(last)
+
+
+def test_a_command_that_ends_before_it_answers() -> None:
+    config = {"backend": "openai", "upstream": f"http://127.0.0.1:{free_port()}", "upstream_command": "/bin/false"}
+    with pytest.raises(OctavoError, match="upstream_command ended with status 1"):
+        asyncio.run(Upstream(ServeConfig.from_flat(config)).start())
+
+
+def test_a_port_that_another_server_has(start: Callable[..., Proxy], tmp_path: Path) -> None:
+    raw = Raw()
+    with pytest.raises(ConfigError, match="another server"):
+        start(raw.url, upstream_command=command(tmp_path, raw.port))
+    raw.close()
+
+
+@pytest.mark.parametrize("url", ["localhost:8001", "ftp://host", "http://", "http://host/v1?x"])
+def test_invalid_urls(url: str) -> None:
+    with pytest.raises(ConfigError, match="upstream"):
+        Upstream(ServeConfig.from_flat({"backend": "openai", "upstream": url}))
+
+
+def test_settings_without_effect_are_refused() -> None:
+    for given, name in (
+        ({"backend": "openai"}, "needs upstream"),
+        ({"backend": "openai", "upstream": "http://x", "model": "m"}, "model"),
+        ({"backend": "openai", "upstream": "http://x", "tenant_by": "key"}, "tenant_by"),
+        ({"upstream": "http://x"}, "upstream"),
+        ({"backend": "toy", "dtype": "float16"}, "dtype"),
+        ({"backend": "instant", "scheduling_policy": "fair"}, "scheduling_policy"),
+        ({"backend": "transformers", "enable_lora": True}, "enable_lora"),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            ServeConfig.from_flat(given)

@@ -1,0 +1,209 @@
+"""The processes of a tensor-parallel engine killed and stopped at random moments: no stream changes, nothing is left.
+
+``OCTAVO_RANK_KILLS=50`` makes it a long run, of about ten seconds a kill on two free cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from octavo.config import ServeConfig
+from octavo.errors import OctavoError
+from octavo.sampling_params import SamplingParams
+from octavo.server.async_engine import AsyncEngine
+from octavo.types import Request
+from tests.llm.tiny import write_checkpoint
+from tests.ops.cpu_cases import needs_float_kernels
+from tests.server.child_engine import Recorder, until
+
+NUM_KILLS = int(os.environ.get("OCTAVO_RANK_KILLS", "10"))
+NUM_STREAMS = 16
+MAX_TOKENS = 200
+SECONDS = 60.0
+ATTACKS = [
+    *((1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)),
+    *((1, signal.SIGKILL), (0, signal.SIGSTOP)),
+]
+"""Ranks, of which 0 is the engine process, and what happens to them."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200 + 60 * NUM_KILLS), needs_float_kernels]
+
+
+def make_config(folder: Path, size: int = 2, **settings: Any) -> ServeConfig:
+    """A tiny random model on ranks; one that hangs is found out in a few seconds."""
+    sizes = {"num_kv_blocks": 400, "block_size": 16, "max_num_batched_tokens": 64, "engine_timeout": 8.0}
+    model = {"model": str(folder), "load_format": "dummy", "device": "cpu", "tensor_parallel_size": size}
+    return ServeConfig.from_flat({**sizes, **model, **settings})
+
+
+@asynccontextmanager
+async def running(config: ServeConfig) -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine(config)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        pids = processes(engine)
+        await engine.stop(5)
+        assert await are_gone(pids)
+
+
+def processes(engine: AsyncEngine) -> list[int]:
+    """The engine process and its ranks, in their order."""
+    assert engine.pid is not None
+    try:
+        children = psutil.Process(engine.pid).children()
+    except psutil.NoSuchProcess:
+        return [engine.pid]
+    return [engine.pid, *sorted(child.pid for child in children if "octavo.rank_process" in child.cmdline())]
+
+
+async def are_gone(pids: list[int]) -> bool:
+    async with asyncio.timeout(10):
+        while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+            await asyncio.sleep(0.02)
+    return True
+
+
+def send(engine: AsyncEngine, number: int, max_tokens: int = MAX_TOKENS) -> Recorder:
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.95}, {"frequency_penalty": 0.5}]
+    params = SamplingParams(**kinds[number % 3], seed=number, ignore_eos=True)
+    prompt = random.Random(number).choices(range(256), k=20)
+    recorder = Recorder()
+    engine.add(Request(engine.next_id(), prompt, params, max_tokens, number), recorder)
+    return recorder
+
+
+async def finish(recorders: list[Recorder], seconds: float = SECONDS) -> list[list[int]]:
+    async with asyncio.timeout(seconds):
+        for recorder in recorders:
+            await recorder.done.wait()
+            assert recorder.error is None, recorder.error
+    return [recorder.tokens for recorder in recorders]
+
+
+def test_ranks_that_are_killed_or_stopped_lose_and_change_nothing(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    before = set(os.listdir("/dev/shm"))
+    seen: set[int] = set()
+    recoveries: list[float] = []
+
+    async def main() -> None:
+        async with running(make_config(write_checkpoint(tmp_path))) as engine:
+            expected = await finish([send(engine, number) for number in range(NUM_STREAMS)])
+            assert all(len(tokens) == MAX_TOKENS for tokens in expected)
+            for kill in range(NUM_KILLS):
+                await until(lambda: engine.is_ready, SECONDS)
+                recorders = [send(engine, number) for number in range(NUM_STREAMS)]
+                await asyncio.sleep(rng.uniform(0, 0.6))
+                seen.update(pids := processes(engine))
+                assert len(pids) == 2
+                rank, how = ATTACKS[kill % len(ATTACKS)]
+                began = time.monotonic()
+                os.kill(pids[rank], how)
+                assert await finish(recorders) == expected
+                recoveries.append(time.monotonic() - began)
+                print(f"{kill}: rank {rank}, {how.name}: {recoveries[-1]:.1f} s")
+                assert await are_gone(pids) or how == signal.SIGSTOP
+            assert engine.metrics.poison_requests == 0
+            assert engine.num_restarts >= NUM_KILLS - 2  # a signal may come when all streams have just ended
+            assert await are_gone(sorted(seen.difference(processes(engine))))
+
+    asyncio.run(main())
+    assert set(os.listdir("/dev/shm")) <= before
+    print(f"{NUM_KILLS} kills: median {sorted(recoveries)[NUM_KILLS // 2]:.1f} s, longest {max(recoveries):.1f} s")
+
+
+def test_an_idle_engine_whose_rank_dies_is_replaced_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(make_config(write_checkpoint(tmp_path), size=2)) as engine:
+            pids = processes(engine)
+            os.kill(pids[1], signal.SIGKILL)
+            await until(lambda: engine.pid != pids[0] and engine.is_ready, SECONDS)
+            assert await are_gone(pids)
+            assert len(await finish([send(engine, 1, 5)])) == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.5])
+def test_a_rank_that_is_killed_while_it_starts_is_started_again(seconds: float, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(make_config(write_checkpoint(tmp_path))) as engine:
+            expected = await finish([send(engine, 1)])
+            first = processes(engine)
+            recorder = send(engine, 1)
+            os.kill(first[1], signal.SIGKILL)
+            await until(lambda: engine.pid != first[0] and len(processes(engine)) == 2, SECONDS)
+            await asyncio.sleep(seconds)
+            second = processes(engine)
+            os.kill(second[-1], signal.SIGKILL)
+            assert await finish([recorder]) == expected
+            assert await are_gone([*first, *second])
+
+    asyncio.run(main())
+
+
+def test_ranks_end_with_a_front_process_that_is_killed(tmp_path: Path) -> None:
+    settings = ["--load-format", "dummy", "--device", "cpu", "--tensor-parallel-size", "2", "--port", "0"]
+    folder = str(write_checkpoint(tmp_path))
+    front = psutil.Popen([sys.executable, "-m", "octavo", "serve", folder, *settings], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + SECONDS
+        while len(children := front.children(recursive=True)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(random.Random(3).uniform(0, 3))
+        children = front.children(recursive=True)
+    finally:
+        front.kill()
+        front.wait()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "message"),
+    [
+        ({}, 3, "tensor_parallel_size: 3 does not divide the model's 2 attention heads"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48},
+            3,
+            "must divide the model's 2 KV heads",
+        ),
+        (
+            {"intermediate_size": 63},
+            2,
+            "tensor_parallel_size: 2 does not divide the width of the feed-forward layer, 63",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused(
+    changes: dict[str, Any], size: int, message: str, tmp_path: Path
+) -> None:
+    path = write_checkpoint(tmp_path) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    async def main() -> None:
+        engine = AsyncEngine(make_config(tmp_path, size))
+        try:
+            with pytest.raises(OctavoError, match=message):
+                await engine.start()
+        finally:
+            await engine.stop(0)
+
+    asyncio.run(main())
