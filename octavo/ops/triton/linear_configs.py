@@ -21,7 +21,7 @@ import triton
 from octavo.config import cache_dir
 from octavo.ops.triton.config_tables import Kinds, parse_entry, read_section, table_path, write_section
 from octavo.ops.triton.gemv import GemvConfig
-from octavo.ops.triton.linear_cost import Product, gpu_of, ranked
+from octavo.ops.triton.linear_cost import LIBRARY_LEAD, Product, gpu_of, library_microseconds, microseconds, ranked
 from octavo.ops.triton.skinny_gemm import SkinnyConfig
 
 SECTION = "linear"
@@ -32,6 +32,9 @@ FEW_ROWS = 64
 
 Above, only measured entries are good, and only for their exact number of rows: partial tiles cost more than full ones,
 since the copy engine is slow beyond the end of a matrix (Qwen3-8B's gates: 157 us for 512 rows, 232 for 272)."""
+
+GATED_ROWS = 128
+"""For so many rows, gate and activation fused into the product gain more than cuBLAS's larger tiles (9 and 12 %)."""
 
 LinearConfig = GemvConfig | SkinnyConfig | None
 """``None`` leaves the products to cuBLAS."""
@@ -63,8 +66,15 @@ def config_for(T: int, N: int, K: int, is_gated: bool, device: torch.device) -> 
 
 @functools.cache
 def default_config(product: Product, device: torch.device) -> LinearConfig:
-    """The configuration of the least predicted cost."""
-    return ranked(product, gpu_of(device))[0] if product.rows <= FEW_ROWS else None
+    """The configuration of the least predicted cost. Above FEW_ROWS, cuBLAS is slower for 128 rows of gates alone."""
+    gpu = gpu_of(device)
+    if product.rows > FEW_ROWS and not (product.is_gated and product.rows == GATED_ROWS):
+        return None
+    best = ranked(product, gpu)[0]
+    if product.rows > FEW_ROWS or isinstance(best, GemvConfig):
+        return best
+    is_library = library_microseconds(product, gpu) < LIBRARY_LEAD * microseconds(product, best, gpu)
+    return None if is_library else best
 
 
 def table_of(device: torch.device) -> dict[str, LinearConfig]:

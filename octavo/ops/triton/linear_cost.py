@@ -2,7 +2,7 @@
 
 The time of a product of few rows is that of the slowest of three: all bytes at the memory's rate; the bytes of the
 busiest multiprocessor at the most that one can take; the waits of a program for its chunks of columns, of which
-``stages - 1`` are on their way at once. To this come a start, and what splitting the columns costs. Six numbers are
+``stages - 1`` are on their way at once. To this come a start, and what splitting the columns costs. Seven numbers are
 fitted to all measurements (``FITTED``), the others are properties of the device.
 """
 
@@ -71,8 +71,15 @@ class Fitted:
     """Of the latency, what prefetching saves at the start."""
 
 
-FITTED = Fitted(2.5, 0.85, 87_000.0, 0.65, 0.17, 0.35, 0.42)
-"""To the 389 measurements of ``skinny`` on an H200 for 16 and 64 rows (``octavo_bench.cost_fit``)."""
+FITTED = Fitted(2.15, 0.837, 94_500.0, 0.93, 0.375, 0.366, 0.457)
+"""To the 1,722 measurements of ``skinny`` for 85 matrices on an H200 (``octavo_bench.cost_fit``)."""
+LIBRARY_START, LIBRARY_SHARE, LIBRARY_COLUMN = 4.4, 0.804, 1.16e-4
+"""Of cuBLAS, fitted to 139 products of 16 to 64 rows: microseconds, share of the bandwidth, microseconds a column."""
+LIBRARY_LEAD = 0.95
+"""Of the time of the best other kernel, what cuBLAS's must be below to be chosen.
+
+Its kernels overlap with neither the kernel before nor the one after, which a product alone does not show: in a chain of
+layers, others that are up to 5 % slower alone were the faster ones."""
 SHARPNESS = 4
 """The norm that joins the three times: they overlap, but not completely."""
 
@@ -179,3 +186,9 @@ def microseconds(product: Product, config: SkinnyConfig, gpu: Gpu, fitted: Fitte
     if config.splits > 1:
         taken += fitted.split + 2 * 4 * programs * sums / (gpu.bandwidth * fitted.sums_share)
     return float(taken)
+
+
+def library_microseconds(product: Product, gpu: Gpu) -> float:
+    """The predicted time of cuBLAS for few rows."""
+    read = 2 * product.K * (product.N + product.rows) / (gpu.bandwidth * LIBRARY_SHARE)
+    return LIBRARY_START + read + LIBRARY_COLUMN * product.K

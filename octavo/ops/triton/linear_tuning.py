@@ -20,7 +20,7 @@ from octavo.ops.triton.graph_timing import microseconds
 from octavo.ops.triton.launch import compiling, pdl
 from octavo.ops.triton.linear import run_linear
 from octavo.ops.triton.linear_configs import KINDS, LinearConfig, config_for, key_of, table_of
-from octavo.ops.triton.linear_cost import Product, gpu_of, ranked
+from octavo.ops.triton.linear_cost import LIBRARY_LEAD, Product, gpu_of, ranked
 from octavo.ops.triton.linear_uses import LinearUse
 from octavo.ops.triton.skinny_gemm import SkinnyConfig
 
@@ -90,10 +90,10 @@ class LinearTuner:
 
 
 def fastest(timed: Sequence[Timed], present: LinearConfig) -> LinearConfig:
-    """The fastest configuration, or the present one if that is as good."""
-    least = min(timed, default=Timed(0.0, present), key=lambda item: item.microseconds)
-    before = next((item.microseconds for item in timed if item.config == present), float("inf"))
-    return least.config if least.microseconds < WORTHWHILE * before else present
+    """The fastest configuration, or the present one if that is as good; cuBLAS must lead, see ``LIBRARY_LEAD``."""
+    taken = {item.config: item.microseconds / (LIBRARY_LEAD if item.config is None else 1.0) for item in timed}
+    least = min(taken, default=present, key=lambda config: taken[config])
+    return least if taken and taken[least] < WORTHWHILE * taken.get(present, float("inf")) else present
 
 
 def present_config(use: LinearUse, rows: int, device: torch.device) -> LinearConfig:

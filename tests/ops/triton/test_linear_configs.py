@@ -68,7 +68,8 @@ def test_a_device_uses_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_there_is_a_default_for_any_shape(K: int, is_gated: bool) -> None:
     for T in (1, 2, 16, 17, 64):
         config = config_for(T, 50258, K, is_gated, CPU)
-        assert isinstance(config, GemvConfig if T == 1 else SkinnyConfig)
+        assert config is None or isinstance(config, GemvConfig if T == 1 else SkinnyConfig)
+    assert (config_for(128, 50258, K, is_gated, CPU) is None) == (not is_gated)
     assert config_for(65, 50258, K, is_gated, CPU) is None
     assert config_for(4096, 50258, K, is_gated, CPU) is None
 
