@@ -1,6 +1,6 @@
 """Fits the numbers of ``linear_cost`` to recorded measurements, and says how good its choices are.
 
-``python -m octavo_bench.cost_fit RECORD`` fits them to the measurements of a record, and prints for shapes that are
+``python -m octavo_bench.cost_fit RECORD...`` fits them to the measurements of records, and prints for matrices that are
 left out of the fit how much slower the chosen configuration is than the fastest that was measured.
 """
 
@@ -12,7 +12,7 @@ import random
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,21 +36,41 @@ class Measured(NamedTuple):
     taken: float
 
 
-def read(path: Path) -> list[Measured]:
-    """The measurements of ``skinny`` kernels without a fused norm in a record of ``octavo bench kernels --tune``."""
-    record = json.loads(path.read_text())
-    return [found for note in record["tuning"] if "map" in note and (found := _parse(note)) is not None]
+def read(paths: Iterable[Path]) -> list[Measured]:
+    """The measurements of ``skinny`` kernels without a fused norm in records of ``octavo bench kernels --tune``.
+
+    A product that several records have is that of the last one.
+    """
+    found: dict[Product, list[Measured]] = {}
+    for path in paths:
+        in_record: dict[Product, list[Measured]] = {}
+        for note in _notes(json.loads(path.read_text())):
+            if (measured := _parse(note)) is not None:
+                in_record.setdefault(measured.product, []).append(measured)
+        found |= in_record
+    return [measured for group in found.values() for measured in group]
+
+
+def _notes(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    parts = [part for part in record.values() if isinstance(part, dict) and "tuning" in part]
+    for part in [record, *parts]:
+        yield from (note for note in part.get("tuning", ()) if "config" in note)
 
 
 def _parse(note: Mapping[str, Any]) -> Measured | None:
-    if not note["config"].startswith("SkinnyConfig") or not note["error"] < 1e-2:
+    if not note["config"].startswith("SkinnyConfig") or not note.get("error", 0.0) < 1e-2:
         return None
     values = re.findall(r"(\w+)=('?\w+'?)", note["config"])
     fields = {name: json.loads(value.lower().replace("'", '"')) for name, value in values}
-    if fields["fuses_norm"]:
-        return None
-    cases = {case.name: case for case in (*layer_cases(note["model"]), head_case(note["model"]))}
-    return Measured(cases[note["map"]].use.product(note["rows"]), SkinnyConfig(**fields), note["microseconds"])
+    return None if fields["fuses_norm"] else Measured(_product(note), SkinnyConfig(**fields), note["microseconds"])
+
+
+def _product(note: Mapping[str, Any]) -> Product:
+    if "map" in note:  # the form of older records
+        cases = {case.name: case for case in (*layer_cases(note["model"]), head_case(note["model"]))}
+        return cases[note["map"]].use.product(note["rows"])
+    N, K, gated, rows = re.fullmatch(r"(\d+)x(\d+)( gated)?, (\d+)", note["shape"]).groups()  # type: ignore[union-attr]
+    return Product(int(N), int(K), int(rows), gated is not None)
 
 
 def fit(measured: Sequence[Measured], trials: int, start: Fitted = START) -> Fitted:
@@ -85,13 +105,16 @@ def regrets(measured: Iterable[Measured], fitted: Fitted) -> dict[Product, float
     return {product: item.taken / fastest[product] - 1 for product, item in chosen.items()}
 
 
-def left_out(measured: Sequence[Measured], trials: int) -> dict[Product, float]:
-    """The regrets of each matrix with numbers that are fitted to all others."""
+def left_out(measured: Sequence[Measured], trials: int, parts: int = 10) -> dict[Product, float]:
+    """The regrets of each matrix with numbers that are fitted to others: matrices are left out in ``parts`` parts."""
+    matrices = sorted({(item.product.N, item.product.K) for item in measured})
+    random.Random(1).shuffle(matrices)
     found: dict[Product, float] = {}
-    for N, K in dict.fromkeys((item.product.N, item.product.K) for item in measured):
-        is_own = [(item.product.N, item.product.K) == (N, K) for item in measured]
-        others = [item for item, own in zip(measured, is_own, strict=True) if not own]
-        found |= regrets((item for item, own in zip(measured, is_own, strict=True) if own), fit(others, trials))
+    for part in range(parts):
+        out = set(matrices[part::parts])
+        others = [item for item in measured if (item.product.N, item.product.K) not in out]
+        own = (item for item in measured if (item.product.N, item.product.K) in out)
+        found |= regrets(own, fit(others, trials))
     return found
 
 
@@ -106,9 +129,9 @@ def _fastest(measured: Iterable[Measured]) -> dict[Product, float]:
     return found
 
 
-def main(path: Path, trials: int = 1000) -> None:
-    """Print the fit and the regrets of shapes left out of it."""
-    measured = read(path)
+def main(paths: Sequence[Path], trials: int = 600) -> None:
+    """Print the fit and the regrets of matrices left out of it."""
+    measured = read(paths)
     print(fit(measured, trials))
     found = left_out(measured, trials)
     for product, regret in sorted(found.items(), key=lambda item: item[1]):
@@ -117,4 +140,4 @@ def main(path: Path, trials: int = 1000) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main([Path(argument) for argument in sys.argv[1:]])

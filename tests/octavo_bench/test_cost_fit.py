@@ -13,32 +13,39 @@ from octavo.ops.triton.linear_cost import FITTED, Gpu, Product, microseconds, ra
 from octavo.ops.triton.skinny_gemm import SkinnyConfig
 from octavo_bench.cost_fit import H200, Measured, left_out, read, regrets
 
-RECORD = Path(__file__).parents[2] / "benchmarks/results/gpu/kernels_linear.json"
+FOLDER = Path(__file__).parents[2] / "benchmarks/results/gpu"
+RECORDS = FOLDER / "kernels_linear.json", FOLDER / "kernels_served.json"
 H100 = Gpu(multiprocessors=132, bandwidth=3_350_000, shared_bytes=227 * 1024, has_copy_engine=True)
 RTX_4090 = Gpu(multiprocessors=128, bandwidth=1_008_000, shared_bytes=99 * 1024, has_copy_engine=False)
 
 
 @pytest.fixture(scope="module")
 def measured() -> list[Measured]:
-    return read(RECORD)
+    found = read(RECORDS)
+    assert len(found) == 1722
+    assert len({(item.product.N, item.product.K) for item in found}) == 85
+    return found
 
 
 def test_choices_are_nearly_the_fastest_that_were_measured(measured: list[Measured]) -> None:
     found = regrets(measured, FITTED)
-    assert len(found) == 30
-    assert statistics.mean(found.values()) < 0.01
-    assert max(found.values()) < 0.06
-
-
-def test_so_are_those_for_shapes_left_out_of_the_fit(measured: list[Measured]) -> None:
-    """A short fit: 0.6 % on average, 10 % at most. That of 1000 trials, a minute long, gives 0.5 and 5 %."""
-    found = left_out(measured, trials=60)
+    assert len(found) == 173
     assert statistics.mean(found.values()) < 0.015
-    assert max(found.values()) < 0.12
+    assert statistics.quantiles(found.values(), n=20)[-1] < 0.06
+    assert max(found.values()) < 0.15
+
+
+def test_so_are_those_for_matrices_left_out_of_the_fit(measured: list[Measured]) -> None:
+    """A short fit; the one that is documented has ten times the trials."""
+    found = left_out(measured, trials=60)
+    assert statistics.mean(found.values()) < 0.03
+    assert statistics.quantiles(found.values(), n=20)[-1] < 0.10
 
 
 def test_a_choice_at_random_would_be_worse(measured: list[Measured]) -> None:
-    fastest = {item.product: min(m.taken for m in measured if m.product == item.product) for item in measured}
+    fastest: dict[Product, float] = {}
+    for item in measured:
+        fastest[item.product] = min(item.taken, fastest.get(item.product, item.taken))
     assert statistics.mean(item.taken / fastest[item.product] - 1 for item in measured) > 0.1
 
 
