@@ -28,7 +28,7 @@ class TuningPlan:
     """How much is measured."""
 
     seconds: float = float("inf")
-    """No measurement starts later than this; the one that is running ends."""
+    """No bucket of rows is begun that would take longer, if it takes as long as the longest before it."""
     again: bool = False
     """Also products that were measured before."""
     report: Report = lambda share, key: None
@@ -47,19 +47,21 @@ def tune_kernels(send: Callable[[Message], Reply[Any]], plan: TuningPlan) -> int
 
     What the time does not suffice for is left to the next start.
     """
-    started = time.monotonic()
+    started, longest = time.monotonic(), 0.0
     entries: dict[str, dict[str, Any]] = {}
     is_over = plan.seconds <= 0
     for i, num_rows in enumerate(TUNED_ROWS):
-        keys = [] if is_over else send(PrepareTuning(num_rows, plan.again)).wait()
+        begun = time.monotonic()
+        is_over = is_over or begun + longest - started > plan.seconds
+        if is_over:
+            break
+        keys = send(PrepareTuning(num_rows, plan.again)).wait()
         if keys:
             logger.info("measuring kernels for %d matrix products of up to %d rows", len(keys), num_rows)
         for j, key in enumerate(keys):
-            is_over = time.monotonic() - started >= plan.seconds
-            if is_over:
-                break
             entries[key] = send(MeasureKernels(key)).wait()
             plan.report((i + (j + 1) / len(keys)) / len(TUNED_ROWS), key)
+        longest = max(longest, time.monotonic() - begun)
     if entries:
         send(UseKernels(entries)).wait()
         rest = "; the next start measures the others" if is_over else ""

@@ -64,10 +64,11 @@ def test_everything_is_measured_once(executor: Measuring) -> None:
 
 
 def test_a_start_measures_for_a_bounded_time_and_the_next_one_goes_on(executor: Measuring) -> None:
-    assert tune_kernels(executor.send, TuningPlan(3)) == 3
-    assert executor.known == {"8x4, 16", "4x8, 16", "8x4, 1"}
-    assert tune_kernels(executor.send, TuningPlan(3)) == 3
-    assert "4x8, 1" in executor.known
+    assert tune_kernels(executor.send, TuningPlan(5)) == 4
+    assert executor.known == {"8x4, 16", "4x8, 16", "8x4, 1", "4x8, 1"}
+    assert executor.now == 4
+    assert tune_kernels(executor.send, TuningPlan(5)) == 4
+    assert "4x8, 64" in executor.known
 
 
 def test_kernels_change_by_one_message_behind_all_measurements(executor: Measuring) -> None:
