@@ -29,6 +29,7 @@ from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
 from octavo.engine.graph_choice import GraphChoice
+from octavo.engine.kernel_tuning import TuningPlan, plan_of
 from octavo.engine.mixed_steps import settle_mixed_steps
 from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.scheduler import Scheduler
@@ -74,11 +75,12 @@ from octavo.weights.hub import resolve_model
 
 DEPTH = {"cpu": 1, "cuda": 2}
 """Steps in flight: on a GPU, the next step is scheduled while one is computed."""
+Built = tuple[Engine, EngineInfo]
 logger = logging.getLogger(__name__)
 
 
-def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[Engine, EngineInfo]:
-    """Load the model and wire the engine. Raises ``ConfigError`` or ``CheckpointError``.
+def build_engine(config: EngineConfig, on_lost: OnLost | None = None, tuning: TuningPlan | None = None) -> Built:
+    """Load the model and wire the engine; ``tuning``: see ``make_runner``. Raises ``ConfigError``, ``CheckpointError``.
 
     ``on_lost`` is called when another process of a tensor-parallel engine ends; steps then raise ``RanksLost``.
     """
@@ -105,7 +107,7 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[E
         parts = pooling, adapters, collective, drafter, _rule(method)
         executor = ranks.executor(make_executor(config.model, loaded.model, storage, vocab_size, most, *parts))
         numbers = None if adapters is None else dict[str, int]()
-        runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers)
+        runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers, tuning)
         phases.done("memory")
         warm_up()
         phases.done("kernels and graphs")
@@ -361,8 +363,12 @@ def make_runner(
     vocab_size: int,
     most: StepLimits,
     adapters: dict[str, int] | None = None,
+    tuning: TuningPlan | None = None,
 ) -> tuple[StepRunner, Callable[[], None]]:
-    """The runner of an executor, and its warm-up. ``adapters`` is shared with ``LoadedAdapters``, which fills it."""
+    """The runner of an executor, and its warm-up. ``adapters`` is shared with ``LoadedAdapters``, which fills it.
+
+    ``tuning`` is in place of what the settings say of it.
+    """
     batch = PersistentBatch(most.max_num_seqs, most.max_blocks, storage.num_groups)
     has_drafter = most.num_drafts > 0
     encoder = StepEncoder(
@@ -381,7 +387,7 @@ def make_runner(
         has_drafter,
     )
     encoder.choose_shape = graphs.choose
-    return runner, partial(graphs.warm_up, runner)
+    return runner, partial(graphs.warm_up, runner, tuning or plan_of(settings))
 
 
 def step_limits(limits: memory.Limits, method: Method | None = None, drafter: Drafter | None = None) -> StepLimits:

@@ -92,6 +92,12 @@ class ModelSettings:
     enforce_eager: bool = setting(
         False, "launch kernels one by one instead of replaying CUDA graphs on a GPU or recorded steps on a CPU"
     )
+    kernel_tuning_seconds: float = setting(
+        20.0,
+        "seconds that a start may take, on a GPU, to measure kernels for matrix shapes that were not measured before; "
+        "results are kept for later starts; 0: off",
+        low=0,
+    )
     max_model_len: int | None = setting(None, "maximum context length in tokens; default: the model's own", low=1)
     seed: int = setting(0, "seed of dummy weights, and of LLM requests without a seed of their own")
     revision: str | None = setting(None, "branch, tag or commit of a Hugging Face model")

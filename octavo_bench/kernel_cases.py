@@ -6,28 +6,37 @@ from octavo.errors import ConfigError
 from octavo.sim.roofline import shape_of
 from octavo.sim.shapes import SHAPES
 from octavo_bench.linear_case import LinearCase
+from octavo_bench.served_shapes import SERVED, Sizes
 
 
-def layer_cases(model: str) -> list[LinearCase]:
-    """The linear maps of a layer of a model that ``SHAPES`` names, in their order.
+def sizes_of(model: str) -> Sizes:
+    """The sizes of a model that ``SERVED`` or ``SHAPES`` names.
 
-    Raises ``ConfigError`` for a model that is not there, or has no gated feed-forward part.
+    Raises ``ConfigError`` for a model that is in neither, or has no gated feed-forward part.
     """
+    if model in SERVED:
+        return SERVED[model]
     if model not in SHAPES:
-        raise ConfigError(f"model: {model!r} is not one of {', '.join(SHAPES)}")
+        raise ConfigError(f"model: {model!r} is not one of {', '.join(dict.fromkeys([*SERVED, *SHAPES]))}")
     shape = shape_of(SHAPES[model])
     if shape.ffn_matrices != 3:
         raise ConfigError(f"model: {model} has no gated feed-forward part; kernels are measured for those that have")
-    hidden, width = shape.hidden, shape.heads * shape.head_dim
+    return Sizes(shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.vocab)
+
+
+def layer_cases(model: str) -> list[LinearCase]:
+    """The linear maps of a layer of a model, in their order. Raises ``ConfigError``, see ``sizes_of``."""
+    sizes = sizes_of(model)
+    hidden, width, joins = sizes.hidden, sizes.heads * sizes.head_dim, not sizes.norms_outputs
     return [
-        LinearCase(model, "qkv", width + 2 * shape.kv_heads * shape.head_dim, hidden, has_norm=True),
-        LinearCase(model, "o", hidden, width, has_residual=True),
-        LinearCase(model, "gate_up", 2 * shape.ffn, hidden, has_norm=True, activation="silu"),
-        LinearCase(model, "down", hidden, shape.ffn, has_residual=True),
+        LinearCase(model, "qkv", width + 2 * sizes.kv_heads * sizes.head_dim, hidden, has_norm=True),
+        LinearCase(model, "o", hidden, width, has_residual=joins),
+        LinearCase(model, "gate_up", 2 * sizes.ffn, hidden, has_norm=True, activation=sizes.activation),
+        LinearCase(model, "down", hidden, sizes.ffn, has_residual=joins),
     ]
 
 
 def head_case(model: str) -> LinearCase:
     """The map from the last hidden state to the logits."""
-    shape = shape_of(SHAPES[model])
-    return LinearCase(model, "lm_head", shape.vocab, shape.hidden, has_norm=True)
+    sizes = sizes_of(model)
+    return LinearCase(model, "lm_head", sizes.vocab, sizes.hidden, has_norm=True)

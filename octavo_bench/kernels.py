@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops import rms_norm, silu_and_mul
+from octavo.ops.triton.graph_timing import microseconds
 from octavo.ops.triton.launch import pdl
 from octavo.ops.triton.linear_configs import config_for
 from octavo_bench import ceilings, kernel_tuning
-from octavo_bench.graph_timing import microseconds
 from octavo_bench.kernel_cases import head_case, layer_cases
 from octavo_bench.linear_case import DTYPE, EPS, LinearCase, Weights
+from octavo_bench.served_shapes import SERVED
 
 ALONE_BYTES = 400_000_000
 """Weights or rows that take turns: several times any cache."""
@@ -33,12 +34,14 @@ TUNING_SHARE = 0.8
 def measure(models: Sequence[str], rows: Sequence[int], tuned: bool, deadline: float = float("inf")) -> dict[str, Any]:
     """Figures of the kernels of these models' layers for each number of rows, each beside cuBLAS with kernels around.
 
-    With ``tuned``, the device's table of configurations is made first, in most of ``deadline`` seconds. What there is
-    no time for is left out. Raises ``ConfigError`` for models that are not known.
+    The name "served" is all of ``SERVED``. With ``tuned``, the device's shipped table is made first, in most of
+    ``deadline`` seconds. What there is no time for is left out. Raises ``ConfigError`` for models that are not known.
     """
-    cases = [[*layer_cases(model), head_case(model)] for model in models]
+    names = dict.fromkeys(name for model in models for name in (SERVED if model == "served" else (model,)))
+    cases = [[*layer_cases(model), head_case(model)] for model in names]
     end = time.monotonic() + deadline
-    notes = kernel_tuning.tune(cases, rows, deadline=TUNING_SHARE * deadline) if tuned else []
+    uses = dict.fromkeys(case.use for maps in cases for case in maps)
+    notes = kernel_tuning.tune(uses, rows, deadline=TUNING_SHARE * deadline) if tuned else []
     limits = ceilings.measure()
     figures = list(itertools.takewhile(lambda figure: time.monotonic() < end, figures_of(cases, rows, limits)))
     return {**limits, "rows": figures, "tuning": notes}
@@ -57,8 +60,8 @@ def figures_of(
 
 
 def _linear(case: LinearCase, T: int, weights: Weights, limits: Mapping[str, Any]) -> dict[str, Any]:
-    config = config_for(T, case.N, case.K, case.has_norm, case.activation is not None, DEVICE)
-    turns = [weight for (weight,) in weights.layers([case], ALONE_BYTES)]
+    config = config_for(T, case.N, case.K, case.activation is not None, DEVICE)
+    turns = weights.of(case.N, case.K, ALONE_BYTES)
     given = case.operands(T, DEVICE)
     taken, cublas = (
         microseconds([functools.partial(case.run, given, weight, c) for weight in turns], with_pdl=True)

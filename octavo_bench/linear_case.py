@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from octavo.errors import ConfigError
 from octavo.ops.linear import Activation
 from octavo.ops.triton.linear import run_linear
 from octavo.ops.triton.linear_configs import LinearConfig
+from octavo.ops.triton.linear_uses import LinearUse
 
 EPS = 1e-6
 DTYPE = torch.bfloat16
@@ -43,6 +43,11 @@ class LinearCase:
     @property
     def outputs(self) -> int:
         return self.N if self.activation is None else self.N // 2
+
+    @property
+    def use(self) -> LinearUse:
+        """The map as the engine's tuning knows it."""
+        return LinearUse(self.N, self.K, DTYPE, self.has_norm, self.has_residual, False, self.activation)
 
     def num_bytes(self, T: int) -> int:
         """Bytes that T rows cannot do without."""
@@ -90,18 +95,10 @@ class Weights:
         for part in torch.split(self.values, 1 << 28):
             part.normal_(0, 0.02)
 
-    def layers(self, cases: Sequence[LinearCase], num_bytes: int) -> list[list[Tensor]]:
-        """Weights of so many layers of these maps as ``num_bytes`` hold, at least two, at most 64."""
-        size = sum(case.N * case.K for case in cases)
-        room = self.values.numel() // size
-        count = max(2, min(64, num_bytes // (size * DTYPE.itemsize)))
+    def of(self, N: int, K: int, num_bytes: int) -> list[Tensor]:
+        """So many weights [N, K] as ``num_bytes`` hold, at least two, at most 64. Raises ``ConfigError``."""
+        room = self.values.numel() // (N * K)
         if room < 2:
-            raise ConfigError(f"{cases[0].model}: two layers do not fit into the buffer of weights")
-        return [self._layer(cases, size * i) for i in range(min(room, count))]
-
-    def _layer(self, cases: Sequence[LinearCase], at: int) -> list[Tensor]:
-        cut = []
-        for case in cases:
-            cut.append(self.values[at : at + case.N * case.K].view(case.N, case.K))
-            at += case.N * case.K
-        return cut
+            raise ConfigError(f"{N} x {K}: two weights do not fit into the buffer")
+        count = max(2, min(64, num_bytes // (N * K * DTYPE.itemsize), room))
+        return [self.values[i * N * K :][: N * K].view(N, K) for i in range(count)]

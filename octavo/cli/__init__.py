@@ -19,7 +19,7 @@ from octavo import __version__
 from octavo.cli.settings import environment_warnings
 from octavo.errors import OctavoError
 
-COMMANDS = ("serve", "chat", "generate", "models", "debug", "doctor", "simulate", "explain")
+COMMANDS = ("serve", "chat", "generate", "models", "debug", "doctor", "tune", "simulate", "explain")
 ENTRY_POINTS = "octavo.commands"
 """Entry point group of further command modules."""
 OF_OCTAVO_BENCH = ("bench", "demo")

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+from octavo.engine.kernel_tuning import NO_TUNING, TuningPlan, tune_kernels
 from octavo.engine.step_runner import StepRunner
 from octavo.steps.messages import Compile, Reply
 from octavo.steps.shapes import (
@@ -87,11 +88,13 @@ class GraphChoice:
 
     # ---- compiling and capturing, at startup and in the background
 
-    def warm_up(self, runner: StepRunner) -> None:
+    def warm_up(self, runner: StepRunner, tuning: TuningPlan = NO_TUNING) -> None:
         """Compile kernels and capture graphs for a few shapes that fit every step; the others follow in the background.
 
-        Until then, steps are padded to the shapes that exist.
+        Until then, steps are padded to the shapes that exist. Kernels are chosen first: graphs keep those with which
+        they were captured.
         """
+        tune_kernels(runner.send, tuning)
         first = first_shapes(*self._limits)
         self._has_extra_kernels.clear()
         started = time.perf_counter()

@@ -58,6 +58,7 @@ class DeviceProgram:
         size = num_bytes(largest, limits.max_blocks, storage.num_groups)
         size += 4 * largest.num_rows  # ``row_seqs``, which only smaller shapes have
         self._inputs = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.device = self._inputs.device
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_steps = 0
         """Steps started so far; the device keeps the same count in ``_counter``."""

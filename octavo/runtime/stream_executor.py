@@ -36,6 +36,7 @@ from octavo.runtime.device_program import (
 from octavo.runtime.drafter import Drafter
 from octavo.runtime.graphs import Graphs
 from octavo.runtime.host_executor import LAST_TOKEN, change_adapters
+from octavo.runtime.kernel_tuner import KernelTuner
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.replies import Done, Failed
@@ -47,12 +48,16 @@ from octavo.steps.messages import (
     Compile,
     CopySlots,
     LoadAdapter,
+    MeasureKernels,
     Message,
+    PrepareTuning,
     ReadBlock,
     Reply,
     Step,
     StepResult,
+    Tuning,
     UnloadAdapter,
+    UseKernels,
     WriteBlock,
 )
 
@@ -110,6 +115,7 @@ class StreamExecutor:
         self._batch_invariant = batch_invariant
         self._adapters = adapters
         self._program = self._make_program()
+        self._tuner: KernelTuner | None = None
         self._reader = RowReader(model, ChunkPooler(model, pooling), vocabulary)
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
@@ -131,6 +137,8 @@ class StreamExecutor:
                 return change_adapters(self._adapters, message)
             case Compile():
                 return Compiling(partial(self._compile, message))
+            case PrepareTuning() | MeasureKernels() | UseKernels():
+                return Done(self._tune(message))
         return Done(None)
 
     # ---- steps
@@ -183,6 +191,14 @@ class StreamExecutor:
             with compiled_only(message.num_threads or None), self._as_in_graphs():
                 for shape in message.shapes:
                     program(shape)
+
+    # ---- tuning
+
+    def _tune(self, message: Tuning) -> Any:
+        with self._on_stream():
+            if self._tuner is None:
+                self._tuner = KernelTuner(self._make_program())
+            return self._tuner.execute(message)
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:

@@ -205,7 +205,7 @@ def _serve(build: Build | None) -> int:
 def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLike | None:
     """Build the engine and send ``Ready``; on failure send ``Failed`` and return ``None``."""
     try:
-        config = EngineConfig.from_flat(start.config)
+        config = _config(start)
         engine, info = (build or _default_build(config.model))(config)
     except Exception as error:
         message = str(error)
@@ -217,6 +217,12 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
     leave_out_what_exists()
     channel.send(wire.Ready(start.generation, info))
     return engine
+
+
+def _config(start: wire.Start) -> EngineConfig:
+    """The settings of this process. After a restart, requests wait: no kernels are measured."""
+    is_first = start.generation == 1
+    return EngineConfig.from_flat(start.config if is_first else {**start.config, "kernel_tuning_seconds": 0.0})
 
 
 def _default_build(settings: ModelSettings) -> Build:

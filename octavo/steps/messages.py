@@ -169,6 +169,29 @@ class Compile(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Threads that compile; 0: one per CPU core."""
 
 
+class PrepareTuning(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Compile the kernels that may be the fastest for the model's matrix products of up to ``num_rows`` rows.
+
+    Returns the keys of the products to measure: those that nobody has measured on this GPU, or with ``again`` all.
+    """
+
+    num_rows: int
+    again: bool = False
+
+
+class MeasureKernels(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Return the fastest of the kernels prepared for the product of this key, as an entry of ``UseKernels``."""
+
+    key: str
+
+
+class UseKernels(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Use these kernels from now on, and keep them for the next start. Graphs that are captured keep theirs."""
+
+    entries: dict[str, dict[str, Any]]
+    """By the product's key: the name of the kernel and the fields of its configuration."""
+
+
 class Text(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A text for an encoder."""
 
@@ -183,7 +206,8 @@ class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
     texts: list[Text]
 
 
-Message = Step | Encode | CopySlots | ReadBlock | WriteBlock | LoadAdapter | UnloadAdapter | Compile
+Tuning = PrepareTuning | MeasureKernels | UseKernels
+Message = Step | Encode | CopySlots | ReadBlock | WriteBlock | LoadAdapter | UnloadAdapter | Compile | Tuning
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -220,5 +244,6 @@ class Executor(Protocol):
 
     def send(self, message: Message) -> Reply[Any]:
         """Execute ``message`` after all earlier ones. The reply to ``Step`` is a ``StepResult``, to ``ReadBlock``
-        bytes, to ``Encode`` a list of bytes or ``None``, to all others ``None``."""
+        bytes, to ``Encode`` a list of bytes or ``None``, to ``PrepareTuning`` a list of keys, to ``MeasureKernels`` a
+        dict of fields, to all others ``None``."""
         ...

@@ -82,9 +82,14 @@ def _add_kernels(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     yield ceilings
 
     kernels = kinds.add_parser("kernels", help="time and error of each kernel for CUDA devices, beside the limits")
-    kernels.add_argument("models", nargs="*", default=["qwen3-8b", "llama-3.2-1b", "qwen3-0.6b"], help="shapes' names")
+    kernels.add_argument(
+        "models",
+        nargs="*",
+        default=["qwen3-8b", "llama-3.2-1b", "qwen3-0.6b"],
+        help="shapes' names; served: all of served_shapes.py",
+    )
     kernels.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 128], help="rows of x")
-    kernels.add_argument("--tune", action="store_true", help="first find the best configurations and keep them")
+    kernels.add_argument("--tune", action="store_true", help="first write the GPU's shipped table for these models")
     kernels.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
     kernels.set_defaults(measure=_kernels)
     yield kernels

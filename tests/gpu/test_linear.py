@@ -39,8 +39,8 @@ class Chain:
 
 @pytest.mark.parametrize("T", [1, 16, 64])
 def test_a_graph_with_dependent_launch_gives_the_bits_of_plain_launches(T: int) -> None:
+    from octavo.ops.triton.graph_timing import capture
     from octavo.ops.triton.launch import pdl
-    from octavo_bench.graph_timing import capture
 
     chain = Chain(T)
     expected = chain.run().clone()

@@ -45,8 +45,8 @@ class Chain:
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("T", [1, 5, 16, 64, 300])
 def test_a_graph_with_dependent_launch_gives_the_bits_of_plain_launches(T: int, number: str) -> None:
+    from octavo.ops.triton.graph_timing import capture
     from octavo.ops.triton.launch import pdl
-    from octavo_bench.graph_timing import capture
 
     chain = Chain(T, number)
     expected = chain.run().clone()

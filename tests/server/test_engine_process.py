@@ -128,6 +128,13 @@ def test_a_failing_build_is_reported_and_ends_the_process(children: list[Child])
     assert child.process.wait(10) == 1
 
 
+def test_kernels_are_measured_by_the_first_process_alone() -> None:
+    settings = to_flat(EngineConfig(model=ModelSettings(kernel_tuning_seconds=5.0)))
+    configs = [engine_process._config(wire.Start(generation, settings)) for generation in (1, 2)]
+    assert [config.model.kernel_tuning_seconds for config in configs] == [5.0, 0.0]
+    assert to_flat(configs[0]) == settings
+
+
 @pytest.mark.parametrize("ending", ["stop", "close", "SIGTERM"])
 def test_it_ends_in_order(children: list[Child], ending: str) -> None:
     child = start(children)

@@ -10,6 +10,7 @@ An entry's fields are those of its configuration; ``cublas`` has none and leaves
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -29,30 +30,34 @@ def table_path(gpu: str) -> Path:
 def read_section(path: Path, section: str, kinds: Kinds) -> dict[str, Any]:
     """A section of the table in this file, empty if there is none. Raises ``ValueError`` for an entry that is wrong."""
     entries = _sections(path).get(section, {})
-    return {shape: _parse(f"{path.name}: {section}, {shape}", fields, kinds) for shape, fields in entries.items()}
+    return {shape: parse_entry(f"{path.name}: {section}, {shape}", fields, kinds) for shape, fields in entries.items()}
 
 
 def write_section(path: Path, section: str, configs: Mapping[str, Any], kinds: Kinds) -> None:
-    """Replace a section of the table in this file, an entry a line; others stay."""
+    """Replace a section of the table in this file at once, an entry a line; others stay."""
     sections = _sections(path)
-    sections[section] = {shape: _fields(config, kinds) for shape, config in sorted(configs.items())}
+    sections[section] = {shape: fields_of(config, kinds) for shape, config in sorted(configs.items())}
     texts = []
     for name, entries in sections.items():
         lines = [f"    {json.dumps(shape)}: {json.dumps(fields)}" for shape, fields in entries.items()]
         texts.append(f'  "{name}": {{\n' + ",\n".join(lines) + "\n  }")
-    path.write_text("{\n" + ",\n".join(texts) + "\n}\n")
+    written = path.with_name(f"{path.name}.{os.getpid()}")
+    written.write_text("{\n" + ",\n".join(texts) + "\n}\n")
+    written.replace(path)  # a reader never sees half of a table
 
 
 def _sections(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
-def _fields(config: object, kinds: Kinds) -> dict[str, Any]:
+def fields_of(config: object, kinds: Kinds) -> dict[str, Any]:
+    """An entry of a table: the name of the kernel, and the fields of its configuration."""
     kind = next((name for name, type_ in kinds.items() if isinstance(config, type_)), LIBRARY)
     return {"kernel": kind, **({} if config is None else asdict(config))}  # type: ignore[call-overload]
 
 
-def _parse(place: str, fields: Mapping[str, Any], kinds: Kinds) -> object:
+def parse_entry(place: str, fields: Mapping[str, Any], kinds: Kinds) -> Any:
+    """The configuration of an entry. Raises ``ValueError``, which names its place, for one that is wrong."""
     kind = str(fields.get("kernel"))
     rest = {name: value for name, value in fields.items() if name != "kernel"}
     try:

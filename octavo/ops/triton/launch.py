@@ -40,8 +40,8 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 _pdl = ContextVar("pdl", default=False)
 _invariant = ContextVar("invariant", default=False)
-_compiling: ContextVar[set[Any] | None] = ContextVar("compiling", default=None)
-"""Kernels that are being compiled, where none is run."""
+_compiling: ContextVar[set[Any] | frozenset[Any] | None] = ContextVar("compiling", default=None)
+"""Kernels that are being compiled, where none is run; a frozen set where none is compiled either."""
 
 
 def use_pdl() -> bool:
@@ -79,7 +79,7 @@ def invariant() -> Iterator[None]:
 
 
 def is_compiling() -> bool:
-    """Whether launches compile their kernels and run nothing."""
+    """Whether launches run nothing."""
     return _compiling.get() is not None
 
 
@@ -104,10 +104,18 @@ def compiling(num_threads: int | None = None) -> Iterator[None]:
         list(executor.map(lambda kernel: driver.active.launcher_cls(kernel.src, kernel.metadata), compiled))
 
 
+@contextlib.contextmanager
+def launching_nothing() -> Iterator[None]:
+    """Run and compile none of the kernels launched in this block."""
+    with _set(_compiling, frozenset()):
+        yield
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch ``kernel[grid]``; its ``PDL`` argument, and the launch itself, follow ``use_pdl()``."""
     if (compiling := _compiling.get()) is not None:
-        compiling.add(kernel.warmup(*args, grid=grid, PDL=use_pdl(), launch_pdl=use_pdl(), **options))
+        if isinstance(compiling, set):
+            compiling.add(kernel.warmup(*args, grid=grid, PDL=use_pdl(), launch_pdl=use_pdl(), **options))
         return
     kernel[grid](*args, PDL=use_pdl(), launch_pdl=use_pdl(), **options)
 

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from octavo.ops.triton import linear_configs
-from octavo.ops.triton.config_tables import FOLDER, table_path
+from octavo.ops.triton.config_tables import FOLDER, fields_of, table_path
 from octavo.ops.triton.gemv import GemvConfig
-from octavo.ops.triton.linear_configs import LinearConfig, bucket_of, config_for, read_table, write_table
+from octavo.ops.triton.linear_configs import (
+    KINDS,
+    LinearConfig,
+    bucket_of,
+    config_for,
+    forget_tables,
+    own_path,
+    read_table,
+    table_of,
+    use,
+    write_table,
+)
 from octavo.ops.triton.skinny_gemm import SkinnyConfig
 
 CPU = torch.device("cpu")
@@ -44,20 +56,68 @@ def test_shipped_tables_can_be_read() -> None:
 
 def test_a_device_uses_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_configs, "table_of", lambda device: CONFIGS)
-    assert config_for(1, 64, 32, False, False, CPU) == CONFIGS["64x32, 1"]
-    assert config_for(2, 64, 32, False, False, CPU) == CONFIGS["64x32, 16"]
-    assert config_for(100, 64, 32, False, False, CPU) is None
-    assert isinstance(config_for(17, 64, 32, False, False, CPU), SkinnyConfig)
+    assert config_for(1, 64, 32, False, CPU) == CONFIGS["64x32, 1"]
+    assert config_for(2, 64, 32, False, CPU) == CONFIGS["64x32, 16"]
+    assert config_for(100, 64, 32, False, CPU) is None
+    assert isinstance(config_for(17, 64, 32, False, CPU), SkinnyConfig)
+    assert config_for(1, 64, 32, True, CPU) != CONFIGS["64x32, 1"]  # gates and ups are another product
 
 
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("K", [64, 1024, 4096, 12288])
-def test_there_is_a_default_for_any_shape(K: int, has_norm: bool) -> None:
+def test_there_is_a_default_for_any_shape(K: int, is_gated: bool) -> None:
     for T in (1, 2, 16, 17, 64):
-        config = config_for(T, 50257, K, has_norm, False, CPU)
-        assert isinstance(config, GemvConfig if T == 1 else SkinnyConfig)
-    assert config_for(65, 50257, K, has_norm, False, CPU) is None
-    assert config_for(4096, 50257, K, has_norm, False, CPU) is None
+        config = config_for(T, 50258, K, is_gated, CPU)
+        assert config is None or isinstance(config, GemvConfig if T == 1 else SkinnyConfig)
+    assert (config_for(128, 50258, K, is_gated, CPU) is None) == (not is_gated)
+    assert config_for(65, 50258, K, is_gated, CPU) is None
+    assert config_for(4096, 50258, K, is_gated, CPU) is None
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[torch.device]:
+    """A CUDA device that has neither a table nor measurements, and a cache folder."""
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    monkeypatch.setattr(linear_configs, "_driver_version", lambda: "1.2")
+    linear_configs.forget_tables()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    yield torch.device("cuda:0")
+    linear_configs.forget_tables()
+
+
+def test_what_was_measured_is_used_and_kept_for_the_next_start(gpu: torch.device) -> None:
+    entries = {key: fields_of(config, KINDS) for key, config in CONFIGS.items()}
+    use({key: entries[key] for key in ("64x32, 1", "64x32, 128")}, gpu)
+    use({"64x32, 16": entries["64x32, 16"]}, gpu)
+    assert table_of(gpu) == table_of(torch.device("cuda")) == CONFIGS
+    forget_tables()
+    assert table_of(gpu) == CONFIGS
+    assert config_for(128, 64, 32, False, gpu) is None
+    assert own_path(gpu).name.startswith("NVIDIA_Test-1.2-triton")
+
+
+def test_what_was_measured_on_this_machine_comes_before_the_shipped_table(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    key = "4096x4096, 16"
+    shipped = table_of(gpu)[key]
+    use({key: {"kernel": "cublas"}}, gpu)
+    forget_tables()
+    assert table_of(gpu)[key] is None
+    assert shipped is not None
+
+
+def test_a_broken_file_of_measurements_is_ignored(gpu: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    path = own_path(gpu)
+    path.parent.mkdir(parents=True)
+    path.write_text('{"linear": {"64x32, 1": {"kernel": "gone"}}}')
+    assert table_of(gpu) == {}
+    path.write_text("{")
+    forget_tables()
+    assert table_of(gpu) == {}
+    assert "not used" in caplog.text
 
 
 def test_buckets() -> None:

@@ -26,17 +26,19 @@ def microseconds(calls: Sequence[Call], with_pdl: bool, runs: int = RUNS) -> flo
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     """The calls in one graph, each run once before on a stream of its own."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
             call()
+        stream.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for call in calls:
+                call()
+        finally:
+            graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
     return graph
 
 
@@ -49,7 +51,7 @@ def median_milliseconds(work: Callable[[], object], runs: int = 20) -> float:
         before.record()
         work()
         after.record()
-    torch.cuda.synchronize()
+    marks[-1][1].synchronize()
     return statistics.median(float(before.elapsed_time(after)) for before, after in marks)
 
 

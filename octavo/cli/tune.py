@@ -1,0 +1,52 @@
+"""``octavo tune MODEL``: measure the fastest kernels for a model's matrices on this GPU, for all later starts."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from octavo.cli.settings import add_settings, load_config
+from octavo.cli.terminal import note
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+
+NAME = "tune"
+HELP = "measure the fastest kernels for a model's matrices on this GPU, for all later starts"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A model, and every setting of the engine: they decide which matrices a GPU has."""
+    add_settings(parser, EngineConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every matrix product of the model, also those measured before, with a progress bar."""
+    config = load_config(EngineConfig, args)
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from octavo.build import build_engine
+    from octavo.device_settings import resolve_device
+    from octavo.engine.kernel_tuning import TuningPlan
+
+    device = resolve_device(config.model.device)
+    if device.type != "cuda":
+        raise ConfigError("tune: kernels are tuned for NVIDIA GPUs; torch finds none here")
+    if config.model.batch_invariant:
+        raise ConfigError("tune: the kernels of --batch-invariant do not depend on measurements")
+    from octavo.ops.triton.linear_configs import own_path  # needs Triton, which CPUs may lack
+
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn()
+    started = time.monotonic()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("loading and compiling", total=1.0)
+
+        def report(share: float, key: str) -> None:
+            progress.update(task, completed=share, description=f"{key} rows")
+
+        engine, _ = build_engine(config, tuning=TuningPlan(again=True, report=report))
+        engine.close()
+    gpu, taken = torch.cuda.get_device_name(device), time.monotonic() - started
+    note(f"kernels for {gpu} are in {own_path(device)} ({taken:.0f} s)")
+    return 0

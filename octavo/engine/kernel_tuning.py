@@ -1,0 +1,70 @@
+"""When kernels are measured, and for how long: at startup, before graphs are captured, for a bounded time.
+
+Measurements are replies of the executor. What they lead to is sent back to it as one message, so that executors that
+get the same messages use the same kernels from the same place of the stream on, whatever their own clocks say.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.config import ModelSettings
+from octavo.steps.messages import MeasureKernels, Message, PrepareTuning, Reply, UseKernels
+
+logger = logging.getLogger(__name__)
+
+TUNED_ROWS = (16, 1, 64, 32, 128, 256)
+"""Buckets of rows, those that gain most first."""
+Report = Callable[[float, str], None]
+"""Is told the share of the work that is done, and the product that was measured last."""
+
+
+@dataclass(frozen=True)
+class TuningPlan:
+    """How much is measured."""
+
+    seconds: float = float("inf")
+    """No bucket of rows is begun that would take longer, if it takes as long as the longest before it."""
+    again: bool = False
+    """Also products that were measured before."""
+    report: Report = lambda share, key: None
+
+
+NO_TUNING = TuningPlan(0.0)
+
+
+def plan_of(settings: ModelSettings) -> TuningPlan:
+    """The plan of a start. The kernels of batch invariance are fixed: no measurement decides on their order of sums."""
+    return TuningPlan(0.0 if settings.batch_invariant else settings.kernel_tuning_seconds)
+
+
+def tune_kernels(send: Callable[[Message], Reply[Any]], plan: TuningPlan) -> int:
+    """Measure kernels for the products of the executor's model and have it use the fastest; returns how many products.
+
+    What the time does not suffice for is left to the next start.
+    """
+    started, longest = time.monotonic(), 0.0
+    entries: dict[str, dict[str, Any]] = {}
+    is_over = plan.seconds <= 0
+    for i, num_rows in enumerate(TUNED_ROWS):
+        begun = time.monotonic()
+        is_over = is_over or begun + longest - started > plan.seconds
+        if is_over:
+            break
+        keys = send(PrepareTuning(num_rows, plan.again)).wait()
+        if keys:
+            logger.info("measuring kernels for %d matrix products of up to %d rows", len(keys), num_rows)
+        for j, key in enumerate(keys):
+            entries[key] = send(MeasureKernels(key)).wait()
+            plan.report((i + (j + 1) / len(keys)) / len(TUNED_ROWS), key)
+        longest = max(longest, time.monotonic() - begun)
+    if entries:
+        send(UseKernels(entries)).wait()
+        rest = "; the next start measures the others" if is_over else ""
+        taken = time.monotonic() - started
+        logger.info("kernels of %d matrix products measured in %.1f s%s", len(entries), taken, rest)
+    return len(entries)

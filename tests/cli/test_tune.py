@@ -1,0 +1,66 @@
+"""``octavo tune``: what it asks of the engine and what it says; the measuring itself is tested with the kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import octavo.build
+import octavo.device_settings
+from octavo.cli import EXIT_ERROR, main
+from octavo.config import EngineConfig
+from octavo.engine.kernel_tuning import TuningPlan
+
+
+class FakeEngine:
+    closed = 0
+
+    def close(self) -> None:
+        FakeEngine.closed += 1
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TuningPlan]:
+    """The plans with which engines are built, on a GPU that is not there."""
+    pytest.importorskip("triton")
+    from octavo.ops.triton import linear_configs
+
+    found: list[TuningPlan] = []
+
+    def build_engine(config: EngineConfig, tuning: TuningPlan) -> tuple[FakeEngine, Any]:
+        found.append(tuning)
+        tuning.report(0.5, "96x64, 16")
+        tuning.report(1.0, "64x96, 16")
+        return FakeEngine(), None
+
+    monkeypatch.setattr(octavo.build, "build_engine", build_engine)
+    monkeypatch.setattr(octavo.device_settings, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    monkeypatch.setattr(linear_configs, "_driver_version", lambda: "1.2")
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
+    return found
+
+
+def test_it_measures_everything_without_a_limit(plans: list[TuningPlan], capsys: pytest.CaptureFixture[str]) -> None:
+    before = FakeEngine.closed
+    assert main(["tune", "some/model"]) == 0
+    assert [(plan.seconds, plan.again) for plan in plans] == [(float("inf"), True)]
+    assert FakeEngine.closed == before + 1
+    said = capsys.readouterr().err
+    assert "64x96, 16 rows" in said
+    assert "kernels for NVIDIA Test are in " in said
+    assert "NVIDIA_Test-1.2-triton" in said.replace("\n", "")
+
+
+def test_batch_invariance_has_nothing_to_tune(plans: list[TuningPlan], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "some/model", "--batch-invariant"]) == EXIT_ERROR
+    assert "do not depend on measurements" in capsys.readouterr().err
+    assert plans == []
+
+
+def test_it_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "some/model", "--device", "cpu"]) == EXIT_ERROR
+    assert "torch finds none here" in capsys.readouterr().err
