@@ -17,6 +17,7 @@ from octavo.ops.attention import GroupRows, PagedRows
 from octavo.ops.sample import SampleParams
 from octavo.runtime.sampling_state import SamplingState
 from octavo.runtime.step_views import StepTensors
+from octavo.steps.shapes import StepShape
 
 
 class DraftInputs(NamedTuple):
@@ -62,6 +63,10 @@ class Drafter(Protocol):
         """Drafts, int32 [S, K]: tokens for the positions behind each sequence's newest token."""
         ...
 
+    def remember(self, inputs: DraftInputs) -> None:
+        """Fill the drafter's cache for the rows of the step, as drafting does, but make no drafts."""
+        ...
+
 
 class Drafting:
     """Runs a drafter at the end of each step, and keeps its drafts for the next one."""
@@ -73,8 +78,11 @@ class Drafting:
         self._state = state
         self._taps = tap_layers(model, drafter.layers)
 
-    def __call__(self, step: StepTensors, tokens_R: Tensor, num_accepted_S: Tensor | None, x_TD: Tensor) -> Tensor:
-        """The drafts [S, K] behind the sampled tokens; ``x`` is the last layer's output for all rows."""
+    def __call__(
+        self, step: StepTensors, shape: StepShape, tokens_R: Tensor, num_accepted_S: Tensor | None, x_TD: Tensor
+    ) -> Tensor | None:
+        """The drafts [S, K] behind the sampled tokens, if the step makes any; ``x`` is the last layer's output for all
+        rows."""
         assert step.capacities_S is not None
         rows, S = step.rows, len(step.batch_indices_S)
         last_S = torch.arange(S, device=tokens_R.device)
@@ -87,20 +95,22 @@ class Drafting:
         if self._is_greedy:
             params_S = params_S._replace(temperature=torch.zeros_like(params_S.temperature))
         kept = {layer: x_TD if tap is None else tap.x_TD for layer, tap in self._taps.items()}
-        drafts_SK = self._drafter(
-            DraftInputs(
-                step.token_ids_T,
-                step.positions_T,
-                _next_tokens(step, tokens_R, self._state.vocab_size),
-                kept,
-                rows,
-                last_rows_S,
-                tokens_R[last_S].long().clamp(0, self._state.vocab_size - 1),
-                params_S,
-                step.batch_indices_S,
-                step.capacities_S,
-            )
+        inputs = DraftInputs(
+            step.token_ids_T,
+            step.positions_T,
+            _next_tokens(step, tokens_R, self._state.vocab_size),
+            kept,
+            rows,
+            last_rows_S,
+            tokens_R[last_S].long().clamp(0, self._state.vocab_size - 1),
+            params_S,
+            step.batch_indices_S,
+            step.capacities_S,
         )
+        if not shape.makes_drafts:
+            self._drafter.remember(inputs)
+            return None
+        drafts_SK = self._drafter(inputs)
         assert self._state.drafts_CK is not None
         self._state.drafts_CK[step.batch_indices_S] = drafts_SK
         return drafts_SK

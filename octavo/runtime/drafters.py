@@ -42,6 +42,11 @@ class HeadDrafter:
             drafts.append(drawn(head.logits(x_SD), inputs.params_S, len(drafts) + 1))
         return torch.stack(drafts, dim=1).int()
 
+    def remember(self, inputs: DraftInputs) -> None:
+        """See ``Drafter``."""
+        hidden_TD = self._head.combine(inputs.hidden)
+        self._head.remember(inputs.next_tokens_T, hidden_TD, inputs.positions_T, self._caches, inputs.rows)
+
 
 class ModelDrafter:
     """Drafts with a smaller model of the same vocabulary."""
@@ -58,8 +63,7 @@ class ModelDrafter:
         self._last_token, self._last_position = config.vocab_size - 1, config.max_position_embeddings - 1
 
     def __call__(self, inputs: DraftInputs) -> Tensor:
-        rows = replace(inputs.rows, logits_indices_R=inputs.last_rows_S)
-        self._run(inputs.token_ids_T, inputs.positions_T, rows)  # for its keys and values
+        self.remember(inputs)
         tokens_S, drafts = inputs.tokens_S, list[Tensor]()
         positions_S = inputs.positions_T[inputs.last_rows_S]
         while len(drafts) < self.num_drafts:
@@ -69,6 +73,11 @@ class ModelDrafter:
             tokens_S = drawn(logits_SV, inputs.params_S, len(drafts) + 1)
             drafts.append(tokens_S)
         return torch.stack(drafts, dim=1).int()
+
+    def remember(self, inputs: DraftInputs) -> None:
+        """See ``Drafter``."""
+        rows = replace(inputs.rows, logits_indices_R=inputs.last_rows_S)
+        self._run(inputs.token_ids_T, inputs.positions_T, rows)
 
     def _run(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
         """The output; what is beyond the drafter's vocabulary or context only gives drafts that are wrong."""
@@ -86,7 +95,7 @@ class BlockDrafter:
     def __call__(self, inputs: DraftInputs) -> Tensor:
         model, S, K = self._model, len(inputs.tokens_S), self.num_drafts
         device = inputs.tokens_S.device
-        model.remember(inputs.hidden, inputs.positions_T, self._caches, inputs.rows)
+        self.remember(inputs)
         ahead_N = torch.arange(K + 1, device=device)
         positions_SN = (inputs.positions_T[inputs.last_rows_S] + 1).unsqueeze(1) + ahead_N
         tokens_SN = torch.full((S, K + 1), model.mask_token_id, dtype=torch.int64, device=device)
@@ -97,3 +106,7 @@ class BlockDrafter:
         params_R = type(inputs.params_S)(*(column.repeat_interleave(K) for column in inputs.params_S))
         ahead_R = ahead_N[1:].int().repeat(S)
         return drawn(model.logits(x_RD), params_R, ahead_R).view(S, K).int()
+
+    def remember(self, inputs: DraftInputs) -> None:
+        """See ``Drafter``."""
+        self._model.remember(inputs.hidden, inputs.positions_T, self._caches, inputs.rows)

@@ -45,7 +45,7 @@ class Computed(NamedTuple):
     x_TD: Tensor
     """The last layer's output; of all rows if the message needs them, else [R, D]."""
     drafts_SK: Tensor | None = None
-    """int32; what the drafter proposes next, ``None`` without one."""
+    """int32; what the drafter proposes next, ``None`` if it does not."""
 
 
 class StepProgram:
@@ -98,7 +98,7 @@ class StepProgram:
         if step.logits_indices_R is not None and step.cu_samples is not None:
             num_accepted_S = ops.accept_drafts(tokens_R, step.token_ids_T, step.logits_indices_R, step.cu_samples)
         reports_RW = self._reports(logits_RV, tokens_R, extras, message)
-        drafts_SK = None if self._draft is None else self._draft(step, tokens_R, num_accepted_S, x_TD)
+        drafts_SK = None if self._draft is None else self._draft(step, shape, tokens_R, num_accepted_S, x_TD)
         return Computed(tokens_R, num_accepted_S, reports_RW, x_TD, drafts_SK)
 
     def _reports(

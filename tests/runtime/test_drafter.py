@@ -56,6 +56,9 @@ class TableDrafter:
         self._check(inputs)
         return torch.stack(drafts[1:], dim=1).int()
 
+    def remember(self, inputs: DraftInputs) -> None:
+        self._check(inputs)
+
     def _check(self, inputs: DraftInputs) -> None:
         """Tokens, positions and the tokens behind them must be those of the texts, up to the last accepted row."""
         starts = inputs.rows.cu_seqlens_q.tolist()
