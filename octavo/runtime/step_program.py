@@ -78,7 +78,7 @@ class StepProgram:
             indices_R = (rows.cu_seqlens_q[1:] - 1).clamp(min=0)
         # Adapter numbers cover all rows of a step, so with adapters the last layer keeps all rows.
         keeps_all = step.adapters_T is not None or (message is not None and message.needs_all_rows)
-        keeps_all = keeps_all or self._draft is not None
+        keeps_all = keeps_all or (self._draft is not None and self._draft.needs_output)
         if indices_R is not None and not keeps_all:
             rows = replace(rows, logits_indices_R=indices_R)
         with self._adapted(step):

@@ -22,7 +22,7 @@ from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.sample import BANNED
 from octavo.runtime import drafters
-from octavo.runtime.drafter import DraftInputs
+from octavo.runtime.drafter import DraftInputs, Newest
 from octavo.runtime.drafters import BlockDrafter, HeadDrafter, ModelDrafter
 from octavo.runtime.stream_executor import StreamExecutor
 from octavo.types import EngineStats
@@ -126,9 +126,9 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Drawn]]:
 
     for kind in (HeadDrafter, ModelDrafter, BlockDrafter):
 
-        def call(self: Any, inputs: DraftInputs, whole: Any = kind.__call__) -> Tensor:
+        def call(self: Any, inputs: DraftInputs, newest: Newest, whole: Any = kind.__call__) -> Tensor:
             passes.append((inputs.positions_T[inputs.last_rows_S] + 1, []))
-            result: Tensor = whole(self, inputs)
+            result: Tensor = whole(self, inputs, newest)
             return result
 
         monkeypatch.setattr(kind, "__call__", call)
