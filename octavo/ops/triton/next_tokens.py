@@ -24,17 +24,15 @@ def next_tokens_triton(
     vocab_size: int,
 ) -> NextTokens:
     """See ``ops.next_tokens``."""
-    S = len(given_S)
-    found = NextTokens(
-        torch.empty_like(token_ids_T),
-        torch.empty(S, dtype=torch.int64, device=given_S.device),
-        torch.empty(S, dtype=torch.int64, device=given_S.device),
-    )
+    T, S = len(token_ids_T), len(given_S)
+    # Zeros, since results are used as indices even while kernels are compiled and none is launched.
+    numbers = torch.zeros(T + 2 * S, dtype=torch.int64, device=given_S.device)
+    found = NextTokens(numbers[:T], numbers[T : T + S], numbers[T + S :])
     launch(
         _next_kernel,
         (S,),
         *(token_ids_T, cu_seqlens_q, cu_samples, num_accepted_S, tokens_R, given_S, *found),
-        *(len(token_ids_T), len(tokens_R), vocab_size),
+        *(T, len(tokens_R), vocab_size),
         BLOCK=BLOCK,
         num_warps=1,
     )
