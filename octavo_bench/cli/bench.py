@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.cli.settings import add_settings, load_config
 from octavo.config import DEFAULT_MODEL, EngineConfig, cache_dir
-from octavo_bench.cli import ablation, deciding, drafts, peer, suites, tools
+from octavo_bench.cli import ablation, deciding, drafts, peer, serve, suites, tools
 from octavo_bench.cli.arguments import engine_config, numbers, reals, require_cuda
 from octavo_bench.report import publish, spread
 
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ablation.add_kinds(kinds)
     suites.add_kinds(kinds)
     drafts.add_kinds(kinds)
+    serve.add_kinds(kinds)
 
 
 def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
