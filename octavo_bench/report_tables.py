@@ -28,6 +28,18 @@ ABLATION_COLUMNS = {
     "itl_ms": "ITL p50 ms",
     "itl_p99_ms": "ITL p99 ms",
 }
+LOAD_COLUMNS = {
+    "requests_s": "requests/s",
+    "output_tok_s": "output tok/s",
+    "ttft_p50_ms": "TTFT p50 ms",
+    "ttft_p99_ms": "TTFT p99 ms",
+    "itl_p50_ms": "ITL p50 ms",
+    "itl_p99_ms": "ITL p99 ms",
+    "tpot_p50_ms": "TPOT p50 ms",
+    "e2el_p99_ms": "E2EL p99 ms",
+    "goodput_requests_s": "goodput requests/s",
+    "failed": "failed",
+}
 STEP_CLASSES = (*(label for label, _ in CLASSES), "other")
 PLACE = re.compile(r"<!-- report (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -52,6 +64,8 @@ def render(file: Path) -> str:
         tables = _profile(result)
     elif record["benchmark"] == "ablation":
         tables = ablation(result)
+    elif record["benchmark"] == "serve":
+        tables = _loads(result)
     else:
         tables = _plain(result.get("rows", [result]))
     return f"{title}\n\n{tables}"
@@ -117,6 +131,14 @@ def ablation(result: Mapping[str, Any]) -> str:
     lines = [[row["stage"], *(number(row[name]) for name in ABLATION_COLUMNS)] for row in result["rows"]]
     missing = "".join(f"\n\nNot there: {name}, for {reason}." for name, reason in result["missing"].items())
     return markdown_table(["and all above", *ABLATION_COLUMNS.values()], lines) + missing
+
+
+def _loads(result: Mapping[str, Any]) -> str:
+    """One row for each load on a server."""
+    rows = result["rows"]
+    columns = {name: title for name, title in LOAD_COLUMNS.items() if any(name in row for row in rows)}
+    lines = [[row["load"], *(number(row.get(name, "-")) for name in columns)] for row in rows]
+    return markdown_table(["load", *columns.values()], lines)
 
 
 def _profile(result: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from octavo.cli.settings import positive
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import numbers, reals
-from octavo_bench.cli.results import add_results, finish
+from octavo_bench.cli.results import add_results, check_results, finish
 
 
 def add_kinds(kinds: Any) -> None:
@@ -59,6 +59,7 @@ def _run(args: argparse.Namespace) -> int:
     from octavo_bench.serve_figures import parse_goodput, write_csv
     from octavo_bench.serve_load import Load, Work
 
+    check_results(args)
     _check(args)
     loads = [Load(rate=rate) for rate in args.request_rate or ()]
     loads = loads or [Load(concurrency=count) for count in args.concurrency or [1 if args.sweep else 16]]

@@ -17,6 +17,8 @@ from octavo.errors import ConfigError
 from octavo.sim.jobs import Job
 from octavo_bench.http_client import Answer, HttpClient
 from octavo_bench.prompts import FIRST_TOKEN, WORDS, Prompts
+from octavo_bench.report import keep
+from octavo_bench.report_tables import render
 from octavo_bench.serve_figures import errors, figures, parse_goodput
 from octavo_bench.serve_load import MAX_LOADS, Load, Work, apply, next_load
 from tests.server.conftest import Served
@@ -281,3 +283,12 @@ def test_mistakes_are_named(
 ) -> None:
     assert main(["bench", "serve", *[served.url if part == "URL" else part for part in arguments]]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_report_has_a_row_for_each_load(tmp_path: Path) -> None:
+    found = {**figures([answer(0.1, 0.12)], 1.0), "load": "2 req/s"}
+    file = tmp_path / "record.json"
+    keep("serve", {"rows": [found]}, file)
+    header, _, line = render(file).splitlines()[-3:]
+    cells = dict(zip(header.split(" | "), line.split(" | "), strict=True))
+    assert (cells["| load"], cells["TTFT p50 ms"], cells["ITL p99 ms"]) == ("| 2 req/s", "100", "20")
