@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from octavo.errors import ConfigError
 from octavo_bench.record_figures import OWN, Figure, figures
 
-THROUGHPUT = re.compile(r"tok_s|tok/s|tokens_per_second|requests_s")
+THROUGHPUT = re.compile(r"tok_s|tok/s|throughput|tokens_per_second|requests_s")
 
 
 class Compared(NamedTuple):

@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-HIGHER = re.compile(r"tok_s|tok/s|tokens_per_second|requests_s|goodput|times_better|ratio|speedup|tb_s|tflop_s")
+HIGHER = re.compile(
+    r"tok_s|tok/s|throughput|tokens_per_second|requests_s|goodput|times_better|ratio|speedup|tb_s|tflop_s"
+)
 LOWER = re.compile(r"(_|\b)(ms|us|s|seconds|microseconds|mj|tpot|ttft|itl)(_|\b)")
 ENGINES = ("octavo", "peer", "vllm", "published")
 OWN = ("", "octavo")
