@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.moe import GroupRouter, MoE, SharedExpert
+from octavo.layers.moe import MoE, Router, SharedExpert
 from octavo.models.config import ACTIVATIONS, read_common
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec
@@ -24,6 +24,7 @@ from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
 from octavo.models.rope import RopeContext, half_split_rows, read_rope, rope_values, yarn_scale
 from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.route import Routing
 from octavo.ops.latent_attention import join_heads
 
 LATENT_EPS = 1e-6
@@ -155,14 +156,15 @@ class DeepseekLayer(LlamaLayer):
         assert isinstance(config, DeepseekConfig)
         mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, moe.num_experts, moe.shared_size
         bias = weights.exact(f"{mlp}.gate.e_score_correction_bias", X) if config.scoring == "sigmoid" else None
-        router = GroupRouter(
-            weights.router(f"{mlp}.gate", X, D),
-            bias,
+        routing = Routing(
             moe.num_chosen,
-            (config.num_groups, config.num_chosen_groups),
             moe.normalises,
+            "softmax" if bias is None else "sigmoid",
             config.share_scale,
+            (config.num_groups, config.num_chosen_groups),
+            correction_X=bias,
         )
+        router = Router(weights.router(f"{mlp}.gate", X, D), routing)
         shared = SharedExpert(
             weights.gate_up([f"{mlp}.shared_experts.{part}_proj" for part in ("gate", "up")], F, D, config.mlp_bias),
             weights.partial_row(f"{mlp}.shared_experts.down_proj", D, F, config.mlp_bias),
