@@ -192,8 +192,9 @@ def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         ids = torch.stack([torch.randperm(7)[:3] for _ in range(T)]).to(make.device)
         experts = Experts(*weights, activation, *biases)  # type: ignore[arg-type]
         yield f"moe {T}", functools.partial(ops.moe, make.floats(T, 40, dtype=dtype), ids, make.floats(T, 3), experts)
-        router = make.floats(T, 40, dtype=dtype), make.floats(20, 40, dtype=dtype)
-        yield f"route {T}", functools.partial(ops.route, *router, Routing(3, groups=(4, 2), correction_X=make.floats(20)))
+        rows, router = make.floats(T, 40, dtype=dtype), make.floats(20, 40, dtype=dtype)
+        routing = Routing(3, groups=(4, 2), correction_X=make.floats(20))
+        yield f"route {T}", functools.partial(ops.route, rows, make.floats(40, dtype=dtype), 1e-6, router, routing)
     for T, R in ((5, 4), (150, 21)):
         stack = LowRankStack(
             make.floats(3, 2, R, 80, dtype=dtype),

@@ -48,9 +48,7 @@ class DenseMixture:
     def bytes_by_format(self) -> Mapping[str, int]:
         return Counter({dtype_name(self.experts.down.dtype): self.experts.gate_up.nbytes + self.experts.down.nbytes})
 
-    def __call__(
-        self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None = None) -> Tensor:
         return ops.moe(x_TD, ids_TS, shares_TS, self.experts, residual_TD)
 
 
@@ -64,9 +62,7 @@ class GroupedMixture:
     def bytes_by_format(self) -> Mapping[str, int]:
         return bytes_by_format([self.experts.gate_up, self.experts.down])
 
-    def __call__(
-        self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None = None) -> Tensor:
         return ops.grouped_moe(x_TD, ids_TS, shares_TS, self.experts, residual_TD)
 
 
@@ -81,9 +77,7 @@ class PackedMixture:
     def bytes_by_format(self) -> Mapping[str, int]:
         return bytes_by_format(weight for expert in self.experts for linear in expert for weight in linear.weights)
 
-    def __call__(
-        self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None = None) -> Tensor:
         return sum_over_experts(x_TD, ids_TS, shares_TS, len(self.experts), self._expert, residual_TD)
 
     def _expert(self, index: int, x_RD: Tensor) -> Tensor:

@@ -16,15 +16,17 @@ from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.linear import Activation
 from octavo.ops.route import Routing
 
-class Router:
-    """Selects experts for normalised rows, and how much each counts; see ``ops.route``."""
 
-    def __init__(self, weight_XD: Tensor, routing: Routing) -> None:
+class Router:
+    """Normalises rows, and selects experts for them and how much each counts; see ``ops.route``."""
+
+    def __init__(self, norm: RMSNorm, weight_XD: Tensor, routing: Routing) -> None:
+        self.norm = norm
         self.weight_XD = weight_XD
         self.routing = routing
 
-    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.route(x_TD, self.weight_XD, self.routing)
+    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return ops.route(x_TD, self.norm.weight_D, self.norm.eps, self.weight_XD, self.routing)
 
 
 class SharedExpert:
@@ -52,13 +54,11 @@ class MoE:
 
     def __init__(
         self,
-        norm: RMSNorm,
         router: Router,
         experts: Mixture,
         shared: SharedExpert | None = None,
         collective: Collective = SINGLE_RANK,
     ) -> None:
-        self.norm = norm
         self.router = router
         self.experts = experts
         self.shared = shared
@@ -66,9 +66,9 @@ class MoE:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """The next residual stream; ``x`` may be overwritten."""
-        h_TD = self.norm(x_TD)
+        h_TD, ids_TS, shares_TS = self.router(x_TD)
         own_TD = x_TD if self.collective.size == 1 else None  # of several ranks, the sum over them takes it along
-        y_TD = self.experts(h_TD, *self.router(h_TD), own_TD)
+        y_TD = self.experts(h_TD, ids_TS, shares_TS, own_TD)
         if self.shared is not None:
             y_TD = self.shared(h_TD, y_TD)
         return y_TD if own_TD is not None else self.collective.all_reduce(y_TD, residual_TD=x_TD)

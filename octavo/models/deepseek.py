@@ -24,8 +24,8 @@ from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
 from octavo.models.rope import RopeContext, half_split_rows, read_rope, rope_values, yarn_scale
 from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.route import Routing
 from octavo.ops.latent_attention import join_heads
+from octavo.ops.route import Routing
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms within attention, independent of ``rms_norm_eps``."""
@@ -164,15 +164,15 @@ class DeepseekLayer(LlamaLayer):
             (config.num_groups, config.num_chosen_groups),
             correction_X=bias,
         )
-        router = Router(weights.router(f"{mlp}.gate", X, D), routing)
+        norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
+        router = Router(norm, weights.router(f"{mlp}.gate", X, D), routing)
         shared = SharedExpert(
             weights.gate_up([f"{mlp}.shared_experts.{part}_proj" for part in ("gate", "up")], F, D, config.mlp_bias),
             weights.partial_row(f"{mlp}.shared_experts.down_proj", D, F, config.mlp_bias),
             config.activation,
         )
         experts = weights.experts(f"{mlp}.experts", ExpertShape(X, D, moe.expert_size, moe.activation))
-        norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        return MoE(norm, router, experts, shared, weights.collective)
+        return MoE(router, experts, shared, weights.collective)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         config, T = self.config, len(x_TD)

@@ -41,16 +41,15 @@ class GptOssLayer(LlamaLayer):
     def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
         mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, moe.num_experts, moe.expert_size
         routing = Routing(moe.num_chosen, moe.normalises, bias_X=weights.exact(f"{mlp}.router.bias", X))
-        router = Router(weights.router(f"{mlp}.router", X, D), routing)
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
+        router = Router(norm, weights.router(f"{mlp}.router", X, D), routing)
         shape = ExpertShape(X, D, F, moe.activation)
         parts = ("weight", "weight_packed", "qweight")
         if any(weights.tensors.has(f"{mlp}.experts.0.gate_proj.{part}") for part in parts):
             experts = weights.experts(f"{mlp}.experts", shape, has_bias=True)
-            return MoE(norm, router, experts, collective=weights.collective)
+            return MoE(router, experts, collective=weights.collective)
         gates_then_ups = np.arange(2 * F).reshape(F, 2).T.ravel()  # the checkpoint interleaves them
         return MoE(
-            norm,
             router,
             weights.stacked_experts(f"{mlp}.experts", shape, gates_then_ups),
             collective=weights.collective,

@@ -17,9 +17,9 @@ class MixtralLayer(LlamaLayer):
     def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
         name, D, X = f"{prefix}.block_sparse_moe", config.hidden_size, moe.num_experts
         shape = ExpertShape(X, D, moe.expert_size, moe.activation, gate="w1", up="w3", down="w2")
-        router = Router(weights.router(f"{name}.gate", X, D), Routing(moe.num_chosen, moe.normalises))
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        return MoE(norm, router, weights.experts(f"{name}.experts", shape), collective=weights.collective)
+        router = Router(norm, weights.router(f"{name}.gate", X, D), Routing(moe.num_chosen, moe.normalises))
+        return MoE(router, weights.experts(f"{name}.experts", shape), collective=weights.collective)
 
 
 class MixtralForCausalLM(LlamaForCausalLM):

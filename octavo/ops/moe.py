@@ -43,9 +43,7 @@ class Experts(NamedTuple):
 
 
 @op
-def moe(
-    x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts, residual_TD: Tensor | None = None
-) -> Tensor:
+def moe(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts, residual_TD: Tensor | None = None) -> Tensor:
     """For each token, ``residual`` plus the sum over its experts of ``share * down(act(gate(x)) * up(x))``.
 
     ``ids`` are int64, distinct within a row; ``shares`` are the float32 routing weights. Each expert's rows are

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts a token uses, and the weight of each ("share").
+"""The norm and the router of a mixture of experts: which experts a token uses, and the weight of each ("share").
 
 Shapes: T tokens, D model, X experts, S experts selected per token, G groups of consecutive experts.
 """
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.ops.dispatch import op
 from octavo.ops.linear import linear
+from octavo.ops.rms_norm import rms_norm
 
 SMALLEST_SUM = 1e-20
 """Added to sums of shares that are divided by."""
@@ -38,13 +39,17 @@ class Routing(NamedTuple):
 
 
 @op
-def route(x_TD: Tensor, weight_XD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Each row's experts, int64 [T, S], distinct and valid whatever the numbers are, and their shares, float32 [T, S].
+def route(
+    x_TD: Tensor, norm_D: Tensor, eps: float, weight_XD: Tensor, routing: Routing
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalised rows [T, D], as of ``rms_norm``; each one's experts, int64 [T, S]; and their shares, float32 [T, S].
 
-    Logits are ``x @ weight.T`` with sums in float32 that are not rounded to the dtype of x: rounding could change the
-    selection. The weight is of float32 or of the dtype of x.
+    Experts are distinct and valid whatever the numbers are. Logits are ``rms_norm(x) @ weight.T`` with sums in float32
+    that are not rounded to the dtype of x: rounding could change the selection. The weight is of float32 or of the
+    dtype of x.
     """
-    logits_TX = linear(x_TD.float(), weight_XD)
+    normed_TD = rms_norm(x_TD, norm_D, eps)
+    logits_TX = linear(normed_TD.float(), weight_XD)
     if routing.bias_X is not None:
         logits_TX = logits_TX + routing.bias_X
     scores_TX = logits_TX.softmax(dim=-1) if routing.scoring == "softmax" else logits_TX.sigmoid()
@@ -55,7 +60,7 @@ def route(x_TD: Tensor, weight_XD: Tensor, routing: Routing) -> tuple[Tensor, Te
     shares_TS = scores_TX.gather(1, ids_TS)
     if routing.normalises:
         shares_TS = shares_TS / (shares_TS.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
-    return ids_TS, shares_TS * routing.scale
+    return normed_TD, ids_TS, shares_TS * routing.scale
 
 
 def _without_other_groups(worth_TX: Tensor, routing: Routing) -> Tensor:

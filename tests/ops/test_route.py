@@ -12,15 +12,14 @@ from octavo import ops
 from octavo.ops.route import Routing
 
 T, D, X = 9, 16, 12
+EPS = 1e-5
 
 ROUTINGS = {
     "softmax": Routing(3),
     "softmax, normalised": Routing(3, normalises=True, scale=1.5),
     "bias": Routing(4, normalises=True, bias_X=torch.linspace(-1, 1, X)),
     "groups": Routing(3, groups=(4, 2), scale=16.0),
-    "sigmoid, correction, groups": Routing(
-        3, True, "sigmoid", 2.5, (3, 2), correction_X=torch.linspace(0.5, -0.5, X)
-    ),
+    "sigmoid, correction, groups": Routing(3, True, "sigmoid", 2.5, (3, 2), correction_X=torch.linspace(0.5, -0.5, X)),
 }
 
 
@@ -43,11 +42,16 @@ def selected(logits: list[float], routing: Routing) -> dict[int, float]:
     return {e: scores[e] / divisor * routing.scale for e in chosen}
 
 
-def check(ids_TS: Tensor, shares_TS: Tensor, x_TD: Tensor, weight_XD: Tensor, routing: Routing) -> None:
-    """Assert that each row has the right experts, from the best on, and their shares."""
+def check(found: tuple[Tensor, Tensor, Tensor], x_TD: Tensor, norm_D: Tensor, weight_XD: Tensor, name: str) -> None:
+    """Assert that rows are normalised, and each has the right experts, from the best on, and their shares."""
+    routing = ROUTINGS[name]
+    normed_TD, ids_TS, shares_TS = (tensor.cpu() for tensor in found)
+    x_TD, norm_D, weight_XD = (tensor.cpu().double() for tensor in (x_TD, norm_D, weight_XD))
+    expected_TD = x_TD / (x_TD.square().mean(1, keepdim=True) + EPS).sqrt() * norm_D
+    torch.testing.assert_close(normed_TD.double(), expected_TD, rtol=1e-5, atol=1e-6)
     assert ids_TS.dtype == torch.int64
     assert shares_TS.dtype == torch.float32
-    logits_TX = x_TD.double() @ weight_XD.double().T
+    logits_TX = expected_TD @ weight_XD.T
     if routing.bias_X is not None:
         logits_TX += routing.bias_X.double()
     for logits, ids, shares in zip(logits_TX.tolist(), ids_TS.tolist(), shares_TS.tolist(), strict=True):
@@ -59,8 +63,8 @@ def check(ids_TS: Tensor, shares_TS: Tensor, x_TD: Tensor, weight_XD: Tensor, ro
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_selection(name: str) -> None:
     torch.manual_seed(1)
-    x, weight = torch.randn(T, D), torch.randn(X, D) / D**0.5
-    check(*ops.route(x, weight, ROUTINGS[name]), x, weight, ROUTINGS[name])
+    x, norm, weight = 3 * torch.randn(T, D), torch.rand(D) + 0.5, torch.randn(X, D) / D**0.5
+    check(ops.route(x, norm, EPS, weight, ROUTINGS[name]), x, norm, weight, name)
 
 
 def test_logits_of_16_bits_are_not_rounded() -> None:
@@ -68,11 +72,11 @@ def test_logits_of_16_bits_are_not_rounded() -> None:
     x = torch.ones(1, 2, dtype=torch.bfloat16)
     weight = torch.tensor([[1.0, 0.0], [1.0, 2.0**-9]], dtype=torch.bfloat16)
     for own in (weight, weight.float()):
-        assert ops.route(x, own, Routing(1))[0].tolist() == [[1]]
+        assert ops.route(x, torch.ones(2).bfloat16(), 0.0, own, Routing(1))[1].tolist() == [[1]]
 
 
 @pytest.mark.parametrize("fill", [0.0, float("nan"), float("inf")])
 def test_experts_are_distinct_whatever_the_numbers(fill: float) -> None:
     for routing in ROUTINGS.values():
-        ids, _ = ops.route(torch.full((2, D), fill), torch.ones(X, D), routing)
+        _, ids, _ = ops.route(torch.full((2, D), fill), torch.ones(D), EPS, torch.ones(X, D), routing)
         assert all(len(set(row)) == routing.num_chosen and set(row) <= set(range(X)) for row in ids.tolist())

@@ -1,7 +1,8 @@
 """``route`` for CUDA devices: selection without sorting, by counting for each expert how many are better.
 
-Of a few rows one launch computes all: each program the logits of some experts for one row, and the last one of a row
-selects. Of many rows the logits are a matrix product, and a second launch selects.
+Of a few rows one launch computes all: each program normalises one row and computes the logits of some experts, and the
+last one of a row selects. Of many rows the logits are a matrix product, with a launch before it for the norm and one
+behind it that selects.
 
 Shapes: T tokens, D model, X experts, S experts selected per token, G groups of experts.
 """
@@ -22,10 +23,9 @@ from octavo.ops.triton.launch import (
     declines_floats,
     is_invariant,
     launch,
-    start_successor,
-    wait_for_predecessor,
 )
 from octavo.ops.triton.linear import linear_triton
+from octavo.ops.triton.rms_norm import rms_norm_triton
 from octavo.ops.triton.skinny_gemm import skinny_gemm
 
 FEW_ROWS = 8
@@ -100,8 +100,9 @@ def _choose(
 
 @triton.jit(do_not_specialize=["scale"])
 def route_kernel(
-    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, correction_ptr: tl.tensor, logits_ptr: tl.tensor,
-    counters_ptr: tl.tensor, ids_ptr: tl.tensor, shares_ptr: tl.tensor, scale: tl.tensor,
+    x_ptr: tl.tensor, norm_ptr: tl.tensor, eps: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor,
+    correction_ptr: tl.tensor, logits_ptr: tl.tensor, counters_ptr: tl.tensor, normed_ptr: tl.tensor,
+    ids_ptr: tl.tensor, shares_ptr: tl.tensor, scale: tl.tensor,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, X: tl.constexpr, CHOSEN: tl.constexpr,
     SCORING: tl.constexpr, NORMALISES: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
     SMALLEST: tl.constexpr, PDL: tl.constexpr,
@@ -111,13 +112,26 @@ def route_kernel(
     start, t = tl.program_id(0) * ROWS, tl.program_id(1)
     rows = weight_ptr + row_starts(start, X, D, ROWS, False, X % ROWS == 0)
     weights = weight_chunk(rows, 0, True, D, BLOCK_D)
+    norm = column_chunk(norm_ptr, 0, D, BLOCK_D)
     after_predecessor(PDL)
+    row = t.to(tl.int64) * D
+    x = column_chunk(x_ptr + row, 0, D, BLOCK_D)
+    squares = x * x
+    for c in tl.static_range(1, CHUNKS):
+        other = column_chunk(x_ptr + row, c, D, BLOCK_D)
+        squares += other * other
+    factor = tl.rsqrt(tl.sum(squares, 0) / D + eps)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for c in tl.static_range(CHUNKS):
         following = weights
         if c + 1 < CHUNKS:
             following = weight_chunk(rows, c + 1, True, D, BLOCK_D)
-        acc += weights.to(tl.float32) * column_chunk(x_ptr + t.to(tl.int64) * D, c, D, BLOCK_D)[None, :]
+        if c > 0:
+            x, norm = column_chunk(x_ptr + row, c, D, BLOCK_D), column_chunk(norm_ptr, c, D, BLOCK_D)
+        normed = (x * factor * norm).to(normed_ptr.dtype.element_ty)
+        k = c * BLOCK_D + tl.arange(0, BLOCK_D)
+        tl.store(normed_ptr + row + k, normed, mask=(k < D) & (start == 0))
+        acc += weights.to(tl.float32) * normed.to(tl.float32)[None, :]
         weights = following
     own = start + tl.arange(0, ROWS)
     tl.store(logits_ptr + t * X + own, tl.sum(acc, 1), mask=own < X)
@@ -149,32 +163,38 @@ def choose_kernel(
 
 
 @route.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
-def route_triton(x_TD: Tensor, weight_XD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+def route_triton(
+    x_TD: Tensor, norm_D: Tensor, eps: float, weight_XD: Tensor, routing: Routing
+) -> tuple[Tensor, Tensor, Tensor]:
     """See ``ops.route``; of experts of equal worth the first is selected."""
     (T, D), X, S = x_TD.shape, len(weight_XD), routing.num_chosen
     ids_TS = torch.empty(T, S, dtype=torch.int64, device=x_TD.device)
     shares_TS = torch.empty(T, S, dtype=torch.float32, device=x_TD.device)
     if not T:
-        return ids_TS, shares_TS
+        return torch.empty_like(x_TD), ids_TS, shares_TS
     vectors, results = (routing.bias_X, routing.correction_X), (ids_TS, shares_TS, routing.scale)
     rule = (X, S, routing.scoring, routing.normalises, *routing.groups, SMALLEST_SUM)
     if T > FEW_ROWS or is_invariant():
-        logits_TX = _logits(x_TD.contiguous(), weight_XD)
+        normed_TD = rms_norm_triton(x_TD, norm_D, eps)
+        logits_TX = _logits(normed_TD, weight_XD)
         launch(choose_kernel, (T,), logits_TX, *vectors, *results, *rule, num_warps=_warps(X))
-        return ids_TS, shares_TS
+        return normed_TD, ids_TS, shares_TS
+    normed_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    logits_TX = torch.empty(T, X, dtype=torch.float32, device=x_TD.device)
     launch(
-        route_kernel, (triton.cdiv(X, ROWS), T), x_TD.contiguous(), weight_XD, *vectors,
-        torch.empty(T, X, dtype=torch.float32, device=x_TD.device), counters(x_TD.device, FEW_ROWS), *results,
+        route_kernel, (triton.cdiv(X, ROWS), T), x_TD.contiguous(), norm_D, eps, weight_XD, *vectors,
+        logits_TX, counters(x_TD.device, FEW_ROWS), normed_TD, *results,
         D, ROWS, min(BLOCK_D, triton.next_power_of_2(D)), *rule, num_warps=max(WARPS, _warps(X)),
     )  # fmt: skip
-    return ids_TS, shares_TS
+    return normed_TD, ids_TS, shares_TS
 
 
 def _logits(x_TD: Tensor, weight_XD: Tensor) -> Tensor:
     """Float32 [T, X]; products of 16-bit numbers are exact, so that tensor cores round no more than float32 does."""
     if weight_XD.dtype != x_TD.dtype:
         return linear_triton(x_TD.float(), weight_XD.float())
-    config, in_turn = invariant_config(len(x_TD), *weight_XD.shape, x_TD.dtype)
+    (T, D), X = x_TD.shape, len(weight_XD)
+    config, in_turn = invariant_config(T, X, D, x_TD.dtype)
     return skinny_gemm(
         x_TD, weight_XD, None, None, 0.0, None, None, config, BLOCK_T, in_turn, out_dtype=torch.float32
     )  # fmt: skip
@@ -182,4 +202,4 @@ def _logits(x_TD: Tensor, weight_XD: Tensor) -> Tensor:
 
 def _warps(num_experts: int) -> int:
     """Of a program that compares all experts with each other."""
-    return max(1, min(triton.next_power_of_2(num_experts) // 32, 16))
+    return max(1, min(int(triton.next_power_of_2(num_experts)) // 32, 16))

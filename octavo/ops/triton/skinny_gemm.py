@@ -220,7 +220,8 @@ def skinny_gemm(
     """``ops.linear`` in tiles of ``block_t`` rows; the residual is overwritten and returned.
 
     A result without a residual is of x's dtype, or of ``out_dtype``. With ``splits_in_turn`` one program sums the
-    splits of a tile one after the other, to the same bits. The norm is fused whatever the configuration says. Raises ``AssertionError`` for more than MAX_TILES tiles that are split.
+    splits of a tile one after the other, to the same bits. The norm is fused whatever the configuration says. Raises
+    ``AssertionError`` for more than MAX_TILES tiles that are split.
     """
     (T, K), N = x_TK.shape, len(weight_NK)
     outputs = N if activation is None else N // 2

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish, Experts, moe
-from octavo.ops.triton.launch import invariant
 from octavo.ops.triton.expert_tiles import sort_into_tiles
+from octavo.ops.triton.launch import invariant
 from octavo.ops.triton.moe import are_few, moe_triton
 from tests.ops.triton.poison import poison_new_tensors
 
