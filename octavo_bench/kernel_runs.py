@@ -120,7 +120,7 @@ def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         gated = functools.partial(ops.grouped_linear, x, weight, None, norm, 1e-6, None, "silu")
         yield f"grouped_linear {number} {T} gated", gated
         yield f"invariant grouped_linear {number} {T}", functools.partial(_invariantly, plain)
-    for T in (3, 90):
+    for T in (1, 3, 90):
         gate_up, down = (_groups(make, "int4", rows, columns) for rows, columns in ((7 * 512, 64), (7 * 64, 256)))
         ids = torch.stack([torch.randperm(7)[:3] for _ in range(T)]).to(make.device)
         experts = GroupedExperts(7, gate_up, down)

@@ -16,8 +16,8 @@ from octavo.ops.triton.launch import after_predecessor, launch
 BLOCK = 1024
 
 
-def activation_of(activation: Activation | ClampedSwish) -> dict[str, Any]:
-    """Constants of ``gated`` for an activation."""
+def activation_of(activation: Activation | ClampedSwish | None) -> dict[str, Any]:
+    """Constants of ``gated`` for an activation, or for none."""
     if isinstance(activation, ClampedSwish):
         return {"ACTIVATION": "clamped_swish", "ALPHA": activation.alpha, "LIMIT": activation.limit}
     return {"ACTIVATION": activation, "ALPHA": 0.0, "LIMIT": 0.0}

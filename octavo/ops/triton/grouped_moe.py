@@ -1,4 +1,4 @@
-"""``grouped_moe`` for CUDA devices: as ``moe``, with the products of ``grouped_gemm``.
+"""``grouped_moe`` for CUDA devices: as ``moe``, with the products of ``grouped_gemv`` and ``grouped_gemm``.
 
 Shapes: T tokens, S chosen for each, P = T S pairs of a token and an expert, K inputs, N outputs.
 """
@@ -16,14 +16,17 @@ from octavo.ops.grouped_linear import PackedGroups
 from octavo.ops.grouped_moe import GroupedExperts, grouped_moe
 from octavo.ops.triton.expert_tiles import Tiles, sort_into_tiles
 from octavo.ops.triton.gates import activation_of
+from octavo.ops.triton.grouped_expert_gemv import grouped_pairs
 from octavo.ops.triton.grouped_gemm import parts_of, sum_chunks
+from octavo.ops.triton.grouped_gemv import GroupedGemvConfig
 from octavo.ops.triton.grouped_linear import declines_grouped
 from octavo.ops.triton.grouped_numbers import assembly
 from octavo.ops.triton.launch import after_predecessor, launch
-from octavo.ops.triton.moe import sum_experts
+from octavo.ops.triton.moe import are_few, sum_experts
 from octavo.ops.triton.tile_epilogue import finish
 
 BLOCK_N, STAGES, MAX_ROWS = 64, 3, 64
+PAIRS = GroupedGemvConfig(16, split=4, warps=4, stages=3)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -73,7 +76,7 @@ def _expert_linear(
     packed: PackedGroups,
     bias: Tensor | None,
     share: Tensor | None,
-    activation: dict[str, Any] | None,
+    activation: dict[str, Any],
     out_PN: Tensor,
     tiles: Tiles,
 ) -> Tensor:
@@ -88,7 +91,7 @@ def _expert_linear(
         BLOCK_N=BLOCK_N,
         **parts_of(packed),
         STAGES=STAGES,
-        **(activation or {"ACTIVATION": None, "ALPHA": 0.0, "LIMIT": 0.0}),
+        **activation,
         ASSEMBLY=assembly(packed, x.dtype),
         num_warps=4,
     )
@@ -103,11 +106,16 @@ def grouped_moe_triton(
     (T, D), P = x_TD.shape, ids_TS.numel()
     if not T:
         return torch.empty_like(x_TD)
-    x_TD, residual_TD = x_TD.contiguous(), None if residual_TD is None else residual_TD.contiguous()
-    tiles = sort_into_tiles(ids_TS, experts.num_experts, MAX_ROWS)
+    x_TD, ids_TS, shares_TS = x_TD.contiguous(), ids_TS.contiguous(), shares_TS.contiguous()
+    residual_TD = None if residual_TD is None else residual_TD.contiguous()
     gated_PF = x_TD.new_empty(P, experts.down.shape[1])
-    activation = activation_of(experts.activation)
-    _expert_linear(x_TD, experts.gate_up, experts.gate_up_bias, None, activation, gated_PF, tiles)
     parts_PD = x_TD.new_empty(P, D, dtype=torch.float32)
-    _expert_linear(gated_PF, experts.down, experts.down_bias, shares_TS.contiguous(), None, parts_PD, tiles)
+    activation, plain = activation_of(experts.activation), activation_of(None)
+    if are_few(ids_TS, experts.num_experts):
+        grouped_pairs(x_TD, experts.gate_up, experts.gate_up_bias, ids_TS, None, activation, gated_PF, PAIRS)
+        grouped_pairs(gated_PF, experts.down, experts.down_bias, ids_TS, shares_TS, plain, parts_PD, PAIRS)
+    else:
+        tiles = sort_into_tiles(ids_TS, experts.num_experts, MAX_ROWS)
+        _expert_linear(x_TD, experts.gate_up, experts.gate_up_bias, None, activation, gated_PF, tiles)
+        _expert_linear(gated_PF, experts.down, experts.down_bias, shares_TS, plain, parts_PD, tiles)
     return sum_experts(parts_PD, x_TD, residual_TD)

@@ -46,9 +46,9 @@ def sum_experts(parts_PD: Tensor, like_TD: Tensor, residual_TD: Tensor | None) -
     return out_TD
 
 
-def are_few(num_pairs: int, num_experts: int) -> bool:
-    """Whether most pairs have an expert for themselves, so that sorting would save little."""
-    return 2 * num_pairs <= num_experts
+def are_few(ids_TS: Tensor, num_experts: int) -> bool:
+    """Whether pairs are computed one by one: most have an expert for themselves, so that sorting would save little."""
+    return (len(ids_TS) == 1 or 2 * ids_TS.numel() <= num_experts) and not is_invariant()
 
 
 @moe.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
@@ -61,7 +61,7 @@ def moe_triton(
     x_TD, ids_TS, shares_TS = x_TD.contiguous(), ids_TS.contiguous(), shares_TS.contiguous()
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     X, D, F = experts.down.shape
-    if (len(ids_TS) == 1 or are_few(ids_TS.numel(), X)) and not is_invariant():
+    if are_few(ids_TS, X):
         return moe_gemv(x_TD, ids_TS, shares_TS, experts, residual_TD, GEMV)
     tiles = sort_into_tiles(ids_TS, X)
     gated_PF = x_TD.new_empty(ids_TS.numel(), F)
@@ -69,5 +69,5 @@ def moe_triton(
     activation = activation_of(experts.activation)
     expert_gemm(x_TD, experts.gate_up, experts.gate_up_bias, None, activation, gated_PF, tiles, gate_up)
     parts_PD = x_TD.new_empty(ids_TS.numel(), D, dtype=torch.float32)
-    expert_gemm(gated_PF, experts.down, experts.down_bias, shares_TS, None, parts_PD, tiles, down)
+    expert_gemm(gated_PF, experts.down, experts.down_bias, shares_TS, activation_of(None), parts_PD, tiles, down)
     return sum_experts(parts_PD, x_TD, residual_TD)
