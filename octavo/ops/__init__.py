@@ -27,6 +27,7 @@ from octavo.ops.put_columns import put_columns
 from octavo.ops.rms_norm import rms_norm
 from octavo.ops.rotary_angles import rotary_angles
 from octavo.ops.sample import sample
+from octavo.ops.scaled_linear import scaled_linear
 from octavo.ops.silu_and_mul import silu_and_mul
 from octavo.ops.stacked_lora import stacked_lora
 from octavo.ops.stage_step import stage_step
@@ -61,6 +62,7 @@ __all__ = [
     "rms_norm",
     "rotary_angles",
     "sample",
+    "scaled_linear",
     "silu_and_mul",
     "stacked_lora",
     "stage_step",
