@@ -9,7 +9,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from octavo import ops
 from octavo.backend_settings import WITHOUT_MODEL
 from octavo.build_drafter import LoadedDrafter, Target, load_drafter, make_proposer
 from octavo.build_encoder import build_encoder
+from octavo.build_runner import make_runner
 from octavo.build_transformers import load_any, own_settings
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
@@ -28,14 +28,11 @@ from octavo.device_settings import kernel_compilation, prepared_device, resolve_
 from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
-from octavo.engine.graph_choice import GraphChoice
-from octavo.engine.kernel_tuning import TuningPlan, plan_of
+from octavo.engine.kernel_tuning import TuningPlan
 from octavo.engine.mixed_steps import settle_mixed_steps
-from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
-from octavo.engine.step_encoder import StepEncoder
-from octavo.engine.step_runner import BlockMessages, StepRunner, compute_padding
+from octavo.engine.step_runner import BlockMessages, StepRunner
 from octavo.engine.step_times import logged
 from octavo.errors import ConfigError
 from octavo.grammar.masks import MatcherMasks
@@ -65,7 +62,6 @@ from octavo.runtime.vocabulary import part_of_vocabulary
 from octavo.speculative_config import Method, parse_speculative_config
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
-from octavo.steps.shapes import exact_shape
 from octavo.telemetry.phases import Phases
 from octavo.text.tokenizer import load_tokenizer
 from octavo.types import EngineInfo
@@ -354,40 +350,6 @@ def make_executor(
     vocabulary = part_of_vocabulary(vocab_size, collective, is_on_host=False)
     kinds = settings.batch_invariant, settings.enforce_eager
     return StreamExecutor(model, storage, vocab_size, most, *kinds, pooling, adapters, vocabulary, drafter, verify)
-
-
-def make_runner(
-    settings: ModelSettings,
-    executor: Executor,
-    storage: KVStorage,
-    vocab_size: int,
-    most: StepLimits,
-    adapters: dict[str, int] | None = None,
-    tuning: TuningPlan | None = None,
-) -> tuple[StepRunner, Callable[[], None]]:
-    """The runner of an executor, and its warm-up. ``adapters`` is shared with ``LoadedAdapters``, which fills it.
-
-    ``tuning`` is in place of what the settings say of it.
-    """
-    batch = PersistentBatch(most.max_num_seqs, most.max_blocks, storage.num_groups)
-    has_drafter = most.num_drafts > 0
-    encoder = StepEncoder(
-        batch, storage.block_size, vocab_size, exact_shape, adapters, settings.batch_invariant, has_drafter
-    )
-    runner = StepRunner(executor, encoder)
-    if not executor.runs_ahead:
-        return runner, partial(compute_padding, runner)
-    has_graphs = not settings.enforce_eager
-    graphs = GraphChoice(
-        most.max_num_seqs,
-        most.max_num_batched_tokens,
-        adapters is not None,
-        has_graphs,
-        most.max_drafts,
-        has_drafter,
-    )
-    encoder.choose_shape = graphs.choose
-    return runner, partial(graphs.warm_up, runner, tuning or plan_of(settings))
 
 
 def step_limits(limits: memory.Limits, method: Method | None = None, drafter: Drafter | None = None) -> StepLimits:

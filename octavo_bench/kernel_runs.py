@@ -30,6 +30,7 @@ from octavo.ops.moe import ClampedSwish, Experts
 from octavo.ops.sample import SampleParams
 from octavo.ops.stacked_lora import LowRankStack
 from octavo.ops.stage_step import LastResults, StagedRows
+from octavo.ops.triton.gemv import GemvConfig, gemv
 
 Call = Callable[[], object]
 DTYPES = (torch.bfloat16, torch.float32)
@@ -97,6 +98,9 @@ def _linears(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         yield f"linear {T}x{K} gated", functools.partial(ops.linear, x, weight, None, norm, 1e-6, None, "silu")
     x, weight, norm = (make.floats(*shape, dtype=dtype) for shape in ((1, 4096), (2100, 4096), (4096,)))
     yield "linear of a wide row", functools.partial(ops.linear, x, weight, None, norm, 1e-6)
+    if dtype == torch.bfloat16:
+        walk = GemvConfig(rows=4, block_k=2048, warps=4, programs=1)
+        yield "linear in a walk", functools.partial(gemv, x, weight, None, norm, 1e-6, None, None, walk)
     x, weight = make.floats(70, 96, dtype=dtype), make.floats(200, 96, dtype=dtype)
     yield "invariant linear", functools.partial(_invariantly, functools.partial(ops.linear, x, weight))
     heads = make.floats(5, 3, 24, dtype=dtype), make.floats(3, 40, 24, dtype=dtype)

@@ -178,12 +178,12 @@ DUMMIES = {
 def test_random_weights_are_those_of_an_unquantised_dummy_rounded(case: str) -> None:
     writer, kind = DUMMIES[case]
     source, method = DummyCheckpoint({}, {}, seed=0), read_method(writer.config)
-    stored = method.matrix(NAME, (64, 128), Tensors(source), False)
+    stored = method.matrix(NAME, (256, 256), Tensors(source), False)
     assert isinstance(stored, kind)
-    exact = source.load(f"{NAME}.weight", (64, 128))
+    exact = source.load(f"{NAME}.weight", (256, 256))
     assert (stored.dense(FORM) - exact).norm() < 0.35 * exact.norm()
     for name in ("lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"):
-        assert isinstance(method.matrix(name, (64, 128), Tensors(source), False), DenseStored)
+        assert isinstance(method.matrix(name, (256, 256), Tensors(source), False), DenseStored)
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,13 @@ class LinearTuner:
                 for config in candidates(use, rows, self._device):
                     given.run(self._weights[use][0], config)
 
-    def measure(self, key: str) -> dict[str, Any]:
-        """The entry of the fastest configuration of a prepared product, for the table."""
+    def measure(self, key: str) -> dict[str, Any] | None:
+        """The table's entry of a prepared product: its fastest configuration.
+
+        ``None`` for a product of another rank alone, as where ranks have shares of different sizes.
+        """
+        if key not in self._prepared:
+            return None
         use, rows = self._prepared[key]
         present = present_config(use, rows, self._device)
         timed = measure(use, rows, candidates(use, rows, self._device), self._weights[use], self._device)
