@@ -47,13 +47,17 @@ class Text(NamedTuple):
 
 
 def variants(config: EngineConfig, formats: Sequence[str], checkpoints: Sequence[Path]) -> list[Variant]:
-    """The model in each format, then other checkpoints of it. Raises ``ConfigError`` for a format that is not known."""
+    """The model in each format, then other checkpoints of it as they are, or with a head in int8: ``PATH+lm_head``.
+
+    Raises ``ConfigError`` for a format that is not known, and a checkpoint that is not there.
+    """
     found = [Variant(name, _with(config, _settings(name))) for name in formats]
     for path in checkpoints:
-        if not path.exists():
-            raise ConfigError(f"checkpoints: {path} does not exist")
-        settings = {"model": str(path), "quantize_lm_head": False, "quantization": None, "dtype": "auto"}
-        found.append(Variant(path.name, _with(config, settings)))
+        own = path.with_name(path.name.removesuffix(HEAD))
+        if not own.exists():
+            raise ConfigError(f"checkpoints: {own} does not exist")
+        settings = _settings("auto" + HEAD if own != path else "auto")
+        found.append(Variant(path.name, _with(config, {**settings, "model": str(own)})))
     return found
 
 

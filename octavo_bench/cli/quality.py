@@ -38,7 +38,7 @@ def add_kinds(kinds: Any) -> None:
         nargs="+",
         default=[],
         metavar="PATH",
-        help="other checkpoints of the same model, such as quantised ones; each is a row",
+        help="other checkpoints of the same model, such as quantised ones; PATH+lm_head quantises the map to logits",
     )
     quality.add_argument("--text", type=Path, help="file of ordinary text (default: help topics of Python)")
     quality.add_argument("--tokens", type=int, default=TOKENS, help=f"tokens of it that count (default: {TOKENS})")

@@ -50,9 +50,11 @@ def test_each_format_is_a_row(tmp_path: Path) -> None:
     model, parts = make_checkpoint(tmp_path, "gqa"), windows(3, 80)
     quantise(tmp_path, tmp_path / "w8", compressed("int-quantized", num_bits=8, type="int", strategy="channel"))
     config = config_of(tmp_path)
-    compared = quality_formats.variants(config, ["float32", "bf16", "int8", "int4+lm_head"], [tmp_path / "w8"])
+    compared = quality_formats.variants(
+        config, ["float32", "bf16", "int8", "int4+lm_head"], [tmp_path / "w8", tmp_path / "w8+lm_head"]
+    )
     rows = {row["format"]: row for row in quality.measure(config, compared, parts, 1, lambda line: None)}
-    assert list(rows) == ["float32", "bf16", "int8", "int4+lm_head", "w8"]
+    assert list(rows) == ["float32", "bf16", "int8", "int4+lm_head", "w8", "w8+lm_head"]
     with torch.inference_mode():
         losses = [model(torch.tensor([part]), labels=torch.tensor([part])).loss for part in parts]
     assert rows["float32"]["perplexity"] == pytest.approx(float(torch.stack(losses).mean().exp()), abs=0.01)
@@ -62,6 +64,7 @@ def test_each_format_is_a_row(tmp_path: Path) -> None:
     assert rows["w8"]["mean_kl"] == pytest.approx(rows["int8"]["mean_kl"], rel=0.2)
     sizes = [rows[name]["weights_bytes"] for name in ("float32", "bf16", "int8", "int4+lm_head")]
     assert sizes == sorted(sizes, reverse=True)
+    assert rows["w8+lm_head"]["weights_bytes"] < rows["w8"]["weights_bytes"]
     assert all(row["decode_tok_s"]["median"] > 0 for row in rows.values())
 
 
