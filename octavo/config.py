@@ -69,7 +69,8 @@ class ModelSettings:
         ("fp8", "int8", "int4"),
     )
     quantize_lm_head: bool = setting(
-        False, "quantise an unquantised map to logits to int8 while it is loaded, and an embedding that is tied to it"
+        False,
+        "quantise the map to logits to int8 while loading, and an embedding that is tied to it; quantised ones stay",
     )
     device: str = setting("auto", "device to run on", ("auto", "cpu", "cuda"))
     tensor_parallel_size: int = setting(1, "processes among which every layer is divided, such as CPU sockets", low=1)

@@ -15,7 +15,7 @@ from octavo.ops.dispatch import op
 from octavo.ops.linear import Activation, compose
 
 LANES = 16
-"""Groups are multiples of so many inputs, or whole rows."""
+"""A group's number of inputs is a multiple of this, unless the group is a whole row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class ScaledValues:
     """A weight [N, K] whose entries are ``value * scale``."""
 
     values_NK: Tensor
-    """float8_e4m3fn, all numbers"""
+    """float8_e4m3fn, without NaN"""
     scales_NG: Tensor
     """float32"""
     group: int

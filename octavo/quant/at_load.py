@@ -47,9 +47,9 @@ def quantized(name: str, stored: StoredWeight, form: WeightFormat) -> StoredWeig
 
 
 def quantized_head(name: str, stored: StoredWeight, form: WeightFormat) -> StoredWeight:
-    """The map to logits, or the embedding that it is tied to, as INT8, if it is to be and is not quantised yet.
+    """The map to logits, or the embedding that it is tied to, as INT8 if ``form`` says so and it is not quantised yet.
 
-    Its error counts most: INT4 loses too much, and FP8 more than INT8 at the same size.
+    INT8 whatever ``form.quantization`` is: errors in logits count most, and those of INT4 and FP8 are larger.
     """
     if not form.quantizes_head or not isinstance(stored, DenseStored):
         return stored

@@ -1,8 +1,8 @@
 """Dot products of a few rows of a weight with a few rows of activations: the inner loop of ``linear``.
 
 Each pair of rows has sixteen partial sums, one per lane, that run along K in steps of 16 and are added at the end in a
-fixed order. Where groups of inputs have scales, those of a group are first summed and then multiplied with its scale.
-A pair's instructions are the same in every tile, hence also its bits.
+fixed order. If the weight has scales, the products of each group of inputs are summed separately, and the sums are
+multiplied by the group's scale. A pair's instructions are the same in every tile, hence also its bits.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ def dense_dot(
     """Dot products of rows of ``num_columns`` numbers, a multiple of 16: the weight in a number format, x in float32.
 
     ``(num_rows, num_tokens)`` is one of TILES. ``out`` gets ``num_rows`` float32 for each token, ``out_stride``
-    bytes apart. ``scales`` float32 [num_rows, groups] are those of groups of ``group`` columns, a multiple of 16; only
-    E4M3 has them. The first argument is a constant; those that are neither counts nor strides are addresses.
+    bytes apart. E4M3 weights have ``scales``, float32 [num_rows, groups], one for each ``group`` columns (a multiple of
+    16); other formats ignore both. The first argument is a constant; those that are neither counts nor strides are
+    addresses.
     """
     if not isinstance(number_format, types.IntegerLiteral):
         return None
@@ -78,15 +79,16 @@ def dense_dot(
 
 @dataclass(frozen=True)
 class _Tile:
-    """A few rows of the weight and of activations."""
+    """A few rows of the weight and a few rows of activations."""
 
     number_format: int
     rows: list[ir.Value]
-    """Their addresses."""
+    """Addresses of rows of the weight."""
     tokens: list[ir.Value]
+    """Addresses of rows of activations."""
 
     def sums(self, b: ir.IRBuilder, weight: ir.Value, first: ir.Value, count: ir.Value) -> list[ir.Value]:
-        """Of products of ``count`` vectors from ``first`` on, for each token and row."""
+        """Sums of products over ``count`` vectors of columns from ``first`` on, for each token and row."""
         item = FORMAT_BYTES[self.number_format]
         with Loop(b, count, [constant(F32x16, 0.0)] * (len(self.rows) * len(self.tokens))) as loop:
             step = b.add(first, loop.index)
@@ -134,7 +136,7 @@ def _emit_tile(
 def _emit_groups(
     b: ir.IRBuilder, tile: _Tile, weight: ir.Value, scales: ir.Value, group_steps: ir.Value, num_steps: ir.Value
 ) -> list[ir.Value]:
-    """Sums of the products of each group times its scale."""
+    """For each token and row: the sum over groups of (sum of the group's products) * (the group's scale)."""
     num_groups = b.sdiv(b.add(num_steps, b.sub(group_steps, i64(1))), group_steps)
     with Loop(b, num_groups, [constant(F32x16, 0.0)] * (len(tile.rows) * len(tile.tokens))) as loop:
         first, rows = b.mul(loop.index, group_steps), range(len(tile.rows))

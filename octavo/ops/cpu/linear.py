@@ -1,6 +1,6 @@
 """``linear`` for dense weights of float32, bfloat16 and float16, in float32 arithmetic.
 
-``multiply_rows`` is also for weights of 8 bits with scales; see ``scaled_linear``.
+``multiply_rows`` also computes ``scaled_linear``.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ ARGUMENTS = fields(
     group=int,
     G=int,
 )
-"""``width`` and ``group`` are K, and the columns that share a scale, rounded up to a multiple of 16."""
+"""``width`` is K rounded up to a multiple of 16, and ``group`` the number of columns that share a scale, likewise."""
 
 
-class DenseRows(NamedTuple):
-    """A weight [N, K], row by row, in a number format."""
+class WeightRows(NamedTuple):
+    """A weight [N, K] as ``dense_dot`` reads it: row by row, in one number format."""
 
     number_format: int
     data: Tensor
-    """[N, K], filled up to whole vectors"""
+    """[N, K], each row filled up with zeros to a multiple of 16 columns"""
     shape: tuple[int, int]
     scales: Tensor | None = None
-    """float32 [N, G], of E4M3"""
+    """float32 [N, G]; E4M3 only"""
     group: int = LANES
-    """Columns that share a scale."""
+    """Number of columns that share a scale."""
 
 
 @functools.cache
@@ -157,21 +157,21 @@ def linear_numba(
     if weight_NK.dtype != x_TK.dtype and (x_TK.dtype != torch.float32 or weight_NK.dtype not in FORMATS):
         raise ValueError(f"linear: x is of {x_TK.dtype}, the weight of {weight_NK.dtype}")
     N, K = weight_NK.shape
-    rows = DenseRows(FORMATS[weight_NK.dtype], whole_vectors(weight_NK), (N, K))
+    rows = WeightRows(FORMATS[weight_NK.dtype], whole_vectors(weight_NK), (N, K))
     return multiply_rows("linear", x_TK, rows, bias_N, norm_K, eps, residual_TN, activation)
 
 
 def multiply_rows(
     op: str,
     x_TK: Tensor,
-    weight: DenseRows,
+    weight: WeightRows,
     bias_N: Tensor | None,
     norm_K: Tensor | None,
     eps: float,
     residual_TN: Tensor | None,
     activation: Activation | None,
 ) -> Tensor:
-    """``ops.linear`` with a weight in any number format; ``op`` is named in errors."""
+    """``ops.linear`` with a weight in any number format. ``op`` is the name that errors give."""
     T, (N, K) = len(x_TK), weight.shape
     if activation not in GATES or (activation and N % (2 * PANEL)):
 

@@ -1,4 +1,4 @@
-"""``scaled_linear``: the products of ``linear``, with numbers of 8 bits widened in registers."""
+"""``scaled_linear``: the kernel of ``linear``, which widens the 8-bit numbers to float32 in registers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
-from octavo.ops.cpu.linear import DenseRows, multiply_rows
+from octavo.ops.cpu.linear import WeightRows, multiply_rows
 from octavo.ops.cpu.tensors import whole_vectors
 from octavo.ops.cpu.vector_ir import E4M3
 from octavo.ops.linear import Activation
@@ -32,5 +32,5 @@ def scaled_linear_numba(
     if weight.group % LANES and weight.group < K:
         raise ValueError(f"scaled_linear: groups of {weight.group} inputs; they must be multiples of {LANES}")
     values = weight.values_NK.view(torch.uint8)
-    rows = DenseRows(E4M3, whole_vectors(values), (N, K), weight.scales_NG.contiguous(), weight.group)
+    rows = WeightRows(E4M3, whole_vectors(values), (N, K), weight.scales_NG.contiguous(), weight.group)
     return multiply_rows("scaled_linear", x_TK, rows, bias_N, norm_K, eps, residual_TN, activation)

@@ -29,8 +29,9 @@ I32x8 = ir.VectorType(I32, LANES // 2)
 HALVES = (range(LANES // 2), range(LANES // 2, LANES))
 
 FLOAT32, BFLOAT16, FLOAT16, E4M3 = 0, 1, 2, 3
-"""Number formats in memory, as passed to the intrinsics. E4M3 numbers are not NaN, and are loaded / ``E4M3_FACTOR``."""
+"""Number formats in memory, as passed to the intrinsics. E4M3 numbers must not be NaN."""
 E4M3_FACTOR = 256.0
+"""``load_floats`` returns E4M3 numbers divided by this."""
 FORMAT_BYTES = (4, 2, 2, 1)
 
 LINE_BYTES = 64
@@ -126,9 +127,10 @@ def _dot4_in_pairs(b: ir.IRBuilder, unsigned: ir.Value, signed: ir.Value) -> ir.
 
 
 def load_floats(b: ir.IRBuilder, number_format: int, address: ir.Value, displacement: int = 0) -> ir.Value:
-    """Sixteen neighbouring numbers of a format, as float32 (exact).
+    """Sixteen neighbouring numbers of a format, as float32 (exact); those of E4M3 are divided by ``E4M3_FACTOR``.
 
-    The bits of E4M3 behind the sign become the highest of float16, whose exponent is biased by 8 more.
+    Exponent and mantissa of an E4M3 number become the upper bits of a float16's. The exponent bias of float16 is 15
+    and that of E4M3 is 7, which makes the number smaller by 2 ** 8. It is exact for subnormal numbers too.
     """
     if number_format == FLOAT32:
         return load(b, F32x16, address, displacement)
