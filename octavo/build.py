@@ -319,7 +319,9 @@ def _rule(method: Method | None) -> Verify | None:
 
 def _speculation(method: Method) -> Speculation:
     most = method.num_speculative_tokens
-    return Speculation(make_proposer(method), most, DraftChoice(most) if method.adaptive else None)
+    proposer = make_proposer(method)
+    choice = DraftChoice(most, proposer.num_lookahead > 0) if method.adaptive else None
+    return Speculation(proposer, most, choice)
 
 
 def _vocabulary(settings: ModelSettings, path: Path, info: EngineInfo) -> Vocabulary:

@@ -240,6 +240,10 @@ def _ends_of_a_step(make: Maker) -> Iterator[tuple[str, Call]]:
     yield "stage_step", functools.partial(ops.stage_step, ids, rows, results_of, packed, width, tables, 8)
     sampled, indices = make.ints([4, 5, 6]), make.ints([0, 1, 3], torch.int64)
     yield "accept_drafts", functools.partial(ops.accept_drafts, sampled, ids, indices, samples)
+    given = make.ints([-1, 7, -1])
+    accepted = make.ints([1, 0, 0])
+    yield "next_tokens", functools.partial(ops.next_tokens, ids, starts, samples, accepted, sampled, given, 100)
+    yield "next_tokens", functools.partial(ops.next_tokens, ids, starts, None, None, sampled, given, 100)
     frequencies = torch.rand(24, device=make.device)
     yield (
         "rotary_angles",

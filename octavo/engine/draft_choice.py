@@ -25,8 +25,11 @@ class DraftChoice:
     sequence are chosen in order, since their survival probabilities fall.
     """
 
-    def __init__(self, max_drafts: int) -> None:
+    def __init__(self, max_drafts: int, on_device: bool = False) -> None:
+        """``on_device``: drafts come from the executor's drafter, so that steps with drafts have its cost, too."""
         self.costs = StepCosts()
+        self.drafting_costs = StepCosts() if on_device else self.costs
+        """Of steps at whose end a drafter makes the next drafts."""
         self.rates = AcceptanceRates(max_drafts)
         self._num_steps = 0
         self._pause = 0
@@ -38,6 +41,11 @@ class DraftChoice:
         self._pause -= 1
         is_measured = self._num_steps % STEPS_BETWEEN_MEASUREMENTS == STEPS_BETWEEN_MEASUREMENTS // 2
         return not is_measured and (self._pause > 0 or self._num_steps % STEPS_BETWEEN_MEASUREMENTS == 0)
+
+    @property
+    def measures_next(self) -> bool:
+        """Whether the step after the one that is being planned has drafts whatever they promise."""
+        return (self._num_steps + 1) % STEPS_BETWEEN_MEASUREMENTS == STEPS_BETWEEN_MEASUREMENTS // 2
 
     def choose(self, guesses: Mapping[Sequence, Guess], num_seqs: int) -> dict[Sequence, tuple[int, ...]]:
         """The drafts to verify out of ``guesses``, in a step of ``num_seqs`` sequences that decode."""
@@ -52,7 +60,7 @@ class DraftChoice:
         best, best_speed, expected = 0, (1 + MARGIN) * num_seqs / plain, float(num_seqs)
         for count, (negated, _, _) in enumerate(slots, 1):
             expected -= negated
-            seconds = self.costs.seconds(num_seqs + count)
+            seconds = self.drafting_costs.seconds(num_seqs + count) or self.costs.seconds(num_seqs + count)
             if seconds is not None and expected / seconds > best_speed:
                 best, best_speed = count, expected / seconds
         if not best and num_seqs >= MANY_SEQS:
@@ -74,7 +82,8 @@ class DraftChoice:
     def note_step(self, plan: Plan, seconds: float) -> None:
         """Record the duration of a step; those with prompts are left out."""
         if all(len(item.tokens) == 1 for item in plan):
-            self.costs.note(len(plan) + sum([len(item.drafts) for item in plan]), seconds)
+            costs = self.drafting_costs if any(item.makes_drafts for item in plan) else self.costs
+            costs.note(len(plan) + sum([len(item.drafts) for item in plan]), seconds)
 
     def forget(self, seq: Sequence) -> None:
         """``seq`` has ended."""

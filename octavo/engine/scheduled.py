@@ -8,7 +8,7 @@ PENDING: tuple[int | None, ...] = (None,)
 """The token of a decode whose previous step is still in flight; a constant, since most shares have it."""
 
 
-def take(seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Scheduled:
+def take(seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = (), makes_drafts: bool = True) -> Scheduled:
     """Schedule the next ``num_tokens`` tokens of ``seq``, then ``drafts``: they are now in flight."""
     start = seq.num_computed_tokens
     end = start + num_tokens
@@ -25,4 +25,4 @@ def take(seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Schedu
     seq.num_computed_tokens = end
     seq.decodes = samples
     seq.num_in_flight += 1
-    return Scheduled(seq, start, taken, drafts, samples, seq.epoch, seq.num_rejected)
+    return Scheduled(seq, start, taken, drafts, samples, seq.epoch, seq.num_rejected, makes_drafts)

@@ -170,12 +170,16 @@ class Scheduler:
                 rest = budget + num_reserved
                 break
             self._look_ahead(seq, start + num_taken)
-            plan.append(take(seq, num_tokens, drafts))
+            plan.append(take(seq, num_tokens, drafts, self._makes_drafts))
             budget -= num_taken
         else:
             rest = self._admit(plan, budget + num_reserved)
         self.cache.note_filled(total_budget - rest)
         return plan
+
+    @property
+    def _makes_drafts(self) -> bool:
+        return self.speculation is None or self.speculation.makes_drafts
 
     def _look_ahead(self, seq: Sequence, num_tokens: int) -> None:
         """Reserve blocks for what a drafter writes behind ``num_tokens`` positions; without room, drafts are worse."""
@@ -234,7 +238,7 @@ class Scheduler:
                 num_tokens = most
                 self.cut.append(seq)
             self._look_ahead(seq, seq.num_computed_tokens + num_tokens)
-            plan.append(take(seq, num_tokens))
+            plan.append(take(seq, num_tokens, (), self._makes_drafts))
             budget -= num_tokens
             is_sorted = is_sorted and (newest is None or newest.order < seq.order)
             newest = seq

@@ -20,6 +20,9 @@ class Speculation:
         self.proposer = proposer
         self.max_drafts = max_drafts
         self.choice = choice
+        self._on_device = proposer.num_lookahead > 0
+        self.makes_drafts = self._on_device
+        """Whether the executor's drafter makes drafts at the end of the step that is being planned."""
 
     @property
     def num_lookahead(self) -> int:
@@ -27,14 +30,25 @@ class Speculation:
         return self.proposer.num_lookahead
 
     def choose(self, running: Iterable[Sequence]) -> Drafts:
-        """The drafts that the next step verifies."""
+        """The drafts that the next step verifies.
+
+        Drafts of the executor's drafter must be made one step ahead: a step makes them if it would verify some itself,
+        had the step before it made them.
+        """
         if self.choice is None:
             return {seq: guess.tokens for seq in running if (guess := self._guess(seq)).tokens}
-        if self.choice.pauses:
+        had_drafts, pauses = self.makes_drafts or not self._on_device, self.choice.pauses
+        measures_next = self._on_device and self.choice.measures_next
+        if pauses:
+            self.makes_drafts = measures_next
             return NO_DRAFTS
         decoding = [seq for seq in running if seq.decodes and seq.status is Status.RUNNING]
         guesses = {seq: guess for seq in decoding if (guess := self._guess(seq)).tokens}
-        return self.choice.choose(guesses, len(decoding)) if guesses else NO_DRAFTS
+        if not guesses:
+            return NO_DRAFTS
+        drafts = self.choice.choose(guesses, len(decoding))
+        self.makes_drafts = measures_next or (self._on_device and bool(drafts))
+        return drafts if had_drafts else NO_DRAFTS
 
     def _guess(self, seq: Sequence) -> Guess:
         if not seq.decodes or seq.status is not Status.RUNNING:

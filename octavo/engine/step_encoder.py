@@ -90,7 +90,8 @@ class StepEncoder:
             counts = [count + drafts for count, drafts in zip(counts, num_drafts, strict=True)]
         needs = int(np.bitwise_or.reduce(batch.needs[of_seq]))
         has_extras, needs_rows = bool(needs & Needs.EXTRAS), bool(needs & Needs.ROWS)
-        kind = Kind(has_extras, self._uses_lora(plan, has_extras), self.has_drafter)
+        makes_drafts = self.has_drafter and (total > 0 or any(item.makes_drafts for item in plan))
+        kind = Kind(has_extras, self._uses_lora(plan, has_extras), self.has_drafter, makes_drafts)
         is_plain = not needs & (Needs.MASKS | Needs.ROWS)
         sizes = Sizes(sum(counts), len(plan), max(counts, default=1), total, is_plain)
         shape, uses_graph = self.choose_shape(sizes, kind)

@@ -19,6 +19,7 @@ from octavo.ops.layer_norm import layer_norm
 from octavo.ops.linear import linear
 from octavo.ops.lora import lora
 from octavo.ops.moe import moe
+from octavo.ops.next_tokens import next_tokens
 from octavo.ops.own_ids import own_ids
 from octavo.ops.paged_attention import paged_attention
 from octavo.ops.publish_tokens import publish_tokens
@@ -54,6 +55,7 @@ __all__ = [
     "linear",
     "lora",
     "moe",
+    "next_tokens",
     "own_ids",
     "paged_attention",
     "publish_tokens",

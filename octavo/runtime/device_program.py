@@ -83,6 +83,8 @@ class DeviceProgram:
         def forward(token_ids_T: torch.Tensor, positions_T: torch.Tensor, rows: PagedRows) -> torch.Tensor:
             return model.forward(token_ids_T, positions_T, storage.layers, rows)
 
+        self.has_drafter = drafter is not None
+        """Whether a drafter runs at the end of every step."""
         self._program = StepProgram(model, forward, self.state, adapter_rows, drafter, verify)
 
     def upload(self, message: Step) -> None:

@@ -1,6 +1,6 @@
 """What drafters make of a step's rows: the rows of the positions behind it, and the draws.
 
-Shapes: S sequences, M rows: N behind each sequence, V vocabulary.
+Shapes: S sequences, M rows: N behind each sequence, P passes, B entries of a block table, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,18 +11,27 @@ from torch import Tensor
 from octavo import ops
 from octavo.ops.attention import GroupRows, PagedRows
 from octavo.ops.sample import SampleParams
-from octavo.runtime.drafter import DraftInputs, slots_of
+from octavo.runtime.drafter import DraftInputs
 
 
-def next_rows(inputs: DraftInputs, positions_S: Tensor, block_size: int) -> PagedRows:
-    """One row for each sequence, at these positions (int64)."""
+def rows_behind(
+    inputs: DraftInputs, positions_S: Tensor, num_passes: int, block_size: int
+) -> list[tuple[Tensor, PagedRows]]:
+    """For each pass its positions, the next behind ``positions`` (int64), and one row for each sequence there."""
+    ahead_P = torch.arange(1, num_passes + 1, device=positions_S.device)
+    positions_PS = positions_S + ahead_P.unsqueeze(1)
     capacities_S = inputs.capacities_S
-    groups = [
-        GroupRows(slots_of(group, positions_S, capacities_S, block_size), group.block_tables_SB)
-        for group in inputs.rows.groups
-    ]
-    lengths_S = torch.minimum(positions_S + 1, capacities_S.long()).int()
-    return PagedRows(tuple(groups), _starts(capacities_S), lengths_S, 1)
+    slots = [_slots(group.block_tables_SB, positions_PS, capacities_S, block_size) for group in inputs.rows.groups]
+    lengths_PS = torch.minimum(positions_PS + 1, capacities_S).int()
+    starts = _starts(capacities_S)
+    found = []
+    for i in range(num_passes):
+        groups = [
+            GroupRows(slots_PS[i], group.block_tables_SB)
+            for slots_PS, group in zip(slots, inputs.rows.groups, strict=True)
+        ]
+        found.append((positions_PS[i], PagedRows(tuple(groups), starts, lengths_PS[i], 1)))
+    return found
 
 
 def block_rows(inputs: DraftInputs, positions_SN: Tensor, needed_R: Tensor, block_size: int) -> PagedRows:
@@ -31,15 +40,22 @@ def block_rows(inputs: DraftInputs, positions_SN: Tensor, needed_R: Tensor, bloc
     ``needed_R``: the rows whose output is needed.
     """
     N = positions_SN.shape[1]
-    capacities_M = inputs.capacities_S.repeat_interleave(N)
+    capacities_S = inputs.capacities_S
     groups = []
     for group in inputs.rows.groups:
-        tables_MB = group.block_tables_SB.repeat_interleave(N, dim=0)
-        wide = GroupRows(group.slot_mapping_T, tables_MB)
-        groups.append(GroupRows(slots_of(wide, positions_SN.flatten(), capacities_M, block_size), tables_MB))
-    lengths_S = torch.minimum(positions_SN[:, -1] + 1, inputs.capacities_S.long()).int()
+        slots_NS = _slots(group.block_tables_SB, positions_SN.t(), capacities_S, block_size)
+        groups.append(GroupRows(slots_NS.t().flatten(), group.block_tables_SB.repeat_interleave(N, dim=0)))
+    lengths_S = torch.minimum(positions_SN[:, -1] + 1, capacities_S).int()
     # The bound of two rows forbids kernels that store the keys of a sequence's only row while others are attending.
-    return PagedRows(tuple(groups), _starts(capacities_M), lengths_S.repeat_interleave(N), 2, needed_R)
+    starts = _starts(capacities_S.repeat_interleave(N))
+    return PagedRows(tuple(groups), starts, lengths_S.repeat_interleave(N), 2, needed_R)
+
+
+def _slots(tables_SB: Tensor, positions_PS: Tensor, capacities_S: Tensor, block_size: int) -> Tensor:
+    """The slots, int64 [P, S], of positions of each sequence in a KV group; -1 where it has no block."""
+    indices_SP = (positions_PS // block_size).clamp(max=tables_SB.shape[1] - 1).t()
+    slots_PS = tables_SB.gather(1, indices_SP).t() * block_size + positions_PS % block_size
+    return slots_PS.masked_fill(positions_PS >= capacities_S, -1)
 
 
 def _starts(capacities_M: Tensor) -> Tensor:

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from octavo import ops
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import GroupRows, PagedRows
+from octavo.ops.attention import PagedRows
 from octavo.ops.sample import SampleParams
 from octavo.runtime.sampling_state import SamplingState
 from octavo.runtime.step_views import StepTensors
+from octavo.steps.shapes import StepShape
 
 
 class DraftInputs(NamedTuple):
@@ -35,8 +37,17 @@ class DraftInputs(NamedTuple):
     """The step's sequences, and their block tables in every KV group."""
     last_rows_S: Tensor
     """int64: the row behind which the newest token of each sequence was sampled."""
+    batch_indices_S: Tensor
+    """int64"""
+    capacities_S: Tensor
+    """int32: positions that have a block in every KV group; what is drafted behind them cannot be stored."""
+
+
+class Newest(NamedTuple):
+    """The newest token of each sequence, behind which is drafted."""
+
     tokens_S: Tensor
-    """int64: that newest token, or 0 if it could not be sampled."""
+    """int64; 0 if it could not be sampled."""
     params_S: SampleParams
     """Sampling parameters of each sequence; ``position`` is that of its newest token, so draft i has position + 1 + i.
 
@@ -44,10 +55,6 @@ class DraftInputs(NamedTuple):
     drafts are accepted as often as the two distributions allow, whatever the temperature. For other rules than that of
     equal tokens the temperature is 0: they accept the most likely token most often.
     """
-    batch_indices_S: Tensor
-    """int64"""
-    capacities_S: Tensor
-    """int32: positions that have a block in every KV group; what is drafted behind them cannot be stored."""
 
 
 class Drafter(Protocol):
@@ -58,8 +65,12 @@ class Drafter(Protocol):
     layers: tuple[int, ...]
     """Layers whose inputs it needs; see ``DraftInputs.hidden``."""
 
-    def __call__(self, inputs: DraftInputs) -> Tensor:
+    def __call__(self, inputs: DraftInputs, newest: Newest) -> Tensor:
         """Drafts, int32 [S, K]: tokens for the positions behind each sequence's newest token."""
+        ...
+
+    def remember(self, inputs: DraftInputs) -> None:
+        """Fill the drafter's cache for the rows of the step, as drafting does, but make no drafts."""
         ...
 
 
@@ -72,56 +83,43 @@ class Drafting:
         self._is_greedy = is_greedy
         self._state = state
         self._taps = tap_layers(model, drafter.layers)
+        self.needs_output = None in self._taps.values()
+        """Whether the drafter needs the last layer's output, for all rows."""
 
-    def __call__(self, step: StepTensors, tokens_R: Tensor, num_accepted_S: Tensor | None, x_TD: Tensor) -> Tensor:
-        """The drafts [S, K] behind the sampled tokens; ``x`` is the last layer's output for all rows."""
+    def __call__(
+        self, step: StepTensors, shape: StepShape, tokens_R: Tensor, num_accepted_S: Tensor | None, x_TD: Tensor
+    ) -> Tensor | None:
+        """The drafts [S, K] behind the sampled tokens, if the step makes any; ``x`` is the last layer's output, for
+        all rows if it is needed."""
         assert step.capacities_S is not None
-        rows, S = step.rows, len(step.batch_indices_S)
-        last_S = torch.arange(S, device=tokens_R.device)
-        last_rows_S = (rows.cu_seqlens_q[1:].long() - 1).clamp(min=0)
-        if num_accepted_S is not None and step.cu_samples is not None:
-            num_rejected_S = step.cu_samples[1:] - step.cu_samples[:-1] - 1 - num_accepted_S
-            last_S = (step.cu_samples[:-1] + num_accepted_S).long().clamp(0, len(tokens_R) - 1)
-            last_rows_S = (last_rows_S - num_rejected_S.clamp(min=0)).clamp(min=0)
-        params_S = SampleParams(*(column[last_S] for column in step.params))
+        assert step.next_tokens_S is not None
+        rows, vocab_size = step.rows, self._state.vocab_size
+        given = step.cu_samples, num_accepted_S, tokens_R, step.next_tokens_S
+        behind = ops.next_tokens(step.token_ids_T, rows.cu_seqlens_q, *given, vocab_size)
+        kept = {layer: x_TD if tap is None else tap.x_TD for layer, tap in self._taps.items()}
+        inputs = DraftInputs(
+            step.token_ids_T,
+            step.positions_T,
+            behind.tokens_T,
+            kept,
+            rows,
+            behind.last_rows_S,
+            step.batch_indices_S,
+            step.capacities_S,
+        )
+        if not shape.makes_drafts:
+            self._drafter.remember(inputs)
+            return None
+        params_S = step.params
+        if step.cu_samples is not None:
+            params_S = SampleParams(*(column[behind.last_samples_S] for column in step.params))
         if self._is_greedy:
             params_S = params_S._replace(temperature=torch.zeros_like(params_S.temperature))
-        kept = {layer: x_TD if tap is None else tap.x_TD for layer, tap in self._taps.items()}
-        drafts_SK = self._drafter(
-            DraftInputs(
-                step.token_ids_T,
-                step.positions_T,
-                _next_tokens(step, tokens_R, self._state.vocab_size),
-                kept,
-                rows,
-                last_rows_S,
-                tokens_R[last_S].long().clamp(0, self._state.vocab_size - 1),
-                params_S,
-                step.batch_indices_S,
-                step.capacities_S,
-            )
-        )
+        tokens_S = tokens_R[behind.last_samples_S].long().clamp(0, vocab_size - 1)
+        drafts_SK = self._drafter(inputs, Newest(tokens_S, params_S))
         assert self._state.drafts_CK is not None
         self._state.drafts_CK[step.batch_indices_S] = drafts_SK
         return drafts_SK
-
-
-def _next_tokens(step: StepTensors, tokens_R: Tensor, vocab_size: int) -> Tensor:
-    """The token behind each row, int64 [T]. While kernels are compiled, ``tokens`` has any content."""
-    assert step.next_tokens_S is not None
-    T, S = len(step.token_ids_T), len(step.batch_indices_S)
-    rows_T = torch.arange(T, device=tokens_R.device)
-    ends_S = step.rows.cu_seqlens_q[1:].long()
-    seq_T = torch.searchsorted(ends_S, rows_T, right=True).clamp(max=S - 1)
-    first_samples_S, num_samples_S = torch.arange(S, device=tokens_R.device), torch.ones_like(ends_S)
-    if step.cu_samples is not None:
-        first_samples_S = step.cu_samples[:-1].long()
-        num_samples_S = step.cu_samples[1:].long() - first_samples_S
-    nth_T = rows_T - (ends_S - num_samples_S)[seq_T]
-    sampled_T = tokens_R[(first_samples_S[seq_T] + nth_T).clamp(0, len(tokens_R) - 1)].long().clamp(0, vocab_size - 1)
-    given_T = step.next_tokens_S[seq_T].long()
-    behind_T = torch.where(given_T >= 0, given_T, sampled_T)
-    return torch.where(nth_T >= 0, behind_T, step.token_ids_T.roll(-1))
 
 
 class Tap(threading.local):
@@ -150,11 +148,3 @@ def tap_layers(model: Any, layers: Iterable[int]) -> dict[int, Tap | None]:
             whole = model.layers[layer]
             taps[layer] = model.layers[layer] = whole if isinstance(whole, Tap) else Tap(whole)
     return taps
-
-
-def slots_of(group: GroupRows, positions_S: Tensor, capacities_S: Tensor, block_size: int) -> Tensor:
-    """The slots, int64 [S], of one position of each sequence in a KV group; -1 where it has no block."""
-    width = group.block_tables_SB.shape[1]
-    blocks_S = group.block_tables_SB.gather(1, (positions_S // block_size).clamp(max=width - 1).unsqueeze(1)).squeeze(1)
-    slots_S = blocks_S.to(torch.int64) * block_size + positions_S % block_size
-    return slots_S.masked_fill(positions_S >= capacities_S, -1)

@@ -15,8 +15,6 @@ from octavo.steps.shapes import StepShape
 if TYPE_CHECKING:
     from octavo.ops.triton.linear_tuning import LinearTuner
 
-ONE_TOKEN = StepShape(1, 1, 1)
-
 
 class KernelTuner:
     """Executes the messages of tuning."""
@@ -44,5 +42,5 @@ class KernelTuner:
         from octavo.ops.triton.linear_uses import collecting
 
         with collecting() as uses:
-            program(ONE_TOKEN)
+            program(StepShape(1, 1, 1, has_drafter=program.has_drafter, makes_drafts=program.has_drafter))
         return LinearTuner(uses, self._device)

@@ -45,7 +45,7 @@ class Computed(NamedTuple):
     x_TD: Tensor
     """The last layer's output; of all rows if the message needs them, else [R, D]."""
     drafts_SK: Tensor | None = None
-    """int32; what the drafter proposes next, ``None`` without one."""
+    """int32; what the drafter proposes next, ``None`` if it does not."""
 
 
 class StepProgram:
@@ -78,7 +78,7 @@ class StepProgram:
             indices_R = (rows.cu_seqlens_q[1:] - 1).clamp(min=0)
         # Adapter numbers cover all rows of a step, so with adapters the last layer keeps all rows.
         keeps_all = step.adapters_T is not None or (message is not None and message.needs_all_rows)
-        keeps_all = keeps_all or self._draft is not None
+        keeps_all = keeps_all or (self._draft is not None and self._draft.needs_output)
         if indices_R is not None and not keeps_all:
             rows = replace(rows, logits_indices_R=indices_R)
         with self._adapted(step):
@@ -98,7 +98,7 @@ class StepProgram:
         if step.logits_indices_R is not None and step.cu_samples is not None:
             num_accepted_S = ops.accept_drafts(tokens_R, step.token_ids_T, step.logits_indices_R, step.cu_samples)
         reports_RW = self._reports(logits_RV, tokens_R, extras, message)
-        drafts_SK = None if self._draft is None else self._draft(step, tokens_R, num_accepted_S, x_TD)
+        drafts_SK = None if self._draft is None else self._draft(step, shape, tokens_R, num_accepted_S, x_TD)
         return Computed(tokens_R, num_accepted_S, reports_RW, x_TD, drafts_SK)
 
     def _reports(

@@ -15,6 +15,8 @@ class Kind(NamedTuple):
     """Whether the step uses LoRA kernels."""
     has_drafter: bool = False
     """Whether a drafter runs after the step."""
+    makes_drafts: bool = False
+    """Whether the drafter makes drafts; otherwise it only fills its cache."""
 
 
 PLAIN = Kind()
@@ -30,6 +32,7 @@ class StepShape(NamedTuple):
     has_extras: bool = False
     has_adapters: bool = False
     has_drafter: bool = False
+    makes_drafts: bool = False
     num_drafts: int = 0
     """Drafts of all sequences; one token is sampled for each draft and one more for each sequence."""
 
@@ -46,7 +49,8 @@ class StepShape(NamedTuple):
     def holds(self, other: StepShape) -> bool:
         """Whether a step of shape ``other`` can be padded to this one."""
         are_alike = (self.max_query_len == 1) == (other.max_query_len == 1)
-        are_alike = are_alike and self[3:6] == other[3:6] and (self.num_drafts > 0) == (other.num_drafts > 0)
+        are_alike = are_alike and self[3:6] == other[3:6] and self.makes_drafts >= other.makes_drafts
+        are_alike = are_alike and (self.num_drafts > 0) == (other.num_drafts > 0)
         are_alike = are_alike and self.is_verification == other.is_verification
         is_as_large = self.num_rows >= other.num_rows and self.num_seqs >= other.num_seqs
         return are_alike and is_as_large and self.num_drafts >= other.num_drafts
@@ -108,9 +112,10 @@ def padded_drafts(num_drafts: int, factor: int = 2) -> int:
 
 def kinds(with_adapters: bool, has_drafter: bool = False) -> list[Kind]:
     """All kinds of steps. With adapters, every step with extras uses LoRA kernels: such steps are rare."""
-    plain = Kind(has_drafter=has_drafter)
+    plain = Kind(has_drafter=has_drafter, makes_drafts=has_drafter)
     own = [plain._replace(has_adapters=True)] if with_adapters else []
-    return [plain, *own, Kind(True, with_adapters, has_drafter)]
+    found = [plain, *own, plain._replace(has_extras=True, has_adapters=with_adapters)]
+    return found + [kind._replace(makes_drafts=False) for kind in found] if has_drafter else found
 
 
 def padded_shape(
@@ -172,7 +177,8 @@ def graph_shapes(
     """
     shapes = set()
     for kind in kinds(with_adapters, has_drafter):
-        shapes |= _verification_shapes(max_num_seqs, max_drafts, kind)
+        if kind.makes_drafts == has_drafter:  # what verifies drafts makes the next ones
+            shapes |= _verification_shapes(max_num_seqs, max_drafts, kind)
         for size in range(1, max_num_seqs + 1):
             shapes.add(padded_shape(size, size, 1, max_num_seqs, kind)[0])
         for rows in MIXED_ROWS:
@@ -201,7 +207,7 @@ def first_shapes(
         shapes |= {shape._replace(has_adapters=True) for shape in _largest(shapes)}
     if max_drafts:
         shapes.add(verification_shape(max_num_seqs, max_num_seqs * max_drafts, max_num_seqs))
-    return sorted((shape._replace(has_drafter=has_drafter) for shape in shapes), reverse=True)
+    return sorted((_with_drafter(shape, has_drafter) for shape in shapes), reverse=True)
 
 
 def next_shapes(max_num_seqs: int, max_drafts: int = 0, has_drafter: bool = False) -> list[StepShape]:
@@ -210,7 +216,11 @@ def next_shapes(max_num_seqs: int, max_drafts: int = 0, has_drafter: bool = Fals
     for size in (1, 16) if max_drafts else ():
         few = min(size, max_num_seqs)
         shapes.add(verification_shape(few, few * max_drafts, max_num_seqs))
-    return sorted(shape._replace(has_drafter=has_drafter) for shape in shapes)
+    return sorted(_with_drafter(shape, has_drafter) for shape in shapes)
+
+
+def _with_drafter(shape: StepShape, has_drafter: bool) -> StepShape:
+    return shape._replace(has_drafter=has_drafter, makes_drafts=has_drafter)
 
 
 def _decode_shape(num_seqs: int, max_num_seqs: int) -> StepShape:
@@ -226,7 +236,7 @@ def first_extra_shapes(
     has_drafter: bool = False,
 ) -> list[StepShape]:
     """``first_shapes`` for steps with extras."""
-    kind = Kind(True, with_adapters, has_drafter)
+    kind = Kind(True, with_adapters, has_drafter, has_drafter)
     largest = _largest(set(first_shapes(max_num_seqs, max_num_rows)))
     shapes = {padded_shape(*shape[:3], max_num_seqs, kind)[0] for shape in largest}
     if max_drafts:

@@ -7,12 +7,13 @@ import random
 import pytest
 
 from octavo.engine.acceptance import AcceptanceRates
+from octavo.engine.device_drafts import DeviceDrafts
 from octavo.engine.draft_choice import STEPS_BETWEEN_MEASUREMENTS, DraftChoice
 from octavo.engine.proposer import Guess
 from octavo.engine.speculation import Speculation
 from octavo.engine.step_costs import LEAST_SEEN, StepCosts
 from octavo.sampling_params import SamplingParams
-from octavo.types import Plan, Sampled, Scheduled, Sequence
+from octavo.types import Plan, Sampled, Scheduled, Sequence, Status
 from tests.engine.making import make_engine, make_request
 from tests.oracle import expected_output
 from tests.speculating import FromFunction
@@ -47,6 +48,33 @@ def test_what_is_chosen_is_worth_its_cost(cost_of_row: float, rate: float) -> No
         num_tokens, spent = num_tokens + 1 + num_accepted, spent + seconds
     best = max(sum(rate**i for i in range(count + 1)) / (1 + cost_of_row * count) for count in range(MAX_DRAFTS + 1))
     assert num_tokens / spent >= 0.95 * best
+    assert num_tokens / spent >= 0.98, "slower than without speculation"
+
+
+@pytest.mark.parametrize("cost_of_drafting", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.95])
+def test_a_drafter_that_does_not_pay_makes_no_drafts(cost_of_drafting: float, rate: float) -> None:
+    """A step's drafts are made by the step before it, at a price, whether or not they are then verified."""
+    rng, seq = random.Random(1), sequence()
+    seq.decodes, seq.status = True, Status.RUNNING
+    speculation = Speculation(DeviceDrafts(MAX_DRAFTS), MAX_DRAFTS, DraftChoice(MAX_DRAFTS, on_device=True))
+    num_tokens, spent, had_drafts, cost_of_row = 0, 0.0, True, 0.02
+    for _ in range(3000):
+        drafts = speculation.choose([seq]).get(seq, ())
+        assert had_drafts or not drafts
+        had_drafts, num_accepted = speculation.makes_drafts, 0
+        while num_accepted < len(drafts) and rng.random() < rate:
+            num_accepted += 1
+        seconds = 1 + cost_of_row * len(drafts) + cost_of_drafting * had_drafts
+        plan: Plan = [Scheduled(seq, 2, (1,), drafts, True, seq.epoch, makes_drafts=had_drafts)]
+        speculation.learn(plan, [Sampled([7] * num_accepted + [8])])
+        speculation.note_step(plan, seconds * rng.uniform(0.95, 1.05))
+        num_tokens, spent = num_tokens + 1 + num_accepted, spent + seconds
+    speeds = [
+        sum(rate**i for i in range(count + 1)) / (1 + cost_of_row * count + cost_of_drafting * bool(count))
+        for count in range(MAX_DRAFTS + 1)
+    ]
+    assert num_tokens / spent >= 0.95 * max(speeds)
     assert num_tokens / spent >= 0.98, "slower than without speculation"
 
 

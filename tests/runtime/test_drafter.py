@@ -18,7 +18,7 @@ from octavo.engine.speculation import Speculation
 from octavo.models.layer_cache import kv_groups
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.runtime.drafter import DraftInputs
+from octavo.runtime.drafter import DraftInputs, Newest
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StepLimits
@@ -49,12 +49,15 @@ class TableDrafter:
         """Tokens by position, by batch index, as the rows have told."""
         self.num_checked = 0
 
-    def __call__(self, inputs: DraftInputs) -> Tensor:
-        drafts = [inputs.tokens_S]
+    def __call__(self, inputs: DraftInputs, newest: Newest) -> Tensor:
+        drafts = [newest.tokens_S]
         for _ in range(NUM_DRAFTS):
             drafts.append(self.table_V[drafts[-1]])
         self._check(inputs)
         return torch.stack(drafts[1:], dim=1).int()
+
+    def remember(self, inputs: DraftInputs) -> None:
+        self._check(inputs)
 
     def _check(self, inputs: DraftInputs) -> None:
         """Tokens, positions and the tokens behind them must be those of the texts, up to the last accepted row."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from octavo import ops
 from octavo.engine.kernel_tuning import TUNED_ROWS, TuningPlan, tune_kernels
@@ -18,6 +19,7 @@ from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.linear import linear
 from octavo.quant.stored import WeightFormat
+from octavo.runtime.drafter import DraftInputs, Newest
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.stream_executor import StreamExecutor
 from octavo.steps.limits import StepLimits
@@ -44,8 +46,23 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture
-def executor(tmp_path: Path, table: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamExecutor]:
+class OneProduct:
+    """A drafter of one linear map."""
+
+    num_drafts, layers = 2, ()
+
+    def __call__(self, inputs: DraftInputs, newest: Newest) -> Tensor:
+        ops.linear(torch.zeros(1, 24, dtype=torch.bfloat16), torch.zeros(40, 24, dtype=torch.bfloat16))
+        return torch.zeros(len(newest.tokens_S), 2, dtype=torch.int32)
+
+    def remember(self, inputs: DraftInputs) -> None:
+        """It has no cache."""
+
+
+@pytest.fixture(params=[None, OneProduct()], ids=["plain", "drafter"])
+def executor(
+    request: pytest.FixtureRequest, tmp_path: Path, table: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StreamExecutor]:
     """Of a small Llama in bfloat16, on the CPU, whose linear maps are those for GPUs."""
     from octavo.ops.triton.linear import linear_triton
 
@@ -58,12 +75,18 @@ def executor(tmp_path: Path, table: dict[str, Any], monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(linear, "_choose", lambda *key: linear_triton)
         # On a GPU these are not launched; their references need a step that was uploaded.
         monkeypatch.setattr(ops, "stage_step", lambda *args: None)
-        yield StreamExecutor(model, storage, VOCAB, StepLimits(4, 32, 8))
+        drafts = {} if request.param is None else {"max_drafts": 2, "num_drafts": 2}
+        yield StreamExecutor(model, storage, VOCAB, StepLimits(4, 32, 8, **drafts), drafter=request.param)
+
+
+def num_products(executor: StreamExecutor) -> int:
+    """Query-key-value, output, gate-up, down and head; and that of the drafter."""
+    return 6 if executor._program.has_drafter else 5
 
 
 def test_the_products_of_the_loaded_model_are_measured(executor: StreamExecutor) -> None:
     keys = executor.send(PrepareTuning(16)).wait()
-    assert len(keys) == len(set(keys)) == 5  # query-key-value, output, gate-up, down, head
+    assert len(keys) == len(set(keys)) == num_products(executor)
     assert [key for key in keys if "gated" in key] == [keys[2]]
     assert all(key.endswith(", 16") for key in keys)
     assert executor.send(MeasureKernels(keys[0])).wait() == ENTRY
@@ -79,5 +102,5 @@ def test_a_measurement_alone_changes_nothing(executor: StreamExecutor, table: di
 
 
 def test_a_plan_leaves_nothing_to_measure(executor: StreamExecutor, table: dict[str, Any]) -> None:
-    assert tune_kernels(executor.send, TuningPlan()) == 5 * len(TUNED_ROWS) == len(table)
+    assert tune_kernels(executor.send, TuningPlan()) == num_products(executor) * len(TUNED_ROWS) == len(table)
     assert tune_kernels(executor.send, TuningPlan()) == 0

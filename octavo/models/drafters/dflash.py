@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.linear import Linear
 from octavo.layers.rotary import Rotary
-from octavo.models.drafters.head import Renamed, llama_like
+from octavo.models.drafters.head import Renamed, llama_like, store_keys
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import LlamaConfig
 from octavo.models.loader import WeightLoader
@@ -66,14 +66,7 @@ class DFlashLayer(Qwen3Layer):
 
     def remember(self, context_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> None:
         """Store keys and values of the context."""
-        heads = self.heads
-        k_TN, v_TN = self.qkv_proj(context_TD).chunk(2, dim=1)
-        k_TKH = k_TN.reshape(-1, heads.head_dim)
-        assert heads.k_norm_H is not None
-        k_TKH = ops.rms_norm(k_TKH, heads.k_norm_H, heads.norm_eps).view(len(context_TD), -1, heads.head_dim)
-        _, k_TKH = ops.apply_rope(k_TKH[:, :1], k_TKH, *angles)
-        v_TKH = v_TN.reshape(k_TKH.shape)
-        ops.store_kv(k_TKH, v_TKH, cache.keys, cache.values, rows.of(cache).slot_mapping_T)
+        store_keys(self.qkv_proj(context_TD), self.heads, angles, cache, rows)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         """See ``LlamaLayer``."""

@@ -19,7 +19,7 @@ from octavo.errors import CheckpointError
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import Rotary
-from octavo.models.drafters.head import Renamed, llama_like, spread
+from octavo.models.drafters.head import Renamed, llama_like, spread, store_keys
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import LlamaConfig, LlamaLayer, read_llama
 from octavo.models.loader import WeightLoader
@@ -102,11 +102,20 @@ class FirstLayer(LlamaLayer):
         """The next residual stream, as ``LlamaLayer.__call__`` gives it."""
         h_TD = self.hidden_norm(x_TD)
         residual_TD = h_TD if self._norm_before_residual else x_TD
-        joined_TE = torch.cat((self.input_norm(embedded_TD), h_TD), dim=1)
         attended_TN, residual_TD = rows.pick(
-            attention(self.qkv_proj(joined_TE), self.heads, *angles, cache, rows), residual_TD
+            attention(self._qkv(embedded_TD, h_TD), self.heads, *angles, cache, rows), residual_TD
         )
         return self.mlp(self.o_proj(attended_TN, residual=residual_TD))
+
+    def remember(
+        self, embedded_TD: Tensor, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows
+    ) -> None:
+        """Store the keys and values that ``first`` stores."""
+        qkv_TN = self._qkv(embedded_TD, self.hidden_norm(x_TD))
+        store_keys(qkv_TN[:, self.heads.sizes[0] :], self.heads, angles, cache, rows)
+
+    def _qkv(self, embedded_TD: Tensor, h_TD: Tensor) -> Tensor:
+        return self.qkv_proj(torch.cat((self.input_norm(embedded_TD), h_TD), dim=1))
 
 
 class LaterLayer(LlamaLayer):
@@ -184,6 +193,15 @@ class Eagle3Head:
         for layer, cache, its_rows in zip(self._later, caches[1:], own_rows[1:], strict=True):
             x_TD = layer(x_TD, angles, cache, its_rows)
         return x_TD
+
+    def remember(
+        self, tokens_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
+    ) -> None:
+        if self._later:
+            self.forward(tokens_T, hidden_TD, positions_T, caches, rows)
+        else:
+            its_rows = rows.of_layers(1)[0]
+            self._first.remember(self._embedding(tokens_T), hidden_TD, self._rotary(positions_T), caches[0], its_rows)
 
     def feedback(self, x_SD: Tensor) -> Tensor:
         return self._norm(x_SD) if self._settings.norm_output else x_SD

@@ -12,11 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from octavo import ops
 from octavo.errors import CheckpointError
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.sample import BANNED
 from octavo.quant.tensors import Part, Source
 
@@ -42,6 +43,12 @@ class DraftHead(Protocol):
         """The output, [T, D], or [R, D] with logits indices; may overwrite ``hidden``."""
         ...
 
+    def remember(
+        self, tokens_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
+    ) -> None:
+        """Store the keys and values that ``forward`` stores."""
+        ...
+
     def feedback(self, x_SD: Tensor) -> Tensor:
         """The input of the next position, in place of ``combine``, from the output at this one."""
         ...
@@ -49,6 +56,19 @@ class DraftHead(Protocol):
     def logits(self, x_SD: Tensor) -> Tensor:
         """Logits over the model's vocabulary [S, V] from the output."""
         ...
+
+
+def store_keys(
+    kv_TN: Tensor, heads: HeadLayout, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows
+) -> None:
+    """Store keys and values of a layer, given side by side before their norm and rotation."""
+    k_TN, v_TN = kv_TN.chunk(2, dim=1)
+    k_TKH = k_TN.reshape(-1, heads.head_dim)
+    if heads.k_norm_H is not None:
+        k_TKH = ops.rms_norm(k_TKH, heads.k_norm_H, heads.norm_eps)
+    k_TKH = k_TKH.view(len(kv_TN), -1, heads.head_dim)
+    _, k_TKH = ops.apply_rope(k_TKH[:, :1], k_TKH, *angles)
+    ops.store_kv(k_TKH, v_TN.reshape(k_TKH.shape), cache.keys, cache.values, rows.of(cache).slot_mapping_T)
 
 
 def llama_like(model: CausalLM, method: str) -> LlamaForCausalLM:

@@ -107,6 +107,11 @@ class MTPHead:
         joined_TE = torch.cat((self._embedding_norm(embedded_TD), self._hidden_norm(hidden_TD)), dim=1)
         return self._layer(self._projection(joined_TE), self._target.rotary(positions_T), caches[0], rows)
 
+    def remember(
+        self, tokens_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
+    ) -> None:
+        self.forward(tokens_T, hidden_TD, positions_T, caches, rows)
+
     def feedback(self, x_SD: Tensor) -> Tensor:
         return self._norm(x_SD)
 

@@ -12,6 +12,7 @@ import torch
 from octavo import ops
 from octavo.ops.stage_step import LastResults, StagedRows
 from octavo.ops.triton.accept_drafts import accept_drafts_triton
+from octavo.ops.triton.next_tokens import next_tokens_triton
 from octavo.ops.triton.publish_tokens import publish_tokens_triton
 from octavo.ops.triton.pull_step import pull_step_triton
 from octavo.ops.triton.rotary_angles import rotary_angles_triton
@@ -119,6 +120,35 @@ def test_accept_drafts(device: str, seed: int) -> None:
     )
     for where, run in (("cpu", ops.accept_drafts.reference), (device, accept_drafts_triton)):
         assert run(*(x.to(where) for x in given)).tolist() == [*want, 0, 0]
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_next_tokens(device: str, seed: int, has_drafts: bool) -> None:
+    rng, vocab_size = random.Random(seed), 50
+    ids, want, last_rows, last_samples = list[int](), list[int](), list[int](), list[int]()
+    cu_seqlens, cu_samples, accepted, given, tokens = [0], [0], list[int](), list[int](), list[int]()
+    for _ in range(rng.randrange(1, 6)):
+        drafts = rng.randrange(4) if has_drafts else 0
+        num_tokens = rng.choice([1, 3, 300])
+        own = rng.choices(range(vocab_size), k=num_tokens + drafts)
+        sampled = rng.choices([-2, *range(vocab_size)], k=1 + drafts)
+        given.append(-1 if drafts else rng.choice([-1, 9]))
+        accepted.append(rng.randrange(drafts + 1))
+        want += [*own[1:num_tokens], *([given[-1]] if given[-1] >= 0 else [max(token, 0) for token in sampled])]
+        ids, tokens = ids + own, tokens + sampled
+        cu_seqlens.append(len(ids))
+        cu_samples.append(len(tokens))
+        last_rows.append(len(ids) - 1 - drafts + accepted[-1])
+        last_samples.append(len(tokens) - 1 - drafts + accepted[-1])
+    arrays = [torch.tensor([*ids, 1, 1]), *(torch.tensor(x, dtype=torch.int32) for x in (cu_seqlens, cu_samples))]
+    arrays += [torch.tensor(x, dtype=torch.int32) for x in (accepted, tokens, given)]
+    for where, run in (("cpu", ops.next_tokens.reference), (device, next_tokens_triton)):
+        on = [array.to(where) for array in arrays]
+        found = run(on[0], on[1], *(on[2:4] if has_drafts else (None, None)), *on[4:], vocab_size)
+        assert found.tokens_T.tolist() == [*want, 0, 0]
+        assert found.last_rows_S.tolist() == last_rows
+        assert found.last_samples_S.tolist() == last_samples
 
 
 @pytest.mark.parametrize("num_pairs", [1, 24, 64])
