@@ -41,7 +41,8 @@ class WeightFormat:
     quantization: str | None = None
     """To what unquantised linear maps are quantised while they are loaded: "fp8", "int8" or "int4"; see ``at_load``."""
     quantizes_head: bool = False
-    """Whether ``quantization`` applies to the map to logits too, and to an embedding that is tied to it."""
+    """Whether the map to logits, and an embedding that is tied to it, becomes int8 while loading, if it is not
+    quantised."""
 
     @property
     def kv_dtype(self) -> torch.dtype:
