@@ -55,7 +55,9 @@ class ModelSettings:
         "or a folder that contains such a file",
     )
     load_format: str = setting(
-        "auto", "checkpoint format; dummy makes random weights", ("auto", "safetensors", "gguf", "dummy")
+        "auto",
+        "checkpoint format; pt reads .bin and .pt files of PyTorch, tensors alone; dummy makes random weights",
+        ("auto", "safetensors", "gguf", "pt", "dummy"),
     )
     dtype: str = setting(
         "auto",

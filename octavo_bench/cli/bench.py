@@ -12,9 +12,10 @@ from typing import Any
 
 from octavo.cli.settings import add_settings
 from octavo.config import DEFAULT_MODEL, EngineConfig, cache_dir
-from octavo_bench.cli import ablation, deciding, drafts, peer, quality, suites, tools
+from octavo_bench.cli import ablation, deciding, drafts, peer, quality, serve, suites, tools
 from octavo_bench.cli.arguments import engine_config, numbers, reals, require_cuda
-from octavo_bench.report import publish, spread
+from octavo_bench.cli.results import add_results, check_results, finish
+from octavo_bench.report import spread
 
 NAME = "bench"
 HELP = "measure throughput, start-up and overheads, alone or beside another engine"
@@ -25,13 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
     measurements = [*_add_engine_runs(kinds), *_add_kernels(kinds), *_add_surroundings(kinds)]
     for kind in measurements:
-        kind.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+        add_results(kind)
     deciding.add_kinds(kinds)
     tools.add_kinds(kinds)
     ablation.add_kinds(kinds)
     suites.add_kinds(kinds)
     drafts.add_kinds(kinds)
     quality.add_kinds(kinds)
+    serve.add_kinds(kinds)
 
 
 def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
@@ -128,9 +130,9 @@ def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, and write the file that ``--output`` names."""
-    publish(args.kind, args.measure(args), args.output)
-    return 0
+    """Measure, and do with the result what the flags say."""
+    check_results(args)
+    return finish(args, args.measure(args))
 
 
 def _offline(args: argparse.Namespace) -> dict[str, Any]:
