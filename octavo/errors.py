@@ -11,7 +11,7 @@
       |   - RequestTooLarge         413
       |   - QueueFull               429, with Retry-After
       |   - Unavailable             503, with Retry-After
-      |   - DeadlineExceeded        504, the client's timeout expired
+      |   - DeadlineExceeded        504, the timeout of the client or of the server expired
       |   - RequestFailed           500, the engine could not finish this request
       + RunnerError            a forward pass failed; the engine isolates the request that caused it
       + RanksLost              a process of a tensor-parallel engine died or hangs; the engine cannot go on
@@ -113,14 +113,14 @@ class Unavailable(RequestError):
 
 
 class DeadlineExceeded(RequestError):
-    """The request did not finish within the client's timeout."""
+    """The request did not finish within the client's timeout, or the server's."""
 
     status = 504
     type = "timeout_error"
     code = "deadline_exceeded"
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(f"The request was not finished within its 'timeout' of {seconds:g} s.", param="timeout")
+        super().__init__(f"The request was not finished within the timeout of {seconds:g} s.", param="timeout")
 
 
 class RequestFailed(RequestError):

@@ -62,6 +62,13 @@ class ServerSettings:
         None, "folder for stored responses, files and batches; default: in memory, until the server stops"
     )
     retention_hours: float = setting(720.0, "hours until stored responses, files and batches are deleted", low=0.001)
+    request_timeout: float | None = setting(
+        None, "seconds until an unfinished request ends with 504; its own 'timeout' may be shorter", low=0.001
+    )
+    request_seed: int | None = setting(
+        None, "seed of requests that give none, whose tokens are then reproducible; default: random", low=0
+    )
+    accept_any_model: bool = setting(False, "serve requests for any model name, and answer with that name")
     shutdown_timeout: float = setting(30.0, "seconds that running requests have to finish on SIGTERM", low=0)
     engine_timeout: float = setting(
         120.0,

@@ -12,13 +12,15 @@ from octavo_bench.served_shapes import SERVED, Sizes
 def sizes_of(model: str) -> Sizes:
     """The sizes of a model that ``SERVED`` or ``SHAPES`` names.
 
-    Raises ``ConfigError`` for a model that is in neither, or has no gated feed-forward part.
+    Raises ``ConfigError`` for a model that is in neither, or has no dense gated feed-forward part.
     """
     if model in SERVED:
         return SERVED[model]
     if model not in SHAPES:
         raise ConfigError(f"model: {model!r} is not one of {', '.join(dict.fromkeys([*SERVED, *SHAPES]))}")
     shape = shape_of(SHAPES[model])
+    if shape.mixture is not None:
+        raise ConfigError(f"model: the feed-forward parts of {model} are experts; kernels are measured for dense ones")
     if shape.ffn_matrices != 3:
         raise ConfigError(f"model: {model} has no gated feed-forward part; kernels are measured for those that have")
     return Sizes(shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.vocab)

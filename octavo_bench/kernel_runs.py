@@ -27,6 +27,7 @@ from octavo.ops.collective import Collective
 from octavo.ops.grouped_linear import Number, PackedGroups
 from octavo.ops.grouped_moe import GroupedExperts
 from octavo.ops.moe import ClampedSwish, Experts
+from octavo.ops.route import Routing
 from octavo.ops.sample import SampleParams
 from octavo.ops.stacked_lora import LowRankStack
 from octavo.ops.stage_step import LastResults, StagedRows
@@ -119,7 +120,7 @@ def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         gated = functools.partial(ops.grouped_linear, x, weight, None, norm, 1e-6, None, "silu")
         yield f"grouped_linear {number} {T} gated", gated
         yield f"invariant grouped_linear {number} {T}", functools.partial(_invariantly, plain)
-    for T in (3, 90):
+    for T in (1, 3, 90):
         gate_up, down = (_groups(make, "int4", rows, columns) for rows, columns in ((7 * 512, 64), (7 * 64, 256)))
         ids = torch.stack([torch.randperm(7)[:3] for _ in range(T)]).to(make.device)
         experts = GroupedExperts(7, gate_up, down)
@@ -185,12 +186,15 @@ def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     yield "gelu", functools.partial(ops.gelu, x, True)
     yield "silu_and_mul", functools.partial(ops.silu_and_mul, x)
     yield "gelu_and_mul", functools.partial(ops.gelu_and_mul, x, False)
-    for T, activation in ((3, "silu"), (90, ClampedSwish(1.7, 7.0))):
+    for T, activation in ((1, "silu"), (3, "silu"), (90, ClampedSwish(1.7, 7.0))):
         weights = make.floats(7, 48, 40, dtype=dtype), make.floats(7, 40, 24, dtype=dtype)
         biases = (make.floats(7, 48, dtype=dtype), make.floats(7, 40, dtype=dtype)) if T > 3 else (None, None)
         ids = torch.stack([torch.randperm(7)[:3] for _ in range(T)]).to(make.device)
         experts = Experts(*weights, activation, *biases)  # type: ignore[arg-type]
         yield f"moe {T}", functools.partial(ops.moe, make.floats(T, 40, dtype=dtype), ids, make.floats(T, 3), experts)
+        rows, router = make.floats(T, 40, dtype=dtype), make.floats(20, 40, dtype=dtype)
+        routing = Routing(3, groups=(4, 2), correction_X=make.floats(20))
+        yield f"route {T}", functools.partial(ops.route, rows, make.floats(40, dtype=dtype), 1e-6, router, routing)
     for T, R in ((5, 4), (150, 21)):
         stack = LowRankStack(
             make.floats(3, 2, R, 80, dtype=dtype),

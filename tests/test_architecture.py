@@ -32,7 +32,7 @@ DECIDING: list[set[str]] = [{"grammar"}, {"text", "cache"}, {"engine", "routing"
 EXECUTING: list[set[str]] = [{"ops"}, {"quant"}, {"layers"}, {"models"}, {"runtime"}]
 BUILD: list[set[str]] = [
     {"device_settings"},
-    {"build_drafter", "build_encoder", "build_transformers", "backends"},
+    {"build_drafter", "build_encoder", "build_runner", "build_transformers", "backends"},
     {"build"},
     {"rank_process"},
 ]

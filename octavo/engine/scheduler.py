@@ -17,7 +17,7 @@ from octavo.engine.outcomes import apply_result, error_output
 from octavo.engine.policies import make_policy
 from octavo.engine.policies.policy import PolicyContext
 from octavo.engine.scheduled import take
-from octavo.engine.speculation import NO_DRAFTS, Speculation
+from octavo.engine.speculation import NO_DRAFTS, Speculation, makes_drafts
 from octavo.engine.step_budget import StepBudget
 from octavo.engine.suspects import Suspects
 from octavo.engine.victims import VICTIMS
@@ -170,16 +170,12 @@ class Scheduler:
                 rest = budget + num_reserved
                 break
             self._look_ahead(seq, start + num_taken)
-            plan.append(take(seq, num_tokens, drafts, self._makes_drafts))
+            plan.append(take(seq, num_tokens, drafts, makes_drafts(self.speculation)))
             budget -= num_taken
         else:
             rest = self._admit(plan, budget + num_reserved)
         self.cache.note_filled(total_budget - rest)
         return plan
-
-    @property
-    def _makes_drafts(self) -> bool:
-        return self.speculation is None or self.speculation.makes_drafts
 
     def _look_ahead(self, seq: Sequence, num_tokens: int) -> None:
         """Reserve blocks for what a drafter writes behind ``num_tokens`` positions; without room, drafts are worse."""
@@ -238,7 +234,7 @@ class Scheduler:
                 num_tokens = most
                 self.cut.append(seq)
             self._look_ahead(seq, seq.num_computed_tokens + num_tokens)
-            plan.append(take(seq, num_tokens, (), self._makes_drafts))
+            plan.append(take(seq, num_tokens, (), makes_drafts(self.speculation)))
             budget -= num_tokens
             is_sorted = is_sorted and (newest is None or newest.order < seq.order)
             newest = seq

@@ -73,3 +73,8 @@ class Speculation:
         self.proposer.forget(seq)
         if self.choice is not None:
             self.choice.forget(seq)
+
+
+def makes_drafts(speculation: Speculation | None) -> bool:
+    """Whether the executor's drafter, if it has one, makes drafts at the end of the step that is being planned."""
+    return speculation is None or speculation.makes_drafts

@@ -33,7 +33,9 @@ class Mixture(Protocol):
         """Bytes of the weights, by the format of their numbers."""
         ...
 
-    def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor) -> Tensor: ...
+    def __call__(
+        self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class DenseMixture:
@@ -46,8 +48,8 @@ class DenseMixture:
     def bytes_by_format(self) -> Mapping[str, int]:
         return Counter({dtype_name(self.experts.down.dtype): self.experts.gate_up.nbytes + self.experts.down.nbytes})
 
-    def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor) -> Tensor:
-        return ops.moe(x_TD, ids_TS, shares_TS, self.experts)
+    def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        return ops.moe(x_TD, ids_TS, shares_TS, self.experts, residual_TD)
 
 
 class GroupedMixture:
@@ -60,8 +62,8 @@ class GroupedMixture:
     def bytes_by_format(self) -> Mapping[str, int]:
         return bytes_by_format([self.experts.gate_up, self.experts.down])
 
-    def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor) -> Tensor:
-        return ops.grouped_moe(x_TD, ids_TS, shares_TS, self.experts)
+    def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        return ops.grouped_moe(x_TD, ids_TS, shares_TS, self.experts, residual_TD)
 
 
 class PackedMixture:
@@ -75,8 +77,8 @@ class PackedMixture:
     def bytes_by_format(self) -> Mapping[str, int]:
         return bytes_by_format(weight for expert in self.experts for linear in expert for weight in linear.weights)
 
-    def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor) -> Tensor:
-        return sum_over_experts(x_TD, ids_TS, shares_TS, len(self.experts), self._expert)
+    def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        return sum_over_experts(x_TD, ids_TS, shares_TS, len(self.experts), self._expert, residual_TD)
 
     def _expert(self, index: int, x_RD: Tensor) -> Tensor:
         gate_up, down = self.experts[index]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.moe import GroupRouter, MoE, SharedExpert
+from octavo.layers.moe import MoE, Router, SharedExpert
 from octavo.models.config import ACTIVATIONS, read_common
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec
@@ -25,6 +25,7 @@ from octavo.models.moe import MoESettings, read_experts
 from octavo.models.rope import RopeContext, half_split_rows, read_rope, rope_values, yarn_scale
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.latent_attention import join_heads
+from octavo.ops.route import Routing
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms within attention, independent of ``rms_norm_eps``."""
@@ -155,22 +156,23 @@ class DeepseekLayer(LlamaLayer):
         assert isinstance(config, DeepseekConfig)
         mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, moe.num_experts, moe.shared_size
         bias = weights.exact(f"{mlp}.gate.e_score_correction_bias", X) if config.scoring == "sigmoid" else None
-        router = GroupRouter(
-            weights.router(f"{mlp}.gate", X, D),
-            bias,
+        routing = Routing(
             moe.num_chosen,
-            (config.num_groups, config.num_chosen_groups),
             moe.normalises,
+            "softmax" if bias is None else "sigmoid",
             config.share_scale,
+            (config.num_groups, config.num_chosen_groups),
+            correction_X=bias,
         )
+        norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
+        router = Router(norm, weights.router(f"{mlp}.gate", X, D), routing)
         shared = SharedExpert(
             weights.gate_up([f"{mlp}.shared_experts.{part}_proj" for part in ("gate", "up")], F, D, config.mlp_bias),
             weights.partial_row(f"{mlp}.shared_experts.down_proj", D, F, config.mlp_bias),
             config.activation,
         )
         experts = weights.experts(f"{mlp}.experts", ExpertShape(X, D, moe.expert_size, moe.activation))
-        norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        return MoE(norm, router, experts, shared, weights.collective)
+        return MoE(router, experts, shared, weights.collective)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         config, T = self.config, len(x_TD)

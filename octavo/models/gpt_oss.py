@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from octavo.layers.moe import MoE, TopLogitsRouter
+from octavo.layers.moe import MoE, Router
 from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.keys import ConfigKeys
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer, read_llama
@@ -20,6 +20,7 @@ from octavo.models.moe import MoESettings, read_experts
 from octavo.models.rope import rope_values
 from octavo.ops.attention import HeadLayout
 from octavo.ops.moe import ClampedSwish
+from octavo.ops.route import Routing
 
 ROPE = {
     "rope_type": "yarn",
@@ -39,17 +40,16 @@ class GptOssLayer(LlamaLayer):
 
     def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
         mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, moe.num_experts, moe.expert_size
-        bias = weights.exact(f"{mlp}.router.bias", X)
-        router = TopLogitsRouter(weights.router(f"{mlp}.router", X, D), bias, moe.num_chosen)
+        routing = Routing(moe.num_chosen, moe.normalises, bias_X=weights.exact(f"{mlp}.router.bias", X))
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
+        router = Router(norm, weights.router(f"{mlp}.router", X, D), routing)
         shape = ExpertShape(X, D, F, moe.activation)
         parts = ("weight", "weight_packed", "qweight")
         if any(weights.tensors.has(f"{mlp}.experts.0.gate_proj.{part}") for part in parts):
             experts = weights.experts(f"{mlp}.experts", shape, has_bias=True)
-            return MoE(norm, router, experts, collective=weights.collective)
+            return MoE(router, experts, collective=weights.collective)
         gates_then_ups = np.arange(2 * F).reshape(F, 2).T.ravel()  # the checkpoint interleaves them
         return MoE(
-            norm,
             router,
             weights.stacked_experts(f"{mlp}.experts", shape, gates_then_ups),
             collective=weights.collective,

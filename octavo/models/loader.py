@@ -104,9 +104,13 @@ class WeightLoader:
         return self._counted(self._own(rows, self._stored(name, (num_outputs, num_inputs))).dense(self.form))
 
     def router(self, name: str, num_experts: int, num_inputs: int) -> Tensor:
-        """The matrix of a router in float32, replicated on every device."""
-        exact = dataclasses.replace(self.form, dtype=torch.float32)
-        return self._counted(self._stored(name, (num_experts, num_inputs)).dense(exact))
+        """The matrix of a router, replicated on every device: in the model's dtype if the checkpoint has it so, else
+        in float32, as rounding could change the selection."""
+        stored = self._stored(name, (num_experts, num_inputs))
+        is_same = stored.layout == self.form.dtype
+        return self._counted(
+            stored.dense(self.form if is_same else dataclasses.replace(self.form, dtype=torch.float32))
+        )
 
     def rounded(self, number: float) -> float:
         """A number rounded to the format's dtype."""

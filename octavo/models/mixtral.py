@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 
-from octavo.layers.moe import MoE, SoftmaxRouter
+from octavo.layers.moe import MoE, Router
 from octavo.models.keys import ConfigKeys
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.mistral import read_mistral
 from octavo.models.moe import MoESettings, read_experts
+from octavo.ops.route import Routing
 
 
 class MixtralLayer(LlamaLayer):
     def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
         name, D, X = f"{prefix}.block_sparse_moe", config.hidden_size, moe.num_experts
         shape = ExpertShape(X, D, moe.expert_size, moe.activation, gate="w1", up="w3", down="w2")
-        router = SoftmaxRouter(weights.router(f"{name}.gate", X, D), moe.num_chosen, moe.normalises)
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        return MoE(norm, router, weights.experts(f"{name}.experts", shape), collective=weights.collective)
+        router = Router(norm, weights.router(f"{name}.gate", X, D), Routing(moe.num_chosen, moe.normalises))
+        return MoE(router, weights.experts(f"{name}.experts", shape), collective=weights.collective)
 
 
 class MixtralForCausalLM(LlamaForCausalLM):

@@ -8,24 +8,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from octavo.layers.moe import MoE, SharedExpert, SoftmaxRouter
+from octavo.layers.moe import MoE, Router, SharedExpert
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
 from octavo.models.qwen2 import read_qwen
 from octavo.models.qwen3 import Qwen3Layer
+from octavo.ops.route import Routing
 
 
 def _mixture(
     layer: LlamaLayer, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str
 ) -> FeedForward:
     mlp, D, X = f"{prefix}.mlp", config.hidden_size, moe.num_experts
-    router = SoftmaxRouter(weights.router(f"{mlp}.gate", X, D), moe.num_chosen, moe.normalises)
+    norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
+    router = Router(norm, weights.router(f"{mlp}.gate", X, D), Routing(moe.num_chosen, moe.normalises))
     experts = weights.experts(f"{mlp}.experts", ExpertShape(X, D, moe.expert_size, moe.activation))
     shared = _shared_expert(config, moe.shared_size, weights, mlp) if moe.shared_size else None
-    norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-    return MoE(norm, router, experts, shared, weights.collective)
+    return MoE(router, experts, shared, weights.collective)
 
 
 def _shared_expert(config: LlamaConfig, size: int, weights: WeightLoader, prefix: str) -> SharedExpert:

@@ -27,6 +27,7 @@ from octavo.ops.pull_step import pull_step
 from octavo.ops.put_columns import put_columns
 from octavo.ops.rms_norm import rms_norm
 from octavo.ops.rotary_angles import rotary_angles
+from octavo.ops.route import route
 from octavo.ops.sample import sample
 from octavo.ops.scaled_linear import scaled_linear
 from octavo.ops.silu_and_mul import silu_and_mul
@@ -63,6 +64,7 @@ __all__ = [
     "put_columns",
     "rms_norm",
     "rotary_angles",
+    "route",
     "sample",
     "scaled_linear",
     "silu_and_mul",

@@ -54,7 +54,9 @@ def _joined(scales: list[Tensor]) -> Tensor:
 
 
 @op
-def grouped_moe(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: GroupedExperts) -> Tensor:
+def grouped_moe(
+    x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: GroupedExperts, residual_TD: Tensor | None = None
+) -> Tensor:
     """``ops.moe`` with weights as in ``ops.grouped_linear``."""
 
     def expert(index: int, x_RD: Tensor) -> Tensor:
@@ -66,7 +68,7 @@ def grouped_moe(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Groupe
             gated_RF = linear(x_RD, gate_up, up_bias, activation=experts.activation)
         return linear(gated_RF, down, down_bias)
 
-    return sum_over_experts(x_TD, ids_TS, shares_TS, experts.num_experts, expert)
+    return sum_over_experts(x_TD, ids_TS, shares_TS, experts.num_experts, expert, residual_TD)
 
 
 def _own(packed: PackedGroups, index: int, count: int, like: Tensor) -> Tensor:

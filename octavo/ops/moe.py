@@ -43,17 +43,25 @@ class Experts(NamedTuple):
 
 
 @op
-def moe(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts) -> Tensor:
-    """For each token, the sum over its experts of ``share * down(act(gate(x)) * up(x))``; a new tensor of x's dtype.
+def moe(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts, residual_TD: Tensor | None = None) -> Tensor:
+    """For each token, ``residual`` plus the sum over its experts of ``share * down(act(gate(x)) * up(x))``.
 
     ``ids`` are int64, distinct within a row; ``shares`` are the float32 routing weights. Each expert's rows are
-    computed together; a row is summed in float32 at least, in an order that does not depend on the other rows.
+    computed together; a row is summed in float32 at least, in an order that does not depend on the other rows. The
+    result has x's dtype; ``residual``, which shares no memory with x, may be overwritten and returned.
     """
-    return sum_over_experts(x_TD, ids_TS, shares_TS, len(experts.gate_up), lambda i, rows: _expert(rows, i, experts))
+    return sum_over_experts(
+        x_TD, ids_TS, shares_TS, len(experts.gate_up), lambda i, rows: _expert(rows, i, experts), residual_TD
+    )
 
 
 def sum_over_experts(
-    x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, count: int, expert: Callable[[int, Tensor], Tensor]
+    x_TD: Tensor,
+    ids_TS: Tensor,
+    shares_TS: Tensor,
+    count: int,
+    expert: Callable[[int, Tensor], Tensor],
+    residual_TD: Tensor | None = None,
 ) -> Tensor:
     """``moe`` for ``count`` experts of any kind: ``expert(i, rows)`` is expert i's result for rows [R, D]."""
     S = ids_TS.shape[1]
@@ -67,7 +75,7 @@ def sum_over_experts(
             tokens = places // S
             rows = expert(i, x_TD[tokens]).to(wide)
             sum_TD.index_add_(0, tokens, rows * shares[places].unsqueeze(1))
-    return sum_TD.to(x_TD.dtype)
+    return sum_TD.to(x_TD.dtype) if residual_TD is None else residual_TD.add_(sum_TD)
 
 
 def _expert(x_RD: Tensor, index: int, experts: Experts) -> Tensor:

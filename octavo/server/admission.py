@@ -25,6 +25,7 @@ from octavo.server.engine_client import EngineClient
 from octavo.server.errors import RETRY_AFTER_SECONDS
 from octavo.server.generation import Choice, Generation, Prompt
 from octavo.server.keys import Caller
+from octavo.server_settings import ServerSettings
 from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
 from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer
@@ -76,10 +77,11 @@ class ClientRequest:
 class Admission:
     """Admits requests, or rejects them with the error that the client receives."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None, max_num_queued_reqs: int) -> None:
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None, settings: ServerSettings) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self.max_num_queued_reqs = max_num_queued_reqs
+        self.max_num_queued_reqs = settings.max_num_queued_reqs
+        self._timeout, self._seed = settings.request_timeout, settings.request_seed
         self.grammars = GrammarCompiler(self._vocabulary)
         self._num_reserved = 0
         # Unbounded, tokenisation would starve the event loop of cores and of the GIL.
@@ -104,7 +106,8 @@ class Admission:
             message = f"The request asks for {count} texts at once; this server has room for {room}."
             raise InvalidParameter(client_request.prompt_field, message)
         arrival = asyncio.get_running_loop().time()
-        deadline = None if client_request.timeout is None else arrival + client_request.timeout
+        timeout = min((given for given in (client_request.timeout, self._timeout) if given is not None), default=None)
+        deadline = None if timeout is None else arrival + timeout
         with self._reserved(count):
             client_request.caller.account.admit()
             try:
@@ -114,10 +117,10 @@ class Admission:
                     banned = await self._banned_sequences(client_request.params)
                     client_request = await self._with_grammar(client_request, prompts_and_limits[0][0])
             except TimeoutError:
-                raise DeadlineExceeded(client_request.timeout or 0.0) from None
+                raise DeadlineExceeded(timeout or 0.0) from None
             generation = self._start(client_request, prompts_and_limits, banned)
         if deadline is not None:
-            generation.expire_at(deadline, DeadlineExceeded(client_request.timeout or 0.0))
+            generation.expire_at(deadline, DeadlineExceeded(timeout or 0.0))
         return generation
 
     async def _with_grammar(self, client_request: ClientRequest, prompt: Prompt) -> ClientRequest:
@@ -162,7 +165,7 @@ class Admission:
         adapter = client_request.model if client_request.model in adapters.paths else ""
         arrival = time.monotonic()
         for prompt, max_tokens in prompts:
-            seed = client_request.params.seed
+            seed = self._seed if client_request.params.seed is None else client_request.params.seed
             if seed is None:
                 seed = int.from_bytes(os.urandom(8), "little")
             for index in range(client_request.params.n):

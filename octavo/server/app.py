@@ -86,7 +86,7 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
         message_format=find_format(
             settings.tool_call_parser, settings.reasoning_parser, chat_template.source, special_ids
         ),
-        admission=Admission(engine, tokenizer, config.server.max_num_queued_reqs),
+        admission=Admission(engine, tokenizer, config.server),
         body_receiver=BodyReceiver(settings.max_request_bytes),
         store=_store(settings),
         jobs=BackgroundJobs(),

@@ -94,15 +94,22 @@ class Services:
         return [*self.model_names, *self.engine.adapters.paths]
 
     def check_model(self, name: str) -> None:
-        """Raise ``ModelNotFound`` unless ``name`` is this server's model, an adapter, or empty."""
+        """Raise ``ModelNotFound`` unless ``name`` is this server's model, an adapter, or empty, or any is accepted."""
         self.engine.adapters.check(name)
+        if self.config.server.accept_any_model:
+            return
         if name and name not in self.model_names and name not in self.engine.adapters.paths:
             served = ", ".join(f"`{printable(each)}`" for each in self.served_names[:MAX_SHOWN_MODELS])
             message = f"The model `{printable(name)}` does not exist. This server serves {served}."
             raise ModelNotFound(message, param="model")
 
     def answering_name(self, requested: str) -> str:
-        """``model`` in the response to a request for ``requested``: the adapter's name, or the model's first name."""
+        """``model`` in the response to a request for ``requested``: the adapter's name, or the model's first name.
+
+        Where any name is accepted, it is the requested one.
+        """
+        if requested and self.config.server.accept_any_model:
+            return requested
         return requested if requested in self.engine.adapters.paths else self.model_name
 
     def tenant(self, request: Request, user: str | None, model: str) -> str:

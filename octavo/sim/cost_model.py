@@ -37,11 +37,11 @@ class Roofline(CostModel):
     ) -> None:
         if shape.kv_heads % tensor_parallel or shape.heads % tensor_parallel:
             raise ConfigError(f"tensor_parallel: {tensor_parallel} does not divide the {shape.kv_heads} kv heads")
-        last = shape.last_weights
-        body = shape.matrix_weights - last
         bandwidth, arithmetic = device.bandwidth * tensor_parallel, device.arithmetic * tensor_parallel
-        self._body = (body * weight_bytes / bandwidth, 2 * body / arithmetic)
-        self._last = (last * weight_bytes / bandwidth, 2 * last / arithmetic)
+        self._shape = shape
+        self._seconds_a_weight = (weight_bytes / bandwidth, 2 / arithmetic)
+        self._last_active = shape.last_weights_read(1)
+        self._body_active = shape.active_weights - self._last_active
         pair_flops = 4 * shape.layers * shape.heads * shape.head_dim
         self._attention = (shape.kv_values_per_token * VALUE_BYTES / bandwidth, pair_flops / arithmetic)
         self._base = shape.layers * LAYER_SECONDS
@@ -53,8 +53,10 @@ class Roofline(CostModel):
 
     def seconds(self, work: StepWork) -> float:
         tokens, rows, context, pairs, *_ = work
-        body = max(self._body[0], self._body[1] * tokens)
-        last = max(self._last[0], self._last[1] * rows) if rows else 0.0
+        moving, computing = self._seconds_a_weight
+        body_read = self._shape.weights_read(tokens) - self._shape.last_weights_read(tokens)
+        body = max(moving * body_read, computing * self._body_active * tokens)
+        last = max(moving * self._shape.last_weights_read(rows), computing * self._last_active * rows) if rows else 0.0
         attention = max(self._attention[0] * context, self._attention[1] * pairs)
         return self._base + self._per_token * tokens + body + last + attention
 

@@ -1,20 +1,39 @@
-"""The least time that one step of a dense model can take: its bytes over the bandwidth, its arithmetic over the peak.
+"""The least time that one step of a model can take: its bytes over the bandwidth, its arithmetic over the peak.
 
-A step reads every matrix once and the keys and values of every context once; the embedding table is only looked up.
+A step reads every matrix once, of a mixture of experts those that some token uses, and the keys and values of every
+context once; the embedding table is only looked up.
 Norms, biases and activations are left out: they are thousandths of that. (The roofline model: Williams, Waterman and
 Patterson, "Roofline: an insightful visual performance model", CACM 52(4), 2009.)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from octavo.errors import ConfigError
 
 
+class Mixture(NamedTuple):
+    """The layers whose feed-forward part is a mixture of experts."""
+
+    layers: int
+    experts: int
+    chosen: int
+    """Experts that a token uses."""
+    ffn: int
+    """Width of an expert."""
+    shared_ffn: int = 0
+    """Width of the expert that all tokens use in addition."""
+
+    def experts_read(self, tokens: float) -> float:
+        """Experts that a step of ``tokens`` tokens reads, on average if each token's choice is equally likely."""
+        return self.experts * (1 - float((1 - self.chosen / self.experts) ** tokens))
+
+
 class Shape(NamedTuple):
-    """Dimensions that determine the bytes and the arithmetic of a dense decoder."""
+    """Dimensions that determine the bytes and the arithmetic of a decoder."""
 
     layers: int
     hidden: int
@@ -22,32 +41,51 @@ class Shape(NamedTuple):
     kv_heads: int
     head_dim: int
     ffn: int
+    """Width of a feed-forward part without experts."""
     ffn_matrices: int
     """3 with a gate, else 2."""
     vocab: int
+    mixture: Mixture | None = None
 
     @property
     def matrix_weights(self) -> int:
-        """Weights of the matrices that a step multiplies by, the head among them."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + self.ffn_matrices * self.hidden * self.ffn) + self.hidden * self.vocab
+        """Weights of all matrices but the embedding table, the head among them."""
+        return int(self.weights_read(math.inf))
 
     @property
-    def last_weights(self) -> int:
-        """Of these, weights used only by rows that sample: after the last layer's attention, including the head."""
-        last_layer = self.hidden * self.head_dim * self.heads + self.ffn_matrices * self.hidden * self.ffn
-        return last_layer + self.hidden * self.vocab
+    def active_weights(self) -> int:
+        """Weights that one token is multiplied by."""
+        return round(self.weights_read(1))
 
     @property
     def kv_values_per_token(self) -> int:
         """Number of keys and values per position of the context, in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
+    def weights_read(self, tokens: float) -> float:
+        """Weights that a step of ``tokens`` tokens reads, which all sample."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        num_sparse = 0 if self.mixture is None else self.mixture.layers
+        dense = (self.layers - num_sparse) * self._ffn_weights(tokens, is_sparse=False)
+        sparse = num_sparse * self._ffn_weights(tokens, is_sparse=True)
+        return self.layers * attention + dense + sparse + self.hidden * self.vocab
+
+    def last_weights_read(self, tokens: float) -> float:
+        """Of these, weights used only by tokens that sample: after the last layer's attention, including the head."""
+        output = self.hidden * self.head_dim * self.heads
+        return output + self._ffn_weights(tokens, is_sparse=self.mixture is not None) + self.hidden * self.vocab
+
+    def _ffn_weights(self, tokens: float, is_sparse: bool) -> float:
+        if not is_sparse or self.mixture is None:
+            return self.ffn_matrices * self.hidden * self.ffn
+        width = self.mixture.experts_read(tokens) * self.mixture.ffn + self.mixture.shared_ffn
+        return self.hidden * (self.mixture.experts + self.ffn_matrices * width)
+
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
-    """The shape in the keys of a ``config.json``; raise ``ConfigError`` for mixtures of experts and unknown kinds."""
-    if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise ConfigError("roofline: a mixture of experts reads other weights in each step; give a dense model")
+    """The shape in the keys of a ``config.json``; raise ``ConfigError`` for latent attention and unknown kinds."""
+    if config.get("kv_lora_rank"):
+        raise ConfigError("roofline: this model has latent attention; give one with keys and values for each head")
     try:
         if config.get("model_type") == "gpt2":
             hidden, heads = config["n_embd"], config["n_head"]
@@ -63,9 +101,23 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
             config["intermediate_size"],
             3,
             config["vocab_size"],
+            _mixture_of(config),
         )
     except KeyError as error:
         raise ConfigError(f"roofline: the configuration has no {error.args[0]}") from None
+
+
+def _mixture_of(config: Mapping[str, Any]) -> Mixture | None:
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((config[key] for key in keys if config.get(key)), None)
+    if experts is None:
+        return None
+    ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
+    shared = config.get("shared_expert_intermediate_size") or ffn * (config.get("n_shared_experts") or 0)
+    step, dense = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
+    dense |= set(range(config.get("first_k_dense_replace") or 0))
+    layers = sum(i not in dense and (i + 1) % step == 0 for i in range(config["num_hidden_layers"]))
+    return Mixture(layers, experts, config["num_experts_per_tok"], ffn, shared)
 
 
 class Work(NamedTuple):
@@ -81,14 +133,16 @@ class Work(NamedTuple):
 
 def decode_work(shape: Shape, batch: int, context: int, weight_bytes: float = 2, kv_bytes: float = 2) -> Work:
     """One new token for each of ``batch`` sequences of ``context`` tokens; ``*_bytes`` are those of one value."""
-    moved = shape.matrix_weights * weight_bytes + shape.kv_values_per_token * kv_bytes * batch * context
+    moved = shape.weights_read(batch) * weight_bytes + shape.kv_values_per_token * kv_bytes * batch * context
     scores_and_sums = 4 * shape.layers * shape.heads * shape.head_dim * context
-    return Work(int(moved), batch * (2 * shape.matrix_weights + scores_and_sums))
+    return Work(round(moved), batch * (2 * shape.active_weights + scores_and_sums))
 
 
 def prefill_work(shape: Shape, tokens: int, weight_bytes: float = 2, kv_bytes: float = 2) -> Work:
     """A prompt of ``tokens`` tokens in one step; only its last token is computed after the last attention."""
-    moved = shape.matrix_weights * weight_bytes + shape.kv_values_per_token * kv_bytes * tokens
+    weights = shape.weights_read(tokens) - shape.last_weights_read(tokens) + shape.last_weights_read(1)
+    moved = weights * weight_bytes + shape.kv_values_per_token * kv_bytes * tokens
     pairs = tokens * (tokens + 1) // 2
-    flops = 2 * tokens * (shape.matrix_weights - shape.last_weights) + 2 * shape.last_weights
-    return Work(int(moved), flops + 4 * shape.layers * shape.heads * shape.head_dim * pairs)
+    last = round(shape.last_weights_read(1))
+    flops = 2 * tokens * (shape.active_weights - last) + 2 * last
+    return Work(round(moved), flops + 4 * shape.layers * shape.heads * shape.head_dim * pairs)

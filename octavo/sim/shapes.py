@@ -43,6 +43,56 @@ def _qwen3(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> dict[
     return _llama(layers, hidden, heads, 8, 128, ffn, **{**names, **rope, **more})
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    names = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
+    return _llama(
+        layers, 2880, 64, 8, 64, 2880,
+        **names,
+        vocab_size=201_088,
+        max_position_embeddings=131_072,
+        rope_theta=150_000.0,
+        rope_scaling={**rope, "original_max_position_embeddings": 4096},
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+        sliding_window=128,
+        num_local_experts=experts,
+        num_experts_per_tok=4,
+        swiglu_limit=7.0,
+    )  # fmt: skip
+
+
+def _deepseek_v2_lite() -> dict[str, Any]:
+    rope = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707}
+    names = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "rms_norm_eps": 1e-6}
+    shape = _llama(
+        27, 2048, 16, 16, 64, 10_944,
+        **names,
+        vocab_size=102_400,
+        max_position_embeddings=163_840,
+        rope_theta=10_000.0,
+        rope_scaling={**rope, "original_max_position_embeddings": 4096},
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1408,
+        moe_layer_freq=1,
+        first_k_dense_replace=1,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+        scoring_func="softmax",
+    )  # fmt: skip
+    del shape["head_dim"]  # that of latent attention is given by its parts
+    return shape
+
+
 def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -64,6 +114,39 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tie_word_embeddings=True),
     "llama-3.1-8b": _llama3(32, 4096, 128, 14_336, 8.0),
     "llama-3.2-1b": _llama3(16, 2048, 64, 8192, 32.0, tie_word_embeddings=True),
+    "qwen3-30b-a3b": _qwen3(
+        48,
+        2048,
+        32,
+        6144,
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        num_key_value_heads=4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
+    "mixtral-8x7b": _llama(
+        32,
+        4096,
+        32,
+        8,
+        128,
+        14_336,
+        architectures=["MixtralForCausalLM"],
+        model_type="mixtral",
+        vocab_size=32_000,
+        max_position_embeddings=32_768,
+        rope_theta=1_000_000.0,
+        sliding_window=None,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "deepseek-v2-lite": _deepseek_v2_lite(),
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),

@@ -2,6 +2,7 @@
 
 Names with the prefix ``vllm:`` are those of vLLM, known to dashboards, autoscalers and routers, with the same
 meaning; names with the prefix ``octavo_`` are Octavo's. Counters are listed without their suffix ``_total``.
+Names with the prefix ``inferengine_`` are those of the project inferengine, for its dashboards.
 Times are in seconds. "Arrival" is when the server accepted a request; a client's request with ``n=4``
 counts as four requests.
 """
@@ -72,6 +73,11 @@ GAUGES: list[tuple[str, str, Reader]] = [
         "1 when the engine can run a request accepted now, else 0.",
         lambda c: c.condition().is_ready,
     ),
+    ("inferengine_batch_size", "The same as vllm:num_requests_running.", lambda c: c.stats.num_running),
+    ("inferengine_active_requests", "The same as vllm:num_requests_running.", lambda c: c.stats.num_running),
+    ("inferengine_waiting_requests", "The same as vllm:num_requests_waiting.", _waiting),
+    ("inferengine_kv_used_pages", "KV cache blocks held by requests.", lambda c: c.stats.num_used_blocks),
+    ("inferengine_kv_pressure_events", "The same as vllm:num_preemptions_total.", lambda c: c.stats.num_preemptions),
     (
         "octavo_seconds_since_progress",
         "Time since the engine process last finished a step or, while idle, responded.",
@@ -152,6 +158,8 @@ COUNTERS: list[tuple[str, str, Reader]] = [
         lambda c: c.stats.num_prompt_tokens,
     ),
     ("octavo_steps", "Engine steps finished.", lambda c: c.stats.num_steps),
+    ("inferengine_decode_steps", "The same as octavo_steps_total.", lambda c: c.stats.num_steps),
+    ("inferengine_tokens_generated", "The same as vllm:generation_tokens_total.", lambda c: c.output_tokens),
     ("octavo_step_seconds", "Wall time of the reported steps.", lambda c: c.step_seconds),
     ("octavo_faults", "Forward passes that failed and were isolated.", lambda c: c.stats.num_faults),
     ("octavo_engine_restarts", "Engine processes started in place of one that died or hung.", lambda c: c.restarts),
@@ -190,6 +198,7 @@ HISTOGRAMS: list[tuple[str, str, str]] = [
         "time_per_output_token",
     ),
     ("vllm:e2e_request_latency_seconds", "Arrival of a request to its last token.", "end_to_end"),
+    ("inferengine_request_latency_seconds", "The same as vllm:e2e_request_latency_seconds.", "end_to_end"),
     ("vllm:request_queue_time_seconds", "Arrival of a request to the first step that computes it.", "queue_time"),
     (
         "vllm:request_prefill_time_seconds",

@@ -130,6 +130,13 @@ class Metrics(Counts, Collector):
         for reason, count in self.rejected.items():
             rejected.add_metric([reason], count)
         yield rejected
+        ended = CounterMetricFamily(
+            "inferengine_requests", "Requests that ended without an error, and refused ones.", labels=["status"]
+        )
+        finished = [engine.finished for engine in self.engines]
+        ended.add_metric(["ok"], sum(counts["stop"] + counts["length"] for counts in finished))
+        ended.add_metric(["rejected"], sum(self.rejected.values()))
+        yield ended
         choices = "Continuations per request, the parameter 'n'."
         yield _family("vllm:request_params_n", choices, self._names, [(self._values, self.request_n)])
         cpu = CounterMetricFamily(

@@ -64,6 +64,10 @@ def test_a_folder_is_a_model(tmp_path: Path, name: str) -> None:
         ("qwen3-8b", 8_190_735_360),
         ("llama-3.1-8b", 8_030_261_248),
         ("llama-3.2-1b", 1_235_814_400),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("deepseek-v2-lite", 15_706_484_224),
     ],
 )
 def test_shapes_have_the_published_numbers_of_parameters(name: str, count: int) -> None:

@@ -37,6 +37,33 @@ def test_without_a_seed_every_prompt_draws_its_own(serve_app: Any) -> None:
     assert len({r.seed for r in served.engine.requests}) == 3
 
 
+def test_a_server_may_have_a_seed(serve_app: Any) -> None:
+    served = serve_app(request_seed=7)
+    served.complete()
+    served.complete()
+    served.complete(seed=7)
+    served.complete(seed=8)
+    first, *same, other = (request.seed for request in served.engine.requests)
+    assert same == [first, first] != [other, other]
+
+
+def test_a_server_may_bound_the_time_of_every_request(serve_app: Any) -> None:
+    served = serve_app(InProcessEngine(runs=False), request_timeout=0.05)
+    for body in ({}, {"timeout": 60}):
+        answer = served.complete(**body)
+        assert answer.status_code == 504
+        assert "0.05" in answer.json()["error"]["message"]
+    assert served.client.post("/generate", json={"prompt": "x", "max_tokens": 3}).status_code == 504
+
+
+def test_any_model_may_be_accepted(serve_app: Any) -> None:
+    served = serve_app(accept_any_model=True)
+    for name in ("torch-toy-decoder/cpu", "test"):
+        assert served.complete(model=name).json()["model"] == name
+        assert served.chat(model=name).json()["model"] == name
+    assert serve_app().complete(model="torch-toy-decoder/cpu").status_code == 404
+
+
 def test_ignore_eos_leaves_no_ends(serve_app: Any) -> None:
     served = serve_app()
     served.complete(ignore_eos=True)
@@ -229,7 +256,7 @@ def test_a_request_that_takes_longer_than_it_may_is_a_504(serve_app: Any) -> Non
         assert answer.status_code == 504
         assert answer.headers["x-should-retry"] == "false"
         assert answer.json()["error"] == {
-            "message": "The request was not finished within its 'timeout' of 0.05 s.",
+            "message": "The request was not finished within the timeout of 0.05 s.",
             "type": "timeout_error",
             "param": "timeout",
             "code": "deadline_exceeded",

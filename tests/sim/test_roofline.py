@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from octavo.errors import ConfigError
 from octavo.sim.roofline import Work, decode_work, prefill_work, shape_of
 from octavo.sim.shapes import SHAPES
 
+DENSE = ["qwen3-0.6b", "llama-3.2-1b", "qwen3-8b", "llama-3.1-8b", "gpt2"]
+MIXTURES = ["qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b"]
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.2-1b", "qwen3-8b", "llama-3.1-8b", "gpt2"])
+
+@pytest.mark.parametrize("name", DENSE + MIXTURES)
 def test_matrix_weights_are_the_matrices_of_the_model(name: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -17,7 +22,7 @@ def test_matrix_weights_are_the_matrices_of_the_model(name: str) -> None:
     config = AutoConfig.for_model(**SHAPES[name])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    matrices = sum(weight.numel() for key, weight in model.named_parameters() if weight.ndim == 2)
+    matrices = sum(weight.numel() for key, weight in model.named_parameters() if weight.ndim >= 2 and "bias" not in key)
     looked_up = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
     positions = model.transformer.wpe.weight.numel() if name == "gpt2" else 0
     assert shape_of(SHAPES[name]).matrix_weights == matrices - looked_up - positions
@@ -31,8 +36,31 @@ def test_a_decode_step() -> None:
     assert work.flops == 64 * (2 * shape.matrix_weights + 4 * 32 * 4096 * 1000)
 
 
-def test_one_token_of_prompt_is_one_step_of_decoding() -> None:
-    shape = shape_of(SHAPES["qwen3-8b"])
+def test_a_step_of_a_mixture_reads_the_experts_of_its_tokens() -> None:
+    shape = shape_of(SHAPES["qwen3-30b-a3b"])
+    expert = 48 * 3 * 2048 * 768
+    outside = shape.matrix_weights - 128 * expert
+    assert shape.active_weights == outside + 8 * expert
+    assert decode_work(shape, 1, 0).bytes == 2 * shape.active_weights
+    assert decode_work(shape, 16, 0).flops == 32 * shape.active_weights
+    random.seed(0)
+    seen = [len({e for _ in range(16) for e in random.sample(range(128), 8)}) for _ in range(1000)]
+    read = (decode_work(shape, 16, 0).bytes / 2 - outside) / expert
+    assert read == pytest.approx(sum(seen) / 1000, rel=0.01)
+    assert decode_work(shape, 10_000, 0).bytes == 2 * shape.matrix_weights
+
+
+def test_layers_without_experts_and_shared_ones() -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    places = {"mlp_only_layers": [1], "decoder_sparse_step": 2, "shared_expert_intermediate_size": 48}
+    dense = SHAPES["qwen3-0.6b"]
+    assert shape_of({**dense, **sizes, **places}).mixture == (13, 4, 2, 32, 48)  # every second of 28 but one
+    assert shape_of({**dense, **sizes, **places, "mlp_only_layers": [0]}).mixture == (14, 4, 2, 32, 48)
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])
+def test_one_token_of_prompt_is_one_step_of_decoding(name: str) -> None:
+    shape = shape_of(SHAPES[name])
     assert prefill_work(shape, 1) == decode_work(shape, 1, 1)
     assert prefill_work(shape, 3).flops < 3 * decode_work(shape, 1, 3).flops
 
@@ -43,7 +71,7 @@ def test_the_slower_of_moving_and_computing_counts() -> None:
 
 
 def test_what_is_not_known_is_refused() -> None:
-    with pytest.raises(ConfigError, match="mixture of experts"):
-        shape_of({**SHAPES["qwen3-8b"], "num_experts": 8})
+    with pytest.raises(ConfigError, match="latent attention"):
+        shape_of(SHAPES["deepseek-v2-lite"])
     with pytest.raises(ConfigError, match="no intermediate_size"):
         shape_of({"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1})

@@ -59,7 +59,7 @@ def test_every_metric_says_what_it_is_and_has_one_name() -> None:
     entries = [(name, text) for name, text, _ in [*GAUGES, *COUNTERS, *HISTOGRAMS]]
     assert len({name for name, _ in entries}) == len(entries)
     for name, text in entries:
-        assert re.fullmatch(r"(vllm:|octavo_)[a-z0-9_]+", name)
+        assert re.fullmatch(r"(vllm:|octavo_|inferengine_)[a-z0-9_]+", name)
         assert len(text) > 15
         assert text.endswith(".")
 

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.linear import Activation
+from octavo.ops.moe import ClampedSwish
 from octavo.ops.triton.launch import after_predecessor, launch
 
 BLOCK = 1024
 
 
+def activation_of(activation: Activation | ClampedSwish | None) -> dict[str, Any]:
+    """Constants of ``gated`` for an activation, or for none."""
+    if isinstance(activation, ClampedSwish):
+        return {"ACTIVATION": "clamped_swish", "ALPHA": activation.alpha, "LIMIT": activation.limit}
+    return {"ACTIVATION": activation, "ALPHA": 0.0, "LIMIT": 0.0}
+
+
 @triton.jit
-def gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """``act(gate) * up`` in float32; ACTIVATION is "silu", "gelu" or "gelu_tanh"."""
-    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh")
-    if ACTIVATION == "silu":
+def gated(
+    gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr = 0.0, LIMIT: tl.constexpr = 0.0
+) -> tl.tensor:
+    """``act(gate) * up`` in float32; ACTIVATION is "silu", "gelu", "gelu_tanh" or, as ``ClampedSwish``,
+    "clamped_swish"."""
+    tl.static_assert(
+        ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh" or ACTIVATION == "clamped_swish"
+    )
+    if ACTIVATION == "clamped_swish":
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        share = tl.sigmoid(ALPHA * gate)
+    elif ACTIVATION == "silu":
         share = tl.sigmoid(gate)
     elif ACTIVATION == "gelu":
         share = 0.5 + 0.5 * tl.erf(gate * 0.7071067811865476)

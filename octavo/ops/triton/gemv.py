@@ -37,7 +37,7 @@ class GemvConfig:
 
 
 @triton.jit
-def _row_starts(
+def row_starts(
     start: tl.tensor,
     num_outputs: tl.tensor,
     K: tl.constexpr,
@@ -60,7 +60,7 @@ def _row_starts(
 
 
 @triton.jit
-def _weights(
+def weight_chunk(
     rows: tl.tensor, chunk: tl.tensor, is_there: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr
 ) -> tl.tensor:
     """Columns ``chunk`` of these rows; 0 beyond the last column, and everywhere if the tile does not exist."""
@@ -72,7 +72,7 @@ def _weights(
 
 
 @triton.jit
-def _column(ptr: tl.tensor, chunk: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
+def column_chunk(ptr: tl.tensor, chunk: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
     """Entries ``chunk`` of a vector of K in float32, 0 beyond its end."""
     k = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = True
@@ -98,7 +98,7 @@ def _of_outputs(
 
 
 @triton.jit
-def _finish(
+def finish_rows(
     y: tl.tensor,
     residual: tl.tensor,
     start: tl.tensor,
@@ -108,6 +108,8 @@ def _finish(
     OUTPUTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     EVEN_N: tl.constexpr,
+    ALPHA: tl.constexpr = 0.0,
+    LIMIT: tl.constexpr = 0.0,
 ) -> None:
     """Bias, gate and residual of the sums of a tile's rows; store the outputs from ``start`` on."""
     bias = _of_outputs(bias_ptr, start, num_outputs, OUTPUTS, EVEN_N)
@@ -118,7 +120,8 @@ def _finish(
         up_bias_ptr = bias_ptr
         if bias_ptr is not None:
             up_bias_ptr = bias_ptr + num_outputs
-        y = gated(gate + bias, up + _of_outputs(up_bias_ptr, start, num_outputs, OUTPUTS, EVEN_N), ACTIVATION)
+        up += _of_outputs(up_bias_ptr, start, num_outputs, OUTPUTS, EVEN_N)
+        y = gated(gate + bias, up, ACTIVATION, ALPHA, LIMIT)
     n = start + tl.arange(0, OUTPUTS)
     mask = True
     if not EVEN_N:
@@ -136,8 +139,8 @@ def gemv_kernel(
     """One tile for each program, in chunks of columns; the next chunk is loaded while one is summed."""
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     start = tl.program_id(0) * OUTPUTS
-    rows = weight_ptr + _row_starts(start, num_outputs, K, OUTPUTS, ACTIVATION is not None, EVEN_N)
-    weights = _weights(rows, 0, True, K, BLOCK_K)
+    rows = weight_ptr + row_starts(start, num_outputs, K, OUTPUTS, ACTIVATION is not None, EVEN_N)
+    weights = weight_chunk(rows, 0, True, K, BLOCK_K)
     if PDL and PREFETCH and CHUNKS > 1:
         prefetch_lines(rows + BLOCK_K, 2 * (K - BLOCK_K if CHUNKS - 1 < PREFETCH else PREFETCH * BLOCK_K))
     wait_for_predecessor(PDL)
@@ -149,11 +152,11 @@ def gemv_kernel(
     for c in tl.static_range(CHUNKS):
         following = weights
         if c + 1 < CHUNKS:
-            following = _weights(rows, c + 1, True, K, BLOCK_K)
-        x = _column(x_ptr, c, K, BLOCK_K)
+            following = weight_chunk(rows, c + 1, True, K, BLOCK_K)
+        x = column_chunk(x_ptr, c, K, BLOCK_K)
         if norm_ptr is not None:
             squares += x * x
-            x *= _column(norm_ptr, c, K, BLOCK_K)
+            x *= column_chunk(norm_ptr, c, K, BLOCK_K)
         acc += weights.to(tl.float32) * x[None, :]
         weights = following
     if late != 0:
@@ -161,7 +164,7 @@ def gemv_kernel(
     y = tl.sum(acc, 1)
     if norm_ptr is not None:
         y *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    _finish(y, residual, start, num_outputs, bias_ptr, out_ptr, OUTPUTS, ACTIVATION, EVEN_N)
+    finish_rows(y, residual, start, num_outputs, bias_ptr, out_ptr, OUTPUTS, ACTIVATION, EVEN_N)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "late"])
@@ -175,53 +178,53 @@ def walking_gemv_kernel(
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     GATED: tl.constexpr = ACTIVATION is not None
     first, step = tl.program_id(0), tl.num_programs(0)
-    rows = weight_ptr + _row_starts(first * OUTPUTS, num_outputs, K, OUTPUTS, GATED, EVEN_N)
+    rows = weight_ptr + row_starts(first * OUTPUTS, num_outputs, K, OUTPUTS, GATED, EVEN_N)
     if STAGES == 1:
-        weights = _weights(rows, 0, True, K, BLOCK_K)
+        weights = weight_chunk(rows, 0, True, K, BLOCK_K)
     if norm_ptr is not None:
-        norm = _column(norm_ptr, 0, K, BLOCK_K)
+        norm = column_chunk(norm_ptr, 0, K, BLOCK_K)
     if PDL and PREFETCH:
         if CHUNKS > 1 and STAGES == 1:
             prefetch_lines(rows + BLOCK_K, 2 * (K - BLOCK_K))
         for p in tl.static_range(1 if STAGES == 1 else 0, 1 + PREFETCH):
             tile = tl.minimum(first + p * step, num_tiles - 1)
-            prefetch_lines(weight_ptr + _row_starts(tile * OUTPUTS, num_outputs, K, OUTPUTS, GATED, EVEN_N), 2 * K)
+            prefetch_lines(weight_ptr + row_starts(tile * OUTPUTS, num_outputs, K, OUTPUTS, GATED, EVEN_N), 2 * K)
     wait_for_predecessor(PDL)
     if late == 0:
         start_successor(PDL)
-    x_0 = _column(x_ptr, 0, K, BLOCK_K)
+    x_0 = column_chunk(x_ptr, 0, K, BLOCK_K)
     scale = 1.0
     if norm_ptr is not None:
         squares = x_0 * x_0
         for c in tl.static_range(1, CHUNKS):
-            x = _column(x_ptr, c, K, BLOCK_K)
+            x = column_chunk(x_ptr, c, K, BLOCK_K)
             squares += x * x
         scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         x_0 *= norm
     for tile in tl.range(first, num_tiles, step, num_stages=STAGES):
         start = tile * OUTPUTS
         if STAGES > 1:
-            rows = weight_ptr + _row_starts(start, num_outputs, K, OUTPUTS, GATED, EVEN_N)
+            rows = weight_ptr + row_starts(start, num_outputs, K, OUTPUTS, GATED, EVEN_N)
         residual = _of_outputs(residual_ptr, start, num_outputs, OUTPUTS, EVEN_N)
         acc = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
         for c in tl.static_range(CHUNKS):
             if STAGES > 1:
-                weights = _weights(rows, c, True, K, BLOCK_K)
+                weights = weight_chunk(rows, c, True, K, BLOCK_K)
             elif c + 1 < CHUNKS:
-                following = _weights(rows, c + 1, True, K, BLOCK_K)
+                following = weight_chunk(rows, c + 1, True, K, BLOCK_K)
             else:
-                rows = weight_ptr + _row_starts((tile + step) * OUTPUTS, num_outputs, K, OUTPUTS, GATED, EVEN_N)
-                following = _weights(rows, 0, tile + step < num_tiles, K, BLOCK_K)
+                rows = weight_ptr + row_starts((tile + step) * OUTPUTS, num_outputs, K, OUTPUTS, GATED, EVEN_N)
+                following = weight_chunk(rows, 0, tile + step < num_tiles, K, BLOCK_K)
             x = x_0
             if c > 0:
-                x = _column(x_ptr, c, K, BLOCK_K)
+                x = column_chunk(x_ptr, c, K, BLOCK_K)
                 if norm_ptr is not None:
-                    x *= _column(norm_ptr, c, K, BLOCK_K)
+                    x *= column_chunk(norm_ptr, c, K, BLOCK_K)
             acc += weights.to(tl.float32) * x[None, :]
             if STAGES == 1:
                 weights = following
         y = tl.sum(acc, 1) * scale
-        _finish(y, residual, start, num_outputs, bias_ptr, out_ptr, OUTPUTS, ACTIVATION, EVEN_N)
+        finish_rows(y, residual, start, num_outputs, bias_ptr, out_ptr, OUTPUTS, ACTIVATION, EVEN_N)
     if late != 0:
         start_successor(PDL)
 

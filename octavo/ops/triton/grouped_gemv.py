@@ -108,7 +108,7 @@ def _x_tile(
 
 
 @triton.jit
-def _products(
+def products(
     x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor,
     norm_ptr: tl.tensor, rows: tl.tensor, num_outputs: tl.tensor, num_rows: tl.tensor, T: tl.tensor,
     K: tl.constexpr, GROUPS: tl.constexpr, NUMBER: tl.constexpr, OFFSET: tl.constexpr, CHUNK: tl.constexpr,
@@ -217,7 +217,7 @@ def grouped_gemv_kernel(
     if norm_ptr is not None:  # under way while the products are summed
         whole = tl.arange(0, triton.next_power_of_2(K))
         x_K = tl.load(x_ptr + whole, mask=whole < K, other=0.0)
-    acc, up = _products(
+    acc, up = products(
         x_ptr, words_ptr, scales_ptr, zeros_ptr, minima_ptr, norm_ptr, rows, num_outputs, num_rows, T,
         K, GROUPS, NUMBER, OFFSET, CHUNK, BLOCK_T, BLOCK_N, SPLIT, STAGES, GATED, ASSEMBLY,
     )  # fmt: skip

@@ -29,9 +29,14 @@ def invariant_linear(
 ) -> Tensor:
     """``ops.linear`` without its norm, which is a kernel of its own here."""
     N, K = weight_NK.shape
-    config = FLOAT32_CONFIG if x_TK.dtype == torch.float32 else CONFIG
-    tiles = triton.cdiv(N if activation is None else N // 2, config.block_n)
-    splits = max(1, min(triton.cdiv(ENOUGH_PROGRAMS, tiles), K // (8 * config.block_k), MAX_SPLITS))
-    in_turn = splits > 1 and tiles * triton.cdiv(len(x_TK), BLOCK_T) >= ENOUGH_PROGRAMS
-    config = replace(config, splits=splits)
+    config, in_turn = invariant_config(len(x_TK), N if activation is None else N // 2, K, x_TK.dtype)
     return skinny_gemm(x_TK, weight_NK, bias_N, None, 0.0, residual_TN, activation, config, BLOCK_T, in_turn)
+
+
+def invariant_config(T: int, num_outputs: int, K: int, dtype: torch.dtype) -> tuple[SkinnyConfig, bool]:
+    """One configuration for any number of rows, and whether a program takes the splits of a tile in turn."""
+    config = FLOAT32_CONFIG if dtype == torch.float32 else CONFIG
+    tiles = triton.cdiv(num_outputs, config.block_n)
+    splits = max(1, min(triton.cdiv(ENOUGH_PROGRAMS, tiles), K // (8 * config.block_k), MAX_SPLITS))
+    in_turn = splits > 1 and tiles * triton.cdiv(T, BLOCK_T) >= ENOUGH_PROGRAMS
+    return replace(config, splits=splits), in_turn

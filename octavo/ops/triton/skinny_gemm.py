@@ -56,7 +56,7 @@ class SkinnyConfig:
 
 
 @triton.jit
-def _weight_tile(
+def weight_tile(
     weight_ptr: tl.tensor, weight_tiles: tl.tensor, row: tl.tensor, last_row: tl.tensor, k: tl.tensor, K: tl.tensor,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -104,7 +104,7 @@ def _sum_chunks(
     squares = tl.zeros([BLOCK_T, BLOCK_K // 8], tl.float32)
     for chunk in tl.range(first, last, num_stages=STAGES):
         k = chunk * BLOCK_K
-        weight = _weight_tile(weight_ptr, weight_tiles, n, num_outputs - 1, k, K, BLOCK_N, BLOCK_K, EVEN_K)
+        weight = weight_tile(weight_ptr, weight_tiles, n, num_outputs - 1, k, K, BLOCK_N, BLOCK_K, EVEN_K)
         x = _x_tile(x_ptr, x_tiles, t, T, k, K, BLOCK_T, BLOCK_K, EVEN_K)
         if norm_ptr is not None:
             columns = k + tl.arange(0, BLOCK_K)
@@ -115,7 +115,7 @@ def _sum_chunks(
         acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
         if GATED:
             last_row = 2 * num_outputs - 1
-            weight = _weight_tile(weight_ptr, weight_tiles, num_outputs + n, last_row, k, K, BLOCK_N, BLOCK_K, EVEN_K)
+            weight = weight_tile(weight_ptr, weight_tiles, num_outputs + n, last_row, k, K, BLOCK_N, BLOCK_K, EVEN_K)
             up = tl.dot(weight, tl.trans(x), up, input_precision="ieee")
     return acc, up, tl.sum(squares, 1)
 
@@ -215,19 +215,21 @@ def skinny_gemm(
     config: SkinnyConfig,
     block_t: int,
     splits_in_turn: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``ops.linear`` in tiles of ``block_t`` rows; the residual is overwritten and returned.
 
-    With ``splits_in_turn`` one program sums the splits of a tile one after the other, to the same bits. The norm is
-    fused whatever the configuration says. Raises ``AssertionError`` for more than MAX_TILES tiles that are split.
+    A result without a residual is of x's dtype, or of ``out_dtype``. With ``splits_in_turn`` one program sums the
+    splits of a tile one after the other, to the same bits. The norm is fused whatever the configuration says. Raises
+    ``AssertionError`` for more than MAX_TILES tiles that are split.
     """
     (T, K), N = x_TK.shape, len(weight_NK)
     outputs = N if activation is None else N // 2
-    out_TN = x_TK.new_empty(T, outputs) if residual_TN is None else residual_TN
+    out_TN = x_TK.new_empty(T, outputs, dtype=out_dtype) if residual_TN is None else residual_TN
     tiles = triton.cdiv(outputs, config.block_n) * triton.cdiv(T, block_t)
     is_split = config.splits > 1 and not splits_in_turn
     assert tiles <= MAX_TILES or not is_split, f"{tiles} tiles are more than {MAX_TILES}"
-    copy_engine = config.copy_engine and _suits_copy_engine(x_TK, weight_NK)
+    copy_engine = config.copy_engine and suits_copy_engine(x_TK, weight_NK)
     values = ((1 if activation is None else 2) * config.block_n + 1) * block_t
     launch(
         skinny_kernel,
@@ -255,7 +257,8 @@ def skinny_gemm(
     return out_TN
 
 
-def _suits_copy_engine(*matrices: Tensor) -> bool:
+def suits_copy_engine(*matrices: Tensor) -> bool:
+    """Whether the tensor memory accelerator can fetch tiles of these."""
     return all(
         m.data_ptr() % COPY_ENGINE_BYTES == 0 and m.stride(0) * m.element_size() % COPY_ENGINE_BYTES == 0
         for m in matrices

@@ -63,7 +63,7 @@ def residual_tile(ptr: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
 @triton.jit
 def finish(
     acc: tl.tensor, up: tl.tensor, residual: tl.tensor, outputs: tl.tensor, num_outputs: tl.tensor,
-    bias_ptr: tl.tensor, ACTIVATION: tl.constexpr,
+    bias_ptr: tl.tensor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr = 0.0, LIMIT: tl.constexpr = 0.0,
 ) -> tl.tensor:  # fmt: skip
     """Bias, gate and residual of the sums of a tile."""
     if bias_ptr is not None:
@@ -71,5 +71,5 @@ def finish(
     if ACTIVATION is not None:
         if bias_ptr is not None:
             up += _of_outputs(bias_ptr + num_outputs, outputs, num_outputs)
-        acc = gated(acc, up, ACTIVATION)
+        acc = gated(acc, up, ACTIVATION, ALPHA, LIMIT)
     return acc + residual

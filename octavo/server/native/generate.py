@@ -30,6 +30,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
     prompt: str
     max_new_tokens: int = 64
+    temperature: float = 0.0
     timeout: float | None = None
 
 
@@ -38,6 +39,7 @@ class PlainBody(msgspec.Struct, kw_only=True):
 
     prompt: str
     max_tokens: int
+    temperature: float = 0.0
     timeout: float | None = None
 
 
@@ -54,7 +56,11 @@ async def generate(request: Request) -> Response:
     if not 1 <= body.max_new_tokens <= MAX_NEW_TOKENS:
         raise InvalidParameter("max_new_tokens", f"'max_new_tokens' must be from 1 to {MAX_NEW_TOKENS}.")
     completion = CompletionBody(
-        prompt=body.prompt, max_tokens=body.max_new_tokens, ignore_eos=True, timeout=body.timeout
+        prompt=body.prompt,
+        max_tokens=body.max_new_tokens,
+        ignore_eos=True,
+        temperature=body.temperature,
+        timeout=body.timeout,
     )
     choice = await _finished(services, completion, request)
     result = {
@@ -75,7 +81,9 @@ async def generate_plainly(request: Request) -> Response:
     for field, is_bad in (("prompt", not body.prompt.strip()), ("max_tokens", body.max_tokens < 1)):
         if is_bad:
             raise BadValue(field, f"'{field}' must not be empty." if field == "prompt" else f"'{field}' is below 1.")
-    completion = CompletionBody(prompt=body.prompt, max_tokens=body.max_tokens, timeout=body.timeout)
+    completion = CompletionBody(
+        prompt=body.prompt, max_tokens=body.max_tokens, temperature=body.temperature, timeout=body.timeout
+    )
     choice = await _finished(services, completion, request)
     is_cut = choice.finish_reason == "length"
     result = {

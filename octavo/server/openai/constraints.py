@@ -69,6 +69,8 @@ def _response_format(given: Mapping[str, Any]) -> Form | None:
     if kind == "json_object":
         return forms.just(forms.json_object())
     if kind == "json_schema":
+        if given.get("json_schema") is None and isinstance(given.get("schema"), Mapping):
+            return _made("response_format", _json, given["schema"])
         return _json_schema(given.get("json_schema"))
     if kind == "structural_tag":
         return _made("response_format", _structural_tag, given)

@@ -62,9 +62,12 @@ def test_experts_agree_with_the_reference(
         down_bias=None if experts.down_bias is None else experts.down_bias.float(),
     )
     expected = grouped_moe.reference(x.float(), ids, shares, wide)
-    found = grouped_moe_triton(x, ids, shares, experts)
     allowed = 2**-5 * expected.abs().max().item()
+    found = grouped_moe_triton(x, ids, shares, experts)
     torch.testing.assert_close(found.float(), expected, rtol=2**-5, atol=allowed)
+    residual = torch.randn_like(x)
+    found = grouped_moe_triton(x, ids, shares, experts, residual.clone())
+    torch.testing.assert_close(found.float(), expected + residual.float(), rtol=2**-5, atol=allowed)
 
 
 def test_no_rows(device: str) -> None:

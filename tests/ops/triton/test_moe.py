@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor
 
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish, Experts, moe
+from octavo.ops.triton.expert_tiles import sort_into_tiles
 from octavo.ops.triton.launch import invariant
-from octavo.ops.triton.moe import moe_triton, sort_into_tiles
+from octavo.ops.triton.moe import are_few, moe_triton
 from tests.ops.triton.poison import poison_new_tensors
 
 D, F, X, S = 40, 24, 7, 3
@@ -49,11 +52,32 @@ def test_experts(
     biases = [bias.double() for bias in experts[3:] if isinstance(bias, Tensor)]
     wide = Experts(experts.gate_up.double(), experts.down.double(), activation, *biases)
     expected = moe.reference(x.double(), ids, shares.double(), wide)
+    residual = torch.randn_like(x)
     poison_new_tensors(monkeypatch)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 5e-3}[dtype]
     found = moe_triton(x, ids, shares, experts)
     assert found.dtype == dtype
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 5e-3}[dtype]
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    expected += residual.double()
+    for context in (contextlib.nullcontext, invariant):
+        with context():
+            found = moe_triton(x, ids, shares, experts, residual.clone())
+            torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("T", [3, 40])
+def test_rows_without_experts_in_common_and_many_experts(T: int, device: str) -> None:
+    """So many experts that some rows are taken pair by pair; and sizes that no tile divides."""
+    torch.manual_seed(T)
+    many, D, F = 32, 41, 27
+    experts = Experts(
+        torch.randn(many, 2 * F, D, device=device) / D**0.5, torch.randn(many, D, F, device=device) / F**0.5
+    )
+    ids = torch.stack([torch.randperm(many)[:S] for _ in range(T)]).to(device)
+    assert are_few(ids, many) == (T == 3)
+    x, shares = torch.randn(T, D, device=device), torch.rand(T, S, device=device)
+    expected = moe.reference(x, ids, shares, experts)
+    torch.testing.assert_close(moe_triton(x, ids, shares, experts), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("T", [1, 9, 200, 700])
@@ -64,6 +88,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(T: int, device: str) -> None:
         for expert, first, rows in zip(tiles.expert.tolist(), tiles.first.tolist(), tiles.rows.tolist(), strict=True):
             assert 0 <= rows <= tiles.block
             pairs = tiles.order_P[first : first + rows].tolist()
+            assert pairs == sorted(pairs)
             assert all(ids.flatten()[pair] == expert for pair in pairs)
             seen += pairs
         assert sorted(seen) == list(range(T * S))
@@ -75,3 +100,11 @@ def test_tiles_are_of_one_size_where_rows_must_not_depend_on_others(device: str)
         assert (
             len({sort_into_tiles(torch.zeros(T, S, dtype=torch.int64, device=device), X).block for T in (1, 200)}) == 1
         )
+
+
+def test_invariant_rows_do_not_depend_on_their_number(device: str) -> None:
+    x, ids, shares, experts = make(70, "silu", False, torch.bfloat16, device)
+    with invariant():
+        whole = moe_triton(x, ids, shares, experts)
+        for T in (1, 2, 33):
+            assert torch.equal(moe_triton(x[:T], ids[:T], shares[:T], experts), whole[:T])

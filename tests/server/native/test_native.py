@@ -34,6 +34,16 @@ def test_v1_generate(serve_app: Any) -> None:
     assert served.client.post("/v1/generate", json={"prompt": "Hi"}).json()["generated_tokens"] == 64
 
 
+@pytest.mark.parametrize(("path", "limit"), [("/v1/generate", "max_new_tokens"), ("/generate", "max_tokens")])
+def test_the_plain_dialects_are_greedy_unless_asked(serve_app: Any, path: str, limit: str) -> None:
+    served = serve_app()
+    for body in ({}, {"temperature": 0.7}):
+        assert served.client.post(path, json={"prompt": "Hi", limit: 2, **body}).status_code == 200
+    assert [request.params.temperature for request in served.engine.requests] == [0.0, 0.7]
+    assert served.client.post(path, json={"prompt": "Hi", limit: 2, "temperature": -1}).status_code == 422
+    assert served.client.post(path, json={"prompt": "Hi", limit: 2, "timeout": 0}).status_code == 422
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [

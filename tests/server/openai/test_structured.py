@@ -45,6 +45,7 @@ def json_schema(schema: Any) -> dict[str, Any]:
 
 WAYS: list[tuple[dict[str, Any], str]] = [
     (json_schema(SCHEMA), "json"),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "json"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
         "json",
