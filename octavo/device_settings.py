@@ -60,8 +60,8 @@ def resolve_device(name: str) -> torch.device:
 def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Checkpoint) -> WeightFormat:
     """The format of weights and activations. Raises ``ConfigError`` for weights that cannot be quantised as asked.
 
-    "auto" is float32 on a CPU; on a GPU it is float16 for a float16 checkpoint, else bfloat16. Quantised weights are
-    kept packed if there is a kernel for them, which an explicit dtype on a CPU rules out.
+    "auto" is float32 on a CPU; on a GPU it is float16 for a float16 checkpoint, else bfloat16. Weights of fewer bits
+    stay so if there is a kernel for them, which an explicit dtype on a CPU rules out.
     """
     method = _quant_method(checkpoint)
     quantization = settings.quantization if method != settings.quantization else None
@@ -77,8 +77,8 @@ def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Che
             raise ConfigError(f"{name}: needs dtype auto on a CPU, where {settings.dtype} would make all weights dense")
         return WeightFormat(DTYPES[settings.dtype], device, device.type != "cpu", *at_load)
     if device.type == "cpu":
-        packs = (method is not None or any(at_load)) and without_kernel("cpu") is None
-        return WeightFormat(torch.float32, device, packs, *at_load)
+        is_quantised = method is not None or any(at_load)
+        return WeightFormat(torch.float32, device, without_kernel("cpu") is None, *at_load, is_quantised)
     own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     return WeightFormat(torch.float16 if own == "float16" else torch.bfloat16, device, True, *at_load)
 
