@@ -30,7 +30,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
 def _note(record: Mapping[str, Any]) -> str:
     machine = record.get("machine", {})
     device = "; ".join(machine.get("gpus") or [machine.get("processor", "")])
-    return textwrap.shorten(f"{record.get('command', '')}   {record.get('date', '')}   {device}", 160)
+    return textwrap.shorten(f"{record.get('date', '')}, {device}: {record.get('command', '')}", 150)
 
 
 def _loads(record: Mapping[str, Any], path: Path) -> None:
@@ -38,7 +38,8 @@ def _loads(record: Mapping[str, Any], path: Path) -> None:
     result = record["result"]
     rows = result["rows"]
     panels = [name for name in LATENCIES if all(f"{name}_mean_ms" in row for row in rows)]
-    title = f"{result['model']}: {result['workload']}, {result['num_prompts']} requests of each load"
+    kind = "concurrency" if rows[0]["load"].startswith("concurrency") else "request rate"
+    title = f"{result['model']}, workload {result['workload']}, by {kind}"
     with drawing(path, title, _note(record), 4.6 * len(panels), 3.8) as figure:
         for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             throughput = [row["output_tok_s"] for row in rows]
@@ -48,7 +49,7 @@ def _loads(record: Mapping[str, Any], path: Path) -> None:
                 label = column.split("_")[1]
                 axes.plot(throughput, [row[column] for row in rows], "o-", color=colour, label=label)
             for x, row in zip(throughput, rows, strict=True):
-                short = row["load"].removeprefix("concurrency ")
+                short = row["load"].removeprefix("concurrency ").removesuffix(" req/s")
                 axes.annotate(
                     short, (x, row[next(iter(chosen))]), (3, -10), textcoords="offset points", fontsize=7, color=GREY
                 )
