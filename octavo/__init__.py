@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         CompletionOutput,
         EmbeddingRequestOutput,
         Logprob,
+        RequestMetrics,
         RequestOutput,
         ScoringRequestOutput,
     )
@@ -57,6 +58,7 @@ __all__ = [
     "RanksLost",
     "RequestError",
     "RequestFailed",
+    "RequestMetrics",
     "RequestOutput",
     "RequestTooLarge",
     "RunnerError",
@@ -67,7 +69,7 @@ __all__ = [
 ]
 
 _FROM_LLM = {
-    *("LLM", "CompletionOutput", "Logprob", "RequestOutput"),
+    *("LLM", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     *("EmbeddingRequestOutput", "ScoringRequestOutput"),
 }
 

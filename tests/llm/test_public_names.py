@@ -16,7 +16,14 @@ def test_all_public_names_exist_and_are_the_ones_meant() -> None:
     assert all(getattr(octavo, name) is not None for name in octavo.__all__)
     assert set(dir(octavo)) == set(octavo.__all__)
     raised = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    outputs = {"RequestOutput", "CompletionOutput", "Logprob", "EmbeddingRequestOutput", "ScoringRequestOutput"}
+    outputs = {
+        "RequestOutput",
+        "CompletionOutput",
+        "Logprob",
+        "RequestMetrics",
+        "EmbeddingRequestOutput",
+        "ScoringRequestOutput",
+    }
     others = {"LLM", "SamplingParams", "EngineConfig", "__version__", *outputs}
     assert set(octavo.__all__) == raised | others
 
