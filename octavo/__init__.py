@@ -1,4 +1,4 @@
-"""Octavo: an LLM inference engine. ``LLM`` runs it in this process, ``octavo serve`` over HTTP.
+"""Octavo: an LLM inference engine. ``LLM`` and ``Engine`` run it in this process, ``octavo serve`` over HTTP.
 
 Importing this package is fast: torch is loaded on the first use of ``LLM``.
 """
@@ -31,11 +31,16 @@ if TYPE_CHECKING:
     from octavo.llm import (
         LLM,
         CompletionOutput,
+        Computed,
         EmbeddingRequestOutput,
+        Engine,
+        EngineMetrics,
         Logprob,
+        Percentiles,
         RequestMetrics,
         RequestOutput,
         ScoringRequestOutput,
+        StepResult,
     )
 
 __version__ = "0.1.0"
@@ -45,15 +50,19 @@ __all__ = [
     "AuthenticationError",
     "CheckpointError",
     "CompletionOutput",
+    "Computed",
     "ConfigError",
     "ContextLengthExceeded",
     "DeadlineExceeded",
     "EmbeddingRequestOutput",
+    "Engine",
     "EngineConfig",
+    "EngineMetrics",
     "InvalidParameter",
     "Logprob",
     "ModelNotFound",
     "OctavoError",
+    "Percentiles",
     "QueueFull",
     "RanksLost",
     "RequestError",
@@ -64,6 +73,7 @@ __all__ = [
     "RunnerError",
     "SamplingParams",
     "ScoringRequestOutput",
+    "StepResult",
     "Unavailable",
     "__version__",
 ]
@@ -71,6 +81,7 @@ __all__ = [
 _FROM_LLM = {
     *("LLM", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     *("EmbeddingRequestOutput", "ScoringRequestOutput"),
+    *("Engine", "Computed", "EngineMetrics", "Percentiles", "StepResult"),
 }
 
 

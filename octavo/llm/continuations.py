@@ -96,6 +96,10 @@ class Job:
     text: str | None
     continuations: list[Continuation]
 
+    @property
+    def is_finished(self) -> bool:
+        return all(continuation.finish_reason is not None for continuation in self.continuations)
+
     def result(self) -> RequestOutput:
         first = self.continuations[0]
         prompt_logprobs = None
@@ -109,7 +113,7 @@ class Job:
             prompt_token_ids=first.request.prompt_tokens,
             prompt_logprobs=prompt_logprobs,
             outputs=[continuation.output() for continuation in self.continuations],
-            finished=all(continuation.finish_reason is not None for continuation in self.continuations),
+            finished=self.is_finished,
             num_cached_tokens=first.num_cached_tokens,
             metrics=self.metrics(),
         )

@@ -24,7 +24,8 @@ def test_all_public_names_exist_and_are_the_ones_meant() -> None:
         "EmbeddingRequestOutput",
         "ScoringRequestOutput",
     }
-    others = {"LLM", "SamplingParams", "EngineConfig", "__version__", *outputs}
+    steps = {"Engine", "StepResult", "Computed", "EngineMetrics", "Percentiles"}
+    others = {"LLM", "SamplingParams", "EngineConfig", "__version__", *outputs, *steps}
     assert set(octavo.__all__) == raised | others
 
 
