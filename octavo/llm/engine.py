@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from octavo.config import DEFAULT_MODEL
 from octavo.errors import InvalidParameter
@@ -20,7 +20,8 @@ from octavo.sampling_params import SamplingParams
 from octavo.types import EngineStats
 
 
-class Computed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Computed:
     """What a step computed of one continuation."""
 
     request_id: str
