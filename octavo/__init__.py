@@ -28,6 +28,7 @@ from octavo.errors import (
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from octavo.client import AsyncClient, Choice, Client, Completion, Piece
     from octavo.llm import (
         LLM,
         CompletionOutput,
@@ -47,8 +48,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncClient",
     "AuthenticationError",
     "CheckpointError",
+    "Choice",
+    "Client",
+    "Completion",
     "CompletionOutput",
     "Computed",
     "ConfigError",
@@ -63,6 +68,7 @@ __all__ = [
     "ModelNotFound",
     "OctavoError",
     "Percentiles",
+    "Piece",
     "QueueFull",
     "RanksLost",
     "RequestError",
@@ -83,10 +89,15 @@ _FROM_LLM = {
     *("EmbeddingRequestOutput", "ScoringRequestOutput"),
     *("Engine", "Computed", "EngineMetrics", "Percentiles", "StepResult"),
 }
+_FROM_CLIENT = {"AsyncClient", "Choice", "Client", "Completion", "Piece"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the names that need the engine on first access (PEP 562)."""
+    """Import the names that need the engine, or an HTTP client, on first access (PEP 562)."""
+    if name in _FROM_CLIENT:
+        from octavo import client
+
+        return getattr(client, name)
     if name not in _FROM_LLM:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     from octavo import llm

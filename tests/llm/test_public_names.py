@@ -25,7 +25,8 @@ def test_all_public_names_exist_and_are_the_ones_meant() -> None:
         "ScoringRequestOutput",
     }
     steps = {"Engine", "StepResult", "Computed", "EngineMetrics", "Percentiles"}
-    others = {"LLM", "SamplingParams", "EngineConfig", "__version__", *outputs, *steps}
+    clients = {"Client", "AsyncClient", "Choice", "Completion", "Piece"}
+    others = {"LLM", "SamplingParams", "EngineConfig", "__version__", *outputs, *steps, *clients}
     assert set(octavo.__all__) == raised | others
 
 
@@ -39,5 +40,7 @@ def test_the_version_is_the_packages() -> None:
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    code = "import sys, octavo; print([m for m in ('torch', 'numba', 'tokenizers', 'rich') if m in sys.modules])"
+    code = (
+        "import sys, octavo; print([m for m in ('torch', 'numba', 'tokenizers', 'rich', 'httpx') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
