@@ -33,7 +33,9 @@ FIRST_PAUSE = 0.5
 MAX_PAUSE = 30.0
 """Seconds before a retry: without a ``Retry-After`` header they double from the first pause."""
 
-_BY_CODE = {kind.code: kind for kind in (ContextLengthExceeded, ModelNotFound, InvalidParameter)}
+_BY_CODE: dict[Any, type[RequestError]] = {
+    kind.code: kind for kind in (ContextLengthExceeded, ModelNotFound, InvalidParameter)
+}
 _BY_STATUS: dict[int, type[RequestError]] = {
     kind.status: kind
     for kind in (

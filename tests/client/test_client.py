@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import pytest
@@ -122,16 +123,25 @@ def test_pieces_of_a_stream_concatenate(call: Caller, served: Served, method: st
     assert len(pieces) > 4
 
 
-def test_leaving_a_stream_aborts_the_request(served: Served) -> None:
-    before = len(served.engine.aborted)
-    with Client(served.url) as client:
+def test_leaving_a_stream_aborts_the_request() -> None:
+    engine = InProcessEngine(runs=False)
+    served = Served(engine, byte_tokenizer(), {})
+    with Client(served.url) as client, ThreadPoolExecutor(1) as pool:
         stream = client.stream("Hi", max_tokens=400)
-        next(stream)
+        first = pool.submit(next, stream)
+        wait_for(lambda: engine.requests)
+        served.call(engine.step)
+        assert first.result(10).text == ANSWER[0]
         stream.close()
+        wait_for(lambda: engine.aborted)
+    served.stop()
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + 10
-    while len(served.engine.aborted) == before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(served.engine.aborted) == before + 1
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_octavos_refusals_have_their_kind(call: Caller, served: Served) -> None:
