@@ -37,7 +37,7 @@ class WeightFormat:
     dtype: torch.dtype
     device: torch.device
     packs: bool = False
-    """Whether weights of fewer bits than ``dtype`` keep them where there is a kernel; otherwise all get ``dtype``."""
+    """Whether weights of fewer bits than ``dtype`` stay so if there is a kernel; otherwise all become ``dtype``."""
     quantization: str | None = None
     """To what unquantised linear maps are quantised while they are loaded: "fp8", "int8" or "int4"; see ``at_load``."""
     quantizes_head: bool = False
