@@ -54,7 +54,7 @@ def compare(record: Mapping[str, Any], baseline: Mapping[str, Any] | None, names
         found = [
             Compared(str(figure), figure.value, 1.0, figure.value)
             for figure in figures(record)
-            if figure.is_ratio and _counts(figure, names)
+            if figure.is_ratio and (_counts(figure, names) or (not names and " " not in figure.name))
         ]
         if not found:
             raise ConfigError("fail_under: needs --baseline, for this record has no ratio to another engine")

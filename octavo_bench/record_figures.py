@@ -41,8 +41,8 @@ class Figure(NamedTuple):
 
     @property
     def is_ratio(self) -> bool:
-        """Whether it says how many times better than another engine Octavo is."""
-        return self.name.startswith(("ratio", "times_better"))
+        """Whether it compares two figures of the same record, such as those of two engines; above 1 is better."""
+        return self.name.startswith(("ratio", "times_better", "speedup"))
 
     @property
     def is_higher_better(self) -> bool:
@@ -84,10 +84,11 @@ def _row(row: Mapping[str, Any]) -> tuple[str, list[Figure]]:
     """The case and the figures, in the two forms in which one field names the figure, and in the plain one."""
     if "suite" in row:
         pairs = [("octavo" if "published" in row else "", row["value"]), ("published", row.get("published"))]
-        return row["case"], list(_of_engines(row["suite"], pairs))
+        ratio = _of_engines(f"times_better {row['suite']}", [("", row.get("times_better"))])
+        return row["case"], [*_of_engines(row["suite"], pairs), *ratio]
     if "figure" in row and "octavo" in row:
         pairs = [(engine, row.get(engine)) for engine in ENGINES]
-        ratio = _of_engines("times_better " + row["figure"], [("", row.get("times_better"))])
+        ratio = _of_engines(f"times_better {row['figure']}", [("", row.get("times_better"))])
         return row["workload"], [*_of_engines(row["figure"], pairs), *ratio]
     case: list[str] = []
     found: list[Figure] = []

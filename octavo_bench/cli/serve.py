@@ -30,7 +30,11 @@ def add_kinds(kinds: Any) -> None:
     load.add_argument("--burstiness", type=float, default=1.0, help="of arrivals: 1 is Poisson, less is burstier")
     load.add_argument("--sweep", action="store_true", help="double the load until the throughput stops growing")
     work = serve.add_argument_group("workload")
-    work.add_argument("--workload", default="fixed", help="a name of docs/benchmarks.md, such as sharegpt")
+    work.add_argument(
+        "--workload",
+        default="fixed",
+        help="fixed, sharegpt, shared-prefix, multi-turn, single, chat, agent, summary, or W1 to W5 (default: fixed)",
+    )
     work.add_argument("--num-prompts", type=positive, default=100, help="requests of each load, later turns included")
     work.add_argument("--num-warmups", type=int, default=1, help="requests before each load that do not count")
     work.add_argument("--input-len", type=positive, help="mean prompt tokens; default: the workload's")

@@ -94,6 +94,18 @@ def test_another_engine_is_a_baseline(least: str, code: int, capsys: pytest.Capt
     assert len(lines) == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "count"), [("served_cpu", 3), ("cpu_peer_llama_cpp", 6), ("gpu/gpt2_suites", 10), ("startup", 0)]
+)
+def test_a_record_that_compares_needs_no_baseline(name: str, count: int) -> None:
+    found = read_record(RESULTS / f"{name}.json")
+    if not count:
+        with pytest.raises(ConfigError, match="no ratio"):
+            compare(found, None)
+        return
+    assert len(compare(found, None)) == count
+
+
 def test_a_measurement_ends_with_the_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     baseline, output = tmp_path / "baseline.json", tmp_path / "new.json"
     arguments = ["bench", "overhead", "--sequences", "2", "--steps", "5"]

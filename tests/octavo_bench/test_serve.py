@@ -266,6 +266,20 @@ def test_a_server_is_measured(
         assert [line["output_tokens"] for line in csv.DictReader(file)] == [str(row["output_tokens"]) for row in rows]
 
 
+def test_a_sweep_doubles_the_load(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    throughputs = iter([10.0, 20.0, 20.5])
+    monkeypatch.setattr(
+        "octavo_bench.serve.figures", lambda *_: {"output_tok_s": next(throughputs), "completed": 1, "failed": 0}
+    )
+    output = tmp_path / "record.json"
+    sizes = ["--num-prompts", "8", "--input-len", "4", "--output-len", "2", "--vocab-size", "200"]
+    assert (
+        main(["bench", "serve", served.url, "--sweep", "--request-rate", "100", *sizes, "--output", str(output)]) == 0
+    )
+    rows = json.loads(output.read_text())["result"]["rows"]
+    assert [row["load"] for row in rows] == ["100 req/s", "200 req/s", "400 req/s"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
