@@ -1,4 +1,4 @@
-"""Octavo: an LLM inference engine. ``LLM`` runs it in this process, ``octavo serve`` over HTTP.
+"""Octavo: an LLM inference engine. ``LLM`` and ``Engine`` run it in this process, ``octavo serve`` over HTTP.
 
 Importing this package is fast: torch is loaded on the first use of ``LLM``.
 """
@@ -28,52 +28,76 @@ from octavo.errors import (
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from octavo.client import AsyncClient, Choice, Client, Completion, Piece
     from octavo.llm import (
         LLM,
         CompletionOutput,
+        Computed,
         EmbeddingRequestOutput,
+        Engine,
+        EngineMetrics,
         Logprob,
+        Percentiles,
+        RequestMetrics,
         RequestOutput,
         ScoringRequestOutput,
+        StepResult,
     )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncClient",
     "AuthenticationError",
     "CheckpointError",
+    "Choice",
+    "Client",
+    "Completion",
     "CompletionOutput",
+    "Computed",
     "ConfigError",
     "ContextLengthExceeded",
     "DeadlineExceeded",
     "EmbeddingRequestOutput",
+    "Engine",
     "EngineConfig",
+    "EngineMetrics",
     "InvalidParameter",
     "Logprob",
     "ModelNotFound",
     "OctavoError",
+    "Percentiles",
+    "Piece",
     "QueueFull",
     "RanksLost",
     "RequestError",
     "RequestFailed",
+    "RequestMetrics",
     "RequestOutput",
     "RequestTooLarge",
     "RunnerError",
     "SamplingParams",
     "ScoringRequestOutput",
+    "StepResult",
     "Unavailable",
     "__version__",
 ]
 
 _FROM_LLM = {
-    *("LLM", "CompletionOutput", "Logprob", "RequestOutput"),
+    *("LLM", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     *("EmbeddingRequestOutput", "ScoringRequestOutput"),
+    *("Engine", "Computed", "EngineMetrics", "Percentiles", "StepResult"),
 }
+_FROM_CLIENT = {"AsyncClient", "Choice", "Client", "Completion", "Piece"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the names that need the engine on first access (PEP 562)."""
+    """Import the names that need the engine, or an HTTP client, on first access (PEP 562)."""
+    if name in _FROM_CLIENT:
+        from octavo import client
+
+        return getattr(client, name)
     if name not in _FROM_LLM:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     from octavo import llm

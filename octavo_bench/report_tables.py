@@ -66,6 +66,8 @@ def render(file: Path) -> str:
         tables = _profile(result)
     elif record["benchmark"] == "ablation":
         tables = ablation(result)
+    elif record["benchmark"] == "quality":
+        tables = _quality(result["rows"])
     elif record["benchmark"] == "serve":
         tables = _loads(result)
     else:
@@ -136,6 +138,25 @@ def ablation(result: Mapping[str, Any]) -> str:
     lines = [[row["stage"], *(number(row[name]) for name in ABLATION_COLUMNS)] for row in result["rows"]]
     missing = "".join(f"\n\nNot there: {name}, for {reason}." for name, reason in result["missing"].items())
     return markdown_table(["and all above", *ABLATION_COLUMNS.values()], lines) + missing
+
+
+def _quality(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One row for each format of a model's weights."""
+    header = [
+        "weights",
+        "MiB",
+        "perplexity",
+        "mean KL",
+        "99th percentile of KL",
+        "same top-1 %",
+        "decode tokens/s, fastest round",
+    ]
+    lines = []
+    for row in rows:
+        distances = number(row["mean_kl"]), number(row["p99_kl"]), f"{100 * row['same_top_token']:.1f}"
+        size, speed = f"{row['weights_bytes'] / 2**20:.1f}", number(row.get("decode_tok_s", {}).get("max", "-"))
+        lines.append([row["format"], size, f"{row['perplexity']:.3f}", *distances, speed])
+    return markdown_table(header, lines)
 
 
 def _loads(result: Mapping[str, Any]) -> str:

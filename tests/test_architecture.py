@@ -36,7 +36,7 @@ BUILD: list[set[str]] = [
     {"build"},
     {"rank_process"},
 ]
-SURFACES: list[set[str]] = [{"llm", "server"}, {"sim", "ray"}, {"cli"}, {"__main__", "__init__"}]
+SURFACES: list[set[str]] = [{"client", "llm", "server"}, {"sim", "ray"}, {"cli"}, {"__main__", "__init__"}]
 COLUMNS = {"base": BASE, "deciding": DECIDING, "executing": EXECUTING, "build": BUILD, "surfaces": SURFACES}
 BELOW = {
     "base": set[str](),
@@ -72,7 +72,7 @@ TORCH_FREE = {
         "server_settings",
     ),
     *("config", "types", "telemetry"),
-    *("steps", "text", "cache", "engine", "grammar", "routing", "backends"),
+    *("steps", "text", "cache", "engine", "grammar", "routing", "backends", "client"),
 }
 TORCH_FREE_FILES = {"weights/gguf.py", "weights/blocks.py", "weights/hub.py", "weights/default_model.py"}
 FRONT_PROCESS = ["octavo.server.app", "octavo.text.tokenizer", "octavo.engine.engine", "octavo.cli"]

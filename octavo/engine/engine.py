@@ -60,6 +60,8 @@ class Engine:
         self.adapters: Adapters = adapters or NoAdapters()
         self.depth = depth
         self.in_flight: deque[tuple[Plan, Pending]] = deque()
+        self.last_plan: Plan = []
+        """What the last step computed; empty if it failed."""
         self.spare_time = SpareTime()
         self._ended_at = 0.0
         """Time when the last step ended."""
@@ -118,6 +120,7 @@ class Engine:
         runs_ahead = bool(self.in_flight)
         began = self._ended_at if runs_ahead else started
         refused = self._add_prepared() if self.preparing else []
+        self.last_plan = []
         while len(self.in_flight) < self.depth and (plan := self.scheduler.schedule()):
             self.in_flight.append((plan, self.runner.submit(plan)))  # the forward pass starts; no wait
         if not self.in_flight:
@@ -132,6 +135,7 @@ class Engine:
             return refused + self.scheduler.fail(plan, error)  # retried in parts; only the cause ends
         waited = clock() - asked
         outputs = self.scheduler.commit(plan, sampled)  # append tokens, free blocks, finish
+        self.last_plan = plan
         self._ended_at = clock()
         self.scheduler.note_step(plan, self._ended_at - began)
         if runs_ahead and pending.is_started and self.scheduler.stats.step_tokens == len(plan):

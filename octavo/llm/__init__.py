@@ -1,6 +1,9 @@
 """The engine in this process: ``LLM(...).generate(prompts, params)``, with results in vLLM's shape."""
 
+from octavo.llm.engine import Computed, Engine, StepResult
+from octavo.llm.engine_metrics import EngineMetrics, Percentiles
 from octavo.llm.llm import LLM
+from octavo.llm.metrics import RequestMetrics
 from octavo.llm.outputs import (
     CompletionOutput,
     EmbeddingRequestOutput,
@@ -9,4 +12,17 @@ from octavo.llm.outputs import (
     ScoringRequestOutput,
 )
 
-__all__ = ["LLM", "CompletionOutput", "EmbeddingRequestOutput", "Logprob", "RequestOutput", "ScoringRequestOutput"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Computed",
+    "EmbeddingRequestOutput",
+    "Engine",
+    "EngineMetrics",
+    "Logprob",
+    "Percentiles",
+    "RequestMetrics",
+    "RequestOutput",
+    "ScoringRequestOutput",
+    "StepResult",
+]

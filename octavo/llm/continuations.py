@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.llm.metrics import RequestMetrics
 from octavo.llm.outputs import CompletionOutput, RequestOutput, logprobs_by_token
 from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer
@@ -18,6 +19,10 @@ class Continuation:
         self.request = request
         self.tokenizer = tokenizer
         self.num_cached_tokens = 0
+        self.scheduled_ts = 0.0
+        self.first_token_ts = 0.0
+        self.last_token_ts = 0.0
+        """Times by ``time.monotonic()``, for ``RequestMetrics``."""
         self.values: bytes | None = None
         """The result of an embedding or scoring request, as little-endian float32."""
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(request.prompt_tokens)
@@ -31,8 +36,17 @@ class Continuation:
         self._num_shown = (0, 0)
         """Characters and tokens that ``next_piece`` has returned."""
 
-    def take(self, output: Output) -> None:
-        """Add the output of a step. A stop string may finish the text before the engine does."""
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far."""
+        return len(self._tokens)
+
+    def take(self, output: Output, now: float) -> None:
+        """Add the output of a step that ended at ``now``. A stop string may finish the text before the engine does."""
+        self.scheduled_ts = output.first_scheduled or self.scheduled_ts
+        if output.tokens:
+            self.first_token_ts = self.first_token_ts or now
+            self.last_token_ts = now
         self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
         if output.prompt_logprobs:
             start = output.prompt_logprobs_start
@@ -82,6 +96,10 @@ class Job:
     text: str | None
     continuations: list[Continuation]
 
+    @property
+    def is_finished(self) -> bool:
+        return all(continuation.finish_reason is not None for continuation in self.continuations)
+
     def result(self) -> RequestOutput:
         first = self.continuations[0]
         prompt_logprobs = None
@@ -95,6 +113,18 @@ class Job:
             prompt_token_ids=first.request.prompt_tokens,
             prompt_logprobs=prompt_logprobs,
             outputs=[continuation.output() for continuation in self.continuations],
-            finished=all(continuation.finish_reason is not None for continuation in self.continuations),
+            finished=self.is_finished,
             num_cached_tokens=first.num_cached_tokens,
+            metrics=self.metrics(),
+        )
+
+    def metrics(self) -> RequestMetrics:
+        """The times of all continuations together."""
+        parts = self.continuations
+        return RequestMetrics(
+            queued_ts=parts[0].request.arrival,
+            scheduled_ts=min((part.scheduled_ts for part in parts if part.scheduled_ts), default=0.0),
+            first_token_ts=min((part.first_token_ts for part in parts if part.first_token_ts), default=0.0),
+            last_token_ts=max(part.last_token_ts for part in parts),
+            num_generation_tokens=sum(part.num_tokens for part in parts),
         )

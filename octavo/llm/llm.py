@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-import random
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,12 +13,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from octavo.build import build_engine
-from octavo.config import DEFAULT_MODEL, EngineConfig
+from octavo.config import DEFAULT_MODEL
 from octavo.engine.engine import Engine
 from octavo.errors import InvalidParameter, RequestFailed, Unavailable
-from octavo.llm.continuations import Continuation, Job
-from octavo.llm.interrupts import interrupts_held_back
+from octavo.llm.continuations import Job
+from octavo.llm.live_requests import LiveRequests
+from octavo.llm.loading import build, settle
 from octavo.llm.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -30,13 +27,12 @@ from octavo.llm.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from octavo.llm.prompts import READ, Checked, Params, Prompt, Text, check_all, check_pairs, check_texts
-from octavo.sampling_params import SamplingParams, choice_key
+from octavo.llm.prompts import Checked, Params, Prompt, Text, check_all, check_pairs, check_texts
+from octavo.sampling_params import SamplingParams
 from octavo.text.chat_template import load_chat_template
-from octavo.text.tokenizer import Tokenizer, load_tokenizer
+from octavo.text.tokenizer import Tokenizer
 from octavo.text.vectors import Floats, check_dimensions, cosine, pairs_of, shortened
-from octavo.types import Request, Task
-from octavo.weights.hub import resolve_model
+from octavo.types import Task
 
 Message = Mapping[str, Any]
 """``{"role": ..., "content": ...}``, as in the OpenAI API."""
@@ -51,18 +47,11 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, **settings: Any) -> None:
-        config = EngineConfig.from_flat({"model": model, **settings})
-        path = resolve_model(config.model)
-        self.config = dataclasses.replace(config, model=dataclasses.replace(config.model, model=str(path)))
-        self._tokenizer = load_tokenizer(Path(config.model.tokenizer or path))
-        self._chat_template = load_chat_template(config.model, self._tokenizer)
-        engine, self.info = build_engine(self.config)
-        self._engine: Engine | None = engine
-        self._live: dict[int, Continuation] = {}
-        """Unfinished continuations, by request id."""
+        self.config, self._tokenizer = settle(model, settings)
+        self._chat_template = load_chat_template(self.config.model, self._tokenizer)
+        engine, self.info = build(self.config)
+        self._requests = LiveRequests(engine, self._tokenizer, self.config.model.seed)
         self._job_ids = itertools.count()
-        self._request_ids = itertools.count()
-        self._seeds = random.Random(config.model.seed)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_progress: bool = False
@@ -180,14 +169,11 @@ class LLM:
     @property
     def engine(self) -> Engine:
         """The engine, for its statistics; raises ``Unavailable`` after ``close``."""
-        if self._engine is None:
-            raise Unavailable("This LLM is closed.")
-        return self._engine
+        return self._requests.engine
 
     def close(self) -> None:
         """Free the memory and drop unfinished requests. May be called twice."""
-        self._engine = None
-        self._live.clear()
+        self._requests.close()
         self._chat_template.close()
 
     def __enter__(self) -> LLM:
@@ -202,11 +188,7 @@ class LLM:
         """The embedding or score of each text, float32. Raises ``InvalidParameter`` or ``RequestFailed``."""
         if task not in (tasks := self.info.tasks):
             raise InvalidParameter("model", f"This model can {' and '.join(tasks)}; it cannot {task}.")
-        jobs = []
-        for text in texts:
-            number, arrival = next(self._request_ids), time.monotonic()
-            request = Request(number, text.tokens, READ, 0, arrival=arrival, task=task, second_start=text.second_start)
-            jobs.append(Job("", None, [Continuation(0, request, self._tokenizer)]))
+        jobs = [self._requests.make_reading(text, task) for text in texts]
         self._run(jobs, use_progress)
         answers = [job.continuations[0] for job in jobs]
         for answer in answers:
@@ -217,71 +199,23 @@ class LLM:
     def _run(self, jobs: Sequence[Job], use_progress: bool) -> None:
         """Run the engine until all jobs are finished."""
         unfinished = {continuation.request.id for job in jobs for continuation in job.continuations}
-        with self._submitted(jobs), _progress_bar(len(unfinished), use_progress) as advance:
+        with self._requests.submitted(jobs), _progress_bar(len(unfinished), use_progress) as advance:
             while unfinished:
-                ended = self._step()
+                advanced = self._requests.step()
+                ended = [continuation.request.id for continuation in advanced if continuation.finish_reason is not None]
                 unfinished.difference_update(ended)
                 advance(len(ended))
 
     def _jobs(self, prompts: Sequence[Checked]) -> list[Job]:
-        return [Job(str(next(self._job_ids)), prompt.text, self._continuations(prompt)) for prompt in prompts]
-
-    def _continuations(self, prompt: Checked) -> list[Continuation]:
-        params = prompt.params
-        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        requests = [
-            Request(
-                id=next(self._request_ids),
-                prompt_tokens=prompt.tokens,
-                params=params,
-                max_tokens=prompt.max_tokens,
-                seed=choice_key(seed, index),
-                eos_token_ids=prompt.eos_token_ids,
-                banned_sequences=prompt.banned_sequences,
-                arrival=time.monotonic(),
-            )
-            for index in range(params.n)
-        ]
-        return [Continuation(index, request, self._tokenizer) for index, request in enumerate(requests)]
-
-    @contextlib.contextmanager
-    def _submitted(self, jobs: Sequence[Job]) -> Iterator[None]:
-        """Submit ``jobs`` to the engine; abort those that are unfinished at the end of the block."""
-        continuations = [continuation for job in jobs for continuation in job.continuations]
-        try:
-            for continuation in continuations:
-                self.engine.add(continuation.request)
-                self._live[continuation.request.id] = continuation
-            yield
-        finally:
-            for continuation in continuations:
-                if self._live.pop(continuation.request.id, None) is not None:
-                    self.engine.abort(continuation.request.id)
-
-    def _step(self) -> list[int]:
-        """Run one engine step; return the ids of the requests that finished."""
-        engine, ended = self.engine, []
-        assert engine.has_work, "the engine lost requests"
-        with interrupts_held_back():
-            for output in engine.step():
-                continuation = self._live.get(output.request_id)
-                if continuation is None:
-                    continue
-                continuation.take(output)
-                if continuation.finish_reason is not None:
-                    del self._live[output.request_id]
-                    ended.append(output.request_id)
-                if continuation.finish_reason != output.finish_reason:
-                    engine.abort(output.request_id)  # a stop string ended it; the engine sees tokens only
-        return ended
+        return [self._requests.make(str(next(self._job_ids)), prompt) for prompt in prompts]
 
     def _pieces(self, job: Job) -> Generator[CompletionOutput, None, None]:
         unfinished = list(job.continuations)
-        with self._submitted([job]):
+        with self._requests.submitted([job]):
             while unfinished:
                 # Another call may have finished these requests while this generator was suspended.
                 if all(continuation.finish_reason is None for continuation in unfinished):
-                    self._step()
+                    self._requests.step()
                 for continuation in list(unfinished):
                     piece = continuation.next_piece()
                     if piece is None:

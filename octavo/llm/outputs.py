@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from octavo.llm.metrics import RequestMetrics
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import FinishReason, TokenLogprobs
 
@@ -53,6 +54,8 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     """Prompt tokens that the first continuation found in the prefix cache."""
+    metrics: RequestMetrics
+    """When it arrived, was scheduled and got its tokens."""
 
 
 @dataclass

@@ -62,6 +62,6 @@ def test_instant_runs_as_many_as_it_may() -> None:
     assert not engine.has_work
 
 
-def test_they_are_for_servers() -> None:
+def test_instant_is_for_servers() -> None:
     with pytest.raises(ConfigError, match="octavo serve"):
-        LLM(backend="toy")
+        LLM(backend="instant")

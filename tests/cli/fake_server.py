@@ -11,10 +11,13 @@ from typing import Any
 
 
 class FakeServer:
-    """``answers`` are used up in order; each is a list of raw parts of an event stream, or a status with a body."""
+    """``answers`` are used up in order; each is a list of raw parts of an event stream, or a status with a body.
+
+    A status with a body may have headers behind it.
+    """
 
     def __init__(self) -> None:
-        self.answers: list[list[bytes] | tuple[int, bytes]] = []
+        self.answers: list[list[bytes] | tuple[int, bytes] | tuple[int, bytes, dict[str, str]]] = []
         self.models: bytes = json.dumps({"data": [{"id": "first"}, {"id": "second"}]}).encode()
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -54,8 +57,10 @@ def running() -> Iterator[FakeServer]:
                 self.wfile.write(part)
                 self.wfile.flush()
 
-        def reply(self, status: int, body: bytes) -> None:
+        def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
             self.send_response(status)
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

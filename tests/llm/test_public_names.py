@@ -16,8 +16,17 @@ def test_all_public_names_exist_and_are_the_ones_meant() -> None:
     assert all(getattr(octavo, name) is not None for name in octavo.__all__)
     assert set(dir(octavo)) == set(octavo.__all__)
     raised = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    outputs = {"RequestOutput", "CompletionOutput", "Logprob", "EmbeddingRequestOutput", "ScoringRequestOutput"}
-    others = {"LLM", "SamplingParams", "EngineConfig", "__version__", *outputs}
+    outputs = {
+        "RequestOutput",
+        "CompletionOutput",
+        "Logprob",
+        "RequestMetrics",
+        "EmbeddingRequestOutput",
+        "ScoringRequestOutput",
+    }
+    steps = {"Engine", "StepResult", "Computed", "EngineMetrics", "Percentiles"}
+    clients = {"Client", "AsyncClient", "Choice", "Completion", "Piece"}
+    others = {"LLM", "SamplingParams", "EngineConfig", "__version__", *outputs, *steps, *clients}
     assert set(octavo.__all__) == raised | others
 
 
@@ -31,5 +40,7 @@ def test_the_version_is_the_packages() -> None:
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    code = "import sys, octavo; print([m for m in ('torch', 'numba', 'tokenizers', 'rich') if m in sys.modules])"
+    code = (
+        "import sys, octavo; print([m for m in ('torch', 'numba', 'tokenizers', 'rich', 'httpx') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

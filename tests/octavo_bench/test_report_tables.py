@@ -46,6 +46,17 @@ def test_served(tmp_path: Path) -> None:
     assert "| vllm | - | it broke |" in text
 
 
+def test_formats_of_weights(tmp_path: Path) -> None:
+    row = {"format": "int8", "weights_bytes": 3 << 20, "perplexity": 12.3456, "mean_kl": 0.00123, "p99_kl": 0.01}
+    rows = [
+        {**row, "same_top_token": 0.987},
+        {**row, "same_top_token": 1.0, "decode_tok_s": {"median": 40.0, "max": 50.25}},
+    ]
+    text = render(record(tmp_path, "quality", {"rows": rows}))
+    assert "| int8 | 3.0 | 12.346 | 0.00123 | 0.01 | 98.7 | - |" in text
+    assert "| 100.0 | 50.25 |" in text
+
+
 def test_a_latency_of_the_client_has_no_ratio(tmp_path: Path) -> None:
     rows = [
         {

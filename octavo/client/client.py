@@ -1,0 +1,127 @@
+"""A client that blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from octavo.client import protocol
+from octavo.client.results import Completion, Piece, completion_of, pieces_of
+from octavo.errors import Unavailable
+
+
+class Client:
+    """A client of a server at ``base_url``: Octavo's, or another with the API of OpenAI.
+
+    A refused request (429, 503, or no connection) is sent again up to ``max_retries`` times, after the seconds of its
+    ``Retry-After`` header if it has one. A stream is not sent again once it has begun. Failures raise the
+    ``RequestError`` of their kind. ``model`` is for requests that name none; ``timeout`` is the most seconds without a
+    byte from the server. Threads may share a client. Close it, or use it in a ``with`` statement.
+    """
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:8000",
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        timeout: float = 600.0,
+        max_retries: int = 3,
+    ) -> None:
+        self.base_url = protocol.base_of(base_url)
+        self.model = model
+        self.max_retries = max_retries
+        self._http = httpx.Client(**protocol.client_options(base_url, api_key, timeout))
+
+    def health(self) -> bool:
+        """Whether the server answers and its engine runs; never retried."""
+        try:
+            return self._http.get(self.base_url + protocol.HEALTH).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def models(self) -> list[str]:
+        """Names of the models that the server lists."""
+        with self._response("GET", protocol.MODELS, None) as response:
+            return protocol.model_names(_json(response))
+
+    def generate(self, prompt: str | Sequence[int] | Sequence[str], **fields: Any) -> Completion:
+        """Continue text, token ids or several texts; ``fields`` are those of ``/v1/completions``."""
+        return self._complete(protocol.COMPLETIONS, {"prompt": prompt, **fields})
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Completion:
+        """Answer a conversation; ``fields`` are those of ``/v1/chat/completions``."""
+        return self._complete(protocol.CHAT, {"messages": messages, **fields})
+
+    def stream(self, prompt: str | Sequence[int], **fields: Any) -> Generator[Piece, None, None]:
+        """Like ``generate``, piece by piece; closing the generator aborts the request."""
+        return self._stream(protocol.COMPLETIONS, {"prompt": prompt, **fields})
+
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Generator[Piece, None, None]:
+        """Like ``chat``, piece by piece; closing the generator aborts the request."""
+        return self._stream(protocol.CHAT, {"messages": messages, **fields})
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _complete(self, path: str, fields: dict[str, Any]) -> Completion:
+        with self._response("POST", path, protocol.body_of(fields, self.model)) as response:
+            return completion_of(_json(response))
+
+    def _stream(self, path: str, fields: dict[str, Any]) -> Generator[Piece, None, None]:
+        body = protocol.body_of({**fields, "stream": True}, self.model)
+        reader = protocol.EventReader()
+        with self._response("POST", path, body) as response:
+            for chunk in response.iter_bytes():
+                for event in reader.feed(chunk):
+                    protocol.raise_if_error(event)
+                    yield from pieces_of(event)
+                if reader.is_done:
+                    return
+        reader.end()
+
+    @contextlib.contextmanager
+    def _response(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[httpx.Response]:
+        """A response with the status 200, whose body is not read yet. Raises ``RequestError``."""
+        try:
+            for attempt in range(self.max_retries + 1):
+                with contextlib.ExitStack() as stack:
+                    try:
+                        stream = self._http.stream(method, self.base_url + path, json=body)
+                        response = stack.enter_context(stream)
+                    except httpx.ConnectError:
+                        if attempt == self.max_retries:
+                            raise
+                        pause = protocol.pause_before_retry(attempt, None, {})
+                    else:
+                        if response.status_code == 200:
+                            yield response
+                            return
+                        pause = protocol.pause_before_retry(attempt, response.status_code, response.headers)
+                        if pause is None or attempt == self.max_retries:
+                            raise protocol.refusal(response.status_code, response.read(), response.headers)
+                time.sleep(pause or 0.0)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise protocol.unreachable(self.base_url, error) from None
+
+
+def _json(response: httpx.Response) -> Any:
+    response.read()
+    try:
+        return response.json()
+    except ValueError:
+        raise Unavailable("the server's answer is not JSON.") from None

@@ -1,0 +1,163 @@
+"""What both clients know of the protocol, without input or output: URLs, errors, events of a stream, retries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from octavo.errors import (
+    AuthenticationError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidParameter,
+    ModelNotFound,
+    QueueFull,
+    RequestError,
+    RequestFailed,
+    RequestTooLarge,
+    Unavailable,
+)
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+MODELS = "/v1/models"
+HEALTH = "/health"
+
+CONNECT_SECONDS = 10.0
+RETRIED = (429, 503)
+"""Statuses after which a request is sent again: it was refused before anything was computed."""
+FIRST_PAUSE = 0.5
+MAX_PAUSE = 30.0
+"""Seconds before a retry: without a ``Retry-After`` header they double from the first pause."""
+
+_BY_CODE: dict[Any, type[RequestError]] = {
+    kind.code: kind for kind in (ContextLengthExceeded, ModelNotFound, InvalidParameter)
+}
+_BY_STATUS: dict[int, type[RequestError]] = {
+    kind.status: kind
+    for kind in (
+        *(AuthenticationError, RequestTooLarge, QueueFull),
+        *(RequestFailed, Unavailable, DeadlineExceeded),
+    )
+}
+
+
+def base_of(url: str) -> str:
+    """The address of the server at ``url``, which may end with ``/v1`` as other clients' do."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def client_options(url: str, api_key: str | None, timeout: float) -> dict[str, Any]:
+    """Arguments of ``httpx.Client``; ``timeout`` is in seconds without a byte from the server."""
+    return {
+        "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
+        "timeout": httpx.Timeout(CONNECT_SECONDS, read=timeout),
+        # Reading the certificates takes longer than a short request, and plain HTTP has none to verify.
+        "verify": not url.startswith("http://"),
+    }
+
+
+def body_of(fields: Mapping[str, Any], model: str | None) -> dict[str, Any]:
+    """The body of a request; ``model`` unless the fields have another."""
+    return {**({} if model is None else {"model": model}), **fields}
+
+
+def pause_before_retry(attempt: int, status: int | None, headers: Mapping[str, str]) -> float | None:
+    """Seconds to wait before the next attempt, after ``attempt`` from 0; ``None``: not to be retried.
+
+    ``status`` is ``None`` when there was no connection.
+    """
+    if (status is not None and status not in RETRIED) or headers.get("x-should-retry") == "false":
+        return None
+    asked = headers.get("retry-after", "")
+    return float(asked) if asked.isdecimal() else min(FIRST_PAUSE * 2**attempt, MAX_PAUSE)
+
+
+def refusal(status: int, body: bytes, headers: Mapping[str, str]) -> RequestError:
+    """The error of a response that is not 200."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        found = body[:200].decode("utf-8", "replace").strip() or "no explanation"
+    details = found.get("error") if isinstance(found, dict) else None
+    details = details if isinstance(details, dict) else {}
+    kind = _BY_CODE.get(details.get("code")) or _BY_STATUS.get(status, RequestError)
+    retry_after = headers.get("retry-after", "")
+    error = kind.__new__(kind)  # the kinds' own constructors write other messages
+    RequestError.__init__(
+        error,
+        f"the server answered {status}: {_message(found)}",
+        param=details.get("param"),
+        retry_after=int(retry_after) if retry_after.isdecimal() else None,
+    )
+    error.status = status
+    return error
+
+
+def unreachable(base: str, error: Exception) -> Unavailable:
+    """The error of a request that got no response."""
+    return Unavailable(f"{base}: {error or type(error).__name__}")
+
+
+def model_names(body: Any) -> list[str]:
+    """The ids in the answer of ``/v1/models``; empty if it has another form."""
+    try:
+        return [str(model["id"]) for model in body["data"]]
+    except (LookupError, TypeError):
+        return []
+
+
+class EventReader:
+    """Reads the JSON events of a stream, which must end with ``[DONE]``.
+
+    Lines are split at line feeds only: text inside an event may hold other characters that Unicode treats as line ends.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.is_done = False
+        """Whether the end marker was read."""
+
+    def feed(self, chunk: bytes) -> list[dict[str, Any]]:
+        """The events that ``chunk`` completes; raises ``RequestFailed`` for an error in the stream."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        events = []
+        for line in lines:
+            if self.is_done or not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                self.is_done = True
+                continue
+            events.append(_event(data))
+        return events
+
+    def end(self) -> None:
+        """Raise ``RequestFailed`` unless the stream is complete."""
+        if not self.is_done:
+            raise RequestFailed("the server ended the stream before the answer was complete.")
+
+
+def raise_if_error(event: Mapping[str, Any]) -> None:
+    """Raise ``RequestFailed`` for an event that reports an error."""
+    if "error" in event:
+        raise RequestFailed(_message(event))
+
+
+def _event(data: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise RequestFailed(f"the server sent an event that is not JSON: {data[:80]!r}")
+    return event
+
+
+def _message(body: Any) -> str:
+    """The message of an OpenAI error object, or of a similar body that some servers send instead."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -1,0 +1,32 @@
+"""Build the engine of this process, from a model and settings by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.backends import toy
+from octavo.backends.vocabulary import word_tokenizer
+from octavo.build import build_engine
+from octavo.config import EngineConfig
+from octavo.engine.engine import Engine
+from octavo.text.tokenizer import Tokenizer, load_tokenizer
+from octavo.types import EngineInfo
+from octavo.weights.hub import resolve_model
+
+
+def settle(model: str | Path, settings: Mapping[str, Any]) -> tuple[EngineConfig, Tokenizer | None]:
+    """The configuration, with the model's folder, and the tokenizer. Raises ``ConfigError`` or ``CheckpointError``."""
+    config = EngineConfig.from_flat({"model": model, **settings})
+    if config.model.backend == "toy":
+        return config, word_tokenizer()
+    path = resolve_model(config.model)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, model=str(path)))
+    return config, load_tokenizer(Path(config.model.tokenizer or path))
+
+
+def build(config: EngineConfig) -> tuple[Engine, EngineInfo]:
+    """Build the engine, which loads the model. Raises ``ConfigError`` or ``CheckpointError``."""
+    return toy.build(config) if config.model.backend == "toy" else build_engine(config)
