@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from octavo.client import AsyncClient, Choice, Client, Completion, Piece
     from octavo.llm import (
         LLM,
+        BeamSearchOutput,
+        BeamSearchParams,
+        BeamSearchSequence,
         CompletionOutput,
         Computed,
         EmbeddingRequestOutput,
@@ -50,6 +53,9 @@ __all__ = [
     "LLM",
     "AsyncClient",
     "AuthenticationError",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CheckpointError",
     "Choice",
     "Client",
@@ -87,6 +93,7 @@ __all__ = [
 _FROM_LLM = {
     *("LLM", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     *("EmbeddingRequestOutput", "ScoringRequestOutput"),
+    *("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
     *("Engine", "Computed", "EngineMetrics", "Percentiles", "StepResult"),
 }
 _FROM_CLIENT = {"AsyncClient", "Choice", "Client", "Completion", "Piece"}
