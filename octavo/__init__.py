@@ -25,7 +25,7 @@ from octavo.errors import (
     RunnerError,
     Unavailable,
 )
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import RepetitionDetectionParams, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.client import AsyncClient, Choice, Client, Completion, Piece
@@ -77,6 +77,7 @@ __all__ = [
     "Piece",
     "QueueFull",
     "RanksLost",
+    "RepetitionDetectionParams",
     "RequestError",
     "RequestFailed",
     "RequestMetrics",
