@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -101,6 +102,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Grammar of the output, as written by ``octavo.grammar.forms``; ``None``: unconstrained."""
     repetition_detection: RepetitionDetectionParams | None = None
     """Ends a text that repeats a pattern of tokens, with the stop reason ``"repetition"``; ``None``: never."""
+    extra_args: dict[str, Any] | None = None
+    """Arguments for installed logits processors (``octavo.engine.logits_processors``)."""
     num_speculative_tokens: int | None = None
     """Most drafts to verify in a step, at most those of ``speculative_config``; 0: no speculative decoding."""
 
@@ -140,6 +143,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.num_speculative_tokens is not None:
             _integer(self, "num_speculative_tokens", 0, MAX_SPECULATIVE_TOKENS)
         _check_repetition(self)
+        if self.extra_args is not None and not (isinstance(self.extra_args, dict) and self.extra_args):
+            raise InvalidParameter("extra_args", "'extra_args' must be a dict that is not empty.")
         _check_stops(self)
         _check_logit_bias(self)
         _check_bad_words(self)

@@ -154,6 +154,8 @@ class Sequence:
     """``time.monotonic()`` when it was first admitted; 0 before."""
     grammar: Any = None
     """Result of ``Grammars.prepare`` if the request has a grammar; its ``error`` says why masks are empty."""
+    processors: Any = None
+    """``Processors`` of the request's ``extra_args``, if it has some; their ``error`` says why a mask is empty."""
     account: Any = None
     """Private to the policy, such as the tenant that is charged for this sequence."""
     batch_index: int = -1

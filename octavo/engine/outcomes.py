@@ -79,7 +79,9 @@ def note_drafts(stats: EngineStats, num_drafts: int, num_accepted: int) -> None:
 
 
 def error_output(seq: Sequence, error: str) -> Output:
-    """The last output of a sequence that ends with ``error``, or with the error of its grammar if that failed."""
+    """The last output of a sequence that ends with ``error``, or with that of its grammar or of a logits processor."""
+    if seq.processors is not None:
+        error = seq.processors.error or error
     reason = None if seq.grammar is None else seq.grammar.error
     return Output(
         seq.id,
