@@ -55,7 +55,9 @@ class ModelSettings:
         "or a folder that contains such a file",
     )
     load_format: str = setting(
-        "auto", "checkpoint format; dummy makes random weights", ("auto", "safetensors", "gguf", "dummy")
+        "auto",
+        "checkpoint format; pt reads .bin and .pt files of PyTorch, tensors alone; dummy makes random weights",
+        ("auto", "safetensors", "gguf", "pt", "dummy"),
     )
     dtype: str = setting(
         "auto",
@@ -69,7 +71,8 @@ class ModelSettings:
         ("fp8", "int8", "int4"),
     )
     quantize_lm_head: bool = setting(
-        False, "with quantization, quantise the map to logits too, and an embedding that is tied to it; int4: to int8"
+        False,
+        "quantise the map to logits to int8 while loading, and an embedding that is tied to it; quantised ones stay",
     )
     device: str = setting("auto", "device to run on", ("auto", "cpu", "cuda"))
     tensor_parallel_size: int = setting(1, "processes among which every layer is divided, such as CPU sockets", low=1)
@@ -288,8 +291,6 @@ def _check_combinations(config: EngineConfig) -> None:
 
 
 def _check_quantization(model: ModelSettings) -> None:
-    if model.quantize_lm_head and model.quantization is None:
-        raise ConfigError("quantize_lm_head needs quantization")
     if model.quantization is not None and model.merge_lora:
         raise ConfigError(
             "quantization and merge_lora: adapters cannot be merged into quantised weights; use enable_lora"

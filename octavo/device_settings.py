@@ -58,24 +58,27 @@ def resolve_device(name: str) -> torch.device:
 
 
 def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Checkpoint) -> WeightFormat:
-    """The format of weights and activations.
+    """The format of weights and activations. Raises ``ConfigError`` for weights that cannot be quantised as asked.
 
-    "auto" is float32 on a CPU; on a GPU it is float16 for a float16 checkpoint, else bfloat16. Quantised weights are
-    kept packed if there is a kernel for them, which an explicit dtype on a CPU rules out. Raises ``ConfigError`` for a
-    quantised checkpoint that is to be quantised.
+    "auto" is float32 on a CPU; on a GPU it is float16 for a float16 checkpoint, else bfloat16. Weights of fewer bits
+    stay so if there is a kernel for them, which an explicit dtype on a CPU rules out.
     """
-    is_quantised = checkpoint.has_blocks or checkpoint.config.get("quantization_config") is not None
-    if settings.quantization is not None and is_quantised:
+    method = _quant_method(checkpoint)
+    quantization = settings.quantization if method != settings.quantization else None
+    if quantization is not None and method is not None:
         raise ConfigError(
-            f"quantization: {settings.quantization} is for unquantised checkpoints, and this one is quantised already; "
-            "leave it out, the format is read from the checkpoint"
+            f"quantization: {quantization} is for unquantised checkpoints, and the weights of this one are quantised "
+            f"already ({method}); leave it out, the format is read from the checkpoint"
         )
-    at_load = settings.quantization, settings.quantize_lm_head
+    at_load = quantization, settings.quantize_lm_head
     if settings.dtype != "auto":
+        if device.type == "cpu" and any(at_load):
+            name = "quantize_lm_head" if quantization is None else "quantization"
+            raise ConfigError(f"{name}: needs dtype auto on a CPU, where {settings.dtype} would make all weights dense")
         return WeightFormat(DTYPES[settings.dtype], device, device.type != "cpu", *at_load)
     if device.type == "cpu":
-        is_quantised = is_quantised or settings.quantization is not None
-        return WeightFormat(torch.float32, device, is_quantised and without_kernel("cpu") is None, *at_load)
+        is_quantised = method is not None or any(at_load)
+        return WeightFormat(torch.float32, device, without_kernel("cpu") is None, *at_load, is_quantised)
     own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     return WeightFormat(torch.float16 if own == "float16" else torch.bfloat16, device, True, *at_load)
 
@@ -87,3 +90,13 @@ def kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractCon
     from octavo.ops.cpu.attention import compiling_in_background
 
     return compiling_in_background(kv_dtype)
+
+
+def _quant_method(checkpoint: Checkpoint) -> str | None:
+    """How the checkpoint is quantised: its ``quant_method``, or "gguf"; ``None`` if it is not."""
+    if checkpoint.has_blocks:
+        return "gguf"
+    settings = checkpoint.config.get("quantization_config")
+    if settings is None:
+        return None
+    return str(settings.get("quant_method", "unknown")) if isinstance(settings, dict) else "unknown"

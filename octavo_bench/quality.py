@@ -1,21 +1,23 @@
-"""How far the engine's probabilities are from those of the same weights in float32, on a text.
+"""What a format of weights costs and saves: distance from float32 on a text, perplexity, bytes, decoding speed.
 
-The reference makes every weight dense and computes, and caches, in float32. For each position of the text, the
-Kullback-Leibler divergence of the engine's distribution of the next token from the reference's, in nats, over
-the whole vocabulary.
+The reference makes every weight of the model dense and computes, and caches, in float32. A text is divided into
+windows, each computed without those before it. For each position, the Kullback-Leibler divergence (KL) of a format's
+distribution of the next token from the reference's, in nats, over the whole vocabulary.
 
-Shapes: T tokens of a window, V vocabulary.
+Shapes: T tokens of a window, R of these at a time, D model, V vocabulary.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.config import EngineConfig, ModelSettings
+from octavo.config import EngineConfig
 from octavo.device_settings import DTYPES, weight_format
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
@@ -25,33 +27,83 @@ from octavo.ops.attention import GroupRows, PagedRows
 from octavo.quant.stored import WeightFormat
 from octavo.quant.tensors import Source
 from octavo.runtime.kv_storage import KVStorage
-from octavo.text.tokenizer import load_tokenizer
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.hub import resolve_model
+from octavo_bench.offline import OfflineBench, bench_config
+from octavo_bench.quality_formats import Variant
+from octavo_bench.report import spread
 
-WINDOW = 500
 BLOCK = 64
+ROWS_AT_ONCE = 64
+"""Positions whose whole distributions are in memory together."""
+PROMPT, DECODE = 64, 48
+"""Tokens of the one sequence whose decoding is timed."""
 CPU = torch.device("cpu")
+FLOAT32 = WeightFormat(torch.float32, CPU)
 
 
 class Scorer:
-    """A model in one form, its cache in one type."""
+    """A model in one format, its cache in one type, for windows of up to ``window`` tokens."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Source, form: WeightFormat, kv_dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, checkpoint: Source, form: WeightFormat, kv_dtype: torch.dtype, window: int
+    ) -> None:
         self.loaded: LoadedModel = load_model(config, checkpoint, form)
-        self.num_blocks = -(-WINDOW // BLOCK)
+        self.num_blocks = -(-window // BLOCK)
         self.storage = KVStorage(config.cache, kv_groups(config.cache), [self.num_blocks], BLOCK, kv_dtype, CPU)
 
-    def logprobs(self, tokens: list[int]) -> Tensor:
-        """Log-probabilities float32 [T, V] of what follows each token."""
-        T, model = len(tokens), self.loaded.model
+    def outputs(self, tokens: Sequence[int]) -> Tensor:
+        """The last layer's outputs [T, D] for one window."""
+        T = len(tokens)
         positions = torch.arange(T)
         blocks = list(range(self.num_blocks))
         tables, starts, lengths = (torch.tensor(values, dtype=torch.int32) for values in ([blocks], [0, T], [T]))
         rows = PagedRows((GroupRows(positions, tables),), starts, lengths, T)
         with torch.inference_mode():
-            x_TD = model.forward(torch.tensor(tokens), positions, self.storage.layers, rows)
-            return model.logits(x_TD).float().log_softmax(-1)
+            return self.loaded.model.forward(torch.tensor(tokens), positions, self.storage.layers, rows)
+
+    def logprobs(self, outputs_RD: Tensor) -> Tensor:
+        """Log-probabilities float32 [R, V] of what follows each position."""
+        with torch.inference_mode():
+            return self.loaded.model.logits(outputs_RD).float().log_softmax(-1)
+
+
+class Reference:
+    """The model in float32, with its outputs for every window."""
+
+    def __init__(self, config: EngineConfig, windows: Sequence[list[int]]) -> None:
+        path = resolve_model(config.model)
+        checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed)
+        self.config: ModelConfig = read_config(checkpoint.config)
+        longest = max(map(len, windows))
+        if longest > self.config.max_position_embeddings:
+            raise ConfigError(f"window: {longest} tokens; the model's context is {self.config.max_position_embeddings}")
+        self.scorer = Scorer(self.config, checkpoint, FLOAT32, torch.float32, longest)
+        self.windows = windows
+        self.outputs = [self.scorer.outputs(window) for window in windows]
+
+
+class Score(NamedTuple):
+    """Figures of each position, over all windows."""
+
+    divergences: Tensor
+    agrees: Tensor
+    """Whether the most likely token is the reference's."""
+    surprises: Tensor
+    """Minus the log-probability of the text's next token; positions that end a window have none."""
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "perplexity": round(float(self.surprises.mean().exp()), 3),
+            "mean_kl": _rounded(self.divergences.mean()),
+            "p99_kl": _rounded(self.divergences.quantile(0.99)),
+            "largest_kl": _rounded(self.divergences.max()),
+            "same_top_token": round(float(self.agrees.double().mean()), 4),
+        }
+
+
+def _rounded(value: Tensor) -> float:
+    return float(f"{float(value):.3g}")
 
 
 def divergences(found_TV: Tensor, exact_TV: Tensor) -> Tensor:
@@ -60,38 +112,87 @@ def divergences(found_TV: Tensor, exact_TV: Tensor) -> Tensor:
     return (exact.exp() * (exact - found_TV.double())).sum(-1)
 
 
-def measure(config: EngineConfig, text: Path, positions: int) -> dict[str, Any]:
-    """Divergence and agreement over the first ``positions`` tokens of a text file, in windows of WINDOW tokens."""
-    path = resolve_model(config.model)
-    checkpoint = open_checkpoint(path, config.model.load_format, config.model.seed)
-    tokens = _tokens(config.model, path, text)[:positions]
-    if len(tokens) < positions:
-        raise ConfigError(f"text: {text} has {len(tokens)} tokens; {positions} positions were asked for")
-    form = weight_format(config.model, CPU, checkpoint)
-    kv_dtype = DTYPES.get(config.cache.kv_cache_dtype, form.kv_dtype)
+def score(reference: Reference, scorer: Scorer) -> Score:
+    """How far a format's probabilities are from the reference's."""
+    apart, agrees, surprises = [], [], []
+    for window, exact_TD in zip(reference.windows, reference.outputs, strict=True):
+        found_TD, following = scorer.outputs(window), torch.tensor(window[1:])
+        for first in range(0, len(window), ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            found_RV, exact_RV = scorer.logprobs(found_TD[rows]), reference.scorer.logprobs(exact_TD[rows])
+            apart.append(divergences(found_RV, exact_RV))
+            agrees.append(found_RV.argmax(-1) == exact_RV.argmax(-1))
+            next_R = following[rows]
+            surprises.append(-found_RV[: len(next_R)].gather(1, next_R[:, None]).squeeze(1))
+    return Score(torch.cat(apart), torch.cat(agrees), torch.cat(surprises).double())
+
+
+@dataclass
+class Row:
+    """What was measured of one variant."""
+
+    variant: Variant
+    bytes_by_format: dict[str, int]
+    score: Score
+    kv_dtype: str
+    speeds: list[float] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        speed = {"decode_tok_s": spread(self.speeds)} if self.speeds else {}
+        return {
+            "format": self.variant.name,
+            "weights_bytes": sum(self.bytes_by_format.values()),
+            "bytes_by_format": self.bytes_by_format,
+            "kv_dtype": self.kv_dtype,
+            **self.score.figures(),
+            **speed,
+        }
+
+
+def measure(
+    config: EngineConfig,
+    variants: Sequence[Variant],
+    windows: Sequence[list[int]],
+    rounds: int,
+    report: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """One row of figures for each variant of the model. Decoding is timed in ``rounds`` rounds, all variants in turns.
+
+    Raises ``ConfigError`` for a variant that cannot be, and ``CheckpointError`` for a checkpoint that cannot be read.
+    """
+    reference = Reference(config, windows)
+    report("reference computed")
+    rows = []
+    for variant in variants:
+        rows.append(_scored(variant, reference))
+        report(f"{variant.name}: KL {float(rows[-1].score.divergences.mean()):.3g}")
+    del reference
+    for number in range(rounds):
+        for row in rows:
+            row.speeds.append(_decode_speed(row.variant.config))
+        report(f"decoding timed, round {number + 1} of {rounds}")
+    return [row.figures() for row in rows]
+
+
+def _scored(variant: Variant, reference: Reference) -> Row:
+    settings = variant.config.model
+    checkpoint = open_checkpoint(resolve_model(settings), settings.load_format, settings.seed)
+    form = weight_format(settings, CPU, checkpoint)
+    kv_dtype = DTYPES.get(variant.config.cache.kv_cache_dtype, form.kv_dtype)
     model_config = read_config(checkpoint.config)
-    ours = Scorer(model_config, checkpoint, form, kv_dtype)
-    reference = Scorer(model_config, checkpoint, WeightFormat(torch.float32, CPU), torch.float32)
-    apart, agrees = [], []
-    for first in range(0, positions, WINDOW):
-        window = tokens[first : first + WINDOW]
-        found, exact = ours.logprobs(window), reference.logprobs(window)
-        apart.append(divergences(found, exact))
-        agrees.append(found.argmax(-1) == exact.argmax(-1))
-    divergence_T = torch.cat(apart)
-    return {
-        "model": path.name,
-        "text": text.name,
-        "positions": positions,
-        "kv_dtype": str(kv_dtype).removeprefix("torch."),
-        "mean_divergence": float(f"{divergence_T.mean():.3g}"),
-        "largest_divergence": float(f"{divergence_T.max():.3g}"),
-        "same_top_token": round(float(torch.cat(agrees).double().mean()), 4),
-    }
+    if model_config.vocab_size != reference.config.vocab_size:
+        raise ConfigError(
+            f"{variant.name}: its vocabulary has {model_config.vocab_size} tokens, the model's "
+            f"{reference.config.vocab_size}; checkpoints must be of the same model"
+        )
+    scorer = Scorer(model_config, checkpoint, form, kv_dtype, max(map(len, reference.windows)))
+    bytes_by_format = dict(scorer.loaded.bytes_by_format)
+    return Row(variant, bytes_by_format, score(reference, scorer), str(kv_dtype).removeprefix("torch."))
 
 
-def _tokens(settings: ModelSettings, path: Path, text: Path) -> list[int]:
-    tokenizer = load_tokenizer(Path(settings.tokenizer or path))
-    if tokenizer is None:
-        raise ConfigError("model: it has no tokenizer, so a text cannot be scored")
-    return tokenizer.encode(text.read_text())
+def _decode_speed(config: EngineConfig) -> float:
+    bench = OfflineBench(bench_config(config, [1]))
+    bench.run(1, PROMPT, 4)
+    speed = statistics.median(bench.run(1, PROMPT, DECODE)["decode_tok_s"] for _ in range(3))
+    bench.engine.close()
+    return speed

@@ -63,13 +63,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def publish(name: str, result: Mapping[str, Any], output: Path | None) -> None:
-    """Print the result as JSON with where it comes from; also keep it in ``output`` when given."""
-    print(keep(name, result, output))
-
-
 def keep(name: str, result: Mapping[str, Any], output: Path | None) -> str:
-    """The same without printing, for results that grow: what is cut short leaves its last. Returns the JSON."""
+    """The result as JSON with where it comes from; also written to ``output`` when given.
+
+    Results that grow are kept after each part, so that what is cut short leaves its last.
+    """
     text = json.dumps(_record(name, result), indent=2)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

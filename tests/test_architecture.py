@@ -84,6 +84,8 @@ MAX_FILE_LINES = 400
 LONGER = {"cache/kv_cache.py": 450, "engine/scheduler.py": 450}
 """A class each, with the ``check`` of all that must hold of it."""
 MAX_FUNCTION_LINES = 60
+TENSORS_ALONE = {PACKAGE / "weights/pytorch.py"}
+"""Where ``torch.load`` may be called, with ``weights_only``."""
 FORBIDDEN_NAMES = {"pickle", "dill", "marshal", "shelve"}
 
 
@@ -219,6 +221,8 @@ def test_nothing_unpickles_or_evaluates() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in {"eval", "exec"}, f"{path}:{node.lineno}"
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if path in TENSORS_ALONE and "weights_only=True" in ast.unparse(node):
+                    continue
                 bad = (node.func.attr, getattr(node.func.value, "id", ""))
                 assert bad not in {("load", "torch"), ("load", "yaml")}, f"{path}:{node.lineno}"
 

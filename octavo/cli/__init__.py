@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 from typing import NoReturn, Protocol, cast
 
 from octavo import __version__
+from octavo.cli.aliases import ADVICE
 from octavo.cli.settings import environment_warnings
 from octavo.errors import OctavoError
 
@@ -52,6 +53,8 @@ class Parser(argparse.ArgumentParser):
     def refuse(self, argument: str) -> NoReturn:
         """Exit with an error about an unknown argument."""
         flag = argument.partition("=")[0]
+        if flag in ADVICE:
+            self.error(f"there is no flag {flag}: {ADVICE[flag]}")
         close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
         self.error(f"unknown argument {argument!r}" + (f"; did you mean {close[0]}?" if close else ""))
 

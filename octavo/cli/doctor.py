@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from octavo import __version__
+from octavo.cli.doctor_checks import QUANTITIES, check, parse_requirements
 from octavo.cli.settings import add_settings, load_config
 from octavo.config import DEFAULT_MODEL, EngineConfig
 from octavo.errors import OctavoError
@@ -33,13 +34,25 @@ EXIT_PROBLEM = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A model to load, and every setting of the engine."""
+    """A model to load, every setting of the engine, and requirements."""
     add_settings(parser, EngineConfig)
+    parser.add_argument(
+        "--check",
+        nargs="+",
+        default=[],
+        metavar="NAME:LIMIT",
+        help="exit with 1 unless the machine has these: " + ", ".join(_limit(name) for name in QUANTITIES),
+    )
+
+
+def _limit(name: str) -> str:
+    return f"{name} (at {QUANTITIES[name].limit}: {QUANTITIES[name].help})"
 
 
 def run(args: argparse.Namespace) -> int:
     """Print all sections; return 1 if one of them reports a problem."""
     config = load_config(EngineConfig, args)
+    limits = parse_requirements(args.check)
     sections: list[tuple[str, Callable[[EngineConfig], Iterator[str]]]] = [
         ("versions", _versions),
         ("machine", _machine),
@@ -47,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
         ("model", _model),
         ("kernels", _kernels),
     ]
+    if limits:
+        sections.append(("checks", lambda _: (_row(*found) for found in check(limits))))
     is_well = True
     for title, lines in sections:
         print(title)

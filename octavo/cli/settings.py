@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from octavo.cli.aliases import FLAGS_OF_OTHERS
 from octavo.config import EngineConfig, ServeConfig, settings
 from octavo.errors import ConfigError
 from octavo.setting import SECRETS, Setting
@@ -65,14 +66,20 @@ def add_settings(parser: argparse.ArgumentParser, config_class: type[EngineConfi
 
 
 def add_flag(group: Any, item: Setting) -> None:
-    """Add the flag of one setting to a parser or a group of one."""
+    """Add the flag of one setting to a parser or a group of one, and those of other servers that mean the same."""
+    aliases = [alias for alias, name in FLAGS_OF_OTHERS.items() if name == item.name]
     if item.type is bool:
         help = f"{item.help} (default: {'on' if item.default else 'off'})"
         group.add_argument(flag_name(item.name), dest=item.name, action=argparse.BooleanOptionalAction, help=help)
+        for alias in aliases:
+            action = argparse.BooleanOptionalAction
+            group.add_argument(alias, dest=item.name, action=action, default=None, help=argparse.SUPPRESS)
         return
     help = item.help.replace("%", "%%") + ("" if item.default is None else f" (default: {item.default})")
     metavar = "{" + ",".join(item.choices) + "}" if item.choices else item.type.__name__.upper()
     group.add_argument(flag_name(item.name), dest=item.name, metavar=metavar, help=help)
+    for alias in aliases:
+        group.add_argument(alias, dest=item.name, help=argparse.SUPPRESS)
 
 
 def load_config(

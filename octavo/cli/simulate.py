@@ -35,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--depth", type=positive, default=2, help="steps in flight; 1 on a CPU")
     work = parser.add_argument_group("workload")
-    work.add_argument("--workload", default="chat", help="single, chat, agent, summary, W1 to W5, or a recorded trace")
+    work.add_argument(
+        "--workload",
+        default="chat",
+        help="single, chat, agent, summary, sharegpt, fixed, shared-prefix, multi-turn, W1 to W5, or a recorded trace",
+    )
     work.add_argument("--num-prompts", type=positive, default=1000, help="total requests, later turns included")
     work.add_argument("--rate", type=_above_zero, help="requests per second, later turns included")
     work.add_argument("--burstiness", type=_above_zero, default=1.0, help="1 is Poisson arrivals, less is burstier")

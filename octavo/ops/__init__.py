@@ -29,6 +29,7 @@ from octavo.ops.rms_norm import rms_norm
 from octavo.ops.rotary_angles import rotary_angles
 from octavo.ops.route import route
 from octavo.ops.sample import sample
+from octavo.ops.scaled_linear import scaled_linear
 from octavo.ops.silu_and_mul import silu_and_mul
 from octavo.ops.stacked_lora import stacked_lora
 from octavo.ops.stage_step import stage_step
@@ -65,6 +66,7 @@ __all__ = [
     "rotary_angles",
     "route",
     "sample",
+    "scaled_linear",
     "silu_and_mul",
     "stacked_lora",
     "stage_step",

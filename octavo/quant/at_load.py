@@ -1,4 +1,4 @@
-"""Quantisation of 16- and 32-bit weights while they are loaded: the setting ``quantization``.
+"""Quantisation of 16- and 32-bit weights while they are loaded: settings ``quantization`` and ``quantize_lm_head``.
 
 Matrices are quantised one by one on the device that computes with them, a few rows at a time, so that loading takes
 little more memory than the result.
@@ -13,7 +13,6 @@ Shapes: K inputs, N outputs, R rows at a time, G groups of K / G inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -48,10 +47,13 @@ def quantized(name: str, stored: StoredWeight, form: WeightFormat) -> StoredWeig
 
 
 def quantized_head(name: str, stored: StoredWeight, form: WeightFormat) -> StoredWeight:
-    """The map to logits, or the embedding that it is tied to: INT8 with INT4 maps, as its error counts most."""
-    if not form.quantizes_head:
+    """The map to logits, or the embedding that it is tied to, as INT8 if ``form`` says so and it is not quantised yet.
+
+    INT8 whatever ``form.quantization`` is: errors in logits count most, and those of INT4 and FP8 are larger.
+    """
+    if not form.quantizes_head or not isinstance(stored, DenseStored):
         return stored
-    return quantized(name, stored, replace(form, quantization="int8") if form.quantization == "int4" else form)
+    return _to_int8(name, stored, form.device)
 
 
 def _to_fp8(name: str, stored: DenseStored, device: torch.device) -> ScaledStored:

@@ -196,6 +196,9 @@ def _read_int8(scheme: _Scheme, name: str, shape: tuple[int, int], tensors: Tens
     zeros_NG = None
     if scheme.has_zeros:
         zeros = tensors.typed(f"{name}.weight_zero_point", _shape_like(name, tensors), torch.int8)
+        end = 1 << scheme.bits - 1
+        problem = f"tensor {name}.weight_zero_point has zero points that are not from {-end} to {end - 1}"
+        tensors.check((zeros >= -end) & (zeros <= end - 1), problem)
         zeros_NG = zeros.reshape(-1, G).expand(rows, G).repeat_interleave(height, dim=0)[:N]
     return GroupedStored(codes_NK, scales_NG, zeros_NG, 8)
 

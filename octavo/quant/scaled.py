@@ -13,7 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.ops.dispatch import REFERENCE
 from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.linear import Activation
+from octavo.ops.scaled_linear import LANES, ScaledValues, scaled_linear
 from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored import LinearWeight, Order, OutlinedWeight, WeightFormat, filled, row_slices, shard_range
 
@@ -79,21 +82,60 @@ class ScaledStored:
     def pack(self, form: WeightFormat) -> LinearWeight | None:
         if form.packs and form.device.type == "meta":
             return OutlinedWeight(self.shape, "fp8", self.values_NK.numel() + 4 * self.shape[0] * self.scales.shape[1])
-        packed = self.packed_groups(form.device) if packs_groups(form) else None
-        return None if packed is None else GroupedWeight(packed, form.dtype)
+        if packs_groups(form):
+            packed = self.packed_groups(form.device)
+            return None if packed is None else GroupedWeight(packed, form.dtype)
+        has_kernel = form.packs and scaled_linear.chosen(form.device.type, form.dtype) != REFERENCE
+        K, width = self.shape[1], self.block[1]
+        if not has_kernel or (width < K and width % LANES) or self._has_nan():
+            return None
+        values_NK = self.values_NK.view(torch.uint8).contiguous().view(torch.float8_e4m3fn)
+        return ScaledWeight(ScaledValues(values_NK, self._by_row().scales, min(width, K)))
 
     def packed_groups(self, device: torch.device) -> PackedGroups | None:
         """For ``ops.grouped_linear``, on this device; ``None`` if its kernels do not take such blocks or numbers."""
-        codes_NK, (height, width) = self.values_NK.view(torch.uint8), self.block
-        if any(bool(((codes_NK[rows] & 0x7F) == 0x7F).any()) for rows in row_slices(self.shape)):  # not a number
+        if self._has_nan():
             return None
-        scales = self.scales[torch.arange(self.shape[0]) // height]
-        return pack_groups("e4m3", codes_NK, scales, width, device)
+        return pack_groups("e4m3", self.values_NK.view(torch.uint8), self._by_row().scales, self.block[1], device)
+
+    def _has_nan(self) -> bool:
+        codes_NK = self.values_NK.view(torch.uint8)
+        return any(bool(((codes_NK[rows] & 0x7F) == 0x7F).any()) for rows in row_slices(self.shape))
 
     def _by_row(self) -> ScaledStored:
         """The same matrix with separate scales for each row."""
-        rows_N = torch.arange(self.shape[0]) // self.block[0]
+        rows_N = torch.arange(self.shape[0], device=self.scales.device) // self.block[0]
         return ScaledStored(self.values_NK, self.scales[rows_N], (1, self.block[1]))
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledWeight:
+    """A weight for ``ops.scaled_linear``; activations must be float32."""
+
+    values: ScaledValues
+    format = "fp8"
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.num_bytes
+
+    @property
+    def dense_NK(self) -> Tensor | None:
+        return None
+
+    def apply(
+        self,
+        x_TK: Tensor,
+        bias_N: Tensor | None = None,
+        norm_K: Tensor | None = None,
+        eps: float = 0.0,
+        residual_TN: Tensor | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        return scaled_linear(x_TK, self.values, bias_N, norm_K, eps, residual_TN, activation)
+
+    def rows(self, ids_T: Tensor) -> Tensor:
+        return self.values.rows(ids_T)
 
 
 def _rows_of_blocks(firsts: Order, height: int, count: int) -> Order:

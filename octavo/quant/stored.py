@@ -37,16 +37,20 @@ class WeightFormat:
     dtype: torch.dtype
     device: torch.device
     packs: bool = False
-    """Whether quantised weights stay packed if there is a kernel; otherwise every weight is dequantised."""
+    """Whether weights of fewer bits than ``dtype`` stay so if there is a kernel; otherwise all become ``dtype``."""
     quantization: str | None = None
     """To what unquantised linear maps are quantised while they are loaded: "fp8", "int8" or "int4"; see ``at_load``."""
     quantizes_head: bool = False
-    """Whether ``quantization`` applies to the map to logits too, and to an embedding that is tied to it."""
+    """Whether the map to logits, and an embedding that is tied to it, becomes int8 while loading, if it is not
+    quantised."""
+
+    is_quantised: bool = False
+    """Whether weights are quantised, in the checkpoint or while loading."""
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """The default dtype of keys and values: 16 bits on CPUs next to quantised weights of 8 bits or fewer."""
-        return torch.float16 if self.packs and self.device.type == "cpu" else self.dtype
+        """The default dtype of keys and values: 16 bits on CPUs next to packed weights of 8 bits or fewer."""
+        return torch.float16 if self.packs and self.is_quantised and self.device.type == "cpu" else self.dtype
 
 
 class LinearWeight(Protocol):
@@ -224,7 +228,7 @@ class DenseStored:
         return self.parts[0].to(device=form.device, dtype=form.dtype).contiguous()
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
-        """Beside packed weights on a CPU, 16 bits stay 16 bits: a head in float32 would take longer than the rest."""
+        """On a CPU, 16 bits stay 16 bits: they are widened in registers, exactly, and half as many bytes are read."""
         dtype, K = self.parts[0].dtype, self.shape[1]
         if not form.packs or form.device.type == "cuda" or form.dtype != torch.float32 or dtype.itemsize != 2 or K % 16:
             return None

@@ -137,7 +137,7 @@ class Tensors:
             scales = self.scales(name, shape)
             self.check(scales > 0, f"tensor {name} has scales that are not positive")
         if names:
-            logger.warning("%d scales of keys and values are not used: they are cached unscaled", len(names))
+            logger.warning("%d scales of keys and values are not used: keys and values are cached unscaled", len(names))
 
     def _found(self, name: str) -> str:
         kind, shape = self._source.describe(name)

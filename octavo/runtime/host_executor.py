@@ -80,8 +80,7 @@ class HostExecutor:
             vocabulary,
         )
         self.adapters = adapters
-        keeps_hidden = drafter is not None and bool(drafter.layers)  # which a recorded forward pass does not
-        self._forward = None if keeps_hidden else forward
+        self._forward = forward
         self._model, self._layers = model, storage.layers
         self._program = StepProgram(
             model, self._compute, self._state, None if adapters is None else adapters.rows, drafter, verify

@@ -21,6 +21,7 @@ from octavo.models.registry import CausalLM
 from octavo.ops.attention import GroupRows, LayerCache, PagedRows
 from octavo.ops.cpu.calls import Arena, Recording, recording
 from octavo.ops.dispatch import is_wrapped
+from octavo.runtime.drafter import Tap
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class _Step(NamedTuple):
     rows: PagedRows
     recording: Recording
     x_TD: Tensor
+    tapped: list[tuple[Tap, Tensor]]
+    """What layers keep for a drafter."""
 
 
 class RecordedForward:
@@ -66,6 +69,8 @@ class RecordedForward:
         step.positions_T.copy_(positions_T)
         _fill(rows, step.rows)
         step.recording.repeat()
+        for tap, kept_TD in step.tapped:
+            tap.x_TD = kept_TD
         return step.x_TD
 
     def _forward(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
@@ -82,7 +87,8 @@ class RecordedForward:
             self._is_recordable = False
             self._steps.clear()
         else:
-            self._steps[len(token_ids_T), width] = _Step(token_ids_T, positions_T, rows, made, x_TD)
+            tapped = [(layer, layer.x_TD) for layer in getattr(self._model, "layers", ()) if isinstance(layer, Tap)]
+            self._steps[len(token_ids_T), width] = _Step(token_ids_T, positions_T, rows, made, x_TD, tapped)
         return x_TD
 
 

@@ -32,9 +32,16 @@ PROFILES = {
     "chat": Profile(256, Lengths(128, 1.0, 4096), Lengths(64, 0.8, 2048), Lengths(192, 0.7, 2048), 4.0, 20.0, 4),
     "agent": Profile(2048, Lengths(512, 0.8, 8192), Lengths(768, 1.0, 8192), Lengths(96, 0.6, 1024), 12.0, 2.0, 8),
     "summary": Profile(64, Lengths(4096, 0.5, 16_384), Lengths(1), Lengths(160, 0.4, 1024)),
+    "sharegpt": Profile(0, Lengths(161, 1.0, 2048), Lengths(1), Lengths(338, 0.8, 2048)),
+    "fixed": Profile(0, Lengths(512), Lengths(1), Lengths(128)),
+    "shared-prefix": Profile(1024, Lengths(128), Lengths(1), Lengths(128), applications=4),
+    "multi-turn": Profile(0, Lengths(256), Lengths(64), Lengths(128), 5.0, 1.0),
 }
 """``single`` shares nothing. ``chat``: people in conversations. ``agent``: long instructions, many short turns that
-tools answer. ``summary``: long prompts. The figures are assumptions; flags or a recorded trace replace them."""
+tools answer. ``summary``: long prompts. ``sharegpt``: mean lengths of the ShareGPT data set in "Efficient Memory
+Management for Large Language Model Serving with PagedAttention" (2023, figure 11). ``fixed``, ``shared-prefix`` and
+``multi-turn``: one property each, with constant lengths. Other figures are assumptions; flags or a recorded trace
+replace them."""
 
 
 class Sessions:
@@ -157,6 +164,18 @@ class WithinContext:
         return following if following is not None and self._fits(following) else None
 
 
+def find_profile(name: str, input_len: int | None = None, output_len: int | None = None) -> Profile:
+    """The profile ``name``, with other mean lengths if given. Raises ``ConfigError``."""
+    if name not in PROFILES:
+        raise ConfigError(f"workload: {name!r} is not one of {', '.join([*PROFILES, *CLOSED])}")
+    profile = PROFILES[name]
+    if input_len:
+        profile = profile._replace(first=profile.first._replace(mean=float(input_len)))
+    if output_len:
+        profile = profile._replace(output=profile.output._replace(mean=float(output_len)))
+    return profile
+
+
 def make_workload(
     name: str,
     num_requests: int,
@@ -177,16 +196,10 @@ def make_workload(
         load = CLOSED[name]
         sizes = (input_len or load.input_len, output_len or load.output_len)
         return ClosedLoop(num_requests, *sizes, load.spread, concurrency or load.concurrency, seed)
-    if name not in PROFILES:
-        raise ConfigError(f"workload: {name!r} is not one of {', '.join([*PROFILES, *CLOSED])}, and no file")
-    profile = PROFILES[name]
+    profile = find_profile(name, input_len, output_len)
     if concurrency is not None:
-        sizes = (input_len or round(profile.first.mean), output_len or round(profile.output.mean))
+        sizes = (round(profile.first.mean), round(profile.output.mean))
         return ClosedLoop(num_requests, *sizes, 0.5, concurrency, seed)
     if rate is None:
         raise ConfigError(f"rate: workload {name} needs requests a second, or a concurrency")
-    if input_len:
-        profile = profile._replace(first=profile.first._replace(mean=float(input_len)))
-    if output_len:
-        profile = profile._replace(output=profile.output._replace(mean=float(output_len)))
     return Sessions(profile, rate, num_requests, burstiness, seed)

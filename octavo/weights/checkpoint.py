@@ -11,6 +11,7 @@ from octavo.errors import CheckpointError
 from octavo.weights.blocks import BlockTensor
 from octavo.weights.dummy import DummyCheckpoint
 from octavo.weights.gguf_checkpoint import GGUFCheckpoint
+from octavo.weights.pytorch import PytorchCheckpoint
 from octavo.weights.safetensors import SafetensorsCheckpoint, read_configs
 
 
@@ -52,13 +53,16 @@ class Checkpoint(Protocol):
 def open_checkpoint(path: Path, load_format: str = "auto", seed: int = 0, device: str = "cpu") -> Checkpoint:
     """Open a folder with ``config.json`` and safetensors files, or a GGUF file.
 
-    ``load_format`` is ``auto``, ``safetensors``, ``gguf`` or ``dummy``; a dummy reads only the configuration from
-    ``path``, and generates random weights on ``device``. Raises ``CheckpointError``.
+    ``load_format`` is ``auto``, ``safetensors``, ``gguf``, ``pt`` or ``dummy``. PyTorch files are read with ``pt``
+    alone, and a dummy reads only the configuration from ``path``, and generates random weights on ``device``. Raises
+    ``CheckpointError``.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: does not exist")
     if not path.is_dir() and path.suffix.lower() in (".safetensors", ".bin", ".pt", ".pth"):
-        raise CheckpointError(f"{path}: give a GGUF file, or the folder of a safetensors checkpoint")
+        raise CheckpointError(f"{path}: give a GGUF file, or the folder of another checkpoint")
+    if load_format == "pt" and path.is_dir():
+        return PytorchCheckpoint(path)
     found = "safetensors" if path.is_dir() else "gguf"
     if load_format not in ("auto", "dummy", found):
         raise CheckpointError(f"{path}: is of load format {found}, but {load_format} was asked for")

@@ -10,17 +10,19 @@ from octavo.config import DEFAULT_MODEL, ModelSettings
 from octavo.errors import ConfigError
 
 FETCHED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
-IGNORED_FILES = ["*/*.safetensors", "*/*.model", "consolidated*"]
+PYTORCH_FILES = ["*.bin", "*.json", "*.jinja", "tokenizer.model"]
+"""What is fetched instead with load format pt."""
+IGNORED_FILES = ["*/*.safetensors", "*/*.bin", "*/*.model", "consolidated*", "training_args.bin"]
 """Duplicates of the weights in other layouts. Other files in subfolders are kept: they may configure pooling."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 
-def resolve_model(settings: ModelSettings, patterns: Sequence[str] = FETCHED_FILES) -> Path:
+def resolve_model(settings: ModelSettings, patterns: Sequence[str] | None = None) -> Path:
     """The folder or file of ``settings.model``: an existing path, the default model, or an id on the Hugging Face hub.
 
-    Fetches files that are not local yet; from the hub, those that match ``patterns``. Raises ``ConfigError`` if the
-    model is none of these or cannot be fetched.
+    Fetches files that are not local yet; from the hub, those that match ``patterns``, by default those of the load
+    format. Raises ``ConfigError`` if the model is none of these or cannot be fetched.
     """
     name = settings.model
     path = Path(name).expanduser()
@@ -37,6 +39,8 @@ def resolve_model(settings: ModelSettings, patterns: Sequence[str] = FETCHED_FIL
         raise ConfigError(
             f"model: {name!r} does not exist, and is not '{DEFAULT_MODEL}' or an id on the hub like owner/name"
         )
+    if patterns is None:
+        patterns = PYTORCH_FILES if settings.load_format == "pt" else FETCHED_FILES
     return _fetch_from_hub(settings, list(patterns))
 
 

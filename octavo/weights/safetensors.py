@@ -127,11 +127,16 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
         hint = f"; found {', '.join(others[:3])}" if others else ""
         raise CheckpointError(
             f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there{hint}. Weights must be safetensors files, "
-            "or a GGUF file given by its own path; .bin and .pt files can run code when loaded and are not supported"
+            "or a GGUF file given by its own path; .bin and .pt files are read with --load-format pt"
         )
+    return parse_weight_map(index, folder / INDEX_NAME)
+
+
+def parse_weight_map(index: dict[str, Any], shown: Path) -> dict[str, str]:
+    """Tensor names to file names, from an index. Raises ``CheckpointError`` starting with ``shown``."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(value, str) for value in weight_map.values()):
-        raise CheckpointError(f"{folder / INDEX_NAME}: weight_map must map tensor names to file names")
+        raise CheckpointError(f"{shown}: weight_map must map tensor names to file names")
     return weight_map
 
 

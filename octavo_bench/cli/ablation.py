@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from octavo.cli.settings import add_flag, load_config
 from octavo.config import EngineConfig, settings
 from octavo_bench.cli.arguments import with_folder
+from octavo_bench.cli.results import add_results, check_results, finish
 
 OFFERED = ("model", "load_format", "device", "seed", "revision", "download_dir", "kv_cache_dtype", "max_num_seqs")
 """Settings that are the same for every engine of the table; all others are the table's own."""
@@ -39,7 +39,7 @@ def add_kinds(kinds: Any) -> None:
         default=280,
         help="seconds; after the first round, none begins that would not end by then",
     )
-    ablation.add_argument("--output", type=Path, help="write the raw JSON to this file")
+    add_results(ablation)
     ablation.set_defaults(run=_run, config=None)
 
 
@@ -48,6 +48,7 @@ def _run(args: argparse.Namespace) -> int:
     from octavo_bench.report import keep
     from octavo_bench.report_tables import ablation
 
+    check_results(args)
     config = with_folder(load_config(EngineConfig, args))
     given = {name: value for name in (*SIZES, "gap") if (value := getattr(args, name)) is not None}
     if config.scheduler.max_num_seqs is not None:
@@ -60,5 +61,4 @@ def _run(args: argparse.Namespace) -> int:
         args.deadline,
         lambda so_far: keep("ablation", so_far, args.output),
     )
-    print(ablation(result))
-    return 0
+    return finish(args, result, shown=ablation(result))

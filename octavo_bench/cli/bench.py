@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import add_settings, load_config
+from octavo.cli.settings import add_settings
 from octavo.config import DEFAULT_MODEL, EngineConfig, cache_dir
-from octavo_bench.cli import ablation, deciding, drafts, peer, suites, tools
+from octavo_bench.cli import ablation, deciding, drafts, peer, quality, serve, suites, tools
 from octavo_bench.cli.arguments import engine_config, numbers, reals, require_cuda
-from octavo_bench.report import publish, spread
+from octavo_bench.cli.results import add_results, check_results, finish
+from octavo_bench.report import spread
 
 NAME = "bench"
 HELP = "measure throughput, start-up and overheads, alone or beside another engine"
@@ -25,12 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
     measurements = [*_add_engine_runs(kinds), *_add_kernels(kinds), *_add_surroundings(kinds)]
     for kind in measurements:
-        kind.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+        add_results(kind)
     deciding.add_kinds(kinds)
     tools.add_kinds(kinds)
     ablation.add_kinds(kinds)
     suites.add_kinds(kinds)
     drafts.add_kinds(kinds)
+    quality.add_kinds(kinds)
+    serve.add_kinds(kinds)
 
 
 def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
@@ -59,13 +62,6 @@ def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     profile.add_argument("--traces", type=Path, help="folder for traces that Perfetto opens; default: a temporary one")
     profile.set_defaults(measure=_profile)
     yield profile
-
-    quality = kinds.add_parser("quality", help="how far a text's probabilities are from those of float32, on a CPU")
-    add_settings(quality, EngineConfig)
-    quality.add_argument("--text", type=Path, required=True, help="a file of ordinary text")
-    quality.add_argument("--positions", type=int, default=2000, help="tokens of it that are compared")
-    quality.set_defaults(measure=_quality)
-    yield quality
 
     fidelity = kinds.add_parser("fidelity", help="what `octavo simulate` predicts beside what the engine does")
     add_settings(fidelity, EngineConfig)
@@ -134,9 +130,9 @@ def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, and write the file that ``--output`` names."""
-    publish(args.kind, args.measure(args), args.output)
-    return 0
+    """Measure, and do with the result what the flags say."""
+    check_results(args)
+    return finish(args, args.measure(args))
 
 
 def _offline(args: argparse.Namespace) -> dict[str, Any]:
@@ -258,12 +254,6 @@ def _startup(args: argparse.Namespace) -> dict[str, Any]:
 
     runs = [start_once([args.model]) for _ in range(args.rounds)]
     return {"model": args.model, **{name: spread([run[name] for run in runs]) for name in runs[0]}}
-
-
-def _quality(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.quality import measure
-
-    return measure(load_config(EngineConfig, args), args.text, args.positions)
 
 
 def _fidelity(args: argparse.Namespace) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from octavo.config import POLICY_NAMES
+from octavo_bench.cli.results import add_results
 
 
 def add_kinds(kinds: Any) -> None:
@@ -33,7 +33,7 @@ def add_kinds(kinds: Any) -> None:
     fairness.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=["fcfs", "fair"])
     fairness.set_defaults(measure=_fairness)
     for kind in (synthetic, waiting, fairness):
-        kind.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+        add_results(kind)
 
 
 def _synthetic(args: argparse.Namespace) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from octavo.cli.settings import add_settings
 from octavo.config import EngineConfig
 from octavo_bench.cli.arguments import engine_config, numbers
+from octavo_bench.cli.results import add_results
 from octavo_bench.draft_prompts import KINDS
 
 
@@ -21,7 +22,7 @@ def add_kinds(kinds: Any) -> None:
     speculate.add_argument("--max-tokens", type=int, default=128, help="most tokens of an answer")
     speculate.add_argument("--temperature", type=float, default=0.0)
     speculate.add_argument("--rounds", type=int, default=3, help="in which the two engines take turns, after a first")
-    speculate.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+    add_results(speculate)
     speculate.set_defaults(measure=_speculate)
     _add_training(
         kinds.add_parser("train-draft", help="train an EAGLE-3 head on a model's own answers, and measure it")
@@ -46,7 +47,7 @@ def _add_training(train: argparse.ArgumentParser) -> None:
         "--kinds", nargs="+", choices=KINDS, default=["chat", "code", "repeat"], help="of the measurement"
     )
     train.add_argument("--max-tokens", type=int, default=128, help="most tokens of an answer in the measurement")
-    train.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+    add_results(train)
     train.set_defaults(measure=_train)
 
 

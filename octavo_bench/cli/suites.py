@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.cli.settings import add_settings, load_config
 from octavo.config import EngineConfig, cache_dir
 from octavo.errors import ConfigError
+from octavo_bench.cli.results import add_results, check_results, finish
 
 if TYPE_CHECKING:
     from octavo_bench.suite_sizes import Sizes
@@ -30,16 +31,17 @@ def add_kinds(kinds: Any) -> None:
     suites.add_argument("--suites", default=",".join(SUITES), help="of all, comma-separated")
     suites.add_argument("--small", action="store_true", help="little of each, for trying out and for CPUs")
     suites.add_argument("--rounds", type=int, default=3, help="runs of each case; medians are reported")
-    suites.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+    add_results(suites)
     suites.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure one figure after the other; the file that ``--output`` names has all so far."""
     from octavo_bench.dummy_models import model_folder
-    from octavo_bench.report import keep, publish
+    from octavo_bench.report import keep
     from octavo_bench.suite_sizes import FULL, SMALL
 
+    check_results(args)
     wanted = args.suites.split(",")
     if unknown := [name for name in wanted if name not in SUITES]:
         raise ConfigError(f"suites: {unknown[0]!r} is not one of {', '.join(SUITES)}")
@@ -51,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
         result["rows"].append(row)
         keep("suites", result, args.output)
         print(f"octavo: {row['suite']} {row['case']}: {row['value']['median']}", file=sys.stderr)
-    publish("suites", result, args.output)
-    return 0
+    return finish(args, result)
 
 
 def _rows(wanted: list[str], folder: Path, given: EngineConfig, sizes: Sizes, rounds: int) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import numbers
+from octavo_bench.cli.results import add_results, check_results, conclude, finish
 
 
 def add_kinds(kinds: Any) -> None:
@@ -34,12 +36,13 @@ def add_kinds(kinds: Any) -> None:
     lora.add_argument("--rank", type=int, default=16)
     lora.add_argument("--steps", type=int, default=32)
     lora.add_argument("--rounds", type=int, default=3, help="in which the numbers of adapters take turns")
-    lora.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+    add_results(lora)
     lora.set_defaults(run=_lora)
 
     report = kinds.add_parser("report", help="the tables of raw JSON files, as Markdown")
     report.add_argument("files", nargs="*", type=Path, metavar="FILE")
     report.add_argument("--fill", type=Path, metavar="PAGE", help="put them into a page's places for reports instead")
+    add_results(report, with_output=False)
     report.set_defaults(run=_report)
 
     gpu = kinds.add_parser("gpu", help="test and measure everything on a GPU machine, in one go")
@@ -80,25 +83,29 @@ def _lora(args: argparse.Namespace) -> int:
     import tempfile
 
     from octavo_bench.lora import step_times
-    from octavo_bench.report import publish, spread
+    from octavo_bench.report import spread
 
+    check_results(args)
     work = {"sequences": args.sequences, "rank": args.rank, "steps": args.steps, "rounds": args.rounds}
     with tempfile.TemporaryDirectory() as folder:
         times = step_times(args.model, Path(folder), args.adapters, args.sequences, args.rank, args.steps, args.rounds)
     rows = [{"adapters": count, "step_ms": spread(ms), "least_ms": round(min(ms), 3)} for count, ms in times.items()]
-    publish("lora", {"model": args.model.name, **work, "rows": rows}, args.output)
-    return 0
+    return finish(args, {"model": args.model.name, **work, "rows": rows})
 
 
 def _report(args: argparse.Namespace) -> int:
+    from octavo_bench.gate import read_record
     from octavo_bench.report_tables import fill, render
 
+    check_results(args)
+    if (args.plot or args.fail_under) and len(args.files) != 1:
+        raise ConfigError("report: --plot and --fail-under take one record")
     if args.fill is not None:
         for file in fill(args.fill):
             print(f"octavo: {file} is not there; its place stays as it is", file=sys.stderr)
         return 0
     print("\n\n".join(render(file) for file in args.files))
-    return 0
+    return conclude(args, read_record(args.files[0])) if len(args.files) == 1 else 0
 
 
 def _gpu(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import torch
 
 import octavo
 from octavo.cli import main
+from octavo.cli.doctor_checks import QUANTITIES
 from octavo.ops.cpu.compiled import cache_folder
 from tests.llm.tiny import SETTINGS, write_checkpoint
 
@@ -84,3 +85,58 @@ def test_a_device_that_is_not_there_is_a_problem(capsys: pytest.CaptureFixture[s
         pytest.skip("there is one here")
     assert main(["doctor", "--device", "cuda"]) == 1
     assert "PROBLEM: device: " in sections(capsys.readouterr().out)["machine"]
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, **values: float) -> None:
+    for name, value in values.items():
+        known = QUANTITIES[name.replace("_", "-")]
+        monkeypatch.setitem(QUANTITIES, name.replace("_", "-"), known._replace(measure=lambda value=value: value))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("requirements", "code"),
+    [
+        (["memory:8", "gpus:1", "load:1.5"], 0),
+        (["memory:8.5", "gpus:1"], 1),
+        (["gpus:2"], 1),
+        (["load:0.5", "memory:1"], 1),
+        (["gpu-utilization:5"], 0),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_requirements_decide_the_exit_code(
+    requirements: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured(monkeypatch, memory=8.25, gpus=1, load=1.0, gpu_utilization=5)
+    assert main(["doctor", "--device", "cpu", "--check", *requirements]) == code
+    found = sections(capsys.readouterr().out)
+    assert list(found) == [*SECTIONS, "checks"]
+    assert found["checks"].count("ok (") == len(requirements) - code
+    assert found["checks"].count("NOT MET") == found["checks"].count("PROBLEM: check: ") == code
+
+
+def test_what_the_machine_has_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    met = ["cores:1", "memory:0.01", "disk:0.001", "load:1000", "gpus:0", "gpu-memory:0"]
+    assert main(["doctor", "--device", "cpu", "--check", *met]) == 0
+    lines = sections(capsys.readouterr().out)["checks"].splitlines()
+    assert [line.split()[0] for line in lines] == [text.split(":")[0] for text in met]
+    assert all(float(line.split()[1].rstrip(",")) >= 0 for line in lines)
+
+
+def test_a_gpu_that_nobody_knows_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert main(["doctor", "--device", "cpu", "--check", "gpu-utilization:10"]) == 1
+    assert "PROBLEM: check: gpu-utilization: nvidia-smi does not tell it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("vram:3", "'vram' is not one of cores, load"), ("memory", "not NAME:NUMBER"), ("disk:-1", "must be finite")],
+)
+def test_requirements_are_checked_first(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--check", text]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert not shown.out

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from octavo.cli import build_parser
+from octavo.cli import build_parser, main
+from octavo.cli.aliases import ADVICE, FLAGS_OF_OTHERS
 from octavo.cli.settings import environment_warnings, flag_name, load_config, secret_warnings, variable_name
 from octavo.config import OWNERS, EngineConfig, ServeConfig, settings, to_flat
 from octavo.errors import ConfigError
@@ -112,6 +114,25 @@ def test_a_boolean_can_be_switched_back_on(tmp_path: Path) -> None:
     assert load(*file).cache.enable_prefix_caching is False
     assert load(*file, environ={"OCTAVO_ENABLE_PREFIX_CACHING": "true"}).cache.enable_prefix_caching is True
     assert load(*file, "--enable-prefix-caching").cache.enable_prefix_caching is True
+
+
+def test_flags_of_other_servers() -> None:
+    flat = to_flat(load("--max-seq-len", "4096", "--max-batch-size=24", "--num-gpu-blocks", "2048", "--prefix-caching"))
+    assert (flat["max_model_len"], flat["max_num_seqs"], flat["num_kv_blocks"]) == (4096, 24, 2048)
+    assert not load("--no-prefix-caching").cache.enable_prefix_caching
+    known = {item.name for item in SETTINGS}
+    assert set(FLAGS_OF_OTHERS.values()) <= known
+    assert not {flag_name(name) for name in known} & {*FLAGS_OF_OTHERS, *ADVICE}
+
+
+@pytest.mark.parametrize("flag", ADVICE)
+def test_what_other_servers_have_and_octavo_has_not(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", f"{flag}=1"])
+    error = capsys.readouterr().err
+    assert f"there is no flag {flag}: " in error
+    advised = re.findall(r"--[a-z-]+", error.partition(": there is no flag")[2].partition("Try")[0])
+    assert {item[2:].replace("-", "_") for item in advised[1:]} <= {item.name for item in SETTINGS}
 
 
 def test_the_model_is_also_an_argument() -> None:

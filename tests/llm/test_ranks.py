@@ -98,4 +98,4 @@ def test_a_lost_rank_is_an_error(tmp_path: Path) -> None:
         began = time.monotonic()
         with pytest.raises(RanksLost, match=r"rank 1 of the engine ended \(killed by signal 9\)"):
             texts(llm)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30

@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from octavo import LLM, SamplingParams
+from octavo.config import ModelSettings
+from octavo.device_settings import weight_format
 from octavo.errors import CheckpointError
 from octavo.models.registry import LoadedModel, load_model, read_config
 from octavo.quant.stored import WeightFormat
 from octavo.quant.tensors import Part
 from octavo.weights.blocks import BlockTensor
+from octavo.weights.checkpoint import open_checkpoint
 from tests.models import families
 from tests.models.checkpoints import FolderSource, make_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
@@ -116,6 +120,27 @@ def test_a_tied_head_may_be_there_twice_in_blocks(folders: dict[str, Path]) -> N
         else:
             with pytest.raises(CheckpointError, match="differs from the embedding"):
                 load_model(read_config(source.config), source, form)
+
+
+@needs_float_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_of_16_bits_stay_so_on_a_cpu_and_compute_the_same(tmp_path: Path, dtype: str) -> None:
+    families.make_checkpoint(tmp_path, "llama/biases", hidden_size=64).to(getattr(torch, dtype)).save_pretrained(
+        tmp_path
+    )
+    checkpoint, device = open_checkpoint(tmp_path), torch.device("cpu")
+    config, tokens, found = read_config(checkpoint.config), [[5, 3, 8, 2], [7]], {}
+    for name in ("auto", "float32"):
+        form = weight_format(ModelSettings(dtype=name), device, checkpoint)
+        assert (form.dtype, form.kv_dtype) == (torch.float32, torch.float32)
+        loaded = load_model(config, checkpoint, form)
+        with LLM(tmp_path, dtype=name, device="cpu", kv_cache_memory=0.01, max_model_len=64) as llm:
+            outputs = llm.generate(tokens, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2))
+        found[name] = loaded.bytes_by_format, [output.outputs[0] for output in outputs]
+    assert found["auto"][0][dtype] > 0
+    assert found["auto"][0][dtype] * 2 == found["float32"][0]["float32"] - found["auto"][0]["float32"]
+    for ours, expected in zip(found["auto"][1], found["float32"][1], strict=True):
+        assert (ours.token_ids, ours.logprobs) == (expected.token_ids, expected.logprobs)
 
 
 @pytest.mark.parametrize("variant", ["gqa", "tied"])

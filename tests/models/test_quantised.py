@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.models.outline import outline
-from octavo.models.registry import read_config
+from octavo.models.registry import load_model, read_config
 from octavo.quant.stored import WeightFormat
 from octavo.weights.safetensors import SafetensorsCheckpoint
 from tests.models.families import VOCAB_SIZE, make_checkpoint
@@ -161,3 +161,16 @@ def test_a_quantised_checkpoint_is_checked_from_its_headers(folders: tuple[Path,
     )
     assert found.num_parameters == expected.num_parameters
     assert found.num_bytes == expected.num_bytes
+
+
+@needs_float_kernels
+@pytest.mark.parametrize("name", ["fp8", "fp8, blocks", "compressed fp8"])
+def test_fp8_weights_take_the_bytes_that_the_headers_announce(tmp_path: Path, name: str) -> None:
+    source, folder = tmp_path / "source", tmp_path / "quantised"
+    matrices = quantise(checkpoint(source, "llama/biases"), folder, FORMATS[name])
+    file = SafetensorsCheckpoint(folder)
+    config, form = read_config(file.config), WeightFormat(torch.float32, torch.device("cpu"), packs=True)
+    found = load_model(config, file, form).bytes_by_format
+    assert found == outline(config, file, form).bytes_by_format
+    numbers = sum(matrix.numel() for matrix in matrices.values())
+    assert numbers < found["fp8"] <= numbers * (1 + 4 / 32)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import build_parser
-from octavo_bench.report_tables import number
+from octavo_bench.report_tables import number, render
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("benchmarks.md", "performance.md")
@@ -88,3 +88,14 @@ def test_latency_is_that_of_the_record() -> None:
     for line in lines[start + 2 : start + 6]:
         workload, *shown = cells(line)
         assert shown == [as_shown(file, workload, FIGURES[title]) for title in titles]
+
+
+def test_figures_of_formats_are_those_of_the_records() -> None:
+    page, results = (DOCS / "quantization.md").read_text(), DOCS.parent / "benchmarks" / "results"
+    assert render(results / "quality_cpu.json") in page
+    ours, theirs = (
+        {row["format"]: row["mean_kl"] for row in json.loads((results / name).read_text())["result"]["rows"]}
+        for name in ("quality_cpu.json", "quality_cpu_transformers.json")
+    )
+    for name, figure in theirs.items():
+        assert f"| `{name}` | {number(ours[name])} | {number(figure)} |" in page

@@ -46,6 +46,32 @@ def test_served(tmp_path: Path) -> None:
     assert "| vllm | - | it broke |" in text
 
 
+def test_formats_of_weights(tmp_path: Path) -> None:
+    row = {"format": "int8", "weights_bytes": 3 << 20, "perplexity": 12.3456, "mean_kl": 0.00123, "p99_kl": 0.01}
+    rows = [
+        {**row, "same_top_token": 0.987},
+        {**row, "same_top_token": 1.0, "decode_tok_s": {"median": 40.0, "max": 50.25}},
+    ]
+    text = render(record(tmp_path, "quality", {"rows": rows}))
+    assert "| int8 | 3.0 | 12.346 | 0.00123 | 0.01 | 98.7 | - |" in text
+    assert "| 100.0 | 50.25 |" in text
+
+
+def test_a_latency_of_the_client_has_no_ratio(tmp_path: Path) -> None:
+    rows = [
+        {
+            "workload": "W4",
+            "figure": name,
+            "octavo": {"median": ours},
+            "vllm": {"median": 8.0},
+            "times_better": 8 / ours,
+        }
+        for name, ours in (("itl_p50_ms", 0.006), ("itl_p99_ms", 4.0))
+    ]
+    text = render(record(tmp_path, "peer", {"workloads": {"W4": {}}, "rows": rows, "visits": []}))
+    assert "| W4 | 0.006, 8 | 4, 8 (2.00) |" in text
+
+
 def test_a_page_is_filled_where_it_says(tmp_path: Path) -> None:
     there = record(tmp_path, "throughput", {"output_tok_s": 5})
     page = tmp_path / "page.md"
@@ -68,7 +94,7 @@ def test_the_tables_of_the_notes_are_those_of_the_records(
     page = (ROOT / "benchmarks" / "notes" / name).read_text()
     copy = tmp_path / name
     copy.write_text(page)
-    fill(copy)
+    assert fill(copy) == [], "a place without a record"
     assert copy.read_text() == page, f"octavo bench report --fill benchmarks/notes/{name}"
 
 

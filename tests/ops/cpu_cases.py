@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.ops.block_linear import PackedBlocks
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
+from octavo.ops.scaled_linear import ScaledValues
 from octavo.weights.blocks import BLOCK_KINDS, BlockTensor, Groups
 
 needs_float_kernels = pytest.mark.skipif(missing(FLOAT_FEATURES) is not None, reason=str(missing(FLOAT_FEATURES)))
@@ -60,3 +61,11 @@ def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+
+
+def random_values(N: int, K: int, group: int) -> ScaledValues:
+    """An FP8 weight with all numbers, subnormal ones and both zeros too."""
+    codes = torch.randint(0, 256, (N, K), dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0x80  # not numbers
+    scales = torch.rand(N, -(-K // group)) * 1e-3 + 1e-5
+    return ScaledValues(codes.view(torch.float8_e4m3fn), scales, group)

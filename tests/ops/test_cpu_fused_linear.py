@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.ops import block_linear, linear
+from octavo.ops import block_linear, linear, scaled_linear
 from octavo.ops.block_linear import PackedBlocks
 from octavo.ops.cpu import threads
 from octavo.ops.linear import Activation
-from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks, random_ordered
+from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks, random_ordered, random_values
 
 pytestmark = needs_float_kernels
 K = 64
@@ -42,9 +42,14 @@ def blocks(N: int) -> tuple[Apply, Tensor, float]:
     return lambda x, *rest: block_linear(x, packed, *rest), packed.unpack(), 0.5
 
 
+def scaled(N: int) -> tuple[Apply, Tensor, float]:
+    weight = random_values(N, K, 32)
+    return lambda x, *rest: scaled_linear(x, weight, *rest), weight.rows(torch.arange(N)), 2e-5
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("N", [64, 32, 40, 37])
-@pytest.mark.parametrize("make", [dense, blocks])
+@pytest.mark.parametrize("make", [dense, blocks, scaled])
 def test_close_to_float64(
     make: Callable[[int], tuple[Apply, Tensor, float]], N: int, activation: Activation | None
 ) -> None:
@@ -70,7 +75,7 @@ def test_close_to_float64(
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", None])
-@pytest.mark.parametrize("make", [dense, blocks])
+@pytest.mark.parametrize("make", [dense, blocks, scaled])
 def test_a_row_does_not_depend_on_other_rows_or_on_threads(
     make: Callable[[int], tuple[Apply, Tensor, float]], activation: Activation | None
 ) -> None:
@@ -92,7 +97,7 @@ def test_a_row_does_not_depend_on_other_rows_or_on_threads(
 
 
 def test_the_residual_may_be_the_input() -> None:
-    for make in (dense, blocks):
+    for make in (dense, blocks, scaled):
         apply, _, _ = make(K)
         x, norm = torch.randn(5, K), torch.randn(K)
         expected = apply(x, None, norm, 1e-5, x.clone(), None)
@@ -100,7 +105,7 @@ def test_the_residual_may_be_the_input() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    for make in (dense, blocks):
+    for make in (dense, blocks, scaled):
         apply, _, _ = make(32)
         for options in ((torch.randn(31),), (None, torch.randn(K + 1)), (None, None, 0.0, torch.randn(2, 31))):
             with pytest.raises(ValueError, match="contiguous, of shape"):
@@ -109,10 +114,10 @@ def test_what_does_not_fit_is_refused() -> None:
 
 LEVEL = """
 import sys, torch
-from octavo.ops import block_linear, linear
+from octavo.ops import block_linear, linear, scaled_linear
 from octavo.ops.block_linear import PackedBlocks
 from octavo.ops.cpu.vector_ir import HAS_VNNI
-from tests.ops.cpu_cases import random_blocks, random_ordered
+from tests.ops.cpu_cases import random_blocks, random_ordered, random_values
 assert not HAS_VNNI
 torch.manual_seed(0)
 x, norm, results = torch.randn(13, 256), torch.randn(256), []
@@ -120,6 +125,7 @@ for kind in ("Q4_1", "Q8_0", "Q6_K", "Q4_0"):
     results.append(block_linear(x, PackedBlocks.pack(random_blocks(kind, 64, 256)), None, norm, 1e-5, None, "silu"))
 results.append(block_linear(x, random_ordered(64, 256), None, norm, 1e-5, None, "silu"))
 results.append(linear(x, torch.randn(37, 256)))
+results.append(scaled_linear(x, random_values(37, 256, 128)))
 torch.save(results, sys.argv[1])
 """
 AVX2 = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe"
@@ -135,5 +141,6 @@ def test_without_avx512_the_bits_are_the_same(tmp_path: Path) -> None:
     for kind, result in zip(("Q4_1", "Q8_0", "Q6_K", "Q4_0"), found, strict=False):
         packed = PackedBlocks.pack(random_blocks(kind, 64, 256))
         assert torch.equal(block_linear(x, packed, None, norm, 1e-5, None, "silu"), result), kind
-    assert torch.equal(block_linear(x, random_ordered(64, 256), None, norm, 1e-5, None, "silu"), found[-2])
-    assert torch.equal(linear(x, torch.randn(37, 256)), found[-1])
+    assert torch.equal(block_linear(x, random_ordered(64, 256), None, norm, 1e-5, None, "silu"), found[-3])
+    assert torch.equal(linear(x, torch.randn(37, 256)), found[-2])
+    assert torch.equal(scaled_linear(x, random_values(37, 256, 128)), found[-1])

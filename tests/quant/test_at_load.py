@@ -11,7 +11,6 @@ from octavo.quant import at_load
 from octavo.quant.at_load import quantized, quantized_head
 from octavo.quant.blocks import BlockStored
 from octavo.quant.grouped import GroupedStored
-from octavo.quant.scaled import ScaledStored
 from octavo.quant.stored import DenseStored, StoredWeight, WeightFormat
 from tests.quant.test_stored import in_blocks
 
@@ -20,7 +19,7 @@ DENSE = WeightFormat(torch.float32, CPU)
 MATRIX = torch.randn(70, 384, generator=torch.Generator().manual_seed(0)) * 0.02
 
 
-def form(name: str, quantizes_head: bool = False, device: str = "cpu") -> WeightFormat:
+def form(name: str | None, quantizes_head: bool = False, device: str = "cpu") -> WeightFormat:
     return WeightFormat(torch.float32, torch.device(device), True, name, quantizes_head)
 
 
@@ -105,15 +104,15 @@ def test_what_stays_as_it_is() -> None:
     assert quantized("gate", one_output, form("int4")) is one_output
     assert quantized_head("lm_head", stored, form("int4")) is stored
     blocks = in_blocks("Q4_0")(4, 64, 0)
+    assert quantized_head("lm_head", blocks, form("int4", True)) is blocks
     assert isinstance(blocks, BlockStored)
     with pytest.raises(CheckpointError, match="map is quantised already"):
         quantized("map", blocks, form("fp8"))
 
 
 def test_a_head_has_eight_bits() -> None:
-    heads = [quantized_head("lm_head", DenseStored((MATRIX,)), form(name, True)) for name in ("fp8", "int8", "int4")]
-    assert isinstance(heads[0], ScaledStored)
-    for head in heads[1:]:
+    for name in (None, "fp8", "int8", "int4"):
+        head = quantized_head("lm_head", DenseStored((MATRIX,)), form(name, True))
         assert isinstance(head, GroupedStored)
         assert (head.bits, head.group) == (8, 384)
 

@@ -40,6 +40,9 @@ def test_an_id_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert resolve_model(settings) == tmp_path
     assert (asked["name"], asked["revision"], asked["cache_dir"]) == ("owner/name", "main", "/models")
     assert not any(pattern.endswith((".bin", ".py")) for pattern in asked["allow_patterns"])
+    resolve_model(ModelSettings(model="owner/name", load_format="pt"))
+    assert "*.bin" in asked["allow_patterns"]
+    assert "*.safetensors" not in asked["allow_patterns"]
 
 
 def test_the_hub_says_no(monkeypatch: pytest.MonkeyPatch) -> None:

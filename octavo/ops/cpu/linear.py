@@ -1,9 +1,12 @@
-"""``linear`` for dense weights of float32, bfloat16 and float16, in float32 arithmetic."""
+"""``linear`` for dense weights of float32, bfloat16 and float16, in float32 arithmetic.
+
+``multiply_rows`` also computes ``scaled_linear``.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,9 +31,34 @@ MULTIPLICATIONS_A_CHUNK = 200_000
 NUMBERS_A_CHUNK = 16384
 
 ARGUMENTS = fields(
-    **EPILOGUE, normalise=int, multiply=int, x=int, normed=int, norm=int, eps=float, weight=int, K=int, width=int
+    **EPILOGUE,
+    normalise=int,
+    multiply=int,
+    x=int,
+    normed=int,
+    norm=int,
+    eps=float,
+    weight=int,
+    K=int,
+    width=int,
+    scales=int,
+    group=int,
+    G=int,
 )
-"""``width`` is K rounded up to a multiple of 16."""
+"""``width`` is K rounded up to a multiple of 16, and ``group`` the number of columns that share a scale, likewise."""
+
+
+class WeightRows(NamedTuple):
+    """A weight [N, K] as ``dense_dot`` reads it: row by row, in one number format."""
+
+    number_format: int
+    data: Tensor
+    """[N, K], each row filled up with zeros to a multiple of 16 columns"""
+    shape: tuple[int, int]
+    scales: Tensor | None = None
+    """float32 [N, G]; E4M3 only"""
+    group: int = LANES
+    """Number of columns that share a scale."""
 
 
 @functools.cache
@@ -62,11 +90,13 @@ def _dot_rows(number_format: Constant, a: Any, first: int, last: int, x: int, to
     while n < last:
         rows = ROWS if n + ROWS <= last else 1
         weight, out = a.weight + n * a.width * FORMAT_BYTES[number_format], out_at + 4 * (n - first)
+        scales = a.scales + 4 * n * a.G
         if rows == ROWS:
-            dense_dot(number_format, weight, x, a.width, out, 4 * PANEL, ROWS, tokens)
+            dense_dot(number_format, weight, scales, a.group, x, a.width, out, 4 * PANEL, ROWS, tokens)
         else:
             for t in range(tokens):
-                dense_dot(number_format, weight, x + 4 * t * a.width, a.width, out + 4 * t * PANEL, 4 * PANEL, 1, 1)
+                own = out + 4 * t * PANEL
+                dense_dot(number_format, weight, scales, a.group, x + 4 * t * a.width, a.width, own, 4 * PANEL, 1, 1)
         n += rows
 
 
@@ -124,27 +154,44 @@ def linear_numba(
     activation: Activation | None = None,
 ) -> Tensor:
     """See ``ops.linear``."""
-    (T, K), N = x_TK.shape, weight_NK.shape[0]
+    if weight_NK.dtype != x_TK.dtype and (x_TK.dtype != torch.float32 or weight_NK.dtype not in FORMATS):
+        raise ValueError(f"linear: x is of {x_TK.dtype}, the weight of {weight_NK.dtype}")
+    N, K = weight_NK.shape
+    rows = WeightRows(FORMATS[weight_NK.dtype], whole_vectors(weight_NK), (N, K))
+    return multiply_rows("linear", x_TK, rows, bias_N, norm_K, eps, residual_TN, activation)
+
+
+def multiply_rows(
+    op: str,
+    x_TK: Tensor,
+    weight: WeightRows,
+    bias_N: Tensor | None,
+    norm_K: Tensor | None,
+    eps: float,
+    residual_TN: Tensor | None,
+    activation: Activation | None,
+) -> Tensor:
+    """``ops.linear`` with a weight in any number format. ``op`` is the name that errors give."""
+    T, (N, K) = len(x_TK), weight.shape
     if activation not in GATES or (activation and N % (2 * PANEL)):
 
         def multiply(normed_TK: Tensor) -> Tensor:
-            return linear_numba(normed_TK, weight_NK, bias_N)
+            return multiply_rows(op, normed_TK, weight, bias_N, None, 0.0, None, None)
 
         return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)
-    if weight_NK.dtype != x_TK.dtype and (x_TK.dtype != torch.float32 or weight_NK.dtype not in FORMATS):
-        raise ValueError(f"linear: x is of {x_TK.dtype}, the weight of {weight_NK.dtype}")
-    width = N // 2 if activation else N
-    check_linear("linear", K, weight_NK.shape, bias_N, norm_K, residual_TN, (T, width))
-    x, weight = whole_vectors(x_TK.float()), whole_vectors(weight_NK)
+    out_width = N // 2 if activation else N
+    check_linear(op, x_TK.shape[1], weight.shape, bias_N, norm_K, residual_TN, (T, out_width))
+    x = whole_vectors(x_TK.float())
     norm = None if norm_K is None else whole_vectors(norm_K.float())
     bias = None if bias_N is None else bias_N.float()
     residual = None if residual_TN is None else residual_TN.float()
-    out_TN = residual if residual is not None else torch.empty(T, width)
+    out_TN = residual if residual is not None else torch.empty(T, out_width)
+    width, group = x.shape[1], -(-weight.group // LANES) * LANES
     arguments = np.empty(1, ARGUMENTS)
     arguments[0] = (
         *(address(bias), address(residual), out_TN.data_ptr(), GATES[activation], T, N),
-        *(_normalise_task(), _multiply_task(FORMATS[weight.dtype]), x.data_ptr(), 0, address(norm), eps),
-        *(weight.data_ptr(), K, x.shape[1]),
+        *(_normalise_task(), _multiply_task(weight.number_format), x.data_ptr(), 0, address(norm), eps),
+        *(weight.data.data_ptr(), K, width, address(weight.scales), group, -(-width // group)),
     )
     call(_driver(), arguments)
     return out_TN.to(x_TK.dtype)

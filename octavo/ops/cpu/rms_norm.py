@@ -14,7 +14,7 @@ from octavo.ops.cpu.dense_dot import dense_dot
 from octavo.ops.cpu.memory import fields, read, view
 from octavo.ops.cpu.tensors import declines_floats, whole_vectors
 from octavo.ops.cpu.threads import run
-from octavo.ops.cpu.vector_ir import FLOAT32
+from octavo.ops.cpu.vector_ir import FLOAT32, LANES
 from octavo.ops.rms_norm import rms_norm
 
 NUMBERS_A_CHUNK = 16384
@@ -25,7 +25,7 @@ ARGUMENTS = fields(task=int, x=int, weight=int, out=int, T=int, width=int, num_c
 def normalise_row(x_at: int, weight_at: int, out_at: int, width: int, num_columns: int, eps: float) -> None:
     """One row of ``width`` numbers, a multiple of 16; those behind the columns are zeros."""
     total = np.empty(1, np.float32)
-    dense_dot(FLOAT32, x_at, x_at, width, total.ctypes.data, 4, 1, 1)
+    dense_dot(FLOAT32, x_at, 0, LANES, x_at, width, total.ctypes.data, 4, 1, 1)
     scale = np.float32(1) / np.sqrt(total[0] / np.float32(num_columns) + np.float32(eps))
     x, weight, out = view(x_at, width, np.float32), view(weight_at, width, np.float32), view(out_at, width, np.float32)
     for i in range(width):

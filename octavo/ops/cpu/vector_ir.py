@@ -23,13 +23,16 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 I32x16, F32x16 = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 I16x16, F16x16 = ir.VectorType(I16, LANES), ir.VectorType(F16, LANES)
+I8x16 = ir.VectorType(I8, LANES)
 I8x64 = ir.VectorType(I8, 4 * LANES)
 I32x8 = ir.VectorType(I32, LANES // 2)
 HALVES = (range(LANES // 2), range(LANES // 2, LANES))
 
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
-"""Number formats in memory, as passed to the intrinsics."""
-FORMAT_BYTES = (4, 2, 2)
+FLOAT32, BFLOAT16, FLOAT16, E4M3 = 0, 1, 2, 3
+"""Number formats in memory, as passed to the intrinsics. E4M3 numbers must not be NaN."""
+E4M3_FACTOR = 256.0
+"""``load_floats`` returns E4M3 numbers divided by this."""
+FORMAT_BYTES = (4, 2, 2, 1)
 
 LINE_BYTES = 64
 AHEAD = 4096
@@ -124,11 +127,19 @@ def _dot4_in_pairs(b: ir.IRBuilder, unsigned: ir.Value, signed: ir.Value) -> ir.
 
 
 def load_floats(b: ir.IRBuilder, number_format: int, address: ir.Value, displacement: int = 0) -> ir.Value:
-    """Sixteen neighbouring numbers of a format, as float32 (exact)."""
+    """Sixteen neighbouring numbers of a format, as float32 (exact); those of E4M3 are divided by ``E4M3_FACTOR``.
+
+    Exponent and mantissa of an E4M3 number become the upper bits of a float16's. The exponent bias of float16 is 15
+    and that of E4M3 is 7, which makes the number smaller by 2 ** 8. It is exact for subnormal numbers too.
+    """
     if number_format == FLOAT32:
         return load(b, F32x16, address, displacement)
     if number_format == FLOAT16:
         return b.fpext(load(b, F16x16, address, displacement), F32x16)
+    if number_format == E4M3:
+        signed = b.sext(load(b, I8x16, address, displacement), I16x16)
+        half = b.and_(b.shl(signed, constant(I16x16, 7)), constant(I16x16, 0xBFFF))
+        return b.fpext(b.bitcast(half, F16x16), F32x16)
     wide = b.zext(load(b, I16x16, address, displacement), I32x16)
     return b.bitcast(b.shl(wide, constant(I32x16, 16)), F32x16)
 

@@ -1,0 +1,36 @@
+"""``scaled_linear``: the kernel of ``linear``, which widens the 8-bit numbers to float32 in registers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.ops.cpu.host import FLOAT_FEATURES, missing
+from octavo.ops.cpu.linear import WeightRows, multiply_rows
+from octavo.ops.cpu.tensors import whole_vectors
+from octavo.ops.cpu.vector_ir import E4M3
+from octavo.ops.linear import Activation
+from octavo.ops.scaled_linear import LANES, ScaledValues, scaled_linear
+
+
+def _supports(dtype: torch.dtype) -> str | None:
+    return missing(FLOAT_FEATURES) if dtype == torch.float32 else f"activations must be float32, got {dtype}"
+
+
+@scaled_linear.kernel(device="cpu", name="numba", preference=10, supports=_supports)
+def scaled_linear_numba(
+    x_TK: Tensor,
+    weight: ScaledValues,
+    bias_N: Tensor | None = None,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    residual_TN: Tensor | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
+    """See ``ops.scaled_linear``."""
+    N, K = weight.values_NK.shape
+    if weight.group % LANES and weight.group < K:
+        raise ValueError(f"scaled_linear: groups of {weight.group} inputs; they must be multiples of {LANES}")
+    values = weight.values_NK.view(torch.uint8)
+    rows = WeightRows(E4M3, whole_vectors(values), (N, K), weight.scales_NG.contiguous(), weight.group)
+    return multiply_rows("scaled_linear", x_TK, rows, bias_N, norm_K, eps, residual_TN, activation)

@@ -1,0 +1,61 @@
+"""A linear map whose weight is stored as 8-bit floating-point numbers with scales.
+
+Shapes: T tokens, K inputs, N outputs, G groups of neighbouring inputs; the last may be shorter than the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from octavo.ops.dispatch import op
+from octavo.ops.linear import Activation, compose
+
+LANES = 16
+"""A group's number of inputs is a multiple of this, unless the group is a whole row."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledValues:
+    """A weight [N, K] whose entries are ``value * scale``."""
+
+    values_NK: Tensor
+    """float8_e4m3fn, without NaN"""
+    scales_NG: Tensor
+    """float32"""
+    group: int
+    """Number of inputs that share a scale: a multiple of LANES, or K."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values_NK.nbytes + self.scales_NG.nbytes
+
+    def rows(self, ids_T: Tensor) -> Tensor:
+        """Rows of the weight as float32 [T, K]."""
+        K = self.values_NK.shape[1]
+        values_TK = self.values_NK.view(torch.uint8)[ids_T].view(torch.float8_e4m3fn).float()
+        return values_TK * self.scales_NG[ids_T].repeat_interleave(self.group, dim=1)[:, :K]
+
+
+@op
+def scaled_linear(
+    x_TK: Tensor,
+    weight: ScaledValues,
+    bias_N: Tensor | None = None,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    residual_TN: Tensor | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
+    """``act(rms_norm(x) @ weight.T + bias) + residual`` as ``ops.linear`` has it, all in float32.
+
+    A row of a kernel's result is bitwise a function of that row of ``x`` alone.
+    """
+
+    def multiply(normed_TK: Tensor) -> Tensor:
+        return functional.linear(normed_TK, weight.rows(torch.arange(len(weight.values_NK))), bias_N)
+
+    return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)

@@ -1,0 +1,82 @@
+"""What measurements do with their results: print and keep the record, draw it, and compare it with a baseline."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo_bench.plot_style import check_plot
+from octavo_bench.report import keep
+
+EXIT_WORSE = 1
+"""Exit status when a figure is below ``--fail-under``."""
+
+
+def add_results(parser: argparse.ArgumentParser, with_output: bool = True) -> None:
+    """Add the flags."""
+    results = parser.add_argument_group("results")
+    if with_output:
+        results.add_argument("--output", type=Path, metavar="FILE", help="also write the record, as JSON, to this file")
+    results.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png; needs octavo[plots]")
+    results.add_argument("--baseline", type=Path, metavar="RECORD", help="a record of the same command")
+    results.add_argument(
+        "--fail-under",
+        type=float,
+        metavar="SHARE",
+        help="exit with 1 if a figure is less than this share of the baseline's; without --baseline, of the other "
+        "engine's",
+    )
+    results.add_argument(
+        "--gate",
+        nargs="+",
+        default=[],
+        metavar="FIGURE",
+        help="figures that --fail-under compares, or parts of their names; default: throughput",
+    )
+
+
+def check_results(args: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` for flags that could only fail after the measurement."""
+    from octavo_bench.gate import read_record
+
+    if args.plot is not None:
+        check_plot(args.plot)
+    if args.baseline is not None:
+        if args.fail_under is None:
+            raise ConfigError("baseline: needs --fail-under, the least share of its figures")
+        read_record(args.baseline)
+    if args.fail_under is not None and not args.fail_under > 0:
+        raise ConfigError("fail_under: must be above 0")
+    if args.gate and args.fail_under is None:
+        raise ConfigError("gate: needs --fail-under")
+
+
+def finish(args: argparse.Namespace, result: Mapping[str, Any], shown: str | None = None) -> int:
+    """Print the record, or ``shown`` in its place, and do what the flags say; returns the exit code. Raises
+    ``ConfigError``."""
+    text = keep(args.kind, result, args.output)
+    print(text if shown is None else shown)
+    return conclude(args, json.loads(text))
+
+
+def conclude(args: argparse.Namespace, record: Mapping[str, Any]) -> int:
+    """Draw a record and compare it; returns the exit code. Raises ``ConfigError``."""
+    from octavo_bench.gate import compare, differences, read_record
+    from octavo_bench.plots import draw
+
+    if args.plot is not None:
+        draw(record, args.plot)
+    if args.fail_under is None:
+        return 0
+    baseline = None if args.baseline is None else read_record(args.baseline)
+    found = compare(record, baseline, args.gate)
+    for line in differences(record, baseline) if baseline is not None else ():
+        print(f"octavo: warning: {line}", file=sys.stderr)
+    for one in found:
+        print(f"octavo: gate: {one.line(args.fail_under)}", file=sys.stderr)
+    return 0 if all(one.is_good(args.fail_under) for one in found) else EXIT_WORSE

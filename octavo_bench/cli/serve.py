@@ -1,0 +1,110 @@
+"""`octavo bench serve URL`: throughput, latency and goodput of an OpenAI-compatible server that runs already."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from octavo.cli.settings import positive
+from octavo.errors import ConfigError
+from octavo_bench.cli.arguments import numbers, reals
+from octavo_bench.cli.results import add_results, check_results, finish
+
+
+def add_kinds(kinds: Any) -> None:
+    """Add the sub-command; it keeps what it has after each load."""
+    serve = kinds.add_parser("serve", help="a running OpenAI-compatible server: throughput, latency and goodput")
+    serve.add_argument("url", metavar="URL", help="such as http://127.0.0.1:8000; OPENAI_API_KEY is sent if it is set")
+    serve.add_argument("--model", help="default: the first that the server lists")
+    serve.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
+    load = serve.add_argument_group("load")
+    one = load.add_mutually_exclusive_group()
+    one.add_argument(
+        "--concurrency", type=numbers, metavar="N,...", help="closed loop: clients with one request at a time each"
+    )
+    one.add_argument("--request-rate", type=reals, metavar="R,...", help="open loop: requests a second")
+    load.add_argument("--burstiness", type=float, default=1.0, help="of arrivals: 1 is Poisson, less is burstier")
+    load.add_argument("--sweep", action="store_true", help="double the load until the throughput stops growing")
+    work = serve.add_argument_group("workload")
+    work.add_argument(
+        "--workload",
+        default="fixed",
+        help="fixed, sharegpt, shared-prefix, multi-turn, single, chat, agent, summary, or W1 to W5 (default: fixed)",
+    )
+    work.add_argument("--num-prompts", type=positive, default=100, help="requests of each load, later turns included")
+    work.add_argument("--num-warmups", type=int, default=1, help="requests before each load that do not count")
+    work.add_argument("--input-len", type=positive, help="mean prompt tokens; default: the workload's")
+    work.add_argument("--output-len", type=positive, help="mean output tokens; default: the workload's")
+    work.add_argument("--vocab-size", type=positive, default=20_000, help="prompts are made of tokens below this")
+    work.add_argument("--extra-body", type=json.loads, default={}, help="JSON of more fields; null leaves one out")
+    work.add_argument("--seed", type=int, default=0, help="of lengths and arrivals; contents are new in each run")
+    work.add_argument("--timeout", type=float, default=600.0, help="seconds that a request may take")
+    figures = serve.add_argument_group("figures")
+    figures.add_argument("--metric-percentiles", type=reals, default=[50, 90, 95, 99])
+    figures.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="METRIC:MS",
+        help="count requests within these: ttft, itl, tpot, e2el in milliseconds, as in ttft:300 itl:25",
+    )
+    figures.add_argument("--csv", type=Path, metavar="FILE", help="write a line of figures for each load")
+    add_results(serve)
+    serve.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from octavo_bench.report import keep
+    from octavo_bench.serve import Target, Wanted, run
+    from octavo_bench.serve_figures import parse_goodput, write_csv
+    from octavo_bench.serve_load import Load, Work
+
+    check_results(args)
+    _check(args)
+    loads = [Load(rate=rate) for rate in args.request_rate or ()]
+    loads = loads or [Load(concurrency=count) for count in args.concurrency or [1 if args.sweep else 16]]
+    target = Target(
+        args.url,
+        args.endpoint,
+        args.model,
+        os.environ.get("OPENAI_API_KEY"),
+        args.vocab_size,
+        args.extra_body,
+        args.timeout,
+    )
+    work = Work(args.workload, args.num_prompts, args.burstiness, args.input_len, args.output_len, args.seed)
+    wanted = Wanted(loads, args.sweep, args.num_warmups, args.metric_percentiles, parse_goodput(args.goodput))
+
+    def keep_row(result: dict[str, Any]) -> None:
+        row = result["rows"][-1]
+        words = ", ".join(
+            f"{row[name]} {name}" for name in ("output_tok_s", "ttft_p50_ms", "itl_p50_ms") if name in row
+        )
+        print(f"octavo: {row['load']}: {words}, {row['failed']} failed", file=sys.stderr)
+        keep("serve", result, args.output)
+        if args.csv is not None:
+            write_csv(result["rows"], args.csv)
+
+    return finish(args, run(target, work, wanted, keep_row))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` for a number that is out of range."""
+    for name in ("request_rate", "concurrency"):
+        if any(not 0 < value < float("inf") for value in getattr(args, name) or ()):
+            raise ConfigError(f"{name}: must be above 0")
+    for name in ("burstiness", "timeout"):
+        if not getattr(args, name) > 0:
+            raise ConfigError(f"{name}: must be above 0")
+    if not all(0 <= percent <= 100 for percent in args.metric_percentiles):
+        raise ConfigError("metric_percentiles: each is from 0 to 100")
+    if args.num_warmups < 0:
+        raise ConfigError("num_warmups: must not be below 0")
+    if args.vocab_size < 2:
+        raise ConfigError("vocab_size: must be at least 2")
+    if not isinstance(args.extra_body, dict):
+        raise ConfigError("extra_body: must be a JSON object")

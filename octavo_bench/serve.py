@@ -1,0 +1,126 @@
+"""The measurement of ``octavo bench serve``: an OpenAI-compatible server that runs already, under given loads."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo.sim.jobs import Job
+from octavo_bench.http_client import Answer, Endpoint, HttpClient
+from octavo_bench.prompts import Prompts
+from octavo_bench.serve_figures import PERCENTILES, errors, figures
+from octavo_bench.serve_load import Load, Send, Work, apply, next_load
+
+CHAT_SHARE = 0.75
+"""Of the context that words may fill: the chat template and words of more than one token need the rest."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The server and how it is asked."""
+
+    url: str
+    endpoint: Endpoint = "completions"
+    model: str | None = None
+    """Default: the first that the server lists."""
+    api_key: str | None = None
+    vocab_size: int = 20_000
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    timeout: float = 600.0
+    """Seconds that a request may take."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which figures, of which loads."""
+
+    loads: Sequence[Load]
+    is_sweep: bool = False
+    """Whether the last load is doubled until the throughput stops growing."""
+    num_warmups: int = 1
+    """Requests before each load that do not count."""
+    percentiles: Sequence[float] = PERCENTILES
+    goodput: dict[str, float] = field(default_factory=dict)
+    """Milliseconds by metric."""
+
+
+async def measure(target: Target, work: Work, wanted: Wanted, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """One row for each load; ``keep`` gets the result after each. Raises ``ConfigError`` if no request succeeds."""
+    client = HttpClient(target.url, target.endpoint, target.api_key, target.timeout)
+    try:
+        model, max_model_len = await _model(client, target.model)
+        if target.endpoint == "chat":
+            max_model_len = int(CHAT_SHARE * max_model_len)
+        work = replace(work, max_model_len=max_model_len)
+        result: dict[str, Any] = {
+            "url": target.url,
+            "server": await client.get("version"),
+            "model": model,
+            "endpoint": target.endpoint,
+            "workload": work.workload,
+            "num_prompts": work.num_prompts,
+            "seed": work.seed,
+            "goodput": wanted.goodput,
+            "rows": [],
+        }
+        pending = list(wanted.loads)
+        done: list[Load] = []
+        while pending:
+            load = pending.pop(0)
+            result["rows"].append(await _row(client, target, model, work, load, wanted))
+            done.append(load)
+            keep(result)
+            if wanted.is_sweep and not pending:
+                throughputs = [row["output_tok_s"] for row in result["rows"]]
+                following = next_load(done, throughputs, work.num_prompts)
+                pending += [following] if following is not None else []
+    finally:
+        client.close()
+    return result
+
+
+async def _row(
+    client: HttpClient, target: Target, model: str, work: Work, load: Load, wanted: Wanted
+) -> dict[str, Any]:
+    def sender() -> Send:
+        """Its prompts are in no cache of the server, whatever was sent before."""
+        prompts = Prompts(target.endpoint, model, target.vocab_size, target.extra_body, secrets.token_hex(8))
+
+        async def send(job: Job, answers: dict[int, Answer]) -> Answer:
+            return await client.ask(prompts.body(job, answers))
+
+        return send
+
+    if wanted.num_warmups:
+        one = Load(concurrency=wanted.num_warmups)
+        await apply(one, replace(work, num_prompts=wanted.num_warmups).jobs(one), sender())
+    answers, seconds = await apply(load, work.jobs(load), sender())
+    found = {"load": str(load), **figures(answers, seconds, wanted.percentiles, wanted.goodput)}
+    said = errors(answers)
+    if not found["completed"]:
+        reason = next(iter(said), f"no request fits into {work.max_model_len} tokens")
+        raise ConfigError(f"serve: {load}: no request succeeded: {reason}")
+    return {**found, "errors": said} if said else found
+
+
+async def _model(client: HttpClient, name: str | None) -> tuple[str, int]:
+    """The model's name and its context, if the server tells it. Raises ``ConfigError``."""
+    listed = await client.get("v1/models")
+    models = listed.get("data", []) if isinstance(listed, dict) else []
+    if name is None and not models:
+        raise ConfigError("model: the server lists none at /v1/models; --model names it")
+    found = next((model for model in models if name in (None, model.get("id"))), {"id": name})
+    return str(found["id"]), int(found.get("max_model_len") or 1 << 30)
+
+
+def run(target: Target, work: Work, wanted: Wanted, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """``measure`` on an event loop of its own: uvloop's, where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(measure(target, work, wanted, keep))
+    return uvloop.run(measure(target, work, wanted, keep))

@@ -1,0 +1,117 @@
+"""Load on a running server: a closed loop of clients, or arrivals at a rate, with the workloads of the simulator."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from octavo.errors import ConfigError
+from octavo.sim.closed_loops import WORKLOADS as CLOSED
+from octavo.sim.jobs import Job, Workload
+from octavo.sim.workloads import Sessions, WithinContext, find_profile, make_workload
+from octavo_bench.http_client import Answer
+
+LEAST_GROWTH = 1.05
+"""A sweep ends when twice the load gives less than this many times the throughput."""
+MAX_LOADS = 14
+"""Most loads of a sweep: the last is 8,192 times the first."""
+Send = Callable[[Job, dict[int, Answer]], Awaitable[Answer]]
+
+
+@dataclass(frozen=True)
+class Load:
+    """``concurrency`` clients that each send their next request after an answer, or ``rate`` requests a second."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        return f"concurrency {self.concurrency}" if self.rate is None else f"{self.rate:g} req/s"
+
+    def doubled(self) -> Load:
+        return Load(rate=2 * self.rate) if self.rate is not None else Load(2 * (self.concurrency or 1))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is sent under each load. Equal seeds give equal lengths and times."""
+
+    workload: str
+    num_prompts: int
+    burstiness: float = 1.0
+    input_len: int | None = None
+    output_len: int | None = None
+    seed: int = 0
+    max_model_len: int = 1 << 30
+
+    def jobs(self, load: Load) -> Workload:
+        """The requests, of which those that the model's context is too short for are left out. Raises ``ConfigError``.
+
+        In a closed loop a client has one conversation after the other, without pauses.
+        """
+        made: Workload
+        if self.workload in CLOSED:
+            if load.rate is not None:
+                raise ConfigError(f"workload: {self.workload} is a closed loop; --request-rate needs another")
+            made = make_workload(
+                self.workload,
+                self.num_prompts,
+                rate=None,
+                concurrency=load.concurrency,
+                input_len=self.input_len,
+                output_len=self.output_len,
+                seed=self.seed,
+            )
+        else:
+            profile = find_profile(self.workload, self.input_len, self.output_len)
+            if load.rate is None:
+                profile = profile._replace(pause=0.0)
+            made = Sessions(profile, load.rate or 1.0, self.num_prompts, self.burstiness, self.seed)
+        return WithinContext(made, self.max_model_len)
+
+
+async def apply(load: Load, jobs: Workload, send: Send) -> tuple[list[Answer], float]:
+    """Send all ``jobs``; returns the answers, and the seconds from the first request to the last answer."""
+    answers: list[Answer] = []
+    start = time.perf_counter()
+
+    async def converse(job: Job | None) -> None:
+        """A job and those that follow it. A conversation ends with a failed answer."""
+        told: dict[int, Answer] = {}
+        while job is not None:
+            await asyncio.sleep(start + job.arrival - time.perf_counter() if load.rate is not None else 0.0)
+            answer = await send(job, told)
+            answers.append(answer)
+            told[job.output_token] = answer
+            if answer.error is not None and job.turns_left:
+                return
+            job = jobs.after(job, time.perf_counter() - start)
+
+    async def keep_asking() -> None:
+        while (job := jobs.next_job()) is not None:
+            await converse(job)
+
+    async with asyncio.TaskGroup() as tasks:
+        if load.rate is None:
+            for _ in range(load.concurrency or 1):
+                tasks.create_task(keep_asking())
+        else:
+            while (job := jobs.next_job()) is not None:
+                await asyncio.sleep(start + job.arrival - time.perf_counter())
+                tasks.create_task(converse(job))
+    return answers, time.perf_counter() - start
+
+
+def next_load(loads: Sequence[Load], throughputs: Sequence[float], num_prompts: int) -> Load | None:
+    """The load of a sweep after those that were measured.
+
+    ``None`` when more load gives no more throughput, or there are too few prompts for more clients.
+    """
+    if len(loads) >= MAX_LOADS:
+        return None
+    if len(loads) > 1 and throughputs[-1] < LEAST_GROWTH * throughputs[-2]:
+        return None
+    following = loads[-1].doubled()
+    return None if (following.concurrency or 0) > num_prompts else following
