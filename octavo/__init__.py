@@ -25,12 +25,15 @@ from octavo.errors import (
     RunnerError,
     Unavailable,
 )
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import RepetitionDetectionParams, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.client import AsyncClient, Choice, Client, Completion, Piece
     from octavo.llm import (
         LLM,
+        BeamSearchOutput,
+        BeamSearchParams,
+        BeamSearchSequence,
         CompletionOutput,
         Computed,
         EmbeddingRequestOutput,
@@ -50,6 +53,9 @@ __all__ = [
     "LLM",
     "AsyncClient",
     "AuthenticationError",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CheckpointError",
     "Choice",
     "Client",
@@ -71,6 +77,7 @@ __all__ = [
     "Piece",
     "QueueFull",
     "RanksLost",
+    "RepetitionDetectionParams",
     "RequestError",
     "RequestFailed",
     "RequestMetrics",
@@ -87,6 +94,7 @@ __all__ = [
 _FROM_LLM = {
     *("LLM", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     *("EmbeddingRequestOutput", "ScoringRequestOutput"),
+    *("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
     *("Engine", "Computed", "EngineMetrics", "Percentiles", "StepResult"),
 }
 _FROM_CLIENT = {"AsyncClient", "Choice", "Client", "Completion", "Piece"}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -22,9 +23,40 @@ MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_BYTES = 256
 MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_PATTERN_SIZE = 128
+MAX_PATTERN_COUNT = 1024
 MAX_TOKEN_ID = 2**31 - 1
 
 _MASK_64 = 2**64 - 1
+
+
+class RepetitionDetectionParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Ends a text that repeats itself: names and meaning are vLLM's. Invalid values raise ``InvalidParameter``."""
+
+    max_pattern_size: int
+    """The longest pattern looked for, in tokens."""
+    min_pattern_size: int = 1
+    """The shortest one."""
+    min_count: int = 2
+    """How often the pattern must stand at the end of the output, without anything between."""
+
+    def __post_init__(self) -> None:
+        _integer(self, "max_pattern_size", 1, MAX_PATTERN_SIZE)
+        _integer(self, "min_pattern_size", 1, self.max_pattern_size)
+        _integer(self, "min_count", 2, MAX_PATTERN_COUNT)
+
+    @property
+    def num_compared(self) -> int:
+        """Most tokens at the end of an output that matter."""
+        return self.max_pattern_size * self.min_count
+
+    def found_in(self, tokens: Sequence[int]) -> bool:
+        """Whether ``tokens`` end with a repeated pattern."""
+        for size in range(self.min_pattern_size, min(self.max_pattern_size, len(tokens) // self.min_count) + 1):
+            compared = range(1, size * (self.min_count - 1) + 1)
+            if all(tokens[-back] == tokens[-back - size] for back in compared):
+                return True
+        return False
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -68,6 +100,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The same for prompt tokens."""
     grammar: str | None = None
     """Grammar of the output, as written by ``octavo.grammar.forms``; ``None``: unconstrained."""
+    repetition_detection: RepetitionDetectionParams | None = None
+    """Ends a text that repeats a pattern of tokens, with the stop reason ``"repetition"``; ``None``: never."""
+    extra_args: dict[str, Any] | None = None
+    """Arguments for installed logits processors (``octavo.engine.logits_processors``)."""
     num_speculative_tokens: int | None = None
     """Most drafts to verify in a step, at most those of ``speculative_config``; 0: no speculative decoding."""
 
@@ -106,6 +142,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 _integer(self, name, 0, MAX_LOGPROBS)
         if self.num_speculative_tokens is not None:
             _integer(self, "num_speculative_tokens", 0, MAX_SPECULATIVE_TOKENS)
+        _check_repetition(self)
+        if self.extra_args is not None and not (isinstance(self.extra_args, dict) and self.extra_args):
+            raise InvalidParameter("extra_args", "'extra_args' must be a dict that is not empty.")
         _check_stops(self)
         _check_logit_bias(self)
         _check_bad_words(self)
@@ -165,7 +204,7 @@ def resolve_max_tokens(
     return resolved
 
 
-def _integer(params: SamplingParams, name: str, low: int, high: int) -> None:
+def _integer(params: msgspec.Struct, name: str, low: int, high: int) -> None:
     value = getattr(params, name)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidParameter(name, f"'{name}' must be a whole number from {low} to {high}, not {_shown(value)}.")
@@ -179,6 +218,13 @@ def _number(params: SamplingParams, name: str, low: float, high: float, open_low
         bound = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
         raise InvalidParameter(name, f"'{name}' must be {bound}, not {_shown(value)}.")
     force_setattr(params, name, float(value))
+
+
+def _check_repetition(params: SamplingParams) -> None:
+    given = params.repetition_detection
+    if given is not None and not isinstance(given, RepetitionDetectionParams):
+        message = f"'repetition_detection' must be RepetitionDetectionParams, not {_shown(given)}."
+        raise InvalidParameter("repetition_detection", message)
 
 
 def _check_stops(params: SamplingParams) -> None:

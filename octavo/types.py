@@ -20,9 +20,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import RepetitionDetectionParams, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+REPETITION: Literal["repetition"] = "repetition"
+StopReason = int | Literal["repetition"]
+"""What ended a text in the engine: the id of a stop token of the client, or a repeated pattern."""
 
 Task = Literal["generate", "embed", "score"]
 """What a request computes from its prompt: a continuation, an embedding, or a relevance score of two texts."""
@@ -150,11 +154,14 @@ class Sequence:
     """``time.monotonic()`` when it was first admitted; 0 before."""
     grammar: Any = None
     """Result of ``Grammars.prepare`` if the request has a grammar; its ``error`` says why masks are empty."""
+    processors: Any = None
+    """``Processors`` of the request's ``extra_args``, if it has some; their ``error`` says why a mask is empty."""
     account: Any = None
     """Private to the policy, such as the tenant that is charged for this sequence."""
     batch_index: int = -1
     """Index in the persistent batch; -1 before the first step."""
     stop_token_ids: frozenset[int] = field(init=False)
+    repetition: RepetitionDetectionParams | None = field(init=False)
     max_computed_tokens: int = field(init=False)
     """Most positions ever computed: prompt and output without the last token, whose keys and values are not needed."""
 
@@ -163,6 +170,7 @@ class Sequence:
         self.tokens = [*request.prompt_tokens, *request.output_tokens]
         self.num_prompt_tokens = len(request.prompt_tokens)
         self.max_computed_tokens = self.num_prompt_tokens + max(request.max_tokens, 1) - 1
+        self.repetition = request.params.repetition_detection
         self.stop_token_ids = frozenset(request.eos_token_ids).union(request.params.stop_token_ids)
 
     @property
@@ -253,8 +261,8 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     request_id: int
     tokens: list[int]
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    """The id of ``params.stop_token_ids`` that ended the text; ``None`` for end-of-text."""
+    stop_token_id: StopReason | None = None
+    """The id of ``params.stop_token_ids`` that ended the text, or ``REPETITION``; ``None`` for end-of-text."""
     num_cached_tokens: int = 0
     first_scheduled: float = 0.0
     logprobs: list[TokenLogprobs] | None = None

@@ -19,6 +19,8 @@ def refuse_what_needs_a_model(request: Request) -> None:
     """Raise ``InvalidParameter`` for results that only a model can give."""
     if request.params.grammar is not None:
         raise InvalidParameter("response_format", "This backend has no model, so it does no structured output.")
+    if request.params.extra_args is not None:
+        raise InvalidParameter("extra_args", "This backend has no model, so it has no logits processors.")
     if request.params.prompt_logprobs is not None:
         raise InvalidParameter("prompt_logprobs", "This backend has no model, so prompts have no log-probabilities.")
 

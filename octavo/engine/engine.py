@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from octavo.cache.kv_events import KVEvent
+from octavo.engine.logits_processors import Processors, make_processors
 from octavo.engine.protocols import Adapters, Grammars, Pending, Runner
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.spare_time import SpareTime
@@ -65,7 +66,7 @@ class Engine:
         self.spare_time = SpareTime()
         self._ended_at = 0.0
         """Time when the last step ended."""
-        self.preparing: dict[int, tuple[Request, Future[Any]]] = {}
+        self.preparing: dict[int, tuple[Request, Future[Any], Processors | None]] = {}
         """Requests whose grammar is still compiling, or whose cached prefix is still being read from disk; they are not
         in the scheduler yet."""
 
@@ -73,14 +74,15 @@ class Engine:
         """Accept ``request``; raises ``RequestError`` if it could never be served."""
         if request.adapter and request.adapter not in self.adapters:
             raise ModelNotFound(f"There is no adapter {request.adapter}.", param="model")
+        processors = make_processors(request.params.extra_args, request.prompt_tokens)
         ready: Future[Any] | None = self.scheduler.cache.prefetch(request)
         if request.params.grammar is None and ready is None:
-            self.scheduler.add(request)
+            self.scheduler.add(request).processors = processors
             return
         self.scheduler.check_servable(Sequence(request))
         if ready is None or request.params.grammar is not None:
             ready = self.grammars.prepare(request)
-        self.preparing[request.id] = request, ready
+        self.preparing[request.id] = request, ready, processors
 
     def abort(self, request_id: int) -> None:
         """End a request without further output; does nothing if no request has this id."""
@@ -90,11 +92,12 @@ class Engine:
     def _add_prepared(self) -> list[Output]:
         """Add the prepared requests to the scheduler; returns an error output for each whose preparation failed."""
         outputs = []
-        for request, grammar in [entry for entry in self.preparing.values() if entry[1].done()]:
+        for request, grammar, processors in [entry for entry in self.preparing.values() if entry[1].done()]:
             del self.preparing[request.id]
             try:
                 found = grammar.result()
-                self.scheduler.add(request).grammar = found
+                seq = self.scheduler.add(request)
+                seq.grammar, seq.processors = found, processors
             except Exception as error:  # any error of the grammar library ends this request only
                 outputs.append(Output(request.id, [], "error", error=f"the grammar {error}"))
         return outputs

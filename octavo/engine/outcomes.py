@@ -25,7 +25,12 @@ def apply_result(
     reason: FinishReason | None = None
     if not item.samples:
         tokens = []
-    elif not num_drafts and num_committed + 1 < seq.max_computed_tokens and tokens[0] not in seq.stop_token_ids:
+    elif (
+        not num_drafts
+        and num_committed + 1 < seq.max_computed_tokens
+        and tokens[0] not in seq.stop_token_ids
+        and seq.repetition is None
+    ):
         seq.tokens[num_committed] = tokens[0]
     else:
         tokens, reason = stopping.cut(seq, num_committed, tokens)
@@ -48,7 +53,7 @@ def apply_result(
         seq.request.id,
         tokens,
         reason,
-        stopping.stop_token_id(seq, tokens) if reason == "stop" else None,
+        stopping.stop_reason(seq, tokens) if reason == "stop" else None,
         seq.num_cached_tokens,
         seq.first_scheduled,
         result.logprobs and result.logprobs[: len(tokens)],
@@ -74,7 +79,9 @@ def note_drafts(stats: EngineStats, num_drafts: int, num_accepted: int) -> None:
 
 
 def error_output(seq: Sequence, error: str) -> Output:
-    """The last output of a sequence that ends with ``error``, or with the error of its grammar if that failed."""
+    """The last output of a sequence that ends with ``error``, or with that of its grammar or of a logits processor."""
+    if seq.processors is not None:
+        error = seq.processors.error or error
     reason = None if seq.grammar is None else seq.grammar.error
     return Output(
         seq.id,

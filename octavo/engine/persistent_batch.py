@@ -144,6 +144,7 @@ def is_masked(seq: Sequence) -> bool:
     return (
         params.grammar is not None
         or params.allowed_token_ids is not None
+        or params.extra_args is not None
         or any(len(sequence) > 1 for sequence in seq.request.banned_sequences)
         or (params.min_tokens > 0 and len(seq.stop_token_ids) > MAX_STOPS)
     )

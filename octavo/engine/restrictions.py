@@ -1,4 +1,4 @@
-"""Masks of allowed tokens, from grammars, ``allowed_token_ids``, ``bad_words`` and ``min_tokens``."""
+"""Masks of allowed tokens, from grammars, ``allowed_token_ids``, ``bad_words``, ``min_tokens``, logits processors."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ def masks_of(item: Scheduled, grammar_masks: Masks, vocab_size: int) -> Iterator
         mask = _everything(vocab_size) if given is None else _of_width(given[i], vocab_size)
         if given is None or not _must_stop(mask, seq.stop_token_ids):
             mask = _restricted(mask, seq, output)
+            if seq.processors is not None:
+                known = [token for token in output if token is not None]
+                mask = mask & np.packbits(seq.processors.allowed(known, vocab_size), bitorder="little")
         yield mask
 
 

@@ -1,5 +1,6 @@
 """The engine in this process: ``LLM(...).generate(prompts, params)``, with results in vLLM's shape."""
 
+from octavo.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from octavo.llm.engine import Computed, Engine, StepResult
 from octavo.llm.engine_metrics import EngineMetrics, Percentiles
 from octavo.llm.llm import LLM
@@ -14,6 +15,9 @@ from octavo.llm.outputs import (
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Computed",
     "EmbeddingRequestOutput",

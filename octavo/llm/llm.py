@@ -16,6 +16,7 @@ from rich.progress import Progress
 from octavo.config import DEFAULT_MODEL
 from octavo.engine.engine import Engine
 from octavo.errors import InvalidParameter, RequestFailed, Unavailable
+from octavo.llm.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from octavo.llm.continuations import Job
 from octavo.llm.live_requests import LiveRequests
 from octavo.llm.loading import build, settle
@@ -68,6 +69,19 @@ class LLM:
         jobs = self._jobs(check_all(prompts, params, self._tokenizer, self.info))
         self._run(jobs, use_progress)
         return [job.result() for job in jobs]
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_progress: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of every prompt, ``params.beam_width`` each; results are in their order.
+
+        Every prompt is validated before the search begins; an invalid one raises a ``RequestError`` that names it.
+        Raises ``RequestFailed`` if the engine fails on a beam.
+        """
+        limits = SamplingParams(max_tokens=params.max_tokens, ignore_eos=params.ignore_eos)
+        checked = check_all(prompts, limits, self._tokenizer, self.info)
+        with _progress_bar(params.max_tokens, use_progress) as advance:
+            return search_beams(self._requests, checked, params, self._tokenizer, advance)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, use_progress: bool = False

@@ -29,7 +29,7 @@ class TextStream:
     refuses stop strings then.
     """
 
-    __slots__ = ("_detokenizer", "_num_exempt", "_shows_stop_token", "_stops")
+    __slots__ = ("_detokenizer", "_last_tokens", "_num_exempt", "_repetition", "_shows_stop_token", "_stops")
 
     def __init__(
         self, tokenizer: Tokenizer | None, params: SamplingParams, shown: frozenset[int] = frozenset()
@@ -40,6 +40,9 @@ class TextStream:
         )
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._shows_stop_token = params.include_stop_str_in_output
+        self._repetition = params.repetition_detection
+        self._last_tokens: list[int] = []
+        """As many as matter to ``_repetition``, if there is one."""
         self._num_exempt = params.min_tokens
         """Number of further tokens before stop strings count."""
 
@@ -47,9 +50,11 @@ class TextStream:
         """What ``tokens`` add; ``finish_reason`` is the engine's, given with the last tokens.
 
         With ``"stop"`` the last token is the one that ended the text: it counts, but unless
-        ``include_stop_str_in_output`` is set its text is left out, special or not. After a stop string was found
-        no text is added and no token counts.
+        ``include_stop_str_in_output`` is set, or it only completed a repeated pattern, its text is left out, special or
+        not. After a stop string was found no text is added and no token counts.
         """
+        if self._repetition is not None:
+            self._last_tokens = [*self._last_tokens, *tokens][-self._repetition.num_compared :]
         if self._stops is not None:
             return self._push_watched(self._stops, tokens, finish_reason)
         if finish_reason is None:
@@ -78,7 +83,11 @@ class TextStream:
         return stops.pass_over(text)
 
     def _shown(self, tokens: list[int], finish_reason: FinishReason | None) -> list[int]:
-        return tokens[:-1] if finish_reason == "stop" and not self._shows_stop_token else tokens
+        if finish_reason != "stop" or self._shows_stop_token:
+            return tokens
+        if self._repetition is not None and self._repetition.found_in(self._last_tokens):
+            return tokens  # a stop token ends the first of what would be repeated, so this is none
+        return tokens[:-1]
 
 
 class _NoText:

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, ConfigError, ContextLengthExceeded, InvalidParameter, RequestError, SamplingParams, Unavailable
+from octavo import (
+    LLM,
+    ConfigError,
+    ContextLengthExceeded,
+    InvalidParameter,
+    RepetitionDetectionParams,
+    RequestError,
+    SamplingParams,
+    Unavailable,
+)
 from tests.llm.tiny import MAX_MODEL_LEN, SETTINGS, write_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -82,6 +91,19 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
         assert output.token_ids == [a_token(llm)] * 3
     (result,) = llm.generate("x", says_a(llm, stop=("aaa",), include_stop_str_in_output=True, min_tokens=5))
     assert result.outputs[0].text == "aaaaaa"
+
+
+def test_a_text_that_repeats_itself_ends(llm: LLM) -> None:
+    pattern = RepetitionDetectionParams(max_pattern_size=4, min_count=3)
+    for further in ({}, {"stop": ("b",)}):
+        params = says_a(llm, max_tokens=20, n=2, repetition_detection=pattern, **further)
+        (result,) = llm.generate("aaaa", params)
+        for output in result.outputs:
+            assert (output.text, output.finish_reason, output.stop_reason) == ("aaa", "stop", "repetition")
+    (result,) = llm.generate("x", says_a(llm, max_tokens=20, min_tokens=6, repetition_detection=pattern))
+    assert result.outputs[0].text == "aaaaaa"
+    (result,) = llm.generate("x", says_a(llm, max_tokens=2, repetition_detection=pattern))
+    assert result.outputs[0].finish_reason == "length"
 
 
 def test_a_stop_token_is_named_and_end_of_text_is_not(llm: LLM) -> None:

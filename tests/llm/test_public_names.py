@@ -25,8 +25,19 @@ def test_all_public_names_exist_and_are_the_ones_meant() -> None:
         "ScoringRequestOutput",
     }
     steps = {"Engine", "StepResult", "Computed", "EngineMetrics", "Percentiles"}
+    beams = {"BeamSearchParams", "BeamSearchOutput", "BeamSearchSequence"}
     clients = {"Client", "AsyncClient", "Choice", "Completion", "Piece"}
-    others = {"LLM", "SamplingParams", "EngineConfig", "__version__", *outputs, *steps, *clients}
+    others = {
+        "LLM",
+        "SamplingParams",
+        "RepetitionDetectionParams",
+        "EngineConfig",
+        "__version__",
+        *outputs,
+        *steps,
+        *beams,
+        *clients,
+    }
     assert set(octavo.__all__) == raised | others
 
 
