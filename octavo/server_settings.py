@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from octavo.setting import setting
 
+DIALECTS = ("openai", "infer")
+"""Forms of ``/v1/completions``."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
@@ -69,6 +72,12 @@ class ServerSettings:
         None, "seed of requests that give none, whose tokens are then reproducible; default: random", low=0
     )
     accept_any_model: bool = setting(False, "serve requests for any model name, and answer with that name")
+    completions_dialect: str = setting(
+        "openai",
+        "form of /v1/completions: the OpenAI API's, or the events token, done and error of the project infer; "
+        "a request may choose by the header x-octavo-dialect",
+        DIALECTS,
+    )
     shutdown_timeout: float = setting(30.0, "seconds that running requests have to finish on SIGTERM", low=0)
     engine_timeout: float = setting(
         120.0,

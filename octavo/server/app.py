@@ -28,8 +28,8 @@ from octavo.server.errors import on_http_exception, on_request_error
 from octavo.server.keys import Keys
 from octavo.server.middleware import RequestMiddleware
 from octavo.server.model_name import served_model_names
-from octavo.server.native import generate, infer
-from octavo.server.openai import adapters, chat, completions, embeddings, models, scoring, tokenize
+from octavo.server.native import completions, generate, infer
+from octavo.server.openai import adapters, chat, embeddings, models, scoring, tokenize
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import PAGE, openapi_document
 from octavo.server.responses import endpoints as responses

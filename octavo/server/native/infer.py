@@ -83,11 +83,12 @@ _STATUSES: dict[type[RequestError], int] = {
     QueueFull: 503,
 }
 
+answer_infer = with_statuses(infer, _STATUSES)
 ENDPOINTS = [
     Endpoint(
         "POST",
         "/infer/v1/completions",
-        with_statuses(infer, _STATUSES),
+        answer_infer,
         "Continue text or token ids, an event for each token",
         InferBody,
     )

@@ -33,7 +33,6 @@ from octavo.server.openai.fields import (
 )
 from octavo.server.openai.logprobs import CompletionLogprobs, TokenNames, finite, prompt_logprobs
 from octavo.server.openai.rendering import ChunkFrame, Identity, encode, encode_line, json_response, usage
-from octavo.server.openai.schema import Endpoint
 from octavo.server.services import Services, services_of
 from octavo.server.sse import EventStream, finished_choices
 
@@ -71,11 +70,6 @@ async def create_completion(request: Request) -> Response:
         return json_response(answer.unstreamed(choices), headers)
     # Log-probabilities of long texts are megabytes of JSON.
     return await asyncio.to_thread(lambda: json_response(answer.unstreamed(choices), headers))
-
-
-ENDPOINTS = [
-    Endpoint("POST", "/v1/completions", create_completion, "Continue text or token ids", CompletionBody),
-]
 
 
 def client_request(body: CompletionBody, services: Services, request: Request) -> ClientRequest:

@@ -139,3 +139,25 @@ def test_stats_have_what_small_clients_print(serve_app: Any) -> None:
     assert cache <= set(found["cache"])
     assert (found["cache"]["evictions"], found["cache"]["preemptions"]) == (7, 3)
     assert found["config"]["eviction_policy"] == "lru"
+
+
+def test_the_dialect_of_completions_is_chosen_by_flag_or_header(serve_app: Any) -> None:
+    body = {"model": "test", "prompt": "Hi", "max_tokens": 2}
+    for settings, header, is_infer in (
+        ({}, None, False),
+        ({}, "infer", True),
+        ({"completions_dialect": "infer"}, None, True),
+        ({"completions_dialect": "infer"}, "openai", False),
+    ):
+        client = serve_app(**settings).client
+        headers = {} if header is None else {"x-octavo-dialect": header}
+        answer = client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        if is_infer:
+            assert [name for name, _ in events(answer.text)] == ["token", "token", "done"]
+            assert client.post("/v1/completions", json={"prompt": "x"}, headers=headers).status_code == 422
+        else:
+            assert answer.json()["object"] == "text_completion"
+    wrong = client.post("/v1/completions", json=body, headers={"x-octavo-dialect": "xml"})
+    assert wrong.status_code == 400
+    assert "openai, infer" in wrong.json()["error"]["message"]
