@@ -16,6 +16,7 @@ from octavo.server.openai.schema import Endpoint
 from octavo.server.services import Services, common_services_of, services_of
 from octavo.setting import SECRETS
 from octavo.telemetry.metrics import CONTENT_TYPE
+from octavo.types import EngineInfo
 
 
 def version() -> str:
@@ -87,8 +88,19 @@ def _short_stats(services: Services) -> dict[str, Any]:
             "utilization": round(used / max(1, stats.num_blocks), 4),
             "policy": services.config.cache.eviction_policy,
         },
-        "config": {name: value for name, value in to_flat(services.config).items() if name not in SECRETS},
+        "config": {**_given(services), **_resolved(info)},
     }
+
+
+def _given(services: Services) -> dict[str, Any]:
+    """The settings, without secrets; ``None``: chosen by the engine or absent."""
+    return {name: value for name, value in to_flat(services.config).items() if name not in SECRETS}
+
+
+def _resolved(info: EngineInfo) -> dict[str, int]:
+    """The values of settings that the engine chose where none were given."""
+    names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks")
+    return {name: getattr(info, name) for name in names}
 
 
 async def load(request: Request) -> Response:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from octavo.config import SchedulerSettings
 from octavo.errors import InvalidParameter
-from octavo.sampling_params import MAX_TOKEN_ID, SamplingParams
+from octavo.sampling_params import MAX_TOKEN_ID, RepetitionDetectionParams, SamplingParams
 from octavo.server.errors import UnsupportedParameter
 from octavo.server.keys import caller_of
 from octavo.server.services import Services
@@ -42,7 +42,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "mm_payload": ("tensors", "none"),
     "prompt_embeds": (),
     "regex": (),
-    "repetition_detection": (),
     "return_mm_kwargs": (),
     "return_prompt_text": (),
     "return_token_offsets": (),
@@ -82,6 +81,14 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class RepetitionDetectionFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields of ``RepetitionDetectionParams``, not validated yet."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+
 class GenerationFields(msgspec.Struct, kw_only=True):
     """Fields common to completions and chat completions. Ranges are those of ``SamplingParams``.
 
@@ -112,6 +119,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None
+    repetition_detection: RepetitionDetectionFields | None = None
     priority: int = 0
     cache_salt: str = ""
     user: str | None = None
@@ -240,7 +248,18 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         num_speculative_tokens=body.num_speculative_tokens,
+        repetition_detection=_repetition(body.repetition_detection),
     )
+
+
+def _repetition(given: RepetitionDetectionFields | None) -> RepetitionDetectionParams | None:
+    """The parameters. Raises ``InvalidParameter`` about ``repetition_detection``."""
+    if given is None:
+        return None
+    try:
+        return RepetitionDetectionParams(**msgspec.structs.asdict(given))
+    except InvalidParameter as error:
+        raise InvalidParameter("repetition_detection", f"In 'repetition_detection', {error.message}") from None
 
 
 def check_max_tokens(name: str, value: int | None) -> None:

@@ -139,6 +139,7 @@ def test_stats_have_what_small_clients_print(serve_app: Any) -> None:
     assert cache <= set(found["cache"])
     assert (found["cache"]["evictions"], found["cache"]["preemptions"]) == (7, 3)
     assert found["config"]["eviction_policy"] == "lru"
+    assert found["config"]["max_num_seqs"] == engine.info.max_num_seqs, "what the engine chose, not null"
 
 
 def test_the_dialect_of_completions_is_chosen_by_flag_or_header(serve_app: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
+from octavo.sampling_params import RepetitionDetectionParams
 from octavo.server.anthropic import body as anthropic
 from octavo.server.body_decoder import BodyDecoder
 from octavo.server.openai import chat, completions, tokenize
@@ -29,6 +30,7 @@ OTHER_READERS: dict[str, tuple[BodyDecoder[Any], dict[str, Any]]] = {
 }
 """Readers of other paths, with bodies that they take."""
 
+REPETITION = RepetitionDetectionParams(max_pattern_size=3, min_count=4)
 PARAMS: dict[str, tuple[Any, Any]] = {
     "n": (2, 2),
     "max_tokens": (3, 3),
@@ -51,6 +53,7 @@ PARAMS: dict[str, tuple[Any, Any]] = {
     "seed": (-1, 2**64 - 1),
     "prompt_logprobs": (2, 2),
     "num_speculative_tokens": (2, 2),
+    "repetition_detection": ({"max_pattern_size": 3, "min_count": 4}, REPETITION),
 }
 """Fields that are parameters of the same name: what is sent, and what the engine gets."""
 
@@ -198,3 +201,12 @@ def test_special_tokens_go_around_a_prompt_unless_told_otherwise(serve_app: Any)
         ):
             assert ask(served, path, **body).status_code == 200
             assert (served.engine.requests[-1].prompt_tokens[0] == EOS) == is_added, (path, body)
+
+
+@pytest.mark.parametrize(
+    "value", [{}, {"max_pattern_size": 0}, {"max_pattern_size": 3, "min_count": 1}, {"size": 3}, 3]
+)
+def test_bad_repetition_detection_is_refused_by_name(served: Served, value: Any) -> None:
+    answer = ask(served, "completions", repetition_detection=value)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "repetition_detection"
