@@ -20,6 +20,7 @@ HELP = "debug a model: diff compares its layers with those of transformers"
 
 TOLERANCE = 1e-3
 """Largest difference, relative to the largest value of a layer, that counts as rounding."""
+INSTALL = "`pip install transformers accelerate gguf` installs what it needs"
 
 
 class Difference(NamedTuple):
@@ -113,15 +114,14 @@ def _theirs(path: Path, tokens: list[int]) -> list[Tensor]:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
-        raise ConfigError(
-            "debug diff: the package transformers is not installed; `pip install transformers` installs it"
-        ) from None
+        raise ConfigError(f"debug diff: the package transformers is not installed; {INSTALL}") from None
     folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
     form: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     try:
         model = AutoModelForCausalLM.from_pretrained(str(folder), **form, **file)
-    except ImportError as error:  # reading GGUF needs further packages
-        raise ConfigError(f"debug diff: transformers cannot read {path.name}: {' '.join(str(error).split())}") from None
+    except (ImportError, ValueError) as error:  # reading GGUF needs further packages; without accelerate, a ValueError
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"debug diff: transformers cannot read {path.name}: {reason}; {INSTALL}") from None
     stack = max((part for part in model.modules() if isinstance(part, torch.nn.ModuleList)), key=_num_parameters)
     results: list[Tensor] = []
     for layer in stack:

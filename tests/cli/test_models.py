@@ -209,23 +209,25 @@ def test_diff_refuses_invalid_tokens(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "ids must be below 97" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("error_class", [ImportError, ValueError])
 def test_diff_says_which_package_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    error_class: type[Exception], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """transformers raises the second without accelerate."""
     make_checkpoint(tmp_path, "llama/gqa")
     capsys.readouterr()
 
     def cannot(*args: object, **options: object) -> None:
-        raise ImportError("\nloading a GGUF file requires gguf\n`pip install gguf`\n")
+        raise error_class("\nloading a GGUF file requires gguf\n`pip install gguf`\n")
 
     with monkeypatch.context() as patch:
         patch.setattr("transformers.AutoModelForCausalLM.from_pretrained", cannot)
         assert main(["debug", "diff", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert error.endswith("loading a GGUF file requires gguf `pip install gguf`\n")
+    assert "loading a GGUF file requires gguf `pip install gguf`; `pip install transformers accelerate gguf`" in error
     assert error.count("\n") == 1
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["debug", "diff", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert "`pip install transformers`" in error
+    assert "transformers is not installed; `pip install transformers accelerate gguf` installs what it needs" in error
     assert error.count("\n") == 1
