@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, RepetitionDetectionParams, SamplingParams
 from octavo.grammar import forms
 from octavo.llm.outputs import RequestOutput
 from tests.llm.test_same_tokens import NGRAM, PLAIN
@@ -63,6 +63,7 @@ FIELDS: Fields = {
     "stop_token_ids": (0.2, lambda rng: (rng.randrange(256), rng.randrange(256))),
     "logit_bias": (0.15, lambda rng: {rng.randrange(256): rng.choice([-100, 5, 100])}),
     "n": (0.2, lambda rng: rng.randrange(1, 4)),
+    "repetition_detection": (0.2, lambda rng: RepetitionDetectionParams(rng.choice([1, 3]), 1, rng.choice([2, 4]))),
 }
 """Per field: its probability, and a generator of values."""
 

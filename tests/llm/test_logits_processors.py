@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,3 +100,14 @@ def test_without_processors_the_arguments_are_refused(llm: LLM) -> None:
     logits_processors.factories.cache_clear()
     with pytest.raises(InvalidParameter, match=r"installed .*: none"):
         llm.generate("a", params(cycle=[1]))
+
+
+def test_the_example_of_the_docs_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    section = page[page.index("## A logits processor") :]
+    assert f'"{logits_processors.GROUP}"' in section
+    names: dict[str, Any] = {}
+    exec(section.split("```python\n")[1].split("```")[0], names)
+    monkeypatch.setattr(logits_processors, "factories", lambda: {"no_repeats": names["no_repeats"]})
+    biased = SamplingParams(temperature=0, max_tokens=6, logit_bias={5: 100, 6: 50}, extra_args={"no_repeats": True})
+    assert sampled(llm, biased) == [5, 6, 5, 6, 5, 6]
