@@ -86,7 +86,7 @@ def test_a_model_says_the_same_from_restored_blocks(tmp_path: Path) -> None:
     with LLM(checkpoint, **settings) as llm:
         want = said(llm)
     with LLM(checkpoint, **settings, kv_offload_memory=0.001, kv_offload_dir=str(tmp_path / "kv")) as llm:
-        engine = llm._engine
+        engine = llm.engine
         assert engine is not None
         offload = engine.scheduler.cache.offload
         assert offload is not None
@@ -103,7 +103,7 @@ from octavo import LLM, SamplingParams
 path, folder = sys.argv[1:]
 settings = {"tokenizer": None, "block_size": 4, "num_kv_blocks": 16, "max_model_len": 32}
 with LLM(path, **settings, kv_offload_memory=0.001, kv_offload_dir=folder) as llm:
-    offload = llm._engine.scheduler.cache.offload
+    offload = llm.engine.scheduler.cache.offload
     offload.host.capacity = 6 * offload.store.num_bytes
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)
     said = []
@@ -111,7 +111,7 @@ with LLM(path, **settings, kv_offload_memory=0.001, kv_offload_dir=folder) as ll
         prompt = [(seed * 31 + i * 7) % 38 + 1 for i in range(24)]
         output = llm.generate([prompt], params)[0].outputs[0]
         said.append([output.token_ids, repr(output.logprobs)])
-    stats = llm._engine.stats()
+    stats = llm.engine.stats()
 print(json.dumps([said, stats.num_offload_restored, stats.num_offload_bad_files, stats.num_offload_saved]))
 """
 
