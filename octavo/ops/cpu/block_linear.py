@@ -14,11 +14,10 @@ from octavo.ops.cpu.block_dot import PAIR_FROM, add_large_parts, block_dot, take
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import Constant, compiled_driver, compiled_task, inlined
 from octavo.ops.cpu.epilogue import EPILOGUE, GATES, TILE_BYTES, finish
-from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.ops.cpu.memory import fields, keep, read, view, whole_lines
 from octavo.ops.cpu.quantize import PART_WORDS, SIDE_BYTES, TOKENS_TOGETHER, quantize_row, room_for_parts
 from octavo.ops.cpu.rms_norm import normalise_row
-from octavo.ops.cpu.tensors import address, check_linear
+from octavo.ops.cpu.tensors import address, check_linear, declines_activations
 from octavo.ops.cpu.threads import run
 from octavo.ops.cpu.vector_ir import AHEAD, FLOAT16, FLOAT32, FORMAT_BYTES
 from octavo.ops.linear import Activation, compose
@@ -237,11 +236,7 @@ def _driver() -> int:
     return compiled_driver(drive)
 
 
-def _supports(dtype: torch.dtype) -> str | None:
-    return missing(FLOAT_FEATURES) if dtype == torch.float32 else f"activations must be float32, got {dtype}"
-
-
-@block_linear.kernel(device="cpu", name="numba", preference=10, supports=_supports)
+@block_linear.kernel(device="cpu", name="numba", preference=10, supports=declines_activations)
 def block_linear_numba(
     x_TK: Tensor,
     packed: PackedBlocks,

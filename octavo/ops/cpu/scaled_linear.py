@@ -5,19 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.ops.cpu.linear import WeightRows, multiply_rows
-from octavo.ops.cpu.tensors import whole_vectors
+from octavo.ops.cpu.tensors import declines_activations, whole_vectors
 from octavo.ops.cpu.vector_ir import E4M3
 from octavo.ops.linear import Activation
 from octavo.ops.scaled_linear import LANES, ScaledValues, scaled_linear
 
 
-def _supports(dtype: torch.dtype) -> str | None:
-    return missing(FLOAT_FEATURES) if dtype == torch.float32 else f"activations must be float32, got {dtype}"
-
-
-@scaled_linear.kernel(device="cpu", name="numba", preference=10, supports=_supports)
+@scaled_linear.kernel(device="cpu", name="numba", preference=10, supports=declines_activations)
 def scaled_linear_numba(
     x_TK: Tensor,
     weight: ScaledValues,

@@ -20,6 +20,11 @@ def declines_floats(dtype: torch.dtype) -> str | None:
     return missing(FLOAT_FEATURES) if dtype in FORMATS else f"takes float32, bfloat16 and float16, not {dtype}"
 
 
+def declines_activations(dtype: torch.dtype) -> str | None:
+    """Why a kernel for packed weights cannot take activations of ``dtype`` here; ``None`` if it can."""
+    return missing(FLOAT_FEATURES) if dtype == torch.float32 else f"activations must be float32, got {dtype}"
+
+
 def whole_vectors(x: Tensor) -> Tensor:
     """``x``, contiguous, its last axis zero-padded to a multiple of 16: almost always ``x`` itself."""
     missing_columns = -x.shape[-1] % LANES

@@ -27,7 +27,7 @@ MOST_WARPS = 64
 MOST_SUMS = 128
 """Sums that a thread keeps in registers."""
 OTHER_REGISTERS = 48
-"""Of a thread, beside its sums."""
+"""Registers of a thread that do not hold sums."""
 LONG_ROW = 8192
 """From so many columns on, a GEMV's tile of few long rows is faster than one of many short ones."""
 SHARED_BY_COMPILER = 1024
@@ -64,7 +64,7 @@ class Fitted:
     latency: float
     """Until a chunk of columns arrives."""
     split: float
-    """Of splitting the columns, beside the bytes of the sums."""
+    """Of splitting the columns, in addition to reading and writing the partial sums."""
     sums_share: float
     """Of the bandwidth, for the sums of splits."""
     prefetched: float

@@ -121,7 +121,7 @@ def candidates(use: LinearUse, rows: int, device: torch.device, count: int = CAN
 
 
 class Operands(NamedTuple):
-    """What a linear map is given beside its weight; random numbers."""
+    """Inputs of a linear map other than its weight: random numbers."""
 
     x_TK: Tensor
     bias_N: Tensor | None
