@@ -136,9 +136,22 @@ def _prefetch(
 
 
 @triton.jit
-def _scales(ptr: tl.tensor, rows: tl.tensor, last_row: tl.tensor) -> tl.tensor:
-    """Scales of these rows of the weight, [rows, 1]; those beyond the last are anything."""
-    return tl.load(ptr + tl.minimum(rows, last_row))[:, None]
+def _scaled(
+    acc: tl.tensor, up: tl.tensor, squares: tl.tensor, x_scales_ptr: tl.tensor, scales_ptr: tl.tensor, rows: tl.tensor,
+    outputs: tl.tensor, T: tl.tensor, num_outputs: tl.tensor, K: tl.tensor, eps: tl.tensor, GATED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Sums of outputs or gates, and of ups, with the scales of both matrices and that of the norm."""
+    if scales_ptr is not None:
+        x_scales = tl.load(x_scales_ptr + tl.minimum(rows, T - 1))[None, :]
+        scales_at = scales_ptr + tl.minimum(outputs, num_outputs - 1)
+        acc *= tl.load(scales_at)[:, None] * x_scales
+        if GATED:
+            up *= tl.load(scales_at + num_outputs)[:, None] * x_scales
+    if HAS_NORM:
+        factors = tl.rsqrt(squares / K + eps)[None, :]
+        acc, up = acc * factors, up * factors
+    return acc, up
 
 
 @triton.jit
@@ -155,8 +168,7 @@ def skinny_kernel(
     x_ptr: tl.tensor, x_tiles: tl.tensor, x_scales_ptr: tl.tensor, weight_ptr: tl.tensor, weight_tiles: tl.tensor,
     scales_ptr: tl.tensor, bias_ptr: tl.tensor, norm_ptr: tl.tensor, residual_ptr: tl.tensor, out_ptr: tl.tensor,
     sums_ptr: tl.tensor, counters_ptr: tl.tensor, eps: tl.tensor, T: tl.tensor, num_outputs: tl.tensor, K: tl.tensor,
-    late: tl.tensor,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    late: tl.tensor, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     SPLITS_IN_TURN: tl.constexpr, ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
     GROUP: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -178,7 +190,6 @@ def skinny_kernel(
     wait_for_predecessor(PDL)
     if late == 0:
         start_successor(PDL)
-
     acc, up, squares = _sum_chunks(
         x_ptr, x_tiles, weight_ptr, weight_tiles, norm_ptr, t, n, T, num_outputs, K,
         split * chunks // SPLITS, (split + 1) * chunks // SPLITS, BLOCK_T, BLOCK_N, BLOCK_K, GATED, EVEN_K, STAGES,
@@ -208,13 +219,9 @@ def skinny_kernel(
         if SPLITS > 1 and not SPLITS_IN_TURN:
             tl.store(counters_ptr + tile, 0)
             acc, up, squares = add_splits(acc, up, squares, at, at_squares, SUMS, SPLITS, GATED, HAS_NORM)
-        if scales_ptr is not None:
-            x_scales = tl.load(x_scales_ptr + tl.minimum(rows, T - 1))[None, :]
-            acc *= _scales(scales_ptr, outputs, num_outputs - 1) * x_scales
-            if GATED:
-                up *= _scales(scales_ptr, num_outputs + outputs, 2 * num_outputs - 1) * x_scales
-        if HAS_NORM:
-            acc, up = acc * tl.rsqrt(squares / K + eps)[None, :], up * tl.rsqrt(squares / K + eps)[None, :]
+        acc, up = _scaled(
+            acc, up, squares, x_scales_ptr, scales_ptr, rows, outputs, T, num_outputs, K, eps, GATED, HAS_NORM
+        )
         acc = finish(acc, up, residual, outputs, num_outputs, bias_ptr, ACTIVATION)
         tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
