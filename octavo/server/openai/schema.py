@@ -71,21 +71,6 @@ _FAILURES = {
     503: "The server is starting or shutting down",
 }
 
-PAGE = """<!DOCTYPE html>
-<html>
-<head>
-<title>Octavo</title>
-<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css">
-</head>
-<body>
-<div id="page"></div>
-<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
-<script>SwaggerUIBundle({url: "/openapi.json", dom_id: "#page"})</script>
-</body>
-</html>
-"""
-"""HTML page that shows the document with Swagger UI."""
-
 
 class Endpoint(Route):
     """A route with its OpenAPI metadata; ``body`` is the type of its JSON body."""
