@@ -25,7 +25,7 @@ from octavo.cache.kv_events import KVEvent
 from octavo.collector import leave_out_what_exists
 from octavo.config import EngineConfig, ModelSettings
 from octavo.engine.protocols import Adapters
-from octavo.errors import CheckpointError, OctavoError, RanksLost, RequestError
+from octavo.errors import CheckpointError, OctavoError, RanksLost, RequestError, WorkerLost
 from octavo.kernel_compiler import prepare_if_there_may_be_a_gpu
 from octavo.server import wire
 from octavo.telemetry.events import Event
@@ -196,7 +196,7 @@ def _serve(build: Build | None) -> int:
             built.close()
     except FrontGone:
         logger.info("the front process is gone")
-    except RanksLost as error:
+    except (RanksLost, WorkerLost) as error:
         logger.error("%s", error)
         return 1
     return 0
