@@ -102,14 +102,15 @@ def _longest(worker: Any) -> int:
 
 def _info(config: EngineConfig, worker: Any, own: Mapping[str, Any], generation: Mapping[str, Any]) -> EngineInfo:
     max_num_seqs, max_num_batched_tokens = memory.batch_limits(config.scheduler, memory.DEFAULTS["cpu"])
+    max_num_batched_tokens = min(max_num_batched_tokens, worker.max_num_batched_tokens or max_num_batched_tokens)
     return EngineInfo(
         max_model_len=config.model.max_model_len or _longest(worker),
         vocab_size=worker.vocab_size,
         eos_token_ids=token_ids(generation, "eos_token_id") or token_ids(own, "eos_token_id"),
         block_size=worker.block_size,
         num_kv_blocks=worker.num_blocks,
-        max_num_seqs=min(max_num_seqs, worker.max_num_seqs or max_num_seqs),
-        max_num_batched_tokens=min(max_num_batched_tokens, worker.max_num_batched_tokens or max_num_batched_tokens),
+        max_num_seqs=min(max_num_seqs, worker.max_num_seqs or max_num_seqs, max_num_batched_tokens),
+        max_num_batched_tokens=max_num_batched_tokens,
         architecture=worker.model,
         num_parameters=0,
         dtype=str(DTYPES[worker.logits_type]).removeprefix("torch."),

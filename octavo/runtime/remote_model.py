@@ -5,6 +5,7 @@ Shapes: T rows, S sequences, R rows with logits, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,7 +47,7 @@ class RemoteModel:
                 tables_SB[index, : -(-lens[index] // self._block_size)].tolist(),
                 counts[index],
             )
-            for index, (first, end) in enumerate(zip(firsts, firsts[1:], strict=False))
+            for index, (first, end) in enumerate(itertools.pairwise(firsts))
             if end > first
         ]
         num_rows, content = sum(counts), self._connection.step(parts)

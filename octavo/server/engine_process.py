@@ -8,6 +8,7 @@ closes, when its parent dies, and on SIGTERM; it ignores SIGINT, which the paren
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import faulthandler
 import functools
 import logging
@@ -221,8 +222,10 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
 
 def _config(start: wire.Start) -> EngineConfig:
     """The settings of this process. After a restart, requests wait: no kernels are measured."""
-    is_first = start.generation == 1
-    return EngineConfig.from_flat(start.config if is_first else {**start.config, "kernel_tuning_seconds": 0.0})
+    config = EngineConfig.from_flat(start.config)
+    if start.generation == 1:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, kernel_tuning_seconds=0.0))
 
 
 def _default_build(settings: ModelSettings) -> Build:

@@ -44,6 +44,13 @@ class WorkerConnection:
         except ImportError:
             raise ConfigError("backend grpc needs the package grpcio: pip install 'octavo[grpc]'") from None
         self.address, self._timeout = address, timeout
+        self._num_steps = 0
+        self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """Steps, and last ``None``."""
+        self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """Results, and last a ``WorkerLost``."""
+        self._call: Any = None
+        self._lost: WorkerLost | None = None
         self._channel = grpc.insecure_channel(address, OPTIONS)
         describe = self._channel.unary_unary(
             f"/{messages.SERVICE}/Describe",
@@ -57,12 +64,6 @@ class WorkerConnection:
             raise ConfigError(
                 f"grpc_worker: no worker answers at {address} within {timeout:g} s ({_status(error)})"
             ) from None
-        self._num_steps = 0
-        self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        """Results, and last a ``WorkerLost``."""
-        self._call: Any = None
-        self._lost: WorkerLost | None = None
 
     def step(self, parts: list[Part]) -> bytes:
         """The logits of a step, with at least one part, as the worker sent them.
@@ -96,6 +97,7 @@ class WorkerConnection:
 
     def close(self) -> None:
         """End the call, and the connection."""
+        self._sent.put(None)
         self._channel.close()
 
     def _begin(self) -> None:

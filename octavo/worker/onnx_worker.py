@@ -21,12 +21,16 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import numpy.typing as npt
-import onnxruntime
 
 from octavo.worker import messages
+
+try:
+    import grpc
+    import onnxruntime
+except ImportError:
+    sys.exit("this worker needs the packages grpcio and onnxruntime: pip install 'octavo[grpc]'")
 
 KEEPALIVE = [("grpc.keepalive_time_ms", 20_000), ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000)]
 """So that a call ends when the machine of its engine is gone, and a new one can begin."""
@@ -51,7 +55,7 @@ class Decoder:
         self.vocab_size = int(outputs["logits"][2])
 
     def __call__(self, token_ids: list[int], pasts: list[npt.NDArray[np.float32]]) -> list[npt.NDArray[np.float32]]:
-        """Logits [T, V] of the tokens, and the keys and values [K, T, H] of each layer, given those [K, P, H] before."""
+        """Logits [T, V] of the tokens, and each layer's keys and values [K, T, H], given those [K, P, H] before."""
         T, P = len(token_ids), pasts[0].shape[1]
         optional = {
             "attention_mask": np.ones((1, P + T), dtype=np.int64),
@@ -158,8 +162,11 @@ def main(argv: list[str] | None = None) -> None:
     server, port = make_server(OnnxWorker(decoder, description), f"{args.host}:{args.port}")
     server.start()
     print(f"worker of {args.model} at {args.host}:{port}", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: server.stop(grace=0))
-    server.wait_for_termination()
+    is_ending = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: is_ending.set())
+    is_ending.wait()
+    server.stop(grace=0).wait()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,18 @@ import httpx
 import pytest
 
 from tests.backends.checkpoints import save_checkpoint
+from tests.backends.onnx_export import export
+from tests.backends.workers import WorkerProcess
 from tests.conftest import Server, start_server
 
-BACKENDS = ["octavo", "transformers", "transformers-own-cache", "toy", "instant", "openai"]
+BACKENDS = ["octavo", "transformers", "transformers-own-cache", "grpc", "toy", "instant", "openai"]
 MAX_TOKENS = 12
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    servers = []
+    servers: list[Server] = []
+    worker: WorkerProcess | None = None
 
     def start(*args: str) -> Server:
         servers.append(start_server(*args))
@@ -31,6 +35,11 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         start("--backend", "openai", "--upstream", upstream.url, "--log-level", "warning")
     elif request.param in ("toy", "instant"):
         start("--backend", request.param, "--served-model-name", "tiny")
+    elif request.param == "grpc":
+        folder = tmp_path_factory.mktemp("checkpoint")
+        save_checkpoint("llama", folder)
+        worker = WorkerProcess(export(folder))
+        start(str(folder), *worker.settings, "--served-model-name", "tiny")
     else:
         family = {"octavo": "llama", "transformers": "cohere", "transformers-own-cache": "mamba"}[request.param]
         folder = tmp_path_factory.mktemp("checkpoint")
@@ -42,6 +51,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     yield servers[-1]
     for each in reversed(servers):
         assert each.stop() == 0
+    if worker is not None:
+        worker.end(signal.SIGTERM)
 
 
 def body(prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
