@@ -97,7 +97,7 @@ def _check(config: EngineConfig, worker: Any, own: Mapping[str, Any]) -> None:
 
 
 def _longest(worker: Any) -> int:
-    return min(int(worker.max_model_len), worker.num_blocks * worker.block_size)
+    return min(int(worker.max_model_len), int(worker.num_blocks * worker.block_size))
 
 
 def _info(config: EngineConfig, worker: Any, own: Mapping[str, Any], generation: Mapping[str, Any]) -> EngineInfo:

@@ -21,7 +21,8 @@ def _classes() -> dict[str, Any]:
     pool = descriptor_pool.DescriptorPool()
     for file in files.file:
         pool.Add(file)
-    return message_factory.GetMessageClassesForFiles([file.name for file in files.file], pool)
+    found: dict[str, Any] = message_factory.GetMessageClassesForFiles([file.name for file in files.file], pool)
+    return found
 
 
 _BY_NAME = _classes()

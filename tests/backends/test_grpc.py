@@ -202,7 +202,7 @@ def test_what_cannot_work_is_refused(
 def test_without_a_worker(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="backend grpc needs grpc_worker"):
         build_engine(EngineConfig.from_flat({"model": tmp_path, "backend": "grpc"}))
-    with pytest.raises(ConfigError, match="no worker answers at 127.0.0.1:9 within 0.3 s"):
+    with pytest.raises(ConfigError, match=r"no worker answers at 127\.0\.0\.1:9 within 0\.3 s"):
         build(tmp_path, "127.0.0.1:9", grpc_timeout=0.3)
 
 
