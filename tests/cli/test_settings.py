@@ -21,7 +21,8 @@ SETTINGS = list(settings(ServeConfig))
 SAMPLES: dict[type, Any] = {int: 3, float: 0.5, str: "text"}
 EXCLUSIVE = {
     *("num_kv_blocks", "enable_prefix_caching", "merge_lora", "decode_interval", "isolate_keys", "tenant_by", *OWNERS),
-    *("data_parallel_size", "backend", "upstream", "upstream_command", "upstream_api_key", "grpc_worker", "grpc_timeout"),
+    *("data_parallel_size", "backend", "upstream", "upstream_command", "upstream_api_key"),
+    *("grpc_worker", "grpc_timeout"),
 }
 """Refused together with ``kv_cache_memory``, ``kv_offload_dir``, ``max_itl``, ``enable_kv_events`` or ``tenant_header``
 (``enable_prefix_caching``: if off), or under policies or backends to which they do not apply."""
