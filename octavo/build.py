@@ -75,10 +75,11 @@ logger = logging.getLogger(__name__)
 def build_engine(config: EngineConfig, on_lost: OnLost | None = None, tuning: TuningPlan | None = None) -> Built:
     """Load the model and wire the engine; ``tuning``: see ``make_runner``. Raises ``ConfigError``, ``CheckpointError``.
 
-    ``on_lost`` is called when another process of a tensor-parallel engine ends; steps then raise ``RanksLost``.
+    ``on_lost`` is called when another process that computes for this engine ends; steps then raise ``RanksLost`` or
+    ``WorkerLost``.
     """
     if config.model.backend == "grpc":
-        return build_remote(config)
+        return build_remote(config, on_lost)
     phases = Phases()
     device = prepared_device(config.model)
     path, checkpoint = _open(config.model, device)

@@ -22,6 +22,7 @@ from octavo.models.layer_cache import KVGroup, LayerCacheSpec
 from octavo.runtime import memory
 from octavo.runtime.host_executor import HostExecutor
 from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.ranks import OnLost
 from octavo.runtime.remote_model import DTYPES, RemoteModel
 from octavo.steps.limits import StepLimits
 from octavo.types import EngineInfo
@@ -31,10 +32,10 @@ from octavo.weights.hub import resolve_model
 from octavo.worker.connection import WorkerConnection
 
 
-def build_remote(config: EngineConfig) -> tuple[Engine, EngineInfo]:
+def build_remote(config: EngineConfig, on_lost: OnLost | None) -> tuple[Engine, EngineInfo]:
     """Connect to the worker and wire the engine. Raises ``ConfigError`` or ``CheckpointError``.
 
-    Steps raise ``WorkerLost`` when the worker ends or does not answer. The model's folder gives the tokenizer and the
+    When the worker ends, ``on_lost`` is called with 1; steps raise ``WorkerLost``, also when it does not answer. The model's folder gives the tokenizer and the
     configuration; weights in it are not read.
     """
     settings = config.model
@@ -51,6 +52,7 @@ def build_remote(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     executor = HostExecutor(RemoteModel(connection), storage, info.vocab_size, most)
     runner, warm_up = make_runner(settings, executor, storage, info.vocab_size, most)
     warm_up()
+    connection.on_lost = on_lost
     cache = KVCache(
         info.num_kv_blocks,
         info.block_size,

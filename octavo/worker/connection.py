@@ -5,9 +5,10 @@ Needs the package ``grpcio``, which is imported on first use.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from octavo.errors import ConfigError, WorkerLost
@@ -17,8 +18,9 @@ OPTIONS = [
     *messages.UNLIMITED,
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.keepalive_time_ms", 20_000),
 ]
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerError(Exception):
@@ -51,6 +53,9 @@ class WorkerConnection:
         """Results, and last a ``WorkerLost``."""
         self._call: Any = None
         self._lost: WorkerLost | None = None
+        self.on_lost: Callable[[int], None] | None = None
+        """Called in another thread, with 1, when the call ends, also between steps."""
+        self._is_closed = False
         self._channel = grpc.insecure_channel(address, OPTIONS)
         describe = self._channel.unary_unary(
             f"/{messages.SERVICE}/Describe",
@@ -97,6 +102,7 @@ class WorkerConnection:
 
     def close(self) -> None:
         """End the call, and the connection."""
+        self._is_closed = True
         self._sent.put(None)
         self._channel.close()
 
@@ -111,13 +117,16 @@ class WorkerConnection:
     def _read(self, results: Iterator[Any]) -> None:
         import grpc
 
+        lost = self._loss("ended the call")
         try:
             for result in results:
                 self._received.put(result)
         except grpc.RpcError as error:
-            self._received.put(self._loss(f"ended the connection ({_status(error)})"))
-        else:
-            self._received.put(self._loss("ended the call"))
+            lost = self._loss(f"ended the connection ({_status(error)})")
+        self._received.put(lost)
+        if self.on_lost is not None and not self._is_closed:
+            logger.error("%s", lost)
+            self.on_lost(1)
 
     def _loss(self, problem: str) -> WorkerLost:
         return WorkerLost(f"worker {self.address} {problem}")

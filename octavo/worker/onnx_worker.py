@@ -32,7 +32,7 @@ try:
 except ImportError:
     sys.exit("this worker needs the packages grpcio and onnxruntime: pip install 'octavo[grpc]'")
 
-KEEPALIVE = [("grpc.keepalive_time_ms", 20_000), ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000)]
+KEEPALIVE = [("grpc.keepalive_time_ms", 20_000)]
 """So that a call ends when the machine of its engine is gone, and a new one can begin."""
 
 

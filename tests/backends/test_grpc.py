@@ -70,6 +70,13 @@ def finish(engine: Any, params: SamplingParams, prompt: list[int], max_tokens: i
 IDS = itertools.count(1000)
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_the_messages_are_those_of_the_proto_file(tmp_path: Path) -> None:
     from grpc_tools import protoc
 
@@ -250,8 +257,13 @@ def test_a_worker_that_dies_or_hangs_loses_nothing(checkpoint: tuple[Path, Any],
         for count, disturb in enumerate((kill, stop), 1):
             assert asyncio.run(under(disturb)) == right
             assert re.search(rf"^octavo_engine_restarts_total\S* {count}\.0$", server.get("/metrics").text, re.M)
-        lost = [line for line in server.lines if "octavo.engine: worker" in line]
+        lost = [line for line in server.lines if " E octavo" in line and ": worker 127.0.0.1" in line]
         assert "ended the connection (UNAVAILABLE" in lost[0]
         assert "did not answer within 1 s" in lost[1]
+        worker.end(signal.SIGKILL)
+        wait_for(lambda: server.get("/ready").status_code == 503)
+        worker.start()
+        wait_for(lambda: server.get("/ready").status_code == 200)
+        assert server.post("/v1/completions", bodies[0]).json()["choices"][0]["text"] == right[0]
     finally:
         worker.end(signal.SIGTERM)
