@@ -134,9 +134,7 @@ def _read(folder: Path, name: str) -> dict[str, torch.Tensor]:
         f"; left out: {', '.join(sorted(map(str, left_out))[:8])}" if left_out else "",
     )
     for key, tensor in tensors.items():
-        logger.debug(
-            "%s: %s, %s %s, as %s", name, key, _type(tensor), list(tensor.shape), key.removeprefix(wrapper)
-        )
+        logger.debug("%s: %s, %s %s, as %s", name, key, _type(tensor), list(tensor.shape), key.removeprefix(wrapper))
     return {key.removeprefix(wrapper): tensor.detach() for key, tensor in tensors.items()}
 
 
