@@ -35,8 +35,8 @@ from octavo.worker.connection import WorkerConnection
 def build_remote(config: EngineConfig, on_lost: OnLost | None) -> tuple[Engine, EngineInfo]:
     """Connect to the worker and wire the engine. Raises ``ConfigError`` or ``CheckpointError``.
 
-    When the worker ends, ``on_lost`` is called with 1; steps raise ``WorkerLost``, also when it does not answer. The model's folder gives the tokenizer and the
-    configuration; weights in it are not read.
+    When the worker ends, ``on_lost`` is called with 1; steps raise ``WorkerLost``, also when it does not answer. The
+    model's folder gives the tokenizer and the configuration; weights in it are not read.
     """
     settings = config.model
     device = prepared_device(dataclasses.replace(settings, device="cpu"))
