@@ -28,7 +28,9 @@ from octavo.server.errors import on_http_exception, on_request_error
 from octavo.server.keys import Keys
 from octavo.server.middleware import RequestMiddleware
 from octavo.server.model_name import served_model_names
-from octavo.server.native import completions, generate, infer
+from octavo.server.native import completions, generate, infer, tgi
+from octavo.server.ollama import endpoints as ollama
+from octavo.server.ollama import models as ollama_models
 from octavo.server.openai import adapters, chat, embeddings, models, scoring, tokenize
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import PAGE, openapi_document
@@ -58,6 +60,9 @@ PARTS = (
     admin,
     generate,
     infer,
+    tgi,
+    ollama,
+    ollama_models,
 )
 
 
