@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,7 +69,9 @@ def build_remote(config: EngineConfig, on_lost: OnLost | None) -> tuple[Engine, 
         settings=config.scheduler,
     )
     grammars = make_grammars(settings, path, info.eos_token_ids)
-    return Engine(scheduler, logged(runner, config.scheduler.step_log), grammars=grammars), info
+    engine = Engine(scheduler, logged(runner, config.scheduler.step_log), grammars=grammars)
+    weakref.finalize(engine, connection.close)  # frees the worker for another engine
+    return engine, info
 
 
 def _storage(info: EngineInfo, device: torch.device) -> KVStorage:

@@ -35,6 +35,9 @@ except ImportError:
 KEEPALIVE = [("grpc.keepalive_time_ms", 20_000)]
 """So that a call ends when the machine of its engine is gone, and a new one can begin."""
 
+HANDOVER_SECONDS = 1.0
+"""How long a call waits for the end of the one before, of an engine that was just closed."""
+
 
 class Decoder:
     """An exported decoder."""
@@ -96,7 +99,7 @@ class OnnxWorker:
 
     def execute(self, steps: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         """The method ``Execute``; the memory of the cache is for one call at a time."""
-        if not self._is_free.acquire(blocking=False):
+        if not self._is_free.acquire(timeout=HANDOVER_SECONDS):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "another engine uses this worker")
         try:
             cache = PagedCache(self._decoder, self._description.num_blocks, self._description.block_size)
