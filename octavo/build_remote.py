@@ -39,13 +39,24 @@ def build_remote(config: EngineConfig, on_lost: OnLost | None) -> tuple[Engine, 
     When the worker ends, ``on_lost`` is called with 1; steps raise ``WorkerLost``, also when it does not answer. The
     model's folder gives the tokenizer and the configuration; weights in it are not read.
     """
+    assert config.model.grpc_worker is not None
+    connection = WorkerConnection(config.model.grpc_worker, config.model.grpc_timeout)
+    try:
+        engine, info = _wired(config, connection)
+    except BaseException:
+        connection.close()
+        raise
+    connection.on_lost = on_lost
+    weakref.finalize(engine, connection.close)  # frees the worker for another engine
+    return engine, info
+
+
+def _wired(config: EngineConfig, connection: WorkerConnection) -> tuple[Engine, EngineInfo]:
     settings = config.model
     device = prepared_device(dataclasses.replace(settings, device="cpu"))
     path = resolve_model(settings)
     own = read_json(path, "config.json") or {}
     generation = chosen_config(settings.generation_config, read_json(path, FILE) or {}, path)
-    assert settings.grpc_worker is not None
-    connection = WorkerConnection(settings.grpc_worker, settings.grpc_timeout)
     _check(config, connection.description, own)
     info = _info(config, connection.description, own, generation)
     storage = _storage(info, device)
@@ -53,7 +64,6 @@ def build_remote(config: EngineConfig, on_lost: OnLost | None) -> tuple[Engine, 
     executor = HostExecutor(RemoteModel(connection), storage, info.vocab_size, most)
     runner, warm_up = make_runner(settings, executor, storage, info.vocab_size, most)
     warm_up()
-    connection.on_lost = on_lost
     cache = KVCache(
         info.num_kv_blocks,
         info.block_size,
@@ -69,9 +79,7 @@ def build_remote(config: EngineConfig, on_lost: OnLost | None) -> tuple[Engine, 
         settings=config.scheduler,
     )
     grammars = make_grammars(settings, path, info.eos_token_ids)
-    engine = Engine(scheduler, logged(runner, config.scheduler.step_log), grammars=grammars)
-    weakref.finalize(engine, connection.close)  # frees the worker for another engine
-    return engine, info
+    return Engine(scheduler, logged(runner, config.scheduler.step_log), grammars=grammars), info
 
 
 def _storage(info: EngineInfo, device: torch.device) -> KVStorage:

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -227,11 +228,14 @@ def test_what_cannot_work_is_refused(
         build(tmp_path, address, **settings)
 
 
-def test_without_a_worker(tmp_path: Path) -> None:
+def test_without_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="backend grpc needs grpc_worker"):
         build_engine(EngineConfig.from_flat({"model": tmp_path, "backend": "grpc"}))
     with pytest.raises(ConfigError, match=r"no worker answers at 127\.0\.0\.1:9 within 0\.3 s"):
         build(tmp_path, "127.0.0.1:9", grpc_timeout=0.3)
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    with pytest.raises(ConfigError, match=r"pip install 'octavo\[grpc\]'"):
+        build(tmp_path, "127.0.0.1:9")
 
 
 @pytest.mark.slow
