@@ -14,9 +14,9 @@ START = """\
 # Settings
 
 Every setting of `octavo serve`; other commands have those of the engine: model, cache, scheduler and speculative
-settings. `--max-num-seqs 8` on the command line, `OCTAVO_MAX_NUM_SEQS=8` in the environment and `max_num_seqs: 8` in the
-YAML file of `--config` mean the same. Flags override the environment, which overrides the file. A switch that is on is
-turned off by its `--no-` form.
+settings. `--max-num-seqs 8` on the command line, `OCTAVO_MAX_NUM_SEQS=8` in the environment and `max_num_seqs: 8` in
+the YAML file of `--config` mean the same. Flags override the environment, which overrides the file. A switch that is
+on is turned off by its `--no-` form.
 
 `python -m octavo.cli.reference > docs/flags.md` writes this page.
 """
