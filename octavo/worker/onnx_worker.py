@@ -30,6 +30,8 @@ try:
     import grpc
     import onnxruntime
 except ImportError:
+    if __name__ != "__main__":
+        raise
     sys.exit("this worker needs the packages grpcio and onnxruntime: pip install 'octavo[grpc]'")
 
 KEEPALIVE = [("grpc.keepalive_time_ms", 20_000)]
