@@ -154,6 +154,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--num-blocks", type=int, default=1024, help="blocks of the KV cache")
     parser.add_argument("--threads", type=int, default=0, help="threads of a computation; 0: one per core")
     args = parser.parse_args(argv)
+    if not args.model.is_file():
+        parser.error(f"{args.model} is not a file")
     decoder = Decoder(args.model, args.threads)
     description = messages.Description(
         model=args.model.stem,
