@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CLIENTS ?= .venv-clients
+PROJECTS ?=
 MODEL ?= smollm2-135m
 HOST ?= 127.0.0.1
 PORT ?= 8000
@@ -33,7 +34,7 @@ timing: $(VENV)/.dev  ## tests that compare times, on a machine that has nothing
 	$(BIN)/python -m pytest -m timing $(ARGS)
 
 test-clients: $(VENV)/.dev $(CLIENTS)/.done  ## drive a server with other projects' clients: docs/clients.md
-	OCTAVO_CLIENTS=$(abspath $(CLIENTS)) $(BIN)/python -m pytest tests/clients $(ARGS)
+	OCTAVO_CLIENTS=$(abspath $(CLIENTS)) OCTAVO_PROJECTS=$(abspath $(PROJECTS)) $(BIN)/python -m pytest tests/clients $(ARGS)
 
 compose-check: $(VENV)/.dev  ## check what is in deploy/; every query of the dashboard with Prometheus, where there is one
 	$(BIN)/python -m pytest tests/deploy $(ARGS)

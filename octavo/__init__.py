@@ -24,6 +24,7 @@ from octavo.errors import (
     RequestTooLarge,
     RunnerError,
     Unavailable,
+    WorkerLost,
 )
 from octavo.sampling_params import RepetitionDetectionParams, SamplingParams
 
@@ -88,6 +89,7 @@ __all__ = [
     "ScoringRequestOutput",
     "StepResult",
     "Unavailable",
+    "WorkerLost",
     "__version__",
 ]
 

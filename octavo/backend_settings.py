@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from octavo.errors import ConfigError
 
-BACKENDS = ("octavo", "transformers", "toy", "instant", "openai")
+BACKENDS = ("octavo", "transformers", "grpc", "toy", "instant", "openai")
 WITHOUT_MODEL = ("toy", "instant", "openai")
 """Backends that load no checkpoint; for toy and instant, the model is a name."""
 _UPSTREAM = frozenset({"upstream", "upstream_command", "upstream_api_key"})
@@ -23,6 +23,7 @@ _CACHE = frozenset(
         "enable_kv_events",
     }
 )
+_WORKER = frozenset({"grpc_worker", "grpc_timeout"})
 _ENGINE = {
     "transformers": _SCHEDULER
     | _CACHE
@@ -30,6 +31,10 @@ _ENGINE = {
         *("model", "tokenizer", "chat_template", "generation_config", "dtype", "device", "max_model_len", "seed"),
         *("revision", "download_dir", "kv_cache_memory"),
     },
+    "grpc": _SCHEDULER
+    | (_CACHE - {"block_size", "num_kv_blocks"})
+    | _WORKER
+    | {"model", "tokenizer", "chat_template", "generation_config", "max_model_len", "seed", "revision", "download_dir"},
     "toy": _SCHEDULER | _CACHE | {"model", "chat_template", "max_model_len"},
     "instant": frozenset({"model", "chat_template", "max_model_len", "max_num_seqs"}),
     "openai": frozenset({"max_num_seqs"}),
@@ -53,9 +58,11 @@ def check_backend(backend: str, given: Mapping[str, str]) -> None:
             raise ConfigError(f"{name}: has no effect with backend {backend}; leave it out")
     if backend == "openai" and "upstream" not in given:
         raise ConfigError("backend openai needs upstream, the URL of the server that requests are forwarded to")
+    if backend == "grpc" and "grpc_worker" not in given:
+        raise ConfigError("backend grpc needs grpc_worker, the address HOST:PORT of the worker")
 
 
 def _is_honoured(backend: str, name: str, group: str) -> bool:
     if group == "server":
         return name in _PROXY if backend == "openai" else name not in _UPSTREAM
-    return backend == "octavo" or name in _ENGINE[backend]
+    return name not in _WORKER if backend == "octavo" else name in _ENGINE[backend]

@@ -17,7 +17,8 @@ from octavo import ops
 from octavo.backend_settings import WITHOUT_MODEL
 from octavo.build_drafter import LoadedDrafter, Target, load_drafter, make_proposer
 from octavo.build_encoder import build_encoder
-from octavo.build_runner import make_runner
+from octavo.build_remote import build_remote
+from octavo.build_runner import make_grammars, make_runner
 from octavo.build_transformers import load_any, own_settings
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
@@ -35,9 +36,6 @@ from octavo.engine.speculation import Speculation
 from octavo.engine.step_runner import BlockMessages, StepRunner
 from octavo.engine.step_times import logged
 from octavo.errors import ConfigError
-from octavo.grammar.masks import MatcherMasks
-from octavo.grammar.matchers import GrammarError
-from octavo.grammar.vocabulary import Vocabulary
 from octavo.models.adapters import Adapters, load_with_adapters
 from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
@@ -63,7 +61,6 @@ from octavo.speculative_config import Method, parse_speculative_config
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
 from octavo.telemetry.phases import Phases
-from octavo.text.tokenizer import load_tokenizer
 from octavo.types import EngineInfo
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.generation_config import chosen_config, sampling_defaults
@@ -78,8 +75,11 @@ logger = logging.getLogger(__name__)
 def build_engine(config: EngineConfig, on_lost: OnLost | None = None, tuning: TuningPlan | None = None) -> Built:
     """Load the model and wire the engine; ``tuning``: see ``make_runner``. Raises ``ConfigError``, ``CheckpointError``.
 
-    ``on_lost`` is called when another process of a tensor-parallel engine ends; steps then raise ``RanksLost``.
+    ``on_lost`` is called when another process that computes for this engine ends; steps then raise ``RanksLost`` or
+    ``WorkerLost``.
     """
+    if config.model.backend == "grpc":
+        return build_remote(config, on_lost)
     phases = Phases()
     device = prepared_device(config.model)
     path, checkpoint = _open(config.model, device)
@@ -109,7 +109,7 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None, tuning: Tu
         phases.done("kernels and graphs")
     sizes = limits, budget, collective.size
     info = _info(model_config, loaded, form, *sizes, eos_ids, defaults)
-    grammars = MatcherMasks(lambda: _vocabulary(config.model, path, info))
+    grammars = make_grammars(config.model, path, info.eos_token_ids)
     scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else budget.weights, method)
     _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
@@ -322,14 +322,6 @@ def _speculation(method: Method) -> Speculation:
     proposer = make_proposer(method)
     choice = DraftChoice(most, proposer.num_lookahead > 0) if method.adaptive else None
     return Speculation(proposer, most, choice)
-
-
-def _vocabulary(settings: ModelSettings, path: Path, info: EngineInfo) -> Vocabulary:
-    """The tokenizer's vocabulary for grammars; the engine has no other use of a tokenizer. Raises ``GrammarError``."""
-    tokenizer = load_tokenizer(Path(settings.tokenizer or path))
-    if tokenizer is None:
-        raise GrammarError("cannot be used: the model has no tokenizer")
-    return tokenizer.vocabulary(info.eos_token_ids)
 
 
 def make_executor(

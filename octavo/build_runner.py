@@ -1,9 +1,10 @@
-"""Builds the half of the device's loop that decides: the encoder of steps, their padded shapes and the warm-up."""
+"""Builds what decides around an executor: the encoder of steps, their padded shapes, the warm-up, and grammars."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from octavo.config import ModelSettings
 from octavo.engine.graph_choice import GraphChoice
@@ -11,10 +12,26 @@ from octavo.engine.kernel_tuning import NO_TUNING, TuningPlan, plan_of
 from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.step_encoder import StepEncoder
 from octavo.engine.step_runner import StepRunner, compute_padding
+from octavo.grammar.masks import MatcherMasks
+from octavo.grammar.matchers import GrammarError
+from octavo.grammar.vocabulary import Vocabulary
 from octavo.runtime.kv_storage import KVStorage
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
 from octavo.steps.shapes import exact_shape
+from octavo.text.tokenizer import load_tokenizer
+
+
+def make_grammars(settings: ModelSettings, path: Path, eos_token_ids: tuple[int, ...]) -> MatcherMasks:
+    """Structured output for the model in the folder ``path``; its tokenizer is loaded when it is first needed."""
+
+    def vocabulary() -> Vocabulary:
+        tokenizer = load_tokenizer(Path(settings.tokenizer or path))
+        if tokenizer is None:
+            raise GrammarError("cannot be used: the model has no tokenizer")
+        return tokenizer.vocabulary(eos_token_ids)
+
+    return MatcherMasks(vocabulary)
 
 
 def make_runner(

@@ -42,8 +42,8 @@ class ModelSettings:
 
     backend: str = setting(
         "octavo",
-        "what computes: octavo's own models, any decoder of transformers, a toy or an instant answer without a model, "
-        "or an upstream server with the OpenAI API",
+        "what computes: octavo's own models, any decoder of transformers, a worker in another process over gRPC, "
+        "a toy or an instant answer without a model, or an upstream server with the OpenAI API",
         BACKENDS,
     )
     model: str = setting(DEFAULT_MODEL, "model folder, GGUF file, Hugging Face id, or 'smollm2-135m'")
@@ -105,6 +105,10 @@ class ModelSettings:
     seed: int = setting(0, "seed of dummy weights, and of LLM requests without a seed of their own")
     revision: str | None = setting(None, "branch, tag or commit of a Hugging Face model")
     download_dir: str | None = setting(None, "folder of downloaded models; default: the user's cache folder")
+    grpc_worker: str | None = setting(None, "address HOST:PORT of the worker that computes, for backend grpc")
+    grpc_timeout: float = setting(
+        30.0, "seconds that the worker of backend grpc may take for a step; then the engine connects again", low=0.001
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@
       |   - RequestFailed           500, the engine could not finish this request
       + RunnerError            a forward pass failed; the engine isolates the request that caused it
       + RanksLost              a process of a tensor-parallel engine died or hangs; the engine cannot go on
+      + WorkerLost             the worker of backend grpc ended or hangs; the engine cannot go on
 
 A ``RequestError`` has its HTTP status, its OpenAI ``type`` and ``code`` and the name of the parameter,
 so the server, the offline API and the tests share one object per failure.
@@ -41,6 +42,10 @@ class RunnerError(OctavoError, RuntimeError):
 
 class RanksLost(OctavoError, RuntimeError):
     """A process of a tensor-parallel engine died or hangs, or the processes disagree; the engine cannot go on."""
+
+
+class WorkerLost(OctavoError, RuntimeError):
+    """The worker of backend grpc ended or did not answer in time, and with it the KV cache; the engine cannot go on."""
 
 
 class RequestError(OctavoError, ValueError):

@@ -25,7 +25,7 @@ BASE: list[set[str]] = [
     {"sampling_params", "server_settings", "child_process"},
     {"config"},
     {"types"},
-    {"steps"},
+    {"steps", "worker"},
     {"telemetry", "weights"},
 ]
 DECIDING: list[set[str]] = [{"grammar"}, {"text", "cache"}, {"engine", "routing"}]
@@ -33,6 +33,7 @@ EXECUTING: list[set[str]] = [{"ops"}, {"quant"}, {"layers"}, {"models"}, {"runti
 BUILD: list[set[str]] = [
     {"device_settings"},
     {"build_drafter", "build_encoder", "build_runner", "build_transformers", "backends"},
+    {"build_remote"},
     {"build"},
     {"rank_process"},
 ]
@@ -72,7 +73,7 @@ TORCH_FREE = {
         "server_settings",
     ),
     *("config", "types", "telemetry"),
-    *("steps", "text", "cache", "engine", "grammar", "routing", "backends", "client"),
+    *("steps", "text", "cache", "engine", "grammar", "routing", "backends", "client", "worker"),
 }
 TORCH_FREE_FILES = {"weights/gguf.py", "weights/blocks.py", "weights/hub.py", "weights/default_model.py"}
 FRONT_PROCESS = ["octavo.server.app", "octavo.text.tokenizer", "octavo.engine.engine", "octavo.cli"]

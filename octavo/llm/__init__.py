@@ -1,6 +1,7 @@
 """The engine in this process: ``LLM(...).generate(prompts, params)``, with results in vLLM's shape."""
 
-from octavo.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from octavo.engine.beam_search import BeamSearchParams, BeamSearchSequence
+from octavo.llm.beam_search import BeamSearchOutput
 from octavo.llm.engine import Computed, Engine, StepResult
 from octavo.llm.engine_metrics import EngineMetrics, Percentiles
 from octavo.llm.llm import LLM

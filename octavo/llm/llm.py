@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from octavo.config import DEFAULT_MODEL
+from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.engine import Engine
 from octavo.errors import InvalidParameter, RequestFailed, Unavailable
-from octavo.llm.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
+from octavo.llm.beam_search import BeamSearchOutput, search_beams
 from octavo.llm.continuations import Job
 from octavo.llm.live_requests import LiveRequests
 from octavo.llm.loading import build, settle

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.errors import CheckpointError, RunnerError
+from octavo.errors import CheckpointError, RunnerError, WorkerLost
 from octavo.models.adapters import Adapters
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
@@ -110,6 +110,8 @@ class HostExecutor:
         try:
             with torch.inference_mode():
                 return Done(self._run(message))
+        except WorkerLost:
+            raise  # with all blocks: there is nothing to go on with
         except Exception as error:
             logger.exception("a forward pass of %d sequences failed", message.num_seqs)
             self._state.forget_results(batch_indices(message, self._num_groups))

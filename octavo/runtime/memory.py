@@ -123,7 +123,7 @@ def settle(
     """
     defaults = DEFAULTS[device]
     block_size = settings.cache.block_size or defaults.block_size
-    max_num_seqs, max_num_batched_tokens = _batch_limits(settings.scheduler, defaults)
+    max_num_seqs, max_num_batched_tokens = batch_limits(settings.scheduler, defaults)
     max_model_len = _longest_asked(settings, model)
     activations = _activation_bytes(model, max_num_batched_tokens, dtype, num_ranks)
     if device == "cuda":
@@ -164,7 +164,7 @@ def _groups(settings: CacheSettings, specs: Sequence[LayerCacheSpec], max_window
     return kv_groups(specs)
 
 
-def _batch_limits(settings: SchedulerSettings, defaults: DeviceDefaults) -> tuple[int, int]:
+def batch_limits(settings: SchedulerSettings, defaults: DeviceDefaults) -> tuple[int, int]:
     """Most sequences and tokens of a step; a limit that is not given follows from the one that is."""
     seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
     if seqs is None:

@@ -140,7 +140,7 @@ class Admission:
         if params.bad_words:
             assert self.tokenizer is not None, "bad_words requires a tokenizer"
             banned = await asyncio.to_thread(banned_sequences, params.bad_words, self.tokenizer)
-        check_something_is_left(params, banned, {*self._eos_token_ids(params), *params.stop_token_ids})
+        check_something_is_left(params, banned, {*self.eos_token_ids(params), *params.stop_token_ids})
         return banned
 
     def _vocabulary(self) -> PackedVocabulary:
@@ -175,7 +175,7 @@ class Admission:
                     params=client_request.params,
                     max_tokens=max_tokens,
                     seed=choice_key(seed, index),
-                    eos_token_ids=self._eos_token_ids(client_request.params),
+                    eos_token_ids=self.eos_token_ids(client_request.params),
                     banned_sequences=banned,
                     priority=client_request.priority,
                     arrival=arrival,
@@ -202,7 +202,8 @@ class Admission:
         client_request.caller.account.charge(sum(len(prompt.tokens) for prompt, _ in prompts))
         return generation
 
-    def _eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+    def eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """The tokens that end a text."""
         if params.ignore_eos:
             return ()
         own = self.tokenizer.eos_token_ids if self.tokenizer else ()
@@ -215,7 +216,7 @@ class Admission:
 
         def encode_one(source: PromptSource) -> tuple[Prompt, int]:
             prompt = self._encode(source, client_request.prompt_field, client_request.add_special_tokens)
-            return prompt, self._max_tokens(client_request, prompt)
+            return prompt, self.max_tokens(client_request, prompt)
 
         def encode_all() -> list[tuple[Prompt, int]]:
             return [encode_one(source) for source in client_request.prompts]
@@ -281,7 +282,8 @@ class Admission:
         self.check_in_vocabulary(tuple(client_request.params.logit_bias), "logit_bias")
         self.check_in_vocabulary(client_request.params.allowed_token_ids or (), "allowed_token_ids")
 
-    def _max_tokens(self, client_request: ClientRequest, prompt: Prompt) -> int:
+    def max_tokens(self, client_request: ClientRequest, prompt: Prompt) -> int:
+        """The most output tokens for ``prompt``. Raises ``ContextLengthExceeded``."""
         return resolve_max_tokens(
             client_request.params,
             len(prompt.tokens),

@@ -8,6 +8,7 @@ closes, when its parent dies, and on SIGTERM; it ignores SIGINT, which the paren
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import faulthandler
 import functools
 import logging
@@ -25,7 +26,7 @@ from octavo.cache.kv_events import KVEvent
 from octavo.collector import leave_out_what_exists
 from octavo.config import EngineConfig, ModelSettings
 from octavo.engine.protocols import Adapters
-from octavo.errors import CheckpointError, OctavoError, RanksLost, RequestError
+from octavo.errors import CheckpointError, OctavoError, RanksLost, RequestError, WorkerLost
 from octavo.kernel_compiler import prepare_if_there_may_be_a_gpu
 from octavo.server import wire
 from octavo.telemetry.events import Event
@@ -196,7 +197,7 @@ def _serve(build: Build | None) -> int:
             built.close()
     except FrontGone:
         logger.info("the front process is gone")
-    except RanksLost as error:
+    except (RanksLost, WorkerLost) as error:
         logger.error("%s", error)
         return 1
     return 0
@@ -221,8 +222,10 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
 
 def _config(start: wire.Start) -> EngineConfig:
     """The settings of this process. After a restart, requests wait: no kernels are measured."""
-    is_first = start.generation == 1
-    return EngineConfig.from_flat(start.config if is_first else {**start.config, "kernel_tuning_seconds": 0.0})
+    config = EngineConfig.from_flat(start.config)
+    if start.generation == 1:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, kernel_tuning_seconds=0.0))
 
 
 def _default_build(settings: ModelSettings) -> Build:

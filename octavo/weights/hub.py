@@ -10,6 +10,8 @@ from octavo.config import DEFAULT_MODEL, ModelSettings
 from octavo.errors import ConfigError
 
 FETCHED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
+TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model"]
+"""What is fetched where a worker has the weights."""
 PYTORCH_FILES = ["*.bin", "*.json", "*.jinja", "tokenizer.model"]
 """What is fetched instead with load format pt."""
 IGNORED_FILES = ["*/*.safetensors", "*/*.bin", "*/*.model", "consolidated*", "training_args.bin"]
@@ -41,6 +43,7 @@ def resolve_model(settings: ModelSettings, patterns: Sequence[str] | None = None
         )
     if patterns is None:
         patterns = PYTORCH_FILES if settings.load_format == "pt" else FETCHED_FILES
+        patterns = TOKENIZER_FILES if settings.backend == "grpc" else patterns
     return _fetch_from_hub(settings, list(patterns))
 
 

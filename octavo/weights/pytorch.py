@@ -102,7 +102,8 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _read(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """The tensors of one file by name, without wrappers of training; what was left out or renamed is logged."""
+    """The tensors of one file by name, without wrappers of training; what was left out or renamed is logged,
+    and each tensor at level debug."""
     shown = folder / name
     path = find_file(folder, name)
     if path is None:
@@ -132,6 +133,8 @@ def _read(folder: Path, name: str) -> dict[str, torch.Tensor]:
         f"; prefix {wrapper!r} removed" if wrapper else "",
         f"; left out: {', '.join(sorted(map(str, left_out))[:8])}" if left_out else "",
     )
+    for key, tensor in tensors.items():
+        logger.debug("%s: %s, %s %s, as %s", name, key, _type(tensor), list(tensor.shape), key.removeprefix(wrapper))
     return {key.removeprefix(wrapper): tensor.detach() for key, tensor in tensors.items()}
 
 

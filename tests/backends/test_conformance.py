@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,22 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo import BeamSearchParams
 from tests.backends.checkpoints import save_checkpoint
+from tests.backends.onnx_export import export
+from tests.backends.workers import WorkerProcess
 from tests.conftest import Server, start_server
+from tests.llm.test_beam_search import plain_search
 
-BACKENDS = ["octavo", "transformers", "transformers-own-cache", "toy", "instant", "openai"]
+BACKENDS = ["octavo", "transformers", "transformers-own-cache", "grpc", "toy", "instant", "openai"]
 MAX_TOKENS = 12
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    servers = []
+    servers: list[Server] = []
+    worker: WorkerProcess | None = None
+    model: Any = None
 
     def start(*args: str) -> Server:
         servers.append(start_server(*args))
@@ -31,17 +38,25 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         start("--backend", "openai", "--upstream", upstream.url, "--log-level", "warning")
     elif request.param in ("toy", "instant"):
         start("--backend", request.param, "--served-model-name", "tiny")
+    elif request.param == "grpc":
+        folder = tmp_path_factory.mktemp("checkpoint")
+        model = save_checkpoint("llama", folder)
+        worker = WorkerProcess(export(folder))
+        start(str(folder), *worker.settings, "--served-model-name", "tiny")
     else:
         family = {"octavo": "llama", "transformers": "cohere", "transformers-own-cache": "mamba"}[request.param]
         folder = tmp_path_factory.mktemp("checkpoint")
-        save_checkpoint(family, folder)
+        model = save_checkpoint(family, folder)
         backend = request.param.removesuffix("-own-cache")
         sizes = ("--num-kv-blocks", "64", "--max-model-len", "256")
         start(str(folder), "--backend", backend, "--device", "cpu", "--served-model-name", "tiny", *sizes)
     servers[-1].backend = request.param.removesuffix("-own-cache")  # type: ignore[attr-defined]
+    servers[-1].model = model  # type: ignore[attr-defined]
     yield servers[-1]
     for each in reversed(servers):
         assert each.stop() == 0
+    if worker is not None:
+        worker.end(signal.SIGTERM)
 
 
 def body(prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
@@ -104,6 +119,29 @@ def test_choices_stops_and_chat(server: Server) -> None:
     chat = server.post("/v1/chat/completions", {"model": "tiny", "messages": messages, "max_tokens": 3})
     assert chat.status_code == 200
     assert chat.json()["usage"]["completion_tokens"] <= 3
+
+
+def test_beam_search(server: Server) -> None:
+    model = server.model  # type: ignore[attr-defined]
+    prompts = [[104, 101, 108, 108, 111], [7]]
+    asked = {"prompt": prompts, "n": 3, "use_beam_search": True, "length_penalty": 0.5, "return_token_ids": True}
+    if server.backend not in ("octavo", "grpc"):  # type: ignore[attr-defined]
+        return
+    response = server.post("/v1/completions", body(**asked))
+    choices = response.json()["choices"]
+    params = BeamSearchParams(3, MAX_TOKENS, ignore_eos=True, length_penalty=0.5)
+    right = [tokens[len(prompt) :] for prompt in prompts for tokens, _ in plain_search(model, prompt, params, -1)]
+    assert [choice["token_ids"] for choice in choices] == right
+    assert [choice["index"] for choice in choices] == [*range(6)]
+    assert {choice["finish_reason"] for choice in choices} == {"length"}
+    assert response.json()["usage"] == {"prompt_tokens": 6, "completion_tokens": 72, "total_tokens": 78}
+    greedy = server.post("/v1/completions", body(use_beam_search=True)).json()["choices"]
+    assert [choice["text"] for choice in greedy] == [text_of(server.post("/v1/completions", body()))]
+    refused = {"stop": ["a"], "stream": True, "logprobs": 1, "n": 11, "max_tokens": 0, "length_penalty": 11.0}
+    for name, value in refused.items():
+        error = server.post("/v1/completions", body(**{"use_beam_search": True, name: value}))
+        assert (error.status_code, error.json()["error"]["param"]) == (400, name)
+    assert server.post("/v1/completions", body(length_penalty=2.0)).json()["error"]["param"] == "length_penalty"
 
 
 def test_log_probabilities(server: Server) -> None:

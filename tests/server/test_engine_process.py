@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from octavo.backend_settings import BACKENDS
 from octavo.cache.kv_events import KVEvent
 from octavo.config import EngineConfig, ModelSettings, to_flat
 from octavo.sampling_params import SamplingParams
@@ -304,3 +305,11 @@ def test_a_step_waits_for_requests_while_the_device_is_busy(spare: float, asked:
 def test_importing_the_front_side_brings_no_torch() -> None:
     code = "import sys, octavo.server.async_engine, octavo.server.engine_process; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ})
+
+
+@pytest.mark.parametrize("backend", sorted(set(BACKENDS) - {"openai"}))
+def test_an_engine_of_any_backend_can_be_restarted(backend: str) -> None:
+    """Settings of a restart are not refused as some that the backend does not honour."""
+    address = "127.0.0.1:1" if backend == "grpc" else None
+    settings = to_flat(EngineConfig.from_flat({"backend": backend, "grpc_worker": address}))
+    assert engine_process._config(wire.Start(2, settings)).model.backend == backend

@@ -64,9 +64,11 @@ def test_shards(folder: Path) -> None:
 def test_a_training_checkpoint(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     wrapped = {f"_orig_mod.module.{name}": tensor for name, tensor in TENSORS.items()}
     torch.save({"model": {**wrapped, "_orig_mod.module.epochs": 3}, "step": 7}, folder / "ckpt.pt")
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         assert same(PytorchCheckpoint(folder))
-    (message,) = [record.getMessage() for record in caplog.records if "ckpt.pt" in record.getMessage()]
+    message, *each = [record.getMessage() for record in caplog.records if "ckpt.pt" in record.getMessage()]
+    shown = {"a.weight": "F32 [2, 3]", "b.weight": "BF16 [4]"}
+    assert each == [f"ckpt.pt: _orig_mod.module.{name}, {kind}, as {name}" for name, kind in shown.items()]
     removed = "prefix '_orig_mod.module.' removed"
     assert message == f"ckpt.pt: 2 tensors in 'model'; {removed}; left out: _orig_mod.module.epochs, step"
 

@@ -18,7 +18,9 @@ from octavo.grammar import forms
 from octavo.sampling_params import MAX_N, SamplingParams
 from octavo.server.admission import ClientRequest
 from octavo.server.body_decoder import BodyDecoder
+from octavo.server.errors import UnsupportedParameter
 from octavo.server.generation import Choice, ChoiceUpdate
+from octavo.server.openai import beam_search
 from octavo.server.openai.constraints import constraint
 from octavo.server.openai.fields import (
     ACCEPTED,
@@ -35,6 +37,7 @@ from octavo.server.openai.logprobs import CompletionLogprobs, TokenNames, finite
 from octavo.server.openai.rendering import ChunkFrame, Identity, encode, encode_line, json_response, usage
 from octavo.server.services import Services, services_of
 from octavo.server.sse import EventStream, finished_choices
+from octavo.text.text_stream import TextStream
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -49,17 +52,23 @@ class CompletionBody(GenerationFields, kw_only=True):
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
     add_special_tokens: bool = True
 
 
-decoder = BodyDecoder(CompletionBody, REFUSED | {"suffix": ()}, ACCEPTED, IGNORED)
+_OF_BEAMS = ("use_beam_search", "length_penalty")
+_REFUSED = {name: neutral for name, neutral in REFUSED.items() if name not in _OF_BEAMS} | {"suffix": ()}
+decoder = BodyDecoder(CompletionBody, _REFUSED, ACCEPTED, IGNORED)
 
 
 async def create_completion(request: Request) -> Response:
     services = services_of(request)
     services.admission.check_room()
-    body, headers = await services.read(request, decoder, without_effect)
+    body, headers = await services.read(request, decoder, _without_effect)
     submitted = client_request(body, services, request)
+    if body.use_beam_search:
+        return json_response(await _found_by_beams(body, services, submitted, request), headers)
     generation = await services.admission.admit(submitted)
     answer = CompletionAnswer(services, body, generation.choices)
     services.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
@@ -72,9 +81,45 @@ async def create_completion(request: Request) -> Response:
     return await asyncio.to_thread(lambda: json_response(answer.unstreamed(choices), headers))
 
 
+def _without_effect(body: CompletionBody, services: Services) -> list[str]:
+    """Fields that are ignored in this request."""
+    if not body.use_beam_search:
+        return without_effect(body, services)
+    return [name for name in beam_search.IRRELEVANT if getattr(body, name) is not None]
+
+
+async def _found_by_beams(
+    body: CompletionBody, services: Services, submitted: ClientRequest, request: Request
+) -> dict[str, Any]:
+    """The response to a beam search: ``n`` choices for each prompt, best first."""
+    limits = (submitted.timeout, services.config.server.request_timeout)
+    time_limit = min((limit for limit in limits if limit is not None), default=None)
+    found = await beam_search.search_beams(services.admission, submitted, body.length_penalty, time_limit, request)
+    shows_ids, choices = body.return_token_ids or services.tokenizer is None, list[dict[str, Any]]()
+    for prompt, sequences in found:
+        for sequence in sequences:
+            tokens = sequence.tokens[len(prompt.tokens) :]
+            text = TextStream(services.tokenizer, submitted.params).push(tokens, sequence.finish_reason).text
+            choice = {"index": len(choices), "text": text, "logprobs": None, "finish_reason": sequence.finish_reason}
+            ids = {"token_ids": tokens, "prompt_token_ids": prompt.tokens} if shows_ids else {}
+            choices.append({**choice, "stop_reason": None, **ids})
+    counts = {
+        "prompt_tokens": sum(len(prompt.tokens) for prompt, _ in found),
+        "completion_tokens": sum(
+            len(sequence.tokens) - len(prompt.tokens) for prompt, sequences in found for sequence in sequences
+        ),
+    }
+    identity = Identity("cmpl", "text_completion", services.answering_name(body.model)).as_dict()
+    return {**identity, "choices": choices, "usage": {**counts, "total_tokens": sum(counts.values())}}
+
+
 def client_request(body: CompletionBody, services: Services, request: Request) -> ClientRequest:
     """The body as a request for admission. Raises ``RequestError``."""
     check_generation_fields(body, services)
+    if body.use_beam_search:
+        beam_search.check_fields(body)
+    elif body.length_penalty != 1.0:
+        raise UnsupportedParameter("length_penalty", "'length_penalty' needs 'use_beam_search'.")
     echoed = body.logprobs if body.echo else None
     asked_for = constraint(body)
     if asked_for is not None:

@@ -130,6 +130,7 @@ def test_a_model_without_template_has_no_chat(serve_app: Any) -> None:
         ("echo", True),
         ("suffix", "x"),
         ("best_of", 3),
+        ("use_beam_search", True),
         ("priority", 5),
     ],
 )

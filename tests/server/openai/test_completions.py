@@ -245,7 +245,6 @@ def test_a_model_without_tokenizer_serves_token_ids(serve_app: Any) -> None:
         ("prompt_embeds", "AAAA"),
         ("logits_processors", ["x"]),
         ("truncate_prompt_tokens", 5),
-        ("use_beam_search", True),
         ("length_penalty", 0.5),
         ("priority", 1),
     ],

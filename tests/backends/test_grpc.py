@@ -1,0 +1,291 @@
+"""The backend grpc: an ONNX worker against ``generate`` of transformers, and workers that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from octavo import LLM
+from octavo.build import build_engine
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, WorkerLost
+from octavo.sampling_params import SamplingParams
+from octavo.types import Output, Request
+from octavo.worker import messages
+from tests.backends.checkpoints import save_checkpoint
+from tests.backends.onnx_export import export
+from tests.backends.test_transformers import expected, prompts, run
+from tests.backends.workers import FakeWorker, WorkerProcess, serving
+from tests.conftest import Server
+
+WORKER = Path(messages.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder of a checkpoint, with its ONNX graph next to it, and its model in transformers."""
+    folder = tmp_path_factory.mktemp("llama")
+    model = save_checkpoint("llama", folder)
+    export(folder)
+    (folder / "model.safetensors").unlink()
+    return folder, model
+
+
+@pytest.fixture(scope="module")
+def worker(checkpoint: tuple[Path, Any]) -> Iterator[WorkerProcess]:
+    process = WorkerProcess(checkpoint[0].with_suffix(".onnx"))
+    yield process
+    process.end(signal.SIGTERM)
+    assert process.process.returncode == 0
+
+
+def build(folder: Path, address: str, **settings: Any) -> tuple[Any, Any]:
+    given = {"model": folder, "backend": "grpc", "grpc_worker": address, "max_num_batched_tokens": 32, **settings}
+    return build_engine(EngineConfig.from_flat(given))
+
+
+def close(engine: Any) -> None:
+    """End the connection, so that the worker is free."""
+    engine.runner.executor._model._connection.close()
+
+
+def finish(engine: Any, params: SamplingParams, prompt: list[int], max_tokens: int = 4) -> list[Output]:
+    engine.add(Request(next(IDS), prompt, params, max_tokens=max_tokens))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    return outputs
+
+
+IDS = itertools.count(1000)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_messages_are_those_of_the_proto_file(tmp_path: Path) -> None:
+    from grpc_tools import protoc
+
+    out = tmp_path / "worker.binpb"
+    assert protoc.main(["", f"-I{WORKER}", f"--descriptor_set_out={out}", "worker.proto"]) == 0
+    from google.protobuf.descriptor_pb2 import FileDescriptorSet
+
+    kept, made = (FileDescriptorSet.FromString(file.read_bytes()) for file in (WORKER / "worker.binpb", out))
+    assert kept == made
+
+
+def test_tokens_equal_generate_alone_and_batched(checkpoint: tuple[Path, Any], worker: WorkerProcess) -> None:
+    folder, model = checkpoint
+    asked = prompts()
+    right = [expected(model, prompt) for prompt in asked]
+    engine, info = build(folder, f"127.0.0.1:{worker.port}")
+    assert (info.vocab_size, info.block_size, info.num_kv_blocks) == (model.config.vocab_size, 4, 64)
+    assert run(engine, asked) == right, "batched"
+    assert [run(engine, [prompt], 100 + i)[0] for i, prompt in enumerate(asked)] == right, "alone"
+    assert engine.scheduler.stats.num_preemptions > 0
+    assert engine.stats().prefix_hits > 0
+    with pytest.raises(WorkerLost, match="RESOURCE_EXHAUSTED: another engine uses this worker"):
+        build(folder, f"127.0.0.1:{worker.port}")
+    close(engine)
+
+
+def test_a_closed_engine_frees_its_worker(checkpoint: tuple[Path, Any], worker: WorkerProcess) -> None:
+    folder, model = checkpoint
+    prompt = {"prompt_token_ids": prompts()[1]}
+    for _ in range(2):
+        with LLM(folder, backend="grpc", grpc_worker=f"127.0.0.1:{worker.port}") as llm:
+            (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4))
+            assert output.outputs[0].token_ids == expected(model, prompts()[1])[:4]
+
+
+def test_log_probabilities_of_a_prompt_in_chunks(checkpoint: tuple[Path, Any], worker: WorkerProcess) -> None:
+    folder, model = checkpoint
+    prompt = prompts()[0]
+    assert len(prompt) > 32, "or it is one chunk"
+    engine, _ = build(folder, f"127.0.0.1:{worker.port}")
+    outputs = finish(engine, SamplingParams(temperature=0, prompt_logprobs=0, logprobs=1), prompt)
+    found = [entry.logprob for output in outputs for entry in output.prompt_logprobs or []]
+    with torch.inference_mode():
+        rows = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    right = rows[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(found), right, atol=1e-4, rtol=0)
+    assert [output.logprobs[0].token_id for output in outputs if output.logprobs] == expected(model, prompt)[:4]
+    close(engine)
+
+
+def greedy(engine: Any, prompt: list[int]) -> list[Output]:
+    return finish(engine, SamplingParams(temperature=0), prompt)
+
+
+def tokens(outputs: list[Output]) -> list[int]:
+    return [token for output in outputs for token in output.tokens]
+
+
+@pytest.mark.parametrize("logits_type", [messages.FLOAT32, messages.BFLOAT16])
+def test_what_a_worker_is_asked(tmp_path: Path, logits_type: int) -> None:
+    worker = FakeWorker(logits_type=logits_type, shares_blocks=False, max_num_batched_tokens=8)
+    with serving(worker) as address:
+        engine, info = build(tmp_path, address)
+        assert info.max_num_batched_tokens == 8
+        worker.steps.clear()
+        assert tokens(greedy(engine, [*range(10)])) == [10, 11, 12, 13]
+        assert tokens(greedy(engine, [*range(10)])) == [10, 11, 12, 13]
+        first, second, third, *_ = (step.sequences[0] for step in worker.steps)
+        assert (first.start, list(first.token_ids)) == (0, [*range(8)])
+        assert (second.start, list(second.token_ids), second.num_logits) == (8, [8, 9], 1)
+        assert (third.start, list(third.token_ids), len(third.block_table)) == (10, [10], 3)
+        assert len(worker.steps) == 10, "and the second time, nothing is cached: sequences cannot share blocks"
+        with pytest.raises(ConfigError, match="eviction_policy: the worker's sequences cannot share blocks"):
+            build(tmp_path, address, eviction_policy="lfu")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("nan", "not finite"),
+        ("rows", r"0 bytes of logits instead of 1 x 200, for a vocabulary of 50 and float32"),
+        ("error", r"no memory \(code 8\)"),
+    ],
+)
+def test_a_failed_step_ends_its_requests(tmp_path: Path, fault: str, message: str) -> None:
+    worker = FakeWorker()
+    with serving(worker) as address:
+        engine, _ = build(tmp_path, address)
+        worker.fault = fault
+        (output,) = greedy(engine, [1, 2])
+        assert output.error is not None
+        assert re.search(message, output.error)
+        worker.fault = ""
+        assert tokens(greedy(engine, [1, 2])) == [3, 4, 5, 6], "the engine goes on"
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("ends", "ended the call"),
+        ("aborts", "ended the connection .INTERNAL: out of luck"),
+        ("skips", r"sent the result of step \d in place of step \d"),
+        ("hangs", "did not answer within 0.5 s"),
+    ],
+)
+def test_a_lost_worker_ends_the_engine(tmp_path: Path, fault: str, message: str) -> None:
+    worker = FakeWorker()
+    with serving(worker) as address:
+        engine, _ = build(tmp_path, address, grpc_timeout=0.5)
+        worker.fault = fault
+        for _ in range(2):
+            started = time.monotonic()
+            with pytest.raises(WorkerLost, match=message):
+                greedy(engine, [1, 2])
+            assert time.monotonic() - started < 1.4
+        worker.fault = ""
+        assert tokens(greedy(build(tmp_path, address)[0], [1, 2])) == [3, 4, 5, 6]
+
+
+def test_a_loss_is_noticed_between_steps(tmp_path: Path) -> None:
+    lost = threading.Event()
+    with serving(FakeWorker()) as address:
+        given = {"model": tmp_path, "backend": "grpc", "grpc_worker": address}
+        engine, _ = build_engine(EngineConfig.from_flat(given), on_lost=lambda status: lost.set())
+        assert tokens(greedy(engine, [1, 2])) == [3, 4, 5, 6]
+        assert not lost.is_set()
+    assert lost.wait(5)
+
+
+@pytest.mark.parametrize(
+    ("description", "settings", "message"),
+    [
+        ({"vocab_size": 49}, {}, "a vocabulary of 49 tokens, and config.json says 50"),
+        ({"num_blocks": 0}, {}, "num_blocks is missing"),
+        ({"logits_type": 7}, {}, "logits_type 7 is not known"),
+        ({}, {"max_model_len": 65}, "max_model_len: 65 is more than the worker allows, 64"),
+        ({}, {"dtype": "float16"}, "dtype: has no effect with backend grpc"),
+        ({}, {"backend": "octavo"}, "grpc_worker: has no effect with backend octavo"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    tmp_path: Path, description: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50}))
+    with serving(FakeWorker(**description)) as address, pytest.raises(ConfigError, match=message):
+        build(tmp_path, address, **settings)
+
+
+def test_without_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="backend grpc needs grpc_worker"):
+        build_engine(EngineConfig.from_flat({"model": tmp_path, "backend": "grpc"}))
+    with pytest.raises(ConfigError, match=r"no worker answers at 127\.0\.0\.1:9 within 0\.3 s"):
+        build(tmp_path, "127.0.0.1:9", grpc_timeout=0.3)
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    with pytest.raises(ConfigError, match=r"pip install 'octavo\[grpc\]'"):
+        build(tmp_path, "127.0.0.1:9")
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_or_hangs_loses_nothing(checkpoint: tuple[Path, Any], serve: Callable[..., Server]) -> None:
+    folder, _ = checkpoint
+    worker = WorkerProcess(folder.with_suffix(".onnx"))
+    server = serve(str(folder), *worker.settings, "--grpc-timeout", "2", "--served-model-name", "tiny")
+    bodies = [
+        {"model": "tiny", "prompt": text, "max_tokens": 200, "ignore_eos": True, **sampling}
+        for text, sampling in (("hello", {"temperature": 0}), ("other words", {"temperature": 1, "seed": 5}))
+        for _ in range(3)
+    ]
+    alone = [server.post("/v1/completions", body).json()["choices"][0]["text"] for body in bodies[::3]]
+    right = [text for text in alone for _ in range(3)]
+
+    async def stream(client: httpx.AsyncClient, body: dict[str, Any], began: asyncio.Event) -> str:
+        text = ""
+        async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                    began.set()
+        return text
+
+    async def under(disturb: Callable[[], None]) -> list[str]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            begins = [asyncio.Event() for _ in bodies]
+            pairs = zip(bodies, begins, strict=True)
+            streams = [asyncio.create_task(stream(client, body, began)) for body, began in pairs]
+            await asyncio.gather(*(began.wait() for began in begins))
+            disturb()
+            assert not any(task.done() for task in streams)
+            return await asyncio.gather(*streams)
+
+    def kill() -> None:
+        worker.end(signal.SIGKILL)
+        wait_for(lambda: server.get("/ready").status_code == 503)
+        worker.start()
+
+    def stop() -> None:
+        worker.process.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)
+        worker.process.send_signal(signal.SIGCONT)
+
+    try:
+        for count, disturb in enumerate((kill, stop), 1):
+            assert asyncio.run(under(disturb)) == right
+            assert re.search(rf"^octavo_engine_restarts_total\S* {count}\.0$", server.get("/metrics").text, re.M)
+        lost = [line for line in server.lines if " E octavo" in line and ": worker 127.0.0.1" in line]
+        assert "ended the connection (UNAVAILABLE" in lost[0]
+        assert "did not answer within 2 s" in lost[1]
+    finally:
+        worker.end(signal.SIGTERM)
