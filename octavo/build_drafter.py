@@ -111,7 +111,8 @@ def _head(method: WithDrafter, config: EngineConfig, target: Target) -> LoadedDr
         head = MTPHead(target.config, target.checkpoint, form, model)
 
     def start(storage: KVStorage) -> Drafter:
-        return HeadDrafter(head, storage.draft_layers, storage.block_size, method.num_speculative_tokens)
+        count, vocab_size = method.num_speculative_tokens, target.config.vocab_size
+        return HeadDrafter(head, storage, count, vocab_size, config.model.enforce_eager)
 
     return LoadedDrafter(head.cache, head.num_bytes, start)
 

@@ -82,7 +82,7 @@ class DraftChoice:
     def note_step(self, plan: Plan, seconds: float) -> None:
         """Record the duration of a step; those with prompts are left out."""
         if all(len(item.tokens) == 1 for item in plan):
-            costs = self.drafting_costs if any(item.makes_drafts for item in plan) else self.costs
+            costs = self.drafting_costs if any(item.num_proposed for item in plan) else self.costs
             costs.note(len(plan) + sum([len(item.drafts) for item in plan]), seconds)
 
     def forget(self, seq: Sequence) -> None:

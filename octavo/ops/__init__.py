@@ -6,6 +6,8 @@ from octavo.ops.apply_rope import apply_rope
 from octavo.ops.attention import attention
 from octavo.ops.block_embedding import block_embedding
 from octavo.ops.block_linear import block_linear
+from octavo.ops.concat import concat
+from octavo.ops.draft_rows import draft_rows
 from octavo.ops.embedding import embedding
 from octavo.ops.encoder_attention import encoder_attention
 from octavo.ops.gelu import gelu
@@ -33,6 +35,7 @@ from octavo.ops.scaled_linear import scaled_linear
 from octavo.ops.silu_and_mul import silu_and_mul
 from octavo.ops.stacked_lora import stacked_lora
 from octavo.ops.stage_step import stage_step
+from octavo.ops.store_keys import store_keys
 from octavo.ops.store_kv import store_kv
 from octavo.ops.token_logprobs import token_logprobs
 
@@ -43,6 +46,8 @@ __all__ = [
     "attention",
     "block_embedding",
     "block_linear",
+    "concat",
+    "draft_rows",
     "embedding",
     "encoder_attention",
     "gelu",
@@ -70,6 +75,7 @@ __all__ = [
     "silu_and_mul",
     "stacked_lora",
     "stage_step",
+    "store_keys",
     "store_kv",
     "token_logprobs",
 ]

@@ -14,24 +14,22 @@ from octavo.ops.sample import SampleParams
 from octavo.runtime.drafter import DraftInputs
 
 
-def rows_behind(
-    inputs: DraftInputs, positions_S: Tensor, num_passes: int, block_size: int
-) -> list[tuple[Tensor, PagedRows]]:
-    """For each pass its positions, the next behind ``positions`` (int64), and one row for each sequence there."""
-    ahead_P = torch.arange(1, num_passes + 1, device=positions_S.device)
-    positions_PS = positions_S + ahead_P.unsqueeze(1)
-    capacities_S = inputs.capacities_S
-    slots = [_slots(group.block_tables_SB, positions_PS, capacities_S, block_size) for group in inputs.rows.groups]
-    lengths_PS = torch.minimum(positions_PS + 1, capacities_S).int()
-    starts = _starts(capacities_S)
-    found = []
+def rows_behind(inputs: DraftInputs, num_passes: int, block_size: int) -> list[tuple[Tensor, PagedRows]]:
+    """For each pass its positions, behind those of the newest tokens, and one row for each sequence there."""
+    if not num_passes:
+        return []
+    of_passes = inputs.positions_T, inputs.last_rows_S, inputs.capacities_S, inputs.tables_GSB
+    found = ops.draft_rows(*of_passes, num_passes, block_size)
+    passes = []
     for i in range(num_passes):
+        slots_GS = found.slots_GPS[:, i].unbind()
         groups = [
-            GroupRows(slots_PS[i], group.block_tables_SB)
-            for slots_PS, group in zip(slots, inputs.rows.groups, strict=True)
+            GroupRows(slots_S, group.block_tables_SB)
+            for slots_S, group in zip(slots_GS, inputs.rows.groups, strict=True)
         ]
-        found.append((positions_PS[i], PagedRows(tuple(groups), starts, lengths_PS[i], 1)))
-    return found
+        rows = PagedRows(tuple(groups), found.cu_seqlens_q, found.seq_lens_PS[i], 1)
+        passes.append((found.positions_PS[i], rows))
+    return passes
 
 
 def block_rows(inputs: DraftInputs, positions_SN: Tensor, needed_R: Tensor, block_size: int) -> PagedRows:
@@ -64,8 +62,14 @@ def _starts(capacities_M: Tensor) -> Tensor:
     return torch.cat((has_row_M.new_zeros(1), has_row_M.cumsum(0, dtype=torch.int32)))
 
 
-def drawn(logits_SV: Tensor, params_S: SampleParams, ahead: int | Tensor) -> Tensor:
+def drawn(
+    logits_SV: Tensor, params_S: SampleParams, ahead: int | Tensor, vocab_size: int, target_ids: Tensor | None = None
+) -> Tensor:
     """Tokens, int64 [S], at ``ahead`` positions behind those of ``params``, with the target's own noise: a draft is
-    accepted as often as the two distributions agree. While kernels are compiled, results are any tokens."""
+    accepted as often as the two distributions agree. While kernels are compiled, results are any tokens.
+
+    ``vocab_size`` is that of the target; ``target_ids``: its token of each column, ``None`` if they are the first.
+    """
     moved = params_S._replace(position=params_S.position + ahead)
-    return ops.sample(logits_SV, moved).long().clamp(0, logits_SV.shape[1] - 1)
+    tokens_S: Tensor = ops.sample(logits_SV[:, :vocab_size], moved, target_ids)
+    return tokens_S.long().clamp(0, vocab_size - 1)

@@ -37,6 +37,8 @@ class DraftInputs(NamedTuple):
     """The step's sequences, and their block tables in every KV group."""
     last_rows_S: Tensor
     """int64: the row behind which the newest token of each sequence was sampled."""
+    tables_GSB: Tensor
+    """int32: the block tables of every group."""
     batch_indices_S: Tensor
     """int64"""
     capacities_S: Tensor
@@ -61,12 +63,12 @@ class Drafter(Protocol):
     """A model that drafts. It never synchronises with the host, and may be captured in a CUDA graph."""
 
     num_drafts: int
-    """Drafts K of each sequence and step."""
+    """Most drafts of each sequence and step."""
     layers: tuple[int, ...]
     """Layers whose inputs it needs; see ``DraftInputs.hidden``."""
 
-    def __call__(self, inputs: DraftInputs, newest: Newest) -> Tensor:
-        """Drafts, int32 [S, K]: tokens for the positions behind each sequence's newest token."""
+    def __call__(self, inputs: DraftInputs, newest: Newest, num_drafts: int) -> Tensor:
+        """Drafts, int32 [S, num_drafts]: tokens for the positions behind each sequence's newest token."""
         ...
 
     def remember(self, inputs: DraftInputs) -> None:
@@ -104,10 +106,11 @@ class Drafting:
             kept,
             rows,
             behind.last_rows_S,
+            step.tables_GSB,
             step.batch_indices_S,
             step.capacities_S,
         )
-        if not shape.makes_drafts:
+        if not shape.num_proposed:
             self._drafter.remember(inputs)
             return None
         params_S = step.params
@@ -116,9 +119,10 @@ class Drafting:
         if self._is_greedy:
             params_S = params_S._replace(temperature=torch.zeros_like(params_S.temperature))
         tokens_S = tokens_R[behind.last_samples_S].long().clamp(0, vocab_size - 1)
-        drafts_SK = self._drafter(inputs, Newest(tokens_S, params_S))
+        num_drafts = min(shape.num_proposed, self._drafter.num_drafts)
+        drafts_SK = self._drafter(inputs, Newest(tokens_S, params_S), num_drafts)
         assert self._state.drafts_CK is not None
-        self._state.drafts_CK[step.batch_indices_S] = drafts_SK
+        self._state.drafts_CK[step.batch_indices_S, :num_drafts] = drafts_SK
         return drafts_SK
 
 

@@ -13,37 +13,60 @@ from torch import Tensor
 
 from octavo.models.config import ModelConfig
 from octavo.models.drafters.dflash import DFlashModel
-from octavo.models.drafters.head import DraftHead, spread
+from octavo.models.drafters.head import DraftHead
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.runtime.draft_rows import block_rows, drawn, rows_behind
 from octavo.runtime.drafter import DraftInputs, Newest
+from octavo.runtime.forward import recorded
+from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.step_program import Forward
 
 
 class HeadDrafter:
     """Drafts with a head over the model's hidden states, such as EAGLE-3 or an MTP layer."""
 
-    def __init__(self, head: DraftHead, caches: Sequence[LayerCache], block_size: int, num_drafts: int) -> None:
+    def __init__(
+        self, head: DraftHead, storage: KVStorage, num_drafts: int, vocab_size: int, enforce_eager: bool = False
+    ) -> None:
+        """``vocab_size``: that of the model. On a CPU, kernel calls are recorded unless ``enforce_eager`` is set."""
         self.layers = head.layers
         self.num_drafts = num_drafts
-        self._head, self._caches, self._block_size = head, caches, block_size
+        self._head, self._caches, self._block_size = head, storage.draft_layers, storage.block_size
+        self._vocab_size = vocab_size
+        self._first = recorded(self._behind_step, storage.device, enforce_eager)
+        self._later = recorded(self._behind_drafts, storage.device, enforce_eager)
+        self._remember = recorded(self._fill_cache, storage.device, enforce_eager)
 
-    def __call__(self, inputs: DraftInputs, newest: Newest) -> Tensor:
-        head, caches = self._head, self._caches
-        positions_S = inputs.positions_T[inputs.last_rows_S]
+    def __call__(self, inputs: DraftInputs, newest: Newest, num_drafts: int) -> Tensor:
         rows = replace(inputs.rows, logits_indices_R=inputs.last_rows_S)
-        x_SD = head.forward(inputs.next_tokens_T, head.combine(inputs.hidden), inputs.positions_T, caches, rows)
-        drafts = [drawn(head.logits(x_SD), newest.params_S, 1)]
-        for later_S, its_rows in rows_behind(inputs, positions_S, self.num_drafts - 1, self._block_size):
-            x_SD = head.forward(drafts[-1], head.feedback(x_SD), later_S, caches, its_rows)
-            drafts.append(drawn(head.logits(x_SD), newest.params_S, len(drafts) + 1))
+        hidden = [inputs.hidden[layer] for layer in self.layers]
+        x_SD = self._first(inputs.next_tokens_T, inputs.positions_T, rows, *hidden)
+        drafts = [self._drawn(x_SD, newest, 1)]
+        for positions_S, its_rows in rows_behind(inputs, num_drafts - 1, self._block_size):
+            x_SD = self._later(drafts[-1], positions_S, its_rows, x_SD)
+            drafts.append(self._drawn(x_SD, newest, len(drafts) + 1))
         return torch.stack(drafts, dim=1).int()
 
     def remember(self, inputs: DraftInputs) -> None:
         """See ``Drafter``."""
-        hidden_TD = self._head.combine(inputs.hidden)
-        self._head.remember(inputs.next_tokens_T, hidden_TD, inputs.positions_T, self._caches, inputs.rows)
+        hidden = [inputs.hidden[layer] for layer in self.layers]
+        self._remember(inputs.next_tokens_T, inputs.positions_T, inputs.rows, *hidden)
+
+    def _behind_step(self, tokens_T: Tensor, positions_T: Tensor, rows: PagedRows, *hidden: Tensor) -> Tensor:
+        x_TD = self._head.combine(dict(zip(self.layers, hidden, strict=True)))
+        return self._head.forward(tokens_T, x_TD, positions_T, self._caches, rows)
+
+    def _behind_drafts(self, tokens_S: Tensor, positions_S: Tensor, rows: PagedRows, x_SD: Tensor) -> Tensor:
+        return self._head.forward(tokens_S, self._head.feedback(x_SD), positions_S, self._caches, rows)
+
+    def _fill_cache(self, tokens_T: Tensor, positions_T: Tensor, rows: PagedRows, *hidden: Tensor) -> Tensor:
+        x_TD = self._head.combine(dict(zip(self.layers, hidden, strict=True)))
+        self._head.remember(tokens_T, x_TD, positions_T, self._caches, rows)
+        return x_TD
+
+    def _drawn(self, x_SD: Tensor, newest: Newest, ahead: int) -> Tensor:
+        return drawn(self._head.logits(x_SD), newest.params_S, ahead, self._vocab_size, self._head.target_ids)
 
 
 class ModelDrafter:
@@ -60,13 +83,12 @@ class ModelDrafter:
         self._block_size, self._vocab_size = block_size, vocab_size
         self._last_token, self._last_position = config.vocab_size - 1, config.max_position_embeddings - 1
 
-    def __call__(self, inputs: DraftInputs, newest: Newest) -> Tensor:
+    def __call__(self, inputs: DraftInputs, newest: Newest, num_drafts: int) -> Tensor:
         self.remember(inputs)
         tokens_S, drafts = newest.tokens_S, list[Tensor]()
-        positions_S = inputs.positions_T[inputs.last_rows_S]
-        for later_S, rows in rows_behind(inputs, positions_S, self.num_drafts, self._block_size):
-            logits_SV = spread(self._model.logits(self._run(tokens_S, later_S, rows)), None, self._vocab_size)
-            tokens_S = drawn(logits_SV, newest.params_S, len(drafts) + 1)
+        for later_S, rows in rows_behind(inputs, num_drafts, self._block_size):
+            logits_SV = self._model.logits(self._run(tokens_S, later_S, rows))
+            tokens_S = drawn(logits_SV, newest.params_S, len(drafts) + 1, self._vocab_size)
             drafts.append(tokens_S)
         return torch.stack(drafts, dim=1).int()
 
@@ -88,7 +110,7 @@ class BlockDrafter:
         self.num_drafts = num_drafts
         self._model, self._caches, self._block_size = model, caches, block_size
 
-    def __call__(self, inputs: DraftInputs, newest: Newest) -> Tensor:
+    def __call__(self, inputs: DraftInputs, newest: Newest, num_drafts: int) -> Tensor:
         model, S, K = self._model, len(newest.tokens_S), self.num_drafts
         device = newest.tokens_S.device
         self.remember(inputs)
@@ -101,7 +123,8 @@ class BlockDrafter:
         x_RD = model.forward(tokens_SN.flatten(), positions_SN.flatten(), self._caches, rows)
         params_R = type(newest.params_S)(*(column.repeat_interleave(K) for column in newest.params_S))
         ahead_R = ahead_N[1:].int().repeat(S)
-        return drawn(model.logits(x_RD), params_R, ahead_R).view(S, K).int()
+        logits_RV = model.logits(x_RD)
+        return drawn(logits_RV, params_R, ahead_R, logits_RV.shape[1]).view(S, K)[:, :num_drafts].int()
 
     def remember(self, inputs: DraftInputs) -> None:
         """See ``Drafter``."""

@@ -58,20 +58,20 @@ def test_a_drafter_that_does_not_pay_makes_no_drafts(cost_of_drafting: float, ra
     rng, seq = random.Random(1), sequence()
     seq.decodes, seq.status = True, Status.RUNNING
     speculation = Speculation(DeviceDrafts(MAX_DRAFTS), MAX_DRAFTS, DraftChoice(MAX_DRAFTS, on_device=True))
-    num_tokens, spent, had_drafts, cost_of_row = 0, 0.0, True, 0.02
+    num_tokens, spent, num_made, cost_of_row = 0, 0.0, MAX_DRAFTS, 0.02
     for _ in range(3000):
         drafts = speculation.choose([seq]).get(seq, ())
-        assert had_drafts or not drafts
-        had_drafts, num_accepted = speculation.makes_drafts, 0
+        assert len(drafts) <= num_made
+        num_made, num_accepted = speculation.num_proposed, 0
         while num_accepted < len(drafts) and rng.random() < rate:
             num_accepted += 1
-        seconds = 1 + cost_of_row * len(drafts) + cost_of_drafting * had_drafts
-        plan: Plan = [Scheduled(seq, 2, (1,), drafts, True, seq.epoch, makes_drafts=had_drafts)]
+        seconds = 1 + cost_of_row * len(drafts) + cost_of_drafting * num_made / MAX_DRAFTS
+        plan: Plan = [Scheduled(seq, 2, (1,), drafts, True, seq.epoch, num_proposed=num_made)]
         speculation.learn(plan, [Sampled([7] * num_accepted + [8])])
         speculation.note_step(plan, seconds * rng.uniform(0.95, 1.05))
         num_tokens, spent = num_tokens + 1 + num_accepted, spent + seconds
     speeds = [
-        sum(rate**i for i in range(count + 1)) / (1 + cost_of_row * count + cost_of_drafting * bool(count))
+        sum(rate**i for i in range(count + 1)) / (1 + cost_of_row * count + cost_of_drafting * count / MAX_DRAFTS)
         for count in range(MAX_DRAFTS + 1)
     ]
     assert num_tokens / spent >= 0.95 * max(speeds)

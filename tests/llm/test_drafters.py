@@ -20,7 +20,6 @@ from octavo.engine import scheduler
 from octavo.errors import CheckpointError, ConfigError
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.ops.sample import BANNED
 from octavo.runtime import drafters
 from octavo.runtime.drafter import DraftInputs, Newest
 from octavo.runtime.drafters import BlockDrafter, HeadDrafter, ModelDrafter
@@ -116,19 +115,23 @@ Drawn = tuple[int, int, list[Tensor]]
 
 @pytest.fixture
 def drafted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Drawn]]:
-    """For each pass of a drafter: the positions of the newest tokens, and the logits it drew from."""
+    """For each pass of a drafter: the positions of the newest tokens, and the logits over the model's tokens."""
     passes: list[Any] = []
     draw = drafters.drawn
 
-    def recorded(logits_SV: Tensor, *args: Any) -> Tensor:
-        passes[-1][1].append(logits_SV.clone())
-        return draw(logits_SV, *args)
+    def recorded(
+        logits_SV: Tensor, params: Any, ahead: Any, vocab_size: int, target_ids: Tensor | None = None
+    ) -> Tensor:
+        columns = torch.arange(logits_SV.shape[1]) if target_ids is None else target_ids
+        whole_SV = torch.full((len(logits_SV), vocab_size), -torch.inf)
+        passes[-1][1].append(whole_SV.index_copy(1, columns, logits_SV.float()))
+        return draw(logits_SV, params, ahead, vocab_size, target_ids)
 
     for kind in (HeadDrafter, ModelDrafter, BlockDrafter):
 
-        def call(self: Any, inputs: DraftInputs, newest: Newest, whole: Any = kind.__call__) -> Tensor:
+        def call(self: Any, inputs: DraftInputs, newest: Newest, num_drafts: int, whole: Any = kind.__call__) -> Tensor:
             passes.append((inputs.positions_T[inputs.last_rows_S] + 1, []))
-            result: Tensor = whole(self, inputs, newest)
+            result: Tensor = whole(self, inputs, newest, num_drafts)
             return result
 
         monkeypatch.setattr(kind, "__call__", call)
@@ -142,7 +145,7 @@ def test_logits_are_those_of_a_plain_reference(
 ) -> None:
     """Also where a step in three makes no drafts, behind which the drafter's cache must be complete."""
     case, numbers = case_of(name), itertools.count()
-    monkeypatch.setattr(scheduler, "makes_drafts", lambda speculation: next(numbers) % 3 > 0)
+    monkeypatch.setattr(scheduler, "num_proposed", lambda speculation: NUM_DRAFTS * (next(numbers) % 3 > 0))
     prompt = [(7 * i + 3) % 90 for i in range(61)]  # two chunks
     with LLM(case.target, **SETTINGS, speculative_config=case.config) as llm:
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -154,7 +157,7 @@ def test_logits_are_those_of_a_plain_reference(
         # From the last token on nothing is stored; and what follows a chunk of the prompt is not drafted.
         if newest < len(prompt) or newest + NUM_DRAFTS + 1 >= len(text):
             continue
-        found = torch.cat(logits).masked_fill(torch.cat(logits) == BANNED, -torch.inf)
+        found = torch.cat(logits)
         want = case.reference(text[: newest + 1], NUM_DRAFTS)
         assert found.shape == want.shape
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)

@@ -49,9 +49,9 @@ class TableDrafter:
         """Tokens by position, by batch index, as the rows have told."""
         self.num_checked = 0
 
-    def __call__(self, inputs: DraftInputs, newest: Newest) -> Tensor:
+    def __call__(self, inputs: DraftInputs, newest: Newest, num_drafts: int) -> Tensor:
         drafts = [newest.tokens_S]
-        for _ in range(NUM_DRAFTS):
+        for _ in range(num_drafts):
             drafts.append(self.table_V[drafts[-1]])
         self._check(inputs)
         return torch.stack(drafts[1:], dim=1).int()
