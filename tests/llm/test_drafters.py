@@ -224,6 +224,16 @@ def stream_executor(settings: Any, model: Any, storage: Any, vocab_size: int, mo
     )
 
 
+def test_a_drafter_may_be_quantised(case_of: Made) -> None:
+    case = case_of("eagle3 of its authors")
+    with LLM(case.target, **SETTINGS) as llm:
+        want = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=30))
+    with LLM(case.target, **SETTINGS, speculative_config={**case.config, "quantization": "int8"}) as llm:
+        found = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=30))
+        assert llm.engine.stats().num_drafts > 0
+    assert found[0].outputs[0].token_ids == want[0].outputs[0].token_ids
+
+
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_a_model_accepts_all_that_it_drafts_itself(case_of: Made, temperature: float) -> None:
     target = case_of("draft_model").target
@@ -267,6 +277,7 @@ def test_outputs_have_the_distribution_of_the_model(tmp_path: Path, acceptance: 
         ("draft_model", {"depth": 3}, "depth.*the keys of draft_model are num_speculative_tokens, adaptive"),
         ("draft_model", {"method": "medusa"}, "one of ngram, suffix, draft_model, eagle3, mtp, dflash"),
         ("draft_model", {"method": "mtp"}, "model"),
+        ("draft_model", {"quantization": "int3"}, "quantization"),
         ("eagle3 of its authors", {"method": "draft_model"}, "LlamaForCausalLMEagle3"),
         ("draft_model", {"method": "eagle3"}, "fc.weight"),
         (DFLASH, {"num_speculative_tokens": 5}, "block_size, 5"),
