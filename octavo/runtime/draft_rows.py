@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops.attention import GroupRows, PagedRows
-from octavo.ops.sample import SampleParams
+from octavo.ops.newest_tokens import NewestTokens
 from octavo.runtime.drafter import DraftInputs
 
 
@@ -62,14 +62,22 @@ def _starts(capacities_M: Tensor) -> Tensor:
     return torch.cat((has_row_M.new_zeros(1), has_row_M.cumsum(0, dtype=torch.int32)))
 
 
-def drawn(
-    logits_SV: Tensor, params_S: SampleParams, ahead: int | Tensor, vocab_size: int, target_ids: Tensor | None = None
-) -> Tensor:
-    """Tokens, int64 [S], at ``ahead`` positions behind those of ``params``, with the target's own noise: a draft is
-    accepted as often as the two distributions agree. While kernels are compiled, results are any tokens.
+class Draws:
+    """The drafts of all sequences, drawn one after the other with the target's own noise: a draft is accepted as often
+    as the two distributions agree."""
 
-    ``vocab_size`` is that of the target; ``target_ids``: its token of each column, ``None`` if they are the first.
-    """
-    moved = params_S._replace(position=params_S.position + ahead)
-    tokens_S: Tensor = ops.sample(logits_SV[:, :vocab_size], moved, target_ids)
-    return tokens_S.long().clamp(0, vocab_size - 1)
+    def __init__(self, newest: NewestTokens, vocab_size: int) -> None:
+        """``vocab_size``: that of the target."""
+        K, S = newest.positions_KS.shape
+        self.drafts_SK = torch.empty(S, K, dtype=torch.int32, device=newest.positions_KS.device)
+        self._newest, self._vocab_size = newest, vocab_size
+        self._num_drawn = 0
+
+    def draw(self, logits_SV: Tensor, target_ids: Tensor | None = None) -> Tensor:
+        """The next draft of each sequence, int64 [S]. ``target_ids``: the target's token of each column; ``None``: its
+        first tokens."""
+        i, newest = self._num_drawn, self._newest
+        params_S = newest.params_S._replace(position=newest.positions_KS[i])
+        self._num_drawn += 1
+        tokens_S = ops.sample(logits_SV[:, : self._vocab_size], params_S, target_ids)
+        return ops.keep_draft(tokens_S, self.drafts_SK, i, self._vocab_size)

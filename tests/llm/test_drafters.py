@@ -18,10 +18,12 @@ from torch import Tensor
 from octavo import LLM, SamplingParams, build
 from octavo.engine import scheduler
 from octavo.errors import CheckpointError, ConfigError
+from octavo.models.drafters.dflash import DFlashModel
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.runtime import drafters
-from octavo.runtime.drafter import DraftInputs, Newest
+from octavo.ops.newest_tokens import NewestTokens
+from octavo.runtime.draft_rows import Draws
+from octavo.runtime.drafter import DraftInputs
 from octavo.runtime.drafters import BlockDrafter, HeadDrafter, ModelDrafter
 from octavo.runtime.stream_executor import StreamExecutor
 from octavo.types import EngineStats
@@ -117,25 +119,31 @@ Drawn = tuple[int, int, list[Tensor]]
 def drafted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Drawn]]:
     """For each pass of a drafter: the positions of the newest tokens, and the logits over the model's tokens."""
     passes: list[Any] = []
-    draw = drafters.drawn
+    draw, logits_of_block = Draws.draw, DFlashModel.logits
 
-    def recorded(
-        logits_SV: Tensor, params: Any, ahead: Any, vocab_size: int, target_ids: Tensor | None = None
-    ) -> Tensor:
-        columns = torch.arange(logits_SV.shape[1]) if target_ids is None else target_ids
+    def note(logits_SV: Tensor, columns: Tensor, vocab_size: int) -> None:
         whole_SV = torch.full((len(logits_SV), vocab_size), -torch.inf)
         passes[-1][1].append(whole_SV.index_copy(1, columns, logits_SV.float()))
-        return draw(logits_SV, params, ahead, vocab_size, target_ids)
+
+    def noted(self: Draws, logits_SV: Tensor, target_ids: Tensor | None = None) -> Tensor:
+        note(logits_SV, torch.arange(logits_SV.shape[1]) if target_ids is None else target_ids, self._vocab_size)
+        return draw(self, logits_SV, target_ids)
+
+    def noted_block(self: DFlashModel, x_RD: Tensor) -> Tensor:
+        logits_RV = logits_of_block(self, x_RD)
+        note(logits_RV, torch.arange(logits_RV.shape[1]), logits_RV.shape[1])
+        return logits_RV
 
     for kind in (HeadDrafter, ModelDrafter, BlockDrafter):
 
-        def call(self: Any, inputs: DraftInputs, newest: Newest, num_drafts: int, whole: Any = kind.__call__) -> Tensor:
+        def call(self: Any, inputs: DraftInputs, newest: NewestTokens, whole: Any = kind.__call__) -> Tensor:
             passes.append((inputs.positions_T[inputs.last_rows_S] + 1, []))
-            result: Tensor = whole(self, inputs, newest, num_drafts)
+            result: Tensor = whole(self, inputs, newest)
             return result
 
         monkeypatch.setattr(kind, "__call__", call)
-    monkeypatch.setattr(drafters, "drawn", recorded)
+    monkeypatch.setattr(Draws, "draw", noted)
+    monkeypatch.setattr(DFlashModel, "logits", noted_block)
     return passes
 
 
