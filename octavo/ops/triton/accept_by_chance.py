@@ -21,7 +21,7 @@ def accept_by_chance_triton(
     """See ``ops.accept_by_chance``; variates near the threshold may round to its other side."""
     found_R = torch.empty_like(tokens_R)
     launch(
-        _accept_kernel,
+        _chance_kernel,
         (triton.cdiv(len(tokens_R), BLOCK),),
         *(tokens_R, drafts_R, seeds_R, positions_R, found_R, len(tokens_R), rate, vocab_size),
         BLOCK=BLOCK,
@@ -32,7 +32,7 @@ def accept_by_chance_triton(
 
 
 @triton.jit(do_not_specialize=["R"])
-def _accept_kernel(
+def _chance_kernel(
     tokens: tl.tensor, drafts: tl.tensor, seeds: tl.tensor, positions: tl.tensor, found: tl.tensor, R: tl.tensor,
     rate: tl.tensor, vocab_size: tl.tensor, BLOCK: tl.constexpr, IS_CUDA: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
