@@ -13,6 +13,10 @@ MARGIN = 0.01
 """Drafts must promise so much more than no drafts: estimates have errors, and a rejected draft gives nothing."""
 STEPS_BETWEEN_MEASUREMENTS = 256
 """Now and then a step has no drafts, and another one has drafts whatever they promise, so that costs are known."""
+HOPEFUL, STEPS_BETWEEN_HOPES = 4, 128
+"""So many steps in a row, now and then, take what drafts cost for half of what it was found to be. Sizes that were slow
+when they were last tried, on a busy machine or with kernels that were being compiled, are tried again, if that could
+pay."""
 MANY_SEQS, PAUSE = 32, 8
 """A batch of many sequences that gains nothing from drafts is looked at again after so many steps."""
 
@@ -57,11 +61,14 @@ class DraftChoice:
         plain = self.costs.seconds(num_seqs)
         if plain is None or not slots:
             return {}
+        is_hopeful = 0 <= self._num_steps % STEPS_BETWEEN_HOPES - STEPS_BETWEEN_HOPES // 2 < HOPEFUL
         best, best_speed, expected = 0, (1 + MARGIN) * num_seqs / plain, float(num_seqs)
         for count, (negated, _, _) in enumerate(slots, 1):
             expected -= negated
             seconds = self.drafting_costs.seconds(num_seqs + count, (num_seqs, plain))
             seconds = seconds or self.costs.seconds(num_seqs + count)
+            if seconds is not None and is_hopeful:
+                seconds = (seconds + plain) / 2
             if seconds is not None and expected / seconds > best_speed:
                 best, best_speed = count, expected / seconds
         if not best and num_seqs >= MANY_SEQS:

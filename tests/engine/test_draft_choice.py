@@ -156,3 +156,27 @@ def test_a_request_may_limit_its_drafts(depth: int) -> None:
             drafts[item.seq.id] = max(drafts[item.seq.id], len(item.drafts))
     assert drafts == {0: 4, 1: 0, 2: 2}
     assert all(tokens[n] == expected_output(make_request(n, max_tokens=12))[0] for n in tokens)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_was_slow_once_is_tried_again(on_device: bool) -> None:
+    """Steps with drafts that took twice as long when they were first seen, on a machine that was busy just then."""
+    rng, seq = random.Random(2), sequence()
+    seq.decodes, seq.status = True, Status.RUNNING
+    choice = DraftChoice(MAX_DRAFTS, on_device)
+    speculation = Speculation(DeviceDrafts(MAX_DRAFTS), MAX_DRAFTS, choice)
+    choice.costs.note(1, 1.0)
+    for num_rows in range(1 if on_device else 2, MAX_DRAFTS + 2):
+        for _ in range(LEAST_SEEN):
+            choice.drafting_costs.note(num_rows, 2.5)
+    counts, num_made = list[int](), MAX_DRAFTS
+    for _ in range(300):
+        drafts = speculation.choose([seq]).get(seq, ())
+        num_made, num_accepted = speculation.num_proposed, 0
+        while num_accepted < len(drafts) and rng.random() < 0.6:
+            num_accepted += 1
+        plan: Plan = [Scheduled(seq, 2, (1,), drafts, True, seq.epoch, num_proposed=num_made)]
+        speculation.learn(plan, [Sampled([7] * num_accepted + [8])])
+        speculation.note_step(plan, (1 + 0.05 * len(drafts) + 0.05 * num_made) * rng.uniform(0.95, 1.05))
+        counts.append(len(drafts))
+    assert sum(counts[-100:]) > 100
