@@ -13,7 +13,7 @@ MARGIN = 0.01
 """Drafts must promise so much more than no drafts: estimates have errors, and a rejected draft gives nothing."""
 STEPS_BETWEEN_MEASUREMENTS = 256
 """Now and then a step has no drafts, and another one has drafts whatever they promise, so that costs are known."""
-HOPEFUL, STEPS_BETWEEN_HOPES = 4, 128
+HOPEFUL, STEPS_BETWEEN_HOPES = 4, 64
 """So many steps in a row, now and then, take what drafts cost for half of what it was found to be. Sizes that were slow
 when they were last tried, on a busy machine or with kernels that were being compiled, are tried again, if that could
 pay."""

@@ -7,7 +7,7 @@ from bisect import bisect_left
 LEAST_SEEN = 3
 """Steps until a duration counts; the least of them is taken, as kernels are compiled in the first."""
 RATE = 0.1
-"""Weight of a new duration against those before, in their logarithms."""
+"""Weight of a new duration against those before, in their logarithms; of the first few it is that of their mean."""
 DRIFT = 0.03
 """Part of ``RATE`` that is taken to concern steps of every size, such as contexts that grow."""
 OUTLIER = 4.0
@@ -53,7 +53,7 @@ class StepCosts:
             return
         ratio = min(max(ratio, 1 / OUTLIER), OUTLIER)
         self.drift.scale *= ratio**DRIFT
-        self._seconds[size] *= ratio ** (RATE - DRIFT)
+        self._seconds[size] *= ratio ** (max(RATE, 1 / seen) - DRIFT)
 
     def seconds(self, num_rows: int, least: tuple[int, float] | None = None) -> float | None:
         """Expected duration of a step; ``None`` before any size is known.
