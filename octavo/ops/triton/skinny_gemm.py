@@ -5,6 +5,8 @@ padded to 8, 16, 32 or 64 only; many are split into tiles of up to 256. Where N 
 several; the last to finish adds their sums, always in the order of the splits, so that results do not vary from run to
 run.
 
+Both matrices may be of 8 bits, with a scale for each row of x and of the weight.
+
 RMSNorm may be fused: x is multiplied by the norm's weight and rounded on its way to the tensor cores, its squares are
 summed alongside, and the sums are scaled at the end.
 """
@@ -126,10 +128,17 @@ def _prefetch(
     COLUMNS: tl.constexpr, GATED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Bring the first COLUMNS from ``k`` on of a tile's weight rows into the cache."""
+    BYTES: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
     at = weight_ptr + tl.minimum(outputs, num_outputs - 1).to(tl.int64)[:, None] * K + k
-    prefetch_lines(at, 2 * COLUMNS)
+    prefetch_lines(at, BYTES * COLUMNS)
     if GATED:
-        prefetch_lines(at + num_outputs.to(tl.int64) * K, 2 * COLUMNS)
+        prefetch_lines(at + num_outputs.to(tl.int64) * K, BYTES * COLUMNS)
+
+
+@triton.jit
+def _scales(ptr: tl.tensor, rows: tl.tensor, last_row: tl.tensor) -> tl.tensor:
+    """Scales of these rows of the weight, [rows, 1]; those beyond the last are anything."""
+    return tl.load(ptr + tl.minimum(rows, last_row))[:, None]
 
 
 @triton.jit
@@ -143,9 +152,10 @@ def place(tile: tl.tensor, tiles_n: tl.tensor, tiles_t: tl.tensor, GROUP: tl.con
 
 @triton.jit(do_not_specialize=["T", "late"])
 def skinny_kernel(
-    x_ptr: tl.tensor, x_tiles: tl.tensor, weight_ptr: tl.tensor, weight_tiles: tl.tensor, bias_ptr: tl.tensor,
-    norm_ptr: tl.tensor, residual_ptr: tl.tensor, out_ptr: tl.tensor, sums_ptr: tl.tensor, counters_ptr: tl.tensor,
-    eps: tl.tensor, T: tl.tensor, num_outputs: tl.tensor, K: tl.tensor, late: tl.tensor,
+    x_ptr: tl.tensor, x_tiles: tl.tensor, x_scales_ptr: tl.tensor, weight_ptr: tl.tensor, weight_tiles: tl.tensor,
+    scales_ptr: tl.tensor, bias_ptr: tl.tensor, norm_ptr: tl.tensor, residual_ptr: tl.tensor, out_ptr: tl.tensor,
+    sums_ptr: tl.tensor, counters_ptr: tl.tensor, eps: tl.tensor, T: tl.tensor, num_outputs: tl.tensor, K: tl.tensor,
+    late: tl.tensor,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     SPLITS_IN_TURN: tl.constexpr, ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
     GROUP: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
@@ -198,6 +208,11 @@ def skinny_kernel(
         if SPLITS > 1 and not SPLITS_IN_TURN:
             tl.store(counters_ptr + tile, 0)
             acc, up, squares = add_splits(acc, up, squares, at, at_squares, SUMS, SPLITS, GATED, HAS_NORM)
+        if scales_ptr is not None:
+            x_scales = tl.load(x_scales_ptr + tl.minimum(rows, T - 1))[None, :]
+            acc *= _scales(scales_ptr, outputs, num_outputs - 1) * x_scales
+            if GATED:
+                up *= _scales(scales_ptr, num_outputs + outputs, 2 * num_outputs - 1) * x_scales
         if HAS_NORM:
             acc, up = acc * tl.rsqrt(squares / K + eps)[None, :], up * tl.rsqrt(squares / K + eps)[None, :]
         acc = finish(acc, up, residual, outputs, num_outputs, bias_ptr, ACTIVATION)
@@ -216,10 +231,12 @@ def skinny_gemm(
     block_t: int,
     splits_in_turn: bool = False,
     out_dtype: torch.dtype | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """``ops.linear`` in tiles of ``block_t`` rows; the residual is overwritten and returned.
 
-    A result without a residual is of x's dtype, or of ``out_dtype``. With ``splits_in_turn`` one program sums the
+    Matrices of 8 bits have ``scales``: one for each row of x, and one for each row of the weight. A result without a
+    residual is of x's dtype, or of ``out_dtype``. With ``splits_in_turn`` one program sums the
     splits of a tile one after the other, to the same bits. The norm is fused whatever the configuration says. Raises
     ``AssertionError`` for more than MAX_TILES tiles that are split.
     """
@@ -236,9 +253,10 @@ def skinny_gemm(
         (tiles, config.splits if is_split else 1),
         x_TK,
         TensorDescriptor.from_tensor(x_TK, [block_t, config.block_k]) if copy_engine else None,
+        None if scales is None else scales[0],
         weight_NK,
         TensorDescriptor.from_tensor(weight_NK, [config.block_n, config.block_k]) if copy_engine else None,
-        *(bias_N, norm_K, residual_TN, out_TN),
+        *(None if scales is None else scales[1], bias_N, norm_K, residual_TN, out_TN),
         x_TK.new_empty(tiles * config.splits * values, dtype=torch.float32) if is_split else None,
         counters(x_TK.device, MAX_TILES) if is_split else None,
         *(eps, T, outputs, K, int(config.release == "late")),
