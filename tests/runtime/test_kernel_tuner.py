@@ -18,8 +18,8 @@ from octavo.models.registry import load_model, read_config
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.linear import linear
-from octavo.quant.stored import WeightFormat
 from octavo.ops.newest_tokens import NewestTokens
+from octavo.quant.stored import WeightFormat
 from octavo.runtime.drafter import DraftInputs
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.stream_executor import StreamExecutor
