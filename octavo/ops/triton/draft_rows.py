@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.draft_rows import DraftRows, draft_rows
-from octavo.ops.triton.launch import after_predecessor, launch
+from octavo.ops.triton.launch import after_predecessor, empty_indices, launch
 
 
 @draft_rows.kernel(device="cuda", name="triton", preference=10, supports=lambda dtype: None)
@@ -22,9 +22,8 @@ def draft_rows_triton(
 ) -> DraftRows:
     """See ``ops.draft_rows``."""
     P, (G, S, B), device = num_passes, block_tables_GSB.shape, positions_T.device
-    # Zeros, since results are used as indices even while kernels are compiled and none is launched.
-    longs = torch.zeros((1 + G) * P * S, dtype=torch.int64, device=device)
-    ints = torch.zeros(P * S + S + 1, dtype=torch.int32, device=device)
+    longs = empty_indices((1 + G) * P * S, torch.int64, device)
+    ints = empty_indices(P * S + S + 1, torch.int32, device)
     positions_PS, slots_GPS = longs[: P * S].view(P, S), longs[P * S :].view(G, P, S)
     found = DraftRows(positions_PS, slots_GPS, ints[: P * S].view(P, S), ints[P * S :])
     launch(
@@ -63,4 +62,5 @@ def _rows_kernel(
         slot = tl.where(position < capacity, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
         tl.store(out_slots + group * P * num_seqs + at, slot, mask=is_pass)
     has_row = tl.load(capacities + s, mask=s <= seq, other=0) > 0
+    tl.store(out_starts + seq * 0, 0, mask=seq == 0)
     tl.store(out_starts + seq + 1, tl.sum(has_row.to(tl.int32), 0))

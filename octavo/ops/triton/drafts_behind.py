@@ -8,15 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.drafts_behind import drafts_behind
-from octavo.ops.triton.launch import after_predecessor, launch
+from octavo.ops.triton.launch import after_predecessor, empty_indices, launch
 from octavo.ops.triton.stage_step import MOST_SAMPLED
 
 
 @drafts_behind.kernel(device="cuda", name="triton", preference=10, supports=lambda dtype: None)
 def drafts_behind_triton(token_ids_T: Tensor, logits_indices_R: Tensor, cu_samples: Tensor) -> Tensor:
     """See ``ops.drafts_behind``."""
-    # Not empty, since results are used as indices even while kernels are compiled and none is launched.
-    drafts_R = torch.zeros(len(logits_indices_R), dtype=torch.int64, device=token_ids_T.device)
+    drafts_R = empty_indices(len(logits_indices_R), torch.int64, token_ids_T.device)
     launch(
         _behind_kernel,
         (len(cu_samples) - 1,),

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.keep_draft import keep_draft
-from octavo.ops.triton.launch import after_predecessor, launch
+from octavo.ops.triton.launch import after_predecessor, empty_indices, launch
 
 BLOCK = 128
 
@@ -17,8 +17,7 @@ BLOCK = 128
 def keep_draft_triton(tokens_S: Tensor, drafts_SK: Tensor, index: int, vocab_size: int) -> Tensor:
     """See ``ops.keep_draft``."""
     S = len(tokens_S)
-    # Zeros, since results are used as indices even while kernels are compiled and none is launched.
-    kept_S = torch.zeros(S, dtype=torch.int64, device=tokens_S.device)
+    kept_S = empty_indices(S, torch.int64, tokens_S.device)
     sizes = S, index, drafts_SK.stride(0), vocab_size
     launch(_keep_kernel, (triton.cdiv(S, BLOCK),), tokens_S, drafts_SK, kept_S, *sizes, BLOCK=BLOCK, num_warps=4)
     return kept_S

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.ops.newest_tokens import NewestTokens, newest_tokens
 from octavo.ops.sample import SampleParams
-from octavo.ops.triton.launch import after_predecessor, launch
+from octavo.ops.triton.launch import after_predecessor, empty_indices, launch
 
 BLOCK = 64
 
@@ -25,8 +25,7 @@ def newest_tokens_triton(
 ) -> NewestTokens:
     """See ``ops.newest_tokens``."""
     S, device = len(last_samples_S), tokens_R.device
-    # Zeros, since tokens are used as indices even while kernels are compiled and none is launched.
-    tokens_S = torch.zeros(S, dtype=torch.int64, device=device)
+    tokens_S = empty_indices(S, torch.int64, device)
     params_S = SampleParams(*(torch.empty(S, dtype=column.dtype, device=device) for column in params_R))
     positions_KS = torch.empty(num_drafts, S, dtype=torch.int32, device=device)
     launch(
