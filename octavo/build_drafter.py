@@ -29,7 +29,7 @@ from octavo.runtime.drafter import Drafter
 from octavo.runtime.drafters import BlockDrafter, HeadDrafter, ModelDrafter
 from octavo.runtime.forward import make_forward
 from octavo.runtime.kv_storage import KVStorage
-from octavo.speculative_config import DFlash, DraftModel, Eagle3, Method, Ngram, Suffix, WithDrafter
+from octavo.speculative_config import DFlash, DraftModel, Eagle3, Method, Ngram, OwnCheckpoint, Suffix, WithDrafter
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.hub import resolve_model
 
@@ -101,17 +101,31 @@ def _open(config: EngineConfig, name: str, form: WeightFormat) -> Checkpoint:
     return open_checkpoint(resolve_model(settings), load_format, config.model.seed, str(form.device))
 
 
+def _form(method: OwnCheckpoint, config: EngineConfig, checkpoint: Checkpoint, default: WeightFormat) -> WeightFormat:
+    """The format of a drafter's weights: ``default`` unless they are quantised while loading."""
+    if method.quantization is None:
+        return default
+    settings = dataclasses.replace(config.model, quantization=method.quantization, quantize_lm_head=True)
+    try:
+        found = weight_format(settings, default.device, checkpoint)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: {error}") from None
+    return dataclasses.replace(found, dtype=default.dtype)
+
+
 def _head(method: WithDrafter, config: EngineConfig, target: Target) -> LoadedDrafter:
     form, model = target.form, target.loaded.model
     head: DraftHead
     if isinstance(method, Eagle3):
         checkpoint = _open(config, method.model, form)
+        form = _form(method, config, checkpoint, form)
         head = Eagle3Head(checkpoint.config, checkpoint, form, model, target.config.max_position_embeddings)
     else:
         head = MTPHead(target.config, target.checkpoint, form, model)
 
     def start(storage: KVStorage) -> Drafter:
-        return HeadDrafter(head, storage.draft_layers, storage.block_size, method.num_speculative_tokens)
+        count, vocab_size = method.num_speculative_tokens, target.config.vocab_size
+        return HeadDrafter(head, storage, count, vocab_size, config.model.enforce_eager)
 
     return LoadedDrafter(head.cache, head.num_bytes, start)
 
@@ -119,7 +133,8 @@ def _head(method: WithDrafter, config: EngineConfig, target: Target) -> LoadedDr
 def _block(method: DFlash, config: EngineConfig, target: Target) -> LoadedDrafter:
     checkpoint = _open(config, method.model, target.form)
     max_len = target.config.max_position_embeddings
-    model = DFlashModel(checkpoint.config, checkpoint, target.form, target.loaded.model, max_len)
+    form = _form(method, config, checkpoint, target.form)
+    model = DFlashModel(checkpoint.config, checkpoint, form, target.loaded.model, max_len)
     count = method.num_speculative_tokens
     if count >= model.block_size:
         raise ConfigError(
@@ -140,7 +155,7 @@ def _model(method: DraftModel, config: EngineConfig, target: Target) -> LoadedDr
     if own.vocab_size != target.config.vocab_size:
         sizes = f"{own.vocab_size} tokens, and the model {target.config.vocab_size}"
         logger.warning("the drafter has %s: drafts are accepted only if the tokens that both have are the same", sizes)
-    form = weight_format(config.model, target.form.device, checkpoint)
+    form = _form(method, config, checkpoint, weight_format(config.model, target.form.device, checkpoint))
     form = dataclasses.replace(form, dtype=target.form.dtype)  # its cache has the type of the model's
     loaded = load_model(own, checkpoint, form)
 

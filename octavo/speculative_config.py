@@ -48,17 +48,22 @@ class Suffix(Drafts, frozen=True, tag="suffix", kw_only=True):
     """Drafts end where fewer occurrences of the context agree with them than this share."""
 
 
-class DraftModel(Drafts, frozen=True, tag="draft_model", kw_only=True):
-    """A smaller model of the same vocabulary drafts."""
+class OwnCheckpoint(Drafts, frozen=True, kw_only=True):
+    """Settings of drafters with a checkpoint of their own."""
 
     model: Annotated[str, msgspec.Meta(min_length=1)]
     """Path or name of the drafter's checkpoint."""
+    quantization: Literal["fp8", "int8", "int4"] | None = None
+    """To what the drafter's weights, its head included, are quantised while they are loaded."""
 
 
-class Eagle3(Drafts, frozen=True, tag="eagle3", kw_only=True):
+class DraftModel(OwnCheckpoint, frozen=True, tag="draft_model", kw_only=True):
+    """A smaller model of the same vocabulary drafts."""
+
+
+class Eagle3(OwnCheckpoint, frozen=True, tag="eagle3", kw_only=True):
     """An EAGLE-3 head drafts."""
 
-    model: Annotated[str, msgspec.Meta(min_length=1)]
     num_speculative_tokens: NumDrafts = 3
 
 
@@ -68,10 +73,9 @@ class MTP(Drafts, frozen=True, tag="mtp", kw_only=True):
     num_speculative_tokens: NumDrafts = 1
 
 
-class DFlash(Drafts, frozen=True, tag="dflash", kw_only=True):
+class DFlash(OwnCheckpoint, frozen=True, tag="dflash", kw_only=True):
     """A DFlash drafter fills a block of tokens in one pass."""
 
-    model: Annotated[str, msgspec.Meta(min_length=1)]
     num_speculative_tokens: NumDrafts = 15
 
 

@@ -203,8 +203,9 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
     epoch: int
     num_rejected: int = 0
     """``Sequence.num_rejected`` when this was planned."""
-    makes_drafts: bool = True
-    """Whether the executor's drafter, if there is one, drafts for the next step; otherwise it only fills its cache."""
+    num_proposed: int = 0
+    """Drafts that the executor's drafter, if there is one, makes for the next step, at most; with 0 it only fills its
+    cache."""
 
     @property
     def settled_start(self) -> int:

@@ -87,6 +87,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
             yield f"{what} {name}", call
     yield from _long_prompt(make)
     yield from _ends_of_a_step(make)
+    yield from _drafts(make)
     yield from _exchanges(device)
 
 
@@ -194,6 +195,10 @@ def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     caches, rows = make.cache(4, 3, 24, dtype), make.floats(2, 3, 24, dtype=dtype)
     stored = functools.partial(ops.store_kv, rows, rows, caches, caches, make.ints([7, -1], torch.int64))
     yield "store_kv", stored
+    heads, angles = HeadLayout(6, 3, 24, 24**-0.5), make.floats(2, 12)
+    qkv, cache = make.floats(2, 12 * 24, dtype=dtype), LayerCache(caches, caches)
+    slots = make.ints([7, -1], torch.int64)
+    yield "store_keys", functools.partial(ops.store_keys, qkv, heads, angles, angles, cache, slots)
     yield "gelu", functools.partial(ops.gelu, x, True)
     yield "silu_and_mul", functools.partial(ops.silu_and_mul, x)
     yield "gelu_and_mul", functools.partial(ops.gelu_and_mul, x, False)
@@ -228,6 +233,8 @@ def _logits(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         make.floats(R).abs().clamp(0.1, 1), make.ints(list(range(R)), torch.int64), make.ints([9] * R),
     )  # fmt: skip
     yield "sample", functools.partial(ops.sample, logits, params)
+    token_ids = torch.arange(0, 2 * V, 2, device=make.device)
+    yield "sample of a part", functools.partial(ops.sample, logits, params, token_ids)
     yield "token_logprobs", functools.partial(ops.token_logprobs, logits, make.ints([1, -1, 2, 3, V - 1]), 20)
     penalties = make.floats(R).abs() + 1
     adjustments = Adjustments(
@@ -268,6 +275,24 @@ def _ends_of_a_step(make: Maker) -> Iterator[tuple[str, Call]]:
     published = sampled, make.ints([10, 11, 4]), cells, last, make.ints([0] * 4), results, counter
     yield "publish_tokens", functools.partial(ops.publish_tokens, *published)
     yield "publish_tokens", functools.partial(ops.publish_tokens, *published, make.ints([1, 0, 0]), samples)
+
+
+def _drafts(make: Maker) -> Iterator[tuple[str, Call]]:
+    """Three sequences, of which the first has two drafts."""
+    ids, positions = make.ints([3, 8, 4, 6, 7], torch.int64), make.ints([9, 10, 11, 2, 3], torch.int64)
+    indices, samples = make.ints([0, 1, 2, 3, 4], torch.int64), make.ints([0, 3, 4, 5])
+    yield "drafts_behind", functools.partial(ops.drafts_behind, ids, indices, samples)
+    sampled, behind = make.ints([8, 5, 1, 2, -1]), make.ints([8, 4, -1, -1, -1], torch.int64)
+    seeds, at = make.ints(list(range(5)), torch.int64), make.ints([10, 11, 12, 3, 4])
+    yield "accept_by_chance", functools.partial(ops.accept_by_chance, sampled, behind, seeds, at, 0.6, 100)
+    some = make.floats(5).abs()
+    params = SampleParams(some, some, at, some, seeds, at)
+    last = make.ints([1, 3, 4], torch.int64)
+    for is_greedy in (False, True):
+        yield "newest_tokens", functools.partial(ops.newest_tokens, sampled, params, last, 3, 100, is_greedy)
+    tables = make.ints([[[1, 2], [3, 4], [5, 6]]])
+    yield "draft_rows", functools.partial(ops.draft_rows, positions, last, make.ints([16, 3, 0]), tables, 3, 8)
+    yield "keep_draft", functools.partial(ops.keep_draft, sampled[:3], make.ints([[0, 0]] * 3), 1, 100)
 
 
 def _exchanges(device: torch.device) -> Iterator[tuple[str, Call]]:

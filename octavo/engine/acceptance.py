@@ -7,8 +7,11 @@ from weakref import WeakKeyDictionary
 
 from octavo.types import Sequence
 
-PRIOR, PRIOR_WEIGHT = 0.5, 2.0
-"""Rate before anything is known, and the number of drafts that this guess is worth."""
+PRIOR, PRIOR_WEIGHT = 0.5, 8.0
+"""Rate before anything is known, and the number of drafts that this guess is worth: fewer would be given up after the
+first few that are rejected."""
+RATE_WEIGHT = 2.0
+"""Number of drafts of a sequence that the rate of all sequences is worth."""
 OF_SEQUENCE, OF_ALL = 0.97, 0.999
 """Weight of what is known after one more step, of a sequence and of all sequences. What is forgotten falls back to the
 rate of all sequences, and that to ``PRIOR``; so a sequence without drafts is tried again now and then."""
@@ -34,9 +37,10 @@ class Counts:
             self.tried[position] += 1
             self.accepted[position] += position < num_accepted
 
-    def rate(self, position: int, prior: float) -> float:
-        """The share accepted of the drafts at a position whose predecessors were accepted."""
-        return (PRIOR_WEIGHT * prior + self.accepted[position]) / (PRIOR_WEIGHT + self.tried[position])
+    def rate(self, position: int, prior: float, weight: float) -> float:
+        """The share accepted of the drafts at a position whose predecessors were accepted; the prior is worth
+        ``weight`` drafts."""
+        return (weight * prior + self.accepted[position]) / (weight + self.tried[position])
 
 
 class AcceptanceRates:
@@ -63,8 +67,8 @@ class AcceptanceRates:
         estimates, each given that the drafts before are accepted."""
         own, survival, found = self._of.get(seq), 1.0, []
         for position in range(num_drafts):
-            rate = chances[position] if chances else self._of_all.rate(position, PRIOR)
-            survival *= rate if own is None else own.rate(position, rate)
+            rate = chances[position] if chances else self._of_all.rate(position, PRIOR, PRIOR_WEIGHT)
+            survival *= rate if own is None else own.rate(position, rate, RATE_WEIGHT)
             found.append(survival)
         return found
 

@@ -13,6 +13,10 @@ MARGIN = 0.01
 """Drafts must promise so much more than no drafts: estimates have errors, and a rejected draft gives nothing."""
 STEPS_BETWEEN_MEASUREMENTS = 256
 """Now and then a step has no drafts, and another one has drafts whatever they promise, so that costs are known."""
+HOPEFUL, STEPS_BETWEEN_HOPES = 4, 64
+"""So many steps in a row, now and then, take what drafts cost for half of what it was found to be. Sizes that were slow
+when they were last tried, on a busy machine or with kernels that were being compiled, are tried again, if that could
+pay."""
 MANY_SEQS, PAUSE = 32, 8
 """A batch of many sequences that gains nothing from drafts is looked at again after so many steps."""
 
@@ -28,8 +32,8 @@ class DraftChoice:
     def __init__(self, max_drafts: int, on_device: bool = False) -> None:
         """``on_device``: drafts come from the executor's drafter, so that steps with drafts have its cost, too."""
         self.costs = StepCosts()
-        self.drafting_costs = StepCosts() if on_device else self.costs
-        """Of steps at whose end a drafter makes the next drafts."""
+        self.drafting_costs = StepCosts(self.costs.drift) if on_device else self.costs
+        """Of steps at whose end a drafter makes as many drafts of a sequence as the step verifies."""
         self.rates = AcceptanceRates(max_drafts)
         self._num_steps = 0
         self._pause = 0
@@ -57,10 +61,14 @@ class DraftChoice:
         plain = self.costs.seconds(num_seqs)
         if plain is None or not slots:
             return {}
+        is_hopeful = 0 <= self._num_steps % STEPS_BETWEEN_HOPES - STEPS_BETWEEN_HOPES // 2 < HOPEFUL
         best, best_speed, expected = 0, (1 + MARGIN) * num_seqs / plain, float(num_seqs)
         for count, (negated, _, _) in enumerate(slots, 1):
             expected -= negated
-            seconds = self.drafting_costs.seconds(num_seqs + count) or self.costs.seconds(num_seqs + count)
+            seconds = self.drafting_costs.seconds(num_seqs + count, (num_seqs, plain))
+            seconds = seconds or self.costs.seconds(num_seqs + count)
+            if seconds is not None and is_hopeful:
+                seconds = (seconds + plain) / 2
             if seconds is not None and expected / seconds > best_speed:
                 best, best_speed = count, expected / seconds
         if not best and num_seqs >= MANY_SEQS:
@@ -82,8 +90,12 @@ class DraftChoice:
     def note_step(self, plan: Plan, seconds: float) -> None:
         """Record the duration of a step; those with prompts are left out."""
         if all(len(item.tokens) == 1 for item in plan):
-            costs = self.drafting_costs if any(item.makes_drafts for item in plan) else self.costs
-            costs.note(len(plan) + sum([len(item.drafts) for item in plan]), seconds)
+            num_proposed = max([item.num_proposed for item in plan], default=0)
+            num_verified = [len(item.drafts) for item in plan]
+            if self.drafting_costs is self.costs or not num_proposed:
+                self.costs.note(len(plan) + sum(num_verified), seconds)
+            elif num_proposed == max(num_verified):
+                self.drafting_costs.note(len(plan) + sum(num_verified), seconds)
 
     def forget(self, seq: Sequence) -> None:
         """``seq`` has ended."""

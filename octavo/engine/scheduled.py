@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from octavo.steps.shapes import MAX_DRAFTS
 from octavo.types import Scheduled, Sequence
 
 PENDING: tuple[int | None, ...] = (None,)
 """The token of a decode whose previous step is still in flight; a constant, since most shares have it."""
 
 
-def take(seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = (), makes_drafts: bool = True) -> Scheduled:
+def take(seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = (), num_proposed: int = MAX_DRAFTS) -> Scheduled:
     """Schedule the next ``num_tokens`` tokens of ``seq``, then ``drafts``: they are now in flight."""
     start = seq.num_computed_tokens
     end = start + num_tokens
@@ -25,4 +26,4 @@ def take(seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = (), makes_dra
     seq.num_computed_tokens = end
     seq.decodes = samples
     seq.num_in_flight += 1
-    return Scheduled(seq, start, taken, drafts, samples, seq.epoch, seq.num_rejected, makes_drafts)
+    return Scheduled(seq, start, taken, drafts, samples, seq.epoch, seq.num_rejected, num_proposed)

@@ -17,7 +17,7 @@ from octavo.engine.outcomes import apply_result, error_output
 from octavo.engine.policies import make_policy
 from octavo.engine.policies.policy import PolicyContext
 from octavo.engine.scheduled import take
-from octavo.engine.speculation import NO_DRAFTS, Speculation, makes_drafts
+from octavo.engine.speculation import NO_DRAFTS, Speculation, num_proposed
 from octavo.engine.step_budget import StepBudget
 from octavo.engine.suspects import Suspects
 from octavo.engine.victims import VICTIMS
@@ -170,7 +170,7 @@ class Scheduler:
                 rest = budget + num_reserved
                 break
             self._look_ahead(seq, start + num_taken)
-            plan.append(take(seq, num_tokens, drafts, makes_drafts(self.speculation)))
+            plan.append(take(seq, num_tokens, drafts, num_proposed(self.speculation)))
             budget -= num_taken
         else:
             rest = self._admit(plan, budget + num_reserved)
@@ -234,7 +234,7 @@ class Scheduler:
                 num_tokens = most
                 self.cut.append(seq)
             self._look_ahead(seq, seq.num_computed_tokens + num_tokens)
-            plan.append(take(seq, num_tokens, (), makes_drafts(self.speculation)))
+            plan.append(take(seq, num_tokens, (), num_proposed(self.speculation)))
             budget -= num_tokens
             is_sorted = is_sorted and (newest is None or newest.order < seq.order)
             newest = seq

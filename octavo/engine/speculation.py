@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.proposer import NO_GUESS, Guess, Proposer
+from octavo.steps.shapes import MAX_DRAFTS
 from octavo.types import Plan, Sampled, Sequence, Status
 
 Drafts = Mapping[Sequence, tuple[int, ...]]
@@ -21,8 +22,8 @@ class Speculation:
         self.max_drafts = max_drafts
         self.choice = choice
         self._on_device = proposer.num_lookahead > 0
-        self.makes_drafts = self._on_device
-        """Whether the executor's drafter makes drafts at the end of the step that is being planned."""
+        self.num_proposed = max_drafts if self._on_device else 0
+        """Drafts of a sequence that the executor's drafter makes at the end of the step that is being planned."""
 
     @property
     def num_lookahead(self) -> int:
@@ -32,23 +33,24 @@ class Speculation:
     def choose(self, running: Iterable[Sequence]) -> Drafts:
         """The drafts that the next step verifies.
 
-        Drafts of the executor's drafter must be made one step ahead: a step makes them if it would verify some itself,
-        had the step before it made them.
+        Drafts of the executor's drafter must be made one step ahead: a step makes as many as it would verify itself,
+        had the step before it made all.
         """
         if self.choice is None:
             return {seq: guess.tokens for seq in running if (guess := self._guess(seq)).tokens}
-        had_drafts, pauses = self.makes_drafts or not self._on_device, self.choice.pauses
-        measures_next = self._on_device and self.choice.measures_next
+        num_made, pauses = self.num_proposed if self._on_device else self.max_drafts, self.choice.pauses
+        num_measured = self.max_drafts if self._on_device and self.choice.measures_next else 0
         if pauses:
-            self.makes_drafts = measures_next
+            self.num_proposed = num_measured
             return NO_DRAFTS
         decoding = [seq for seq in running if seq.decodes and seq.status is Status.RUNNING]
         guesses = {seq: guess for seq in decoding if (guess := self._guess(seq)).tokens}
         if not guesses:
             return NO_DRAFTS
         drafts = self.choice.choose(guesses, len(decoding))
-        self.makes_drafts = measures_next or (self._on_device and bool(drafts))
-        return drafts if had_drafts else NO_DRAFTS
+        if self._on_device:
+            self.num_proposed = num_measured or max(map(len, drafts.values()), default=0)
+        return {seq: tokens[:num_made] for seq, tokens in drafts.items()} if num_made else NO_DRAFTS
 
     def _guess(self, seq: Sequence) -> Guess:
         if not seq.decodes or seq.status is not Status.RUNNING:
@@ -75,6 +77,6 @@ class Speculation:
             self.choice.forget(seq)
 
 
-def makes_drafts(speculation: Speculation | None) -> bool:
-    """Whether the executor's drafter, if it has one, makes drafts at the end of the step that is being planned."""
-    return speculation is None or speculation.makes_drafts
+def num_proposed(speculation: Speculation | None) -> int:
+    """Drafts that the executor's drafter, if it has one, makes at the end of the step that is being planned."""
+    return MAX_DRAFTS if speculation is None else speculation.num_proposed

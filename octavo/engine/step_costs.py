@@ -7,7 +7,7 @@ from bisect import bisect_left
 LEAST_SEEN = 3
 """Steps until a duration counts; the least of them is taken, as kernels are compiled in the first."""
 RATE = 0.1
-"""Weight of a new duration against those before, in their logarithms."""
+"""Weight of a new duration against those before, in their logarithms; of the first few it is that of their mean."""
 DRIFT = 0.03
 """Part of ``RATE`` that is taken to concern steps of every size, such as contexts that grow."""
 OUTLIER = 4.0
@@ -18,49 +18,63 @@ EXACT_ROWS = 16
 """Steps of fewer rows are kept apart; above, there are eight classes for each power of two."""
 
 
+class Drift:
+    """What makes steps of every size slower or faster, such as the device's clock and growing contexts."""
+
+    scale = 1.0
+
+
 class StepCosts:
     """Seconds of a step by its rows: known for the sizes that have run, interpolated between them.
 
     Above the largest known size the duration is taken to be the same: so a size is tried once, and then known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, drift: Drift | None = None) -> None:
+        """``drift`` is that of another kind of steps, on the same device."""
+        self.drift = drift or Drift()
         self._seconds: dict[int, float] = {}
-        """By class of size, divided by ``_scale``."""
+        """By class of size, divided by the drift."""
         self._num_seen: dict[int, int] = {}
         self._known: list[int] = []
-        self._scale = 1.0
 
     def note(self, num_rows: int, seconds: float) -> None:
         """Record a step of decodes, whose rows include its drafts."""
         size = _class_of(num_rows)
         seen = self._num_seen[size] = self._num_seen.get(size, 0) + 1
         if seen <= LEAST_SEEN:
-            self._seconds[size] = min(seconds / self._scale, self._seconds.get(size, float("inf")))
+            self._seconds[size] = min(seconds / self.drift.scale, self._seconds.get(size, float("inf")))
             if seen == LEAST_SEEN:
                 self._known.insert(bisect_left(self._known, size), size)
             return
-        ratio = seconds / (self._seconds[size] * self._scale)
+        ratio = seconds / (self._seconds[size] * self.drift.scale)
         if ratio < FAR_LESS:
             self._seconds[size] *= ratio
             return
         ratio = min(max(ratio, 1 / OUTLIER), OUTLIER)
-        self._scale *= ratio**DRIFT
-        self._seconds[size] *= ratio ** (RATE - DRIFT)
+        self.drift.scale *= ratio**DRIFT
+        self._seconds[size] *= ratio ** (max(RATE, 1 / seen) - DRIFT)
 
-    def seconds(self, num_rows: int) -> float | None:
-        """Expected duration of a step; ``None`` before any size is known."""
+    def seconds(self, num_rows: int, least: tuple[int, float] | None = None) -> float | None:
+        """Expected duration of a step; ``None`` before any size is known.
+
+        ``least``: fewer rows, and a duration that any step exceeds. Below the smallest known size it is interpolated
+        from there, so that smaller sizes are tried, too.
+        """
         known = self._known
         if not known:
             return None
         at = bisect_left(known, num_rows)
         if at == len(known):
-            return self._seconds[known[-1]] * self._scale
-        above = self._seconds[known[at]]
-        if known[at] == num_rows or at == 0:
-            return above * self._scale
-        below, part = self._seconds[known[at - 1]], (num_rows - known[at - 1]) / (known[at] - known[at - 1])
-        return (below + part * (above - below)) * self._scale
+            return self._seconds[known[-1]] * self.drift.scale
+        above = self._seconds[known[at]] * self.drift.scale
+        if known[at] == num_rows:
+            return above
+        if at > 0:
+            least = known[at - 1], self._seconds[known[at - 1]] * self.drift.scale
+        if least is None:
+            return above
+        return least[1] + (num_rows - least[0]) / (known[at] - least[0]) * (above - least[1])
 
 
 def _class_of(num_rows: int) -> int:

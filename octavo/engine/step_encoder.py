@@ -90,8 +90,10 @@ class StepEncoder:
             counts = [count + drafts for count, drafts in zip(counts, num_drafts, strict=True)]
         needs = int(np.bitwise_or.reduce(batch.needs[of_seq]))
         has_extras, needs_rows = bool(needs & Needs.EXTRAS), bool(needs & Needs.ROWS)
-        makes_drafts = self.has_drafter and (total > 0 or any(item.makes_drafts for item in plan))
-        kind = Kind(has_extras, self._uses_lora(plan, has_extras), self.has_drafter, makes_drafts)
+        num_proposed = 0
+        if self.has_drafter:  # a step that verifies drafts makes as many: there are no graphs of steps that do not
+            num_proposed = max([max(item.num_proposed, len(item.drafts)) for item in plan], default=0)
+        kind = Kind(has_extras, self._uses_lora(plan, has_extras), self.has_drafter, num_proposed)
         is_plain = not needs & (Needs.MASKS | Needs.ROWS)
         sizes = Sizes(sum(counts), len(plan), max(counts, default=1), total, is_plain)
         shape, uses_graph = self.choose_shape(sizes, kind)

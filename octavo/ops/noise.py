@@ -18,8 +18,13 @@ LARGEST_BELOW_ONE = 1 - 2**-24
 
 
 def token_hashes(vocab_size: int, device: torch.device) -> Tensor:
-    """A well-mixed 32-bit hash of each token id; int64 [V]. Computed once."""
-    return _mix(torch.arange(vocab_size, dtype=torch.int64, device=device))
+    """``hashes_of`` all tokens of a vocabulary. Computed once."""
+    return hashes_of(torch.arange(vocab_size, dtype=torch.int64, device=device))
+
+
+def hashes_of(token_ids_C: Tensor) -> Tensor:
+    """A well-mixed 32-bit hash of each token id; int64 [C]."""
+    return _mix(token_ids_C)
 
 
 def exponentials(hashes_C: Tensor, seed: int, position: int) -> Tensor:

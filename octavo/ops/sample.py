@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.dispatch import op
-from octavo.ops.noise import exponentials, token_hashes
+from octavo.ops.noise import exponentials, hashes_of
 from octavo.steps.messages import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE
 
 __all__ = [
@@ -53,21 +53,33 @@ class SampleParams(NamedTuple):
 
 
 @op
-def sample(logits_RV: Tensor, params: SampleParams) -> Tensor:
+def sample(logits_RV: Tensor, params: SampleParams, token_ids_V: Tensor | None = None) -> Tensor:
     """Sample a token for each row: int32 [R]; ``NOT_FINITE``, ``NOTHING_LEFT`` or ``OUT_OF_RANGE`` if impossible.
 
     Temperature, ``min_p``, ``top_k`` and ``top_p`` apply in this order, in float32, each to the tokens left by the
     previous one, and each keeps ties of the last token that it keeps. Of the remaining tokens, the one with the largest
     ``logit / temperature - log(exponential variate)`` is chosen, with the variates of ``noise``; greedy rows choose the
     largest logit, the first of equal ones. A row's result depends on that row alone.
+
+    ``token_ids`` (int64) gives the token of each column, where the columns are a part of a larger vocabulary.
     """
+    ids_V = torch.arange(logits_RV.shape[1], device=logits_RV.device) if token_ids_V is None else token_ids_V
     columns = [column.tolist() for column in params]
-    tokens = [_choose(logits_V, *row) for logits_V, row in zip(logits_RV, zip(*columns, strict=True), strict=True)]
+    tokens = [
+        _choose(logits_V, ids_V, *row) for logits_V, row in zip(logits_RV, zip(*columns, strict=True), strict=True)
+    ]
     return torch.tensor(tokens, dtype=torch.int32, device=logits_RV.device)
 
 
 def _choose(
-    logits_V: Tensor, temperature: float, min_p: float, top_k: int, top_p: float, seed: int, position: int
+    logits_V: Tensor,
+    ids_V: Tensor,
+    temperature: float,
+    min_p: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    position: int,
 ) -> int:
     logits_V = logits_V.float()
     if not logits_V.isfinite().all():
@@ -79,10 +91,10 @@ def _choose(
     if math.isinf(best):
         return NOTHING_LEFT if best < 0 else OUT_OF_RANGE
     if not is_greedy:
-        noise_V = exponentials(token_hashes(len(scores_V), scores_V.device), seed, position).log_()
+        noise_V = exponentials(hashes_of(ids_V), seed, position).log_()
         cut = least_kept(scores_V, min_p, top_k, top_p)
         scores_V = (scores_V - noise_V).masked_fill(scores_V < cut, -math.inf)
-    return int((scores_V == scores_V.max()).nonzero()[0])
+    return int(ids_V[(scores_V == scores_V.max()).nonzero()[0]])
 
 
 def least_kept(scores_V: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:

@@ -69,10 +69,8 @@ def verified(probs_RV: Tensor, params: SampleParams, drafts_R: Tensor, draft_pro
 def synthetic(logits_RV: Tensor, params: SampleParams, drafts_R: Tensor, rate: float) -> Tensor:
     """Drafts are accepted with probability ``rate``, whatever the model says: for measurements of speed alone."""
     tokens_R = ops.sample(logits_RV, params)
-    is_accepted_R = _uniforms(params, ACCEPT_STREAM) < rate
-    others_R = torch.where(tokens_R == drafts_R, (tokens_R + 1) % logits_RV.shape[1], tokens_R)
-    verified_R = torch.where(is_accepted_R, drafts_R.int(), others_R)
-    return torch.where((drafts_R < 0) | (tokens_R < 0), tokens_R, verified_R)
+    positions_R = params.position + ACCEPT_STREAM
+    return ops.accept_by_chance(tokens_R, drafts_R, params.seed, positions_R, rate, logits_RV.shape[1])
 
 
 def acceptance_rate(length: float, num_drafts: int) -> float:

@@ -10,28 +10,26 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops.attention import GroupRows, PagedRows
-from octavo.ops.sample import SampleParams
+from octavo.ops.newest_tokens import NewestTokens
 from octavo.runtime.drafter import DraftInputs
 
 
-def rows_behind(
-    inputs: DraftInputs, positions_S: Tensor, num_passes: int, block_size: int
-) -> list[tuple[Tensor, PagedRows]]:
-    """For each pass its positions, the next behind ``positions`` (int64), and one row for each sequence there."""
-    ahead_P = torch.arange(1, num_passes + 1, device=positions_S.device)
-    positions_PS = positions_S + ahead_P.unsqueeze(1)
-    capacities_S = inputs.capacities_S
-    slots = [_slots(group.block_tables_SB, positions_PS, capacities_S, block_size) for group in inputs.rows.groups]
-    lengths_PS = torch.minimum(positions_PS + 1, capacities_S).int()
-    starts = _starts(capacities_S)
-    found = []
+def rows_behind(inputs: DraftInputs, num_passes: int, block_size: int) -> list[tuple[Tensor, PagedRows]]:
+    """For each pass its positions, behind those of the newest tokens, and one row for each sequence there."""
+    if not num_passes:
+        return []
+    of_passes = inputs.positions_T, inputs.last_rows_S, inputs.capacities_S, inputs.tables_GSB
+    found = ops.draft_rows(*of_passes, num_passes, block_size)
+    passes = []
     for i in range(num_passes):
+        slots_GS = found.slots_GPS[:, i].unbind()
         groups = [
-            GroupRows(slots_PS[i], group.block_tables_SB)
-            for slots_PS, group in zip(slots, inputs.rows.groups, strict=True)
+            GroupRows(slots_S, group.block_tables_SB)
+            for slots_S, group in zip(slots_GS, inputs.rows.groups, strict=True)
         ]
-        found.append((positions_PS[i], PagedRows(tuple(groups), starts, lengths_PS[i], 1)))
-    return found
+        rows = PagedRows(tuple(groups), found.cu_seqlens_q, found.seq_lens_PS[i], 1)
+        passes.append((found.positions_PS[i], rows))
+    return passes
 
 
 def block_rows(inputs: DraftInputs, positions_SN: Tensor, needed_R: Tensor, block_size: int) -> PagedRows:
@@ -64,8 +62,22 @@ def _starts(capacities_M: Tensor) -> Tensor:
     return torch.cat((has_row_M.new_zeros(1), has_row_M.cumsum(0, dtype=torch.int32)))
 
 
-def drawn(logits_SV: Tensor, params_S: SampleParams, ahead: int | Tensor) -> Tensor:
-    """Tokens, int64 [S], at ``ahead`` positions behind those of ``params``, with the target's own noise: a draft is
-    accepted as often as the two distributions agree. While kernels are compiled, results are any tokens."""
-    moved = params_S._replace(position=params_S.position + ahead)
-    return ops.sample(logits_SV, moved).long().clamp(0, logits_SV.shape[1] - 1)
+class Draws:
+    """The drafts of all sequences, drawn one after the other with the target's own noise: a draft is accepted as often
+    as the two distributions agree."""
+
+    def __init__(self, newest: NewestTokens, vocab_size: int) -> None:
+        """``vocab_size``: that of the target."""
+        K, S = newest.positions_KS.shape
+        self.drafts_SK = torch.empty(S, K, dtype=torch.int32, device=newest.positions_KS.device)
+        self._newest, self._vocab_size = newest, vocab_size
+        self._num_drawn = 0
+
+    def draw(self, logits_SV: Tensor, target_ids: Tensor | None = None) -> Tensor:
+        """The next draft of each sequence, int64 [S]. ``target_ids``: the target's token of each column; ``None``: its
+        first tokens."""
+        i, newest = self._num_drawn, self._newest
+        params_S = newest.params_S._replace(position=newest.positions_KS[i])
+        self._num_drawn += 1
+        tokens_S = ops.sample(logits_SV[:, : self._vocab_size], params_S, target_ids)
+        return ops.keep_draft(tokens_S, self.drafts_SK, i, self._vocab_size)

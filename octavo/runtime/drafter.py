@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
-from octavo.ops.sample import SampleParams
+from octavo.ops.newest_tokens import NewestTokens
 from octavo.runtime.sampling_state import SamplingState
 from octavo.runtime.step_views import StepTensors
 from octavo.steps.shapes import StepShape
@@ -37,36 +37,30 @@ class DraftInputs(NamedTuple):
     """The step's sequences, and their block tables in every KV group."""
     last_rows_S: Tensor
     """int64: the row behind which the newest token of each sequence was sampled."""
+    tables_GSB: Tensor
+    """int32: the block tables of every group."""
     batch_indices_S: Tensor
     """int64"""
     capacities_S: Tensor
     """int32: positions that have a block in every KV group; what is drafted behind them cannot be stored."""
 
 
-class Newest(NamedTuple):
-    """The newest token of each sequence, behind which is drafted."""
-
-    tokens_S: Tensor
-    """int64; 0 if it could not be sampled."""
-    params_S: SampleParams
-    """Sampling parameters of each sequence; ``position`` is that of its newest token, so draft i has position + 1 + i.
-
-    A drafter that samples must call ``ops.sample`` with these: the target then draws with the same noise, so that
-    drafts are accepted as often as the two distributions allow, whatever the temperature. For other rules than that of
-    equal tokens the temperature is 0: they accept the most likely token most often.
-    """
-
-
 class Drafter(Protocol):
     """A model that drafts. It never synchronises with the host, and may be captured in a CUDA graph."""
 
     num_drafts: int
-    """Drafts K of each sequence and step."""
+    """Most drafts of each sequence and step."""
     layers: tuple[int, ...]
     """Layers whose inputs it needs; see ``DraftInputs.hidden``."""
 
-    def __call__(self, inputs: DraftInputs, newest: Newest) -> Tensor:
-        """Drafts, int32 [S, K]: tokens for the positions behind each sequence's newest token."""
+    def __call__(self, inputs: DraftInputs, newest: NewestTokens) -> Tensor:
+        """Drafts, int32 [S, K]: tokens for the positions ``newest.positions_KS``, of K drafts at most.
+
+        A drafter that samples must call ``ops.sample`` with ``newest.params_S`` at these positions: the target then
+        draws with the same noise, so that drafts are accepted as often as the two distributions allow, whatever the
+        temperature. For other rules than that of equal tokens the temperature is 0: they accept the most likely token
+        most often.
+        """
         ...
 
     def remember(self, inputs: DraftInputs) -> None:
@@ -104,21 +98,18 @@ class Drafting:
             kept,
             rows,
             behind.last_rows_S,
+            step.tables_GSB,
             step.batch_indices_S,
             step.capacities_S,
         )
-        if not shape.makes_drafts:
+        if not shape.num_proposed:
             self._drafter.remember(inputs)
             return None
-        params_S = step.params
-        if step.cu_samples is not None:
-            params_S = SampleParams(*(column[behind.last_samples_S] for column in step.params))
-        if self._is_greedy:
-            params_S = params_S._replace(temperature=torch.zeros_like(params_S.temperature))
-        tokens_S = tokens_R[behind.last_samples_S].long().clamp(0, vocab_size - 1)
-        drafts_SK = self._drafter(inputs, Newest(tokens_S, params_S))
+        num_drafts = min(shape.num_proposed, self._drafter.num_drafts)
+        of_newest = step.params, behind.last_samples_S, num_drafts, vocab_size, self._is_greedy
+        drafts_SK = self._drafter(inputs, ops.newest_tokens(tokens_R, *of_newest))
         assert self._state.drafts_CK is not None
-        self._state.drafts_CK[step.batch_indices_S] = drafts_SK
+        self._state.drafts_CK[step.batch_indices_S, :num_drafts] = drafts_SK
         return drafts_SK
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +22,18 @@ def make_forward(
     """``model.forward`` over these caches; on CPUs with compiled kernels, one that replays recorded kernel calls unless
     ``enforce_eager`` is set."""
     plain = partial(_forward, model, caches)
+    return recorded(plain, device, enforce_eager, getattr(model, "layers", ()))
+
+
+def recorded(
+    compute: Callable[..., Tensor], device: torch.device, enforce_eager: bool = False, layers: Sequence[Any] = ()
+) -> Callable[..., Tensor]:
+    """``compute``, or on CPUs with compiled kernels a ``RecordedForward`` of it, unless ``enforce_eager`` is set."""
     if device.type != "cpu" or enforce_eager or ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
-        return plain
+        return compute
     from octavo.runtime.recorded_forward import RecordedForward  # needs numba
 
-    return RecordedForward(model, caches)
+    return RecordedForward(compute, layers)
 
 
 def _forward(

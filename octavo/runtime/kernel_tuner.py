@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.runtime.device_program import DeviceProgram
 from octavo.steps.messages import MeasureKernels, PrepareTuning, Tuning, UseKernels
-from octavo.steps.shapes import StepShape
+from octavo.steps.shapes import StepShape, all_drafts
 
 if TYPE_CHECKING:
     from octavo.ops.triton.linear_tuning import LinearTuner
@@ -42,5 +42,5 @@ class KernelTuner:
         from octavo.ops.triton.linear_uses import collecting
 
         with collecting() as uses:
-            program(StepShape(1, 1, 1, has_drafter=program.has_drafter, makes_drafts=program.has_drafter))
+            program(StepShape(1, 1, 1, has_drafter=program.has_drafter, num_proposed=all_drafts(program.has_drafter)))
         return LinearTuner(uses, self._device)

@@ -92,7 +92,10 @@ class StepProgram:
             adjusted_RV = self.state.adjust(logits_RV, step, extras, () if message is None else message.masks)
         num_accepted_S = None
         if self._verify is not None and shape.num_drafts:
-            tokens_R = self._verify(vocabulary.whole(adjusted_RV), step.params, _drafts_behind(step))
+            assert step.logits_indices_R is not None
+            assert step.cu_samples is not None
+            drafts_R = ops.drafts_behind(step.token_ids_T, step.logits_indices_R, step.cu_samples)
+            tokens_R = self._verify(vocabulary.whole(adjusted_RV), step.params, drafts_R)
         else:
             tokens_R = vocabulary.sample(adjusted_RV, step.params)
         if step.logits_indices_R is not None and step.cu_samples is not None:
@@ -152,17 +155,6 @@ class RowReader:
             tokens_R = torch.tensor(tokens, dtype=torch.int32, device=logits_RV.device)
             parts.append(as_bytes(self._vocabulary.report(logits_RV, tokens_R, prompt.num_top)))
         return b"".join(parts)
-
-
-def _drafts_behind(step: StepTensors) -> Tensor:
-    """The draft behind each sampled row, int64 [R]; -1 if there is none."""
-    assert step.logits_indices_R is not None
-    assert step.cu_samples is not None
-    T, R = len(step.token_ids_T), len(step.logits_indices_R)
-    samples_R, ends_S = torch.arange(R, device=step.token_ids_T.device), step.cu_samples[1:].long()
-    seq_R = torch.searchsorted(ends_S, samples_R, right=True).clamp(max=len(ends_S) - 1)
-    drafts_R = step.token_ids_T[(step.logits_indices_R + 1).clamp(max=T - 1)]
-    return drafts_R.masked_fill(samples_R + 1 >= ends_S[seq_R], -1)
 
 
 def as_bytes(values: Tensor) -> bytes:

@@ -15,8 +15,8 @@ class Kind(NamedTuple):
     """Whether the step uses LoRA kernels."""
     has_drafter: bool = False
     """Whether a drafter runs after the step."""
-    makes_drafts: bool = False
-    """Whether the drafter makes drafts; otherwise it only fills its cache."""
+    num_proposed: int = 0
+    """Drafts that the drafter makes for each sequence, at most; with 0 it only fills its cache."""
 
 
 PLAIN = Kind()
@@ -32,9 +32,9 @@ class StepShape(NamedTuple):
     has_extras: bool = False
     has_adapters: bool = False
     has_drafter: bool = False
-    makes_drafts: bool = False
+    num_proposed: int = 0
     num_drafts: int = 0
-    """Drafts of all sequences; one token is sampled for each draft and one more for each sequence."""
+    """Drafts of all sequences that are verified; one token is sampled for each draft and one more for each sequence."""
 
     @property
     def num_samples(self) -> int:
@@ -49,7 +49,7 @@ class StepShape(NamedTuple):
     def holds(self, other: StepShape) -> bool:
         """Whether a step of shape ``other`` can be padded to this one."""
         are_alike = (self.max_query_len == 1) == (other.max_query_len == 1)
-        are_alike = are_alike and self[3:6] == other[3:6] and self.makes_drafts >= other.makes_drafts
+        are_alike = are_alike and self[3:6] == other[3:6] and self.num_proposed >= other.num_proposed
         are_alike = are_alike and (self.num_drafts > 0) == (other.num_drafts > 0)
         are_alike = are_alike and self.is_verification == other.is_verification
         is_as_large = self.num_rows >= other.num_rows and self.num_seqs >= other.num_seqs
@@ -102,6 +102,11 @@ MAX_DRAFTS = 32
 """Most drafts of a sequence in a step."""
 
 
+def all_drafts(makes_drafts: bool) -> int:
+    """``StepShape.num_proposed`` where a drafter makes as many drafts as it can, or none."""
+    return MAX_DRAFTS if makes_drafts else 0
+
+
 def padded_drafts(num_drafts: int, factor: int = 2) -> int:
     """The smallest power of ``factor`` that is at least ``num_drafts``."""
     size = 1
@@ -112,16 +117,17 @@ def padded_drafts(num_drafts: int, factor: int = 2) -> int:
 
 def kinds(with_adapters: bool, has_drafter: bool = False) -> list[Kind]:
     """All kinds of steps. With adapters, every step with extras uses LoRA kernels: such steps are rare."""
-    plain = Kind(has_drafter=has_drafter, makes_drafts=has_drafter)
+    plain = Kind(has_drafter=has_drafter, num_proposed=all_drafts(has_drafter))
     own = [plain._replace(has_adapters=True)] if with_adapters else []
     found = [plain, *own, plain._replace(has_extras=True, has_adapters=with_adapters)]
-    return found + [kind._replace(makes_drafts=False) for kind in found] if has_drafter else found
+    return found + [kind._replace(num_proposed=0) for kind in found] if has_drafter else found
 
 
 def padded_shape(
     num_rows: int, num_seqs: int, max_query_len: int, max_num_seqs: int, kind: Kind = PLAIN, num_drafts: int = 0
 ) -> tuple[StepShape, bool]:
-    """The padded shape of a step, and whether it has a CUDA graph."""
+    """The padded shape of a step, and whether it has a CUDA graph. Its drafter makes all of its drafts or none."""
+    kind = kind._replace(num_proposed=all_drafts(kind.num_proposed > 0))
     if num_drafts and num_rows == num_seqs + num_drafts:
         return verification_shape(num_seqs, num_drafts, max_num_seqs, kind), True
     if num_drafts:
@@ -177,7 +183,7 @@ def graph_shapes(
     """
     shapes = set()
     for kind in kinds(with_adapters, has_drafter):
-        if kind.makes_drafts == has_drafter:  # what verifies drafts makes the next ones
+        if bool(kind.num_proposed) == has_drafter:  # what verifies drafts makes the next ones
             shapes |= _verification_shapes(max_num_seqs, max_drafts, kind)
         for size in range(1, max_num_seqs + 1):
             shapes.add(padded_shape(size, size, 1, max_num_seqs, kind)[0])
@@ -220,7 +226,7 @@ def next_shapes(max_num_seqs: int, max_drafts: int = 0, has_drafter: bool = Fals
 
 
 def _with_drafter(shape: StepShape, has_drafter: bool) -> StepShape:
-    return shape._replace(has_drafter=has_drafter, makes_drafts=has_drafter)
+    return shape._replace(has_drafter=has_drafter, num_proposed=all_drafts(has_drafter))
 
 
 def _decode_shape(num_seqs: int, max_num_seqs: int) -> StepShape:
@@ -236,7 +242,7 @@ def first_extra_shapes(
     has_drafter: bool = False,
 ) -> list[StepShape]:
     """``first_shapes`` for steps with extras."""
-    kind = Kind(True, with_adapters, has_drafter, has_drafter)
+    kind = Kind(True, with_adapters, has_drafter, all_drafts(has_drafter))
     largest = _largest(set(first_shapes(max_num_seqs, max_num_rows)))
     shapes = {padded_shape(*shape[:3], max_num_seqs, kind)[0] for shape in largest}
     if max_drafts:

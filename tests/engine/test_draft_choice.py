@@ -58,20 +58,20 @@ def test_a_drafter_that_does_not_pay_makes_no_drafts(cost_of_drafting: float, ra
     rng, seq = random.Random(1), sequence()
     seq.decodes, seq.status = True, Status.RUNNING
     speculation = Speculation(DeviceDrafts(MAX_DRAFTS), MAX_DRAFTS, DraftChoice(MAX_DRAFTS, on_device=True))
-    num_tokens, spent, had_drafts, cost_of_row = 0, 0.0, True, 0.02
+    num_tokens, spent, num_made, cost_of_row = 0, 0.0, MAX_DRAFTS, 0.02
     for _ in range(3000):
         drafts = speculation.choose([seq]).get(seq, ())
-        assert had_drafts or not drafts
-        had_drafts, num_accepted = speculation.makes_drafts, 0
+        assert len(drafts) <= num_made
+        num_made, num_accepted = speculation.num_proposed, 0
         while num_accepted < len(drafts) and rng.random() < rate:
             num_accepted += 1
-        seconds = 1 + cost_of_row * len(drafts) + cost_of_drafting * had_drafts
-        plan: Plan = [Scheduled(seq, 2, (1,), drafts, True, seq.epoch, makes_drafts=had_drafts)]
+        seconds = 1 + cost_of_row * len(drafts) + cost_of_drafting * num_made / MAX_DRAFTS
+        plan: Plan = [Scheduled(seq, 2, (1,), drafts, True, seq.epoch, num_proposed=num_made)]
         speculation.learn(plan, [Sampled([7] * num_accepted + [8])])
         speculation.note_step(plan, seconds * rng.uniform(0.95, 1.05))
         num_tokens, spent = num_tokens + 1 + num_accepted, spent + seconds
     speeds = [
-        sum(rate**i for i in range(count + 1)) / (1 + cost_of_row * count + cost_of_drafting * bool(count))
+        sum(rate**i for i in range(count + 1)) / (1 + cost_of_row * count + cost_of_drafting * count / MAX_DRAFTS)
         for count in range(MAX_DRAFTS + 1)
     ]
     assert num_tokens / spent >= 0.95 * max(speeds)
@@ -156,3 +156,27 @@ def test_a_request_may_limit_its_drafts(depth: int) -> None:
             drafts[item.seq.id] = max(drafts[item.seq.id], len(item.drafts))
     assert drafts == {0: 4, 1: 0, 2: 2}
     assert all(tokens[n] == expected_output(make_request(n, max_tokens=12))[0] for n in tokens)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_was_slow_once_is_tried_again(on_device: bool) -> None:
+    """Steps with drafts that took twice as long when they were first seen, on a machine that was busy just then."""
+    rng, seq = random.Random(2), sequence()
+    seq.decodes, seq.status = True, Status.RUNNING
+    choice = DraftChoice(MAX_DRAFTS, on_device)
+    speculation = Speculation(DeviceDrafts(MAX_DRAFTS), MAX_DRAFTS, choice)
+    choice.costs.note(1, 1.0)
+    for num_rows in range(1 if on_device else 2, MAX_DRAFTS + 2):
+        for _ in range(LEAST_SEEN):
+            choice.drafting_costs.note(num_rows, 2.5)
+    counts, num_made = list[int](), MAX_DRAFTS
+    for _ in range(300):
+        drafts = speculation.choose([seq]).get(seq, ())
+        num_made, num_accepted = speculation.num_proposed, 0
+        while num_accepted < len(drafts) and rng.random() < 0.6:
+            num_accepted += 1
+        plan: Plan = [Scheduled(seq, 2, (1,), drafts, True, seq.epoch, num_proposed=num_made)]
+        speculation.learn(plan, [Sampled([7] * num_accepted + [8])])
+        speculation.note_step(plan, (1 + 0.05 * len(drafts) + 0.05 * num_made) * rng.uniform(0.95, 1.05))
+        counts.append(len(drafts))
+    assert sum(counts[-100:]) > 100

@@ -25,8 +25,8 @@ def test_no_step_exceeds_the_largest(seed: int) -> None:
         num_prompt = rng.choice([0, rng.randrange(max_rows - num_seqs - num_drafts + 1)])
         num_rows = num_seqs + num_drafts + num_prompt
         longest = 1 if num_rows == num_seqs else 2
-        makes_drafts = has_drafter and (num_drafts > 0 or rng.random() < 0.5)
-        kind = Kind(rng.random() < 0.5, rng.random() < 0.5, has_drafter, makes_drafts)
+        num_proposed = rng.choice([1, 2, 4]) * (has_drafter and (num_drafts > 0 or rng.random() < 0.5))
+        kind = Kind(rng.random() < 0.5, rng.random() < 0.5, has_drafter, num_proposed)
         shape, _ = padded_shape(num_rows, num_seqs, longest, max_num_seqs, kind, num_drafts)
         assert shape.num_rows >= num_rows
         assert shape.num_seqs >= num_seqs
@@ -52,7 +52,7 @@ def test_a_shape_holds_smaller_ones_of_its_kind() -> None:
     assert not large.holds(mixed)
     assert not large.holds(small._replace(has_extras=True))
     fills_cache = decode._replace(has_drafter=True)
-    drafting = fills_cache._replace(makes_drafts=True)
+    drafting = fills_cache._replace(num_proposed=2)
     assert drafting.holds(fills_cache)
     assert not fills_cache.holds(drafting)
     assert not drafting.holds(decode)

@@ -18,11 +18,12 @@ from torch import Tensor
 from octavo import LLM, SamplingParams, build
 from octavo.engine import scheduler
 from octavo.errors import CheckpointError, ConfigError
+from octavo.models.drafters.dflash import DFlashModel
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.ops.sample import BANNED
-from octavo.runtime import drafters
-from octavo.runtime.drafter import DraftInputs, Newest
+from octavo.ops.newest_tokens import NewestTokens
+from octavo.runtime.draft_rows import Draws
+from octavo.runtime.drafter import DraftInputs
 from octavo.runtime.drafters import BlockDrafter, HeadDrafter, ModelDrafter
 from octavo.runtime.stream_executor import StreamExecutor
 from octavo.types import EngineStats
@@ -116,23 +117,33 @@ Drawn = tuple[int, int, list[Tensor]]
 
 @pytest.fixture
 def drafted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Drawn]]:
-    """For each pass of a drafter: the positions of the newest tokens, and the logits it drew from."""
+    """For each pass of a drafter: the positions of the newest tokens, and the logits over the model's tokens."""
     passes: list[Any] = []
-    draw = drafters.drawn
+    draw, logits_of_block = Draws.draw, DFlashModel.logits
 
-    def recorded(logits_SV: Tensor, *args: Any) -> Tensor:
-        passes[-1][1].append(logits_SV.clone())
-        return draw(logits_SV, *args)
+    def note(logits_SV: Tensor, columns: Tensor, vocab_size: int) -> None:
+        whole_SV = torch.full((len(logits_SV), vocab_size), -torch.inf)
+        passes[-1][1].append(whole_SV.index_copy(1, columns, logits_SV.float()))
+
+    def noted(self: Draws, logits_SV: Tensor, target_ids: Tensor | None = None) -> Tensor:
+        note(logits_SV, torch.arange(logits_SV.shape[1]) if target_ids is None else target_ids, self._vocab_size)
+        return draw(self, logits_SV, target_ids)
+
+    def noted_block(self: DFlashModel, x_RD: Tensor) -> Tensor:
+        logits_RV = logits_of_block(self, x_RD)
+        note(logits_RV, torch.arange(logits_RV.shape[1]), logits_RV.shape[1])
+        return logits_RV
 
     for kind in (HeadDrafter, ModelDrafter, BlockDrafter):
 
-        def call(self: Any, inputs: DraftInputs, newest: Newest, whole: Any = kind.__call__) -> Tensor:
+        def call(self: Any, inputs: DraftInputs, newest: NewestTokens, whole: Any = kind.__call__) -> Tensor:
             passes.append((inputs.positions_T[inputs.last_rows_S] + 1, []))
             result: Tensor = whole(self, inputs, newest)
             return result
 
         monkeypatch.setattr(kind, "__call__", call)
-    monkeypatch.setattr(drafters, "drawn", recorded)
+    monkeypatch.setattr(Draws, "draw", noted)
+    monkeypatch.setattr(DFlashModel, "logits", noted_block)
     return passes
 
 
@@ -142,7 +153,7 @@ def test_logits_are_those_of_a_plain_reference(
 ) -> None:
     """Also where a step in three makes no drafts, behind which the drafter's cache must be complete."""
     case, numbers = case_of(name), itertools.count()
-    monkeypatch.setattr(scheduler, "makes_drafts", lambda speculation: next(numbers) % 3 > 0)
+    monkeypatch.setattr(scheduler, "num_proposed", lambda speculation: NUM_DRAFTS * (next(numbers) % 3 > 0))
     prompt = [(7 * i + 3) % 90 for i in range(61)]  # two chunks
     with LLM(case.target, **SETTINGS, speculative_config=case.config) as llm:
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -154,7 +165,7 @@ def test_logits_are_those_of_a_plain_reference(
         # From the last token on nothing is stored; and what follows a chunk of the prompt is not drafted.
         if newest < len(prompt) or newest + NUM_DRAFTS + 1 >= len(text):
             continue
-        found = torch.cat(logits).masked_fill(torch.cat(logits) == BANNED, -torch.inf)
+        found = torch.cat(logits)
         want = case.reference(text[: newest + 1], NUM_DRAFTS)
         assert found.shape == want.shape
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
@@ -221,6 +232,16 @@ def stream_executor(settings: Any, model: Any, storage: Any, vocab_size: int, mo
     )
 
 
+def test_a_drafter_may_be_quantised(case_of: Made) -> None:
+    case = case_of("eagle3 of its authors")
+    with LLM(case.target, **SETTINGS) as llm:
+        want = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=30))
+    with LLM(case.target, **SETTINGS, speculative_config={**case.config, "quantization": "int8"}) as llm:
+        found = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=30))
+        assert llm.engine.stats().num_drafts > 0
+    assert found[0].outputs[0].token_ids == want[0].outputs[0].token_ids
+
+
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_a_model_accepts_all_that_it_drafts_itself(case_of: Made, temperature: float) -> None:
     target = case_of("draft_model").target
@@ -264,6 +285,7 @@ def test_outputs_have_the_distribution_of_the_model(tmp_path: Path, acceptance: 
         ("draft_model", {"depth": 3}, "depth.*the keys of draft_model are num_speculative_tokens, adaptive"),
         ("draft_model", {"method": "medusa"}, "one of ngram, suffix, draft_model, eagle3, mtp, dflash"),
         ("draft_model", {"method": "mtp"}, "model"),
+        ("draft_model", {"quantization": "int3"}, "quantization"),
         ("eagle3 of its authors", {"method": "draft_model"}, "LlamaForCausalLMEagle3"),
         ("draft_model", {"method": "eagle3"}, "fc.weight"),
         (DFLASH, {"num_speculative_tokens": 5}, "block_size, 5"),

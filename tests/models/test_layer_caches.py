@@ -28,8 +28,8 @@ from octavo.ops import dispatch
 from octavo.ops.attention import HeadLayout
 from octavo.ops.dispatch import REFERENCE
 from octavo.quant.stored import WeightFormat
+from octavo.runtime.forward import make_forward
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.recorded_forward import RecordedForward
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StepLimits
 from octavo.types import Request
@@ -187,7 +187,7 @@ def engine_of(made: Made, *, is_tight: bool, streams: bool = False, records: boo
     if streams:
         runner = stream_runner(made.model, storage, VOCAB, limits)
     else:
-        forward = RecordedForward(made.model, storage.layers) if records else None
+        forward = make_forward(made.model, storage.layers, CPU) if records else None
         runner = host_runner(made.model, storage, VOCAB, limits, forward)
     cache = KVCache([GroupSize(size, group.window) for size, group in zip(sizes, groups, strict=True)], 4)
     cache.copy_slots = storage.copy_slots

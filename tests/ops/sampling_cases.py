@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.sample import NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, SampleParams
+from octavo.ops.sample import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, SampleParams
 from octavo.sampling_params import SamplingParams
 from tests.ops import row_sampler as sampler
 from tests.ops.row_sampler import Row, Sampler
@@ -26,6 +26,15 @@ def make_logits(kind: str, R: int, V: int, dtype: torch.dtype, seed: int = 0) ->
     if kind == "tied":
         logits_RV = logits_RV.round()
     return logits_RV.to(dtype)
+
+
+def part_of(whole_RV: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """``size`` columns of some logits, and their tokens; all others are banned in ``whole``, in place."""
+    V = whole_RV.shape[1]
+    ids_W = torch.randperm(V, generator=generator(V))[:size].sort().values
+    part_RW = whole_RV[:, ids_W]
+    whole_RV.copy_(torch.full_like(whole_RV, BANNED).index_copy_(1, ids_W, part_RW))
+    return part_RW, ids_W
 
 
 def uniform_params(R: int, **values: float) -> SampleParams:

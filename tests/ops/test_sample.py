@@ -9,7 +9,7 @@ import torch
 
 from octavo import ops
 from octavo.ops.sample import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN
-from tests.ops.sampling_cases import by_sampler, make_logits, mixed_params, uniform_params
+from tests.ops.sampling_cases import by_sampler, make_logits, mixed_params, part_of, uniform_params
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -50,3 +50,17 @@ def test_what_is_out_of_range_has_no_token() -> None:
     found = ops.sample(logits_RV, uniform_params(3, temperature=0.1))
     assert found.tolist() == [OUT_OF_RANGE, OUT_OF_RANGE, NOTHING_LEFT]
     assert ops.sample(logits_RV, uniform_params(3, temperature=0)).tolist() == [OUT_OF_RANGE, 3, 0]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "rowwise"])
+def test_columns_may_be_a_part_of_the_vocabulary(kernel: str) -> None:
+    R, V = 60, 300
+    whole_RV = make_logits("flat", R, V, torch.float32)
+    part_RW, ids_W = part_of(whole_RV, 70)
+    run = ops.sample.reference if kernel == "reference" else ops.sample
+    params = mixed_params(R, V)
+    found = run(part_RW, params, ids_W).tolist()
+    assert found == ops.sample(whole_RV, params).tolist()
+    assert len(set(found)) > 10
+    part_RW[1, 2] = math.nan
+    assert run(part_RW, params, ids_W).tolist() == [*found[:1], NOT_FINITE, *found[2:]]

@@ -20,8 +20,8 @@ from octavo.models.registry import load_model, read_config
 from octavo.ops.cpu import threads
 from octavo.quant.stored import WeightFormat
 from octavo.quant.tensors import Part
+from octavo.runtime.forward import make_forward
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.recorded_forward import RecordedForward
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StepLimits
 from octavo.types import Request
@@ -85,7 +85,7 @@ class Loaded:
         storage.pools[0][0].fill_(torch.nan)
         cache = KVCache(num_blocks, block_size, caching)
         scheduler = Scheduler(cache, max_num_seqs=batch, max_num_batched_tokens=max(chunk, batch))
-        self.forward = RecordedForward(self.model, storage.layers)
+        self.forward = make_forward(self.model, storage.layers, CPU)
         limits = StepLimits(batch, max(chunk, batch), num_blocks)
         runner = host_runner(self.model, storage, VOCAB, limits, self.forward)
         return Engine(scheduler, runner)

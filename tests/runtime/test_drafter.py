@@ -18,7 +18,8 @@ from octavo.engine.speculation import Speculation
 from octavo.models.layer_cache import kv_groups
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.runtime.drafter import DraftInputs, Newest
+from octavo.ops.newest_tokens import NewestTokens
+from octavo.runtime.drafter import DraftInputs
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StepLimits
@@ -49,9 +50,9 @@ class TableDrafter:
         """Tokens by position, by batch index, as the rows have told."""
         self.num_checked = 0
 
-    def __call__(self, inputs: DraftInputs, newest: Newest) -> Tensor:
+    def __call__(self, inputs: DraftInputs, newest: NewestTokens) -> Tensor:
         drafts = [newest.tokens_S]
-        for _ in range(NUM_DRAFTS):
+        for _ in newest.positions_KS:
             drafts.append(self.table_V[drafts[-1]])
         self._check(inputs)
         return torch.stack(drafts[1:], dim=1).int()

@@ -18,8 +18,9 @@ from octavo.models.registry import load_model, read_config
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.linear import linear
+from octavo.ops.newest_tokens import NewestTokens
 from octavo.quant.stored import WeightFormat
-from octavo.runtime.drafter import DraftInputs, Newest
+from octavo.runtime.drafter import DraftInputs
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.stream_executor import StreamExecutor
 from octavo.steps.limits import StepLimits
@@ -51,7 +52,7 @@ class OneProduct:
 
     num_drafts, layers = 2, ()
 
-    def __call__(self, inputs: DraftInputs, newest: Newest) -> Tensor:
+    def __call__(self, inputs: DraftInputs, newest: NewestTokens) -> Tensor:
         ops.linear(torch.zeros(1, 24, dtype=torch.bfloat16), torch.zeros(40, 24, dtype=torch.bfloat16))
         return torch.zeros(len(newest.tokens_S), 2, dtype=torch.int32)
 

@@ -24,9 +24,9 @@ from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
 from octavo.runtime.block_copies import HostBlockCopies
+from octavo.runtime.forward import make_forward
 from octavo.runtime.group_memory import EVEN_SHARES, GroupMemory
 from octavo.runtime.kv_storage import KVStorage, kv_bytes_per_token
-from octavo.runtime.recorded_forward import RecordedForward
 from octavo.runtime.step_views import view_host_step, view_step
 from octavo.sampling_params import SamplingParams
 from octavo.steps.layout import StepArrays, num_bytes
@@ -84,7 +84,7 @@ def engine_of(
     if streams:
         runner = stream_runner(loaded.model, storage, VOCAB, limits)
     else:
-        runner = host_runner(loaded.model, storage, VOCAB, limits, RecordedForward(loaded.model, storage.layers))
+        runner = host_runner(loaded.model, storage, VOCAB, limits, make_forward(loaded.model, storage.layers, CPU))
     compute_padding(runner)
     groups = zip(sizes, groups_of(loaded), strict=True)
     cache = KVCache([GroupSize(size, group.window) for size, group in groups], block_size)

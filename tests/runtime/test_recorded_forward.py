@@ -17,6 +17,7 @@ from octavo.models.registry import load_model, read_config
 from octavo.ops.attention import GroupRows, PagedRows
 from octavo.quant.stored import WeightFormat
 from octavo.runtime import recorded_forward
+from octavo.runtime.forward import make_forward
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.recorded_forward import RecordedForward
 from tests.models.checkpoints import FolderSource, make_checkpoint
@@ -50,7 +51,9 @@ class Pair:
             storage.pools[0][0].copy_(
                 torch.randn(storage.pools[0][0].shape, generator=torch.Generator().manual_seed(1))
             )
-        self.recorded = RecordedForward(self.model, self.storages[1].layers)
+        recorded = make_forward(self.model, self.storages[1].layers, CPU)
+        assert isinstance(recorded, RecordedForward)
+        self.recorded = recorded
 
     def compare(self, batch: Batch) -> None:
         with torch.inference_mode():

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from octavo import ops
 from octavo.layers.linear import Linear
 from octavo.layers.rotary import Rotary
-from octavo.models.drafters.head import Renamed, llama_like, store_keys
+from octavo.models.drafters.head import Renamed, llama_like
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import LlamaConfig
 from octavo.models.loader import WeightLoader
@@ -66,12 +65,12 @@ class DFlashLayer(Qwen3Layer):
 
     def remember(self, context_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> None:
         """Store keys and values of the context."""
-        store_keys(self.qkv_proj(context_TD), self.heads, angles, cache, rows)
+        ops.store_keys(self.qkv_proj(context_TD), self.heads, *angles, cache, rows.of(cache).slot_mapping_T)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         """See ``LlamaLayer``."""
         parts = self.q_proj(x_TD, norm=self.input_norm), self.qkv_proj(x_TD, norm=self.input_norm)
-        attended_TN = ops.attention(torch.cat(parts, dim=1), self.heads, *angles, cache, rows)
+        attended_TN = ops.attention(ops.concat(*parts), self.heads, *angles, cache, rows)
         attended_TN, x_TD = rows.pick(attended_TN, x_TD)
         return self.mlp(self.o_proj(attended_TN, residual=x_TD))
 
@@ -111,7 +110,7 @@ class DFlashModel:
         self, hidden: Mapping[int, Tensor], positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
     ) -> None:
         """Store keys and values of the context [T, D] in every layer."""
-        context_TD = self._hidden_norm(self._fc(torch.cat([hidden[layer] for layer in self._inputs], dim=1)))
+        context_TD = self._hidden_norm(self._fc(ops.concat(*(hidden[layer] for layer in self._inputs))))
         angles = self._rotary(positions_T)
         for layer, cache in zip(self._layers, caches, strict=True):
             layer.remember(context_TD, angles, cache, rows)

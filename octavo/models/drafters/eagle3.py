@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo import ops
 from octavo.errors import CheckpointError
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import Rotary
-from octavo.models.drafters.head import Renamed, llama_like, spread, store_keys
+from octavo.models.drafters.head import Renamed, llama_like
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import LlamaConfig, LlamaLayer, read_llama
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
-from octavo.ops import attention
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.quant.methods import read_method
 from octavo.quant.stored import WeightFormat
@@ -103,7 +103,7 @@ class FirstLayer(LlamaLayer):
         h_TD = self.hidden_norm(x_TD)
         residual_TD = h_TD if self._norm_before_residual else x_TD
         attended_TN, residual_TD = rows.pick(
-            attention(self._qkv(embedded_TD, h_TD), self.heads, *angles, cache, rows), residual_TD
+            ops.attention(self._qkv(embedded_TD, h_TD), self.heads, *angles, cache, rows), residual_TD
         )
         return self.mlp(self.o_proj(attended_TN, residual=residual_TD))
 
@@ -112,10 +112,10 @@ class FirstLayer(LlamaLayer):
     ) -> None:
         """Store the keys and values that ``first`` stores."""
         qkv_TN = self._qkv(embedded_TD, self.hidden_norm(x_TD))
-        store_keys(qkv_TN[:, self.heads.sizes[0] :], self.heads, angles, cache, rows)
+        ops.store_keys(qkv_TN, self.heads, *angles, cache, rows.of(cache).slot_mapping_T)
 
     def _qkv(self, embedded_TD: Tensor, h_TD: Tensor) -> Tensor:
-        return self.qkv_proj(torch.cat((self.input_norm(embedded_TD), h_TD), dim=1))
+        return self.qkv_proj(ops.concat(self.input_norm(embedded_TD), h_TD))
 
 
 class LaterLayer(LlamaLayer):
@@ -144,7 +144,7 @@ class Eagle3Head:
         eps, count = config.norm_eps, len(settings.layers)
         self.layers = tuple(dict.fromkeys(settings.layers))
         self.cache = config.cache
-        self._settings, self._vocab_size = settings, own.vocab_size
+        self._settings = settings
         has = weights.tensors.has
         shares = not has("embed_tokens.weight")
         if shares and own.hidden_size != D:
@@ -160,18 +160,18 @@ class Eagle3Head:
         self._first = FirstLayer(config, weights, "layers.0", 0, settings.norm_before_residual)
         self._later = [LaterLayer(config, weights, f"layers.{i}", i) for i in range(1, config.num_layers)]
         self._norm = weights.norm("norm", D, eps)
-        self._target_ids: Tensor | None = None
+        self.target_ids: Tensor | None = None
         if has("d2t"):
             offsets = weights.tensors.typed("d2t", (W,), torch.int64)
-            self._target_ids = (torch.arange(W) + offsets).to(form.device)
+            self.target_ids = (torch.arange(W) + offsets).to(form.device)
         elif source.is_dummy:
-            self._target_ids = torch.arange(W, device=form.device)
+            self.target_ids = torch.arange(W, device=form.device)
         elif own.vocab_size != W:
             raise CheckpointError(f"tensor d2t is missing; expected one of shape [{W}]")
         weights.tensors.leave_out("t2d")
         if has("lm_head.weight") or source.is_dummy:
             self._head = weights.head("lm_head", table, (W, D), False)
-        elif shares and self._target_ids is None:
+        elif shares and self.target_ids is None:
             self._head = target.head
         else:
             raise CheckpointError(f"tensor lm_head.weight is missing; expected one of shape [{W}, {D}]")
@@ -182,7 +182,7 @@ class Eagle3Head:
         parts = [hidden[layer] for layer in self._settings.layers]
         if self._each_norm:
             parts = [norm(part) for norm, part in zip(self._each_norm, parts, strict=True)]
-        return self._fc(torch.cat(parts, dim=1), norm=self._input_norm)
+        return self._fc(ops.concat(*parts), norm=self._input_norm)
 
     def forward(
         self, tokens_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
@@ -207,7 +207,7 @@ class Eagle3Head:
         return self._norm(x_SD) if self._settings.norm_output else x_SD
 
     def logits(self, x_SD: Tensor) -> Tensor:
-        return spread(self._head(x_SD, norm=self._norm), self._target_ids, self._vocab_size)
+        return self._head(x_SD, norm=self._norm)
 
 
 def _names(source: Source) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What draft heads have in common: they continue a model's hidden states, one token at a time.
 
-Shapes: T rows, S sequences, R rows that are needed, D width of the head, E width of the model, V vocabulary, K heads'
-number of drafts.
+Shapes: T rows, S sequences, R rows that are needed, D width of the head, E width of the model, V
+vocabulary of the head.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from octavo import ops
 from octavo.errors import CheckpointError
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
-from octavo.ops.sample import BANNED
+from octavo.ops.attention import LayerCache, PagedRows
 from octavo.quant.tensors import Part, Source
 
 
@@ -32,6 +29,8 @@ class DraftHead(Protocol):
     """What its own layers cache."""
     num_bytes: int
     """Bytes of its own weights."""
+    target_ids: Tensor | None
+    """int64 [V]: the model's token for each one of the head's vocabulary; ``None``: they are the same."""
 
     def combine(self, hidden: Mapping[int, Tensor]) -> Tensor:
         """The head's input [T, D] from the model's hidden states [T, E] by layer."""
@@ -54,21 +53,8 @@ class DraftHead(Protocol):
         ...
 
     def logits(self, x_SD: Tensor) -> Tensor:
-        """Logits over the model's vocabulary [S, V] from the output."""
+        """Logits [S, V] from the output."""
         ...
-
-
-def store_keys(
-    kv_TN: Tensor, heads: HeadLayout, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows
-) -> None:
-    """Store keys and values of a layer, given side by side before their norm and rotation."""
-    k_TN, v_TN = kv_TN.chunk(2, dim=1)
-    k_TKH = k_TN.reshape(-1, heads.head_dim)
-    if heads.k_norm_H is not None:
-        k_TKH = ops.rms_norm(k_TKH, heads.k_norm_H, heads.norm_eps)
-    k_TKH = k_TKH.view(len(kv_TN), -1, heads.head_dim)
-    _, k_TKH = ops.apply_rope(k_TKH[:, :1], k_TKH, *angles)
-    ops.store_kv(k_TKH, v_TN.reshape(k_TKH.shape), cache.keys, cache.values, rows.of(cache).slot_mapping_T)
 
 
 def llama_like(model: CausalLM, method: str) -> LlamaForCausalLM:
@@ -76,21 +62,6 @@ def llama_like(model: CausalLM, method: str) -> LlamaForCausalLM:
     if not isinstance(model, LlamaForCausalLM):
         raise CheckpointError(f"speculative_config: {method} is not supported for {type(model).__name__}")
     return model
-
-
-def spread(logits_SD: Tensor, target_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Logits over the model's vocabulary [S, V] from those over a smaller one; tokens outside it are banned.
-
-    ``target_ids``: the model's token for each of the smaller vocabulary; ``None``: its first tokens.
-    """
-    if target_ids is None and logits_SD.shape[1] >= vocab_size:
-        return logits_SD[:, :vocab_size].contiguous()
-    logits_SV = torch.full((len(logits_SD), vocab_size), BANNED, dtype=torch.float32, device=logits_SD.device)
-    if target_ids is None:
-        logits_SV[:, : logits_SD.shape[1]] = logits_SD
-    else:
-        logits_SV[:, target_ids] = logits_SD.float()
-    return logits_SV
 
 
 class Renamed:

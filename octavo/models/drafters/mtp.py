@@ -14,9 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from octavo import ops
 from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig
 from octavo.models.drafters.head import Renamed, llama_like
@@ -78,6 +78,7 @@ class MTPHead:
         D, L, eps, offset = config.hidden_size, config.num_layers, config.norm_eps, config.norm_offset
         config = _with_layer(config)
         self.layers: tuple[int, ...] = (L,)
+        self.target_ids: Tensor | None = None
         self.cache = config.cache[-1:]
         self._target, self._masks_first = target, names.masks_first
         has = weights.tensors.has
@@ -104,7 +105,7 @@ class MTPHead:
         embedded_TD = self._embedding(tokens_T)
         if self._masks_first:
             embedded_TD = embedded_TD.masked_fill((positions_T == 0).unsqueeze(1), 0)
-        joined_TE = torch.cat((self._embedding_norm(embedded_TD), self._hidden_norm(hidden_TD)), dim=1)
+        joined_TE = ops.concat(self._embedding_norm(embedded_TD), self._hidden_norm(hidden_TD))
         return self._layer(self._projection(joined_TE), self._target.rotary(positions_T), caches[0], rows)
 
     def remember(

@@ -17,7 +17,8 @@ from octavo.ops.put_columns import put_columns
 ARGUMENTS = fields(part=int, bias=int, out=int, T=int, M=int, N=int)
 
 
-def _declines(dtype: torch.dtype) -> str | None:
+def declines(dtype: torch.dtype) -> str | None:
+    """Why a kernel that moves float32 numbers cannot take ``dtype`` here; ``None`` if it can."""
     return declines_floats(dtype) or (None if dtype == torch.float32 else f"takes float32, not {dtype}")
 
 
@@ -37,7 +38,7 @@ def _driver() -> int:
     return compiled_driver(drive)
 
 
-@put_columns.kernel(device="cpu", name="numba", preference=10, supports=_declines)
+@put_columns.kernel(device="cpu", name="numba", preference=10, supports=declines)
 def put_columns_numba(part_TM: Tensor, out_TN: Tensor, start: int, bias_N: Tensor | None = None) -> None:
     """See ``ops.put_columns``; a bias may have any float dtype."""
     (T, M), N = part_TM.shape, out_TN.shape[1]

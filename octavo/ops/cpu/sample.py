@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.cpu import truncation
-from octavo.ops.noise import exponentials, token_hashes
+from octavo.ops.noise import exponentials, hashes_of, token_hashes
 from octavo.ops.sample import (
     BANNED,
     GREEDY_BELOW,
@@ -27,7 +27,7 @@ from octavo.ops.sample import (
 
 
 @sample.kernel(device="cpu", name="rowwise", preference=10, supports=lambda dtype: None)
-def sample_by_row(logits_RV: Tensor, params: SampleParams) -> Tensor:
+def sample_by_row(logits_RV: Tensor, params: SampleParams, token_ids_V: Tensor | None = None) -> Tensor:
     """See ``ops.sample``."""
     logits_RV = logits_RV.float()
     array_RV = logits_RV.numpy()  # numpy's argmax is eight times as fast as torch's
@@ -40,15 +40,25 @@ def sample_by_row(logits_RV: Tensor, params: SampleParams) -> Tensor:
             tokens[r] = NOT_FINITE
     temperatures = params.temperature.tolist()
     if max(temperatures, default=0.0) >= GREEDY_BELOW:
+        hashes_V = _hashes(logits_RV.shape[1]) if token_ids_V is None else hashes_of(token_ids_V)
         columns = list(zip(*(column.tolist() for column in params), strict=True))
         for r, temperature in enumerate(temperatures):
             if temperature >= GREEDY_BELOW and tokens[r] != NOT_FINITE:
-                tokens[r] = _draw(logits_RV[r], *columns[r])
+                tokens[r] = _draw(logits_RV[r], hashes_V, *columns[r])
+    if token_ids_V is not None:
+        tokens = [int(token_ids_V[token]) if token >= 0 else token for token in tokens]
     return torch.tensor(tokens, dtype=torch.int32)
 
 
 def _draw(
-    logits_V: Tensor, temperature: float, min_p: float, top_k: int, top_p: float, seed: int, position: int
+    logits_V: Tensor,
+    hashes_V: Tensor,
+    temperature: float,
+    min_p: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    position: int,
 ) -> int:
     if float(logits_V.min()) == BANNED:
         logits_V = logits_V.masked_fill(logits_V == BANNED, truncation.NEVER)
@@ -64,7 +74,7 @@ def _draw(
     if not math.isfinite(best) or best >= OVERFLOWN / temperature:
         return NOTHING_LEFT if best == truncation.NEVER else OUT_OF_RANGE
     ids_C = (logits_V > truncation.NEVER).nonzero().squeeze(1)
-    race_C = logits_V[ids_C] - exponentials(_hashes(len(logits_V))[ids_C], seed, position).log_()
+    race_C = logits_V[ids_C] - exponentials(hashes_V[ids_C], seed, position).log_()
     return int(ids_C[race_C.argmax()])
 
 

@@ -49,6 +49,13 @@ def use_pdl() -> bool:
     return _pdl.get()
 
 
+def empty_indices(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor for results that are used as indices. While kernels are compiled and none is launched it
+    holds zeros, as torch's own operations are run with it then, too."""
+    make = torch.empty if _compiling.get() is None else torch.zeros
+    return make(size, dtype=dtype, device=device)
+
+
 @contextlib.contextmanager
 def pdl() -> Iterator[None]:
     """Launch with programmatic dependent launch in this block; no effect on devices that lack it.

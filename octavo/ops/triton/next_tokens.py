@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.next_tokens import NextTokens, next_tokens
-from octavo.ops.triton.launch import after_predecessor, launch
+from octavo.ops.triton.launch import after_predecessor, empty_indices, launch
 
 BLOCK = 256
 
@@ -25,8 +25,7 @@ def next_tokens_triton(
 ) -> NextTokens:
     """See ``ops.next_tokens``."""
     T, S = len(token_ids_T), len(given_S)
-    # Zeros, since results are used as indices even while kernels are compiled and none is launched.
-    numbers = torch.zeros(T + 2 * S, dtype=torch.int64, device=given_S.device)
+    numbers = empty_indices(T + 2 * S, torch.int64, given_S.device)
     found = NextTokens(numbers[:T], numbers[T : T + S], numbers[T + S :])
     launch(
         _next_kernel,

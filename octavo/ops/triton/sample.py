@@ -60,6 +60,7 @@ def _race_kernel(
     top_ps: tl.tensor,
     seeds: tl.tensor,
     positions: tl.tensor,
+    token_ids: tl.tensor,
     keys_RC: tl.tensor,
     peaks_RG: tl.tensor,
     masses_RC: tl.tensor,
@@ -73,7 +74,7 @@ def _race_kernel(
     ids = chunk * _CHUNK + tl.arange(0, _CHUNK)
     x = tl.load(logits + row.to(tl.int64) * row_stride + ids, mask=ids < V, other=0.0).to(tl.float32)
     temperature = tl.load(temperatures + row)
-    keys = _race(x, ids, temperature, tl.load(seeds + row), tl.load(positions + row), V, IS_CUDA)
+    keys = _race(x, ids, token_ids, temperature, tl.load(seeds + row), tl.load(positions + row), V, IS_CUDA)
     at = row * tl.num_programs(0) + chunk
     tl.store(keys_RC + at, tl.max(keys, 0))
     if _truncates(temperature, tl.load(min_ps + row), tl.load(top_ks + row), tl.load(top_ps + row), V):
@@ -94,6 +95,7 @@ def _settle_kernel(
     top_ps: tl.tensor,
     seeds: tl.tensor,
     positions: tl.tensor,
+    token_ids: tl.tensor,
     keys_RC: tl.tensor,
     peaks_RG: tl.tensor,
     masses_RC: tl.tensor,
@@ -120,8 +122,11 @@ def _settle_kernel(
         first_group = row * num_chunks * _GROUPS
         live, peaks, masses = live_RG + first_group, peaks_RG + first_group, masses_RC + row * num_chunks
         cut = least_kept(logits, live, peaks, masses, scale, min_p, top_k, top_p, V, CHUNKS, _GROUPS, SHIFT)
-        best = _best_kept(logits, keys_C, cut, temperature, tl.load(seeds + row), tl.load(positions + row), V, IS_CUDA)
+        seed, position = tl.load(seeds + row), tl.load(positions + row)
+        best = _best_kept(logits, keys_C, cut, token_ids, temperature, seed, position, V, IS_CUDA)
         token = _token_of(best, logits, V)
+    if token_ids is not None:
+        token = tl.where(token >= 0, tl.load(token_ids + tl.maximum(token, 0)).to(tl.int32), token)
     tl.store(tokens_R + row, token)
 
 
@@ -129,13 +134,14 @@ def _settle_kernel(
 def _race(
     x: tl.tensor,
     ids: tl.tensor,
+    token_ids: tl.tensor,
     temperature: tl.tensor,
     seed: tl.tensor,
     position: tl.tensor,
     V: tl.tensor,
     IS_CUDA: tl.constexpr,
 ) -> tl.tensor:
-    """For each token a key, int64: the larger the better, with what makes the logits bad above all.
+    """For each column a key, int64: the larger the better, with what makes the logits bad above all.
 
     The upper half is the value in the race, the lower the id, so that the smaller wins a tie.
     """
@@ -143,7 +149,10 @@ def _race(
         values = x
     else:
         factor, offset = row_key(seed, position)
-        values = x * (1.0 / temperature) + minus_log_exponentials(ids, factor, offset, IS_CUDA)
+        tokens = ids
+        if token_ids is not None:
+            tokens = tl.load(token_ids + ids, mask=ids < V, other=0).to(tl.int32)
+        values = x * (1.0 / temperature) + minus_log_exponentials(tokens, factor, offset, IS_CUDA)
     keys = (ordered(values) << 32) | (_LAST_ID - ids)
     keys = tl.where(tl.abs(x) < float("inf"), keys, _NOT_FINITE_KEY)
     return tl.where(ids < V, keys, _NO_KEY)
@@ -154,6 +163,7 @@ def _best_kept(
     logits: tl.tensor,
     keys_C: tl.tensor,
     cut: tl.tensor,
+    token_ids: tl.tensor,
     temperature: tl.tensor,
     seed: tl.tensor,
     position: tl.tensor,
@@ -172,7 +182,7 @@ def _best_kept(
         chunk = (_LAST_ID - (bound & _LAST_ID).to(tl.int32)) // _CHUNK
         ids = chunk * _CHUNK + tl.arange(0, _CHUNK)
         x = tl.load(logits + ids, mask=ids < V, other=0.0).to(tl.float32)
-        keys = _race(x, ids, temperature, seed, position, V, IS_CUDA)
+        keys = _race(x, ids, token_ids, temperature, seed, position, V, IS_CUDA)
         best = tl.maximum(best, tl.max(tl.where(x * scale >= cut, keys, _NO_KEY), 0))
         doubtful_C = tl.where(doubtful_C == bound, _NO_KEY, doubtful_C)
         bound = tl.max(doubtful_C, 0)
@@ -197,7 +207,7 @@ def _token_of(key: tl.tensor, logits: tl.tensor, V: tl.tensor) -> tl.tensor:
 
 
 @sample.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
-def sample_triton(logits_RV: Tensor, params: SampleParams) -> Tensor:
+def sample_triton(logits_RV: Tensor, params: SampleParams, token_ids_V: Tensor | None = None) -> Tensor:
     """See ``ops.sample``; logits whose rows are not dense are copied."""
     R, V = logits_RV.shape
     assert 0 < V <= MAX_VOCABULARY, f"a vocabulary of {V} tokens cannot be sampled from"
@@ -211,7 +221,7 @@ def sample_triton(logits_RV: Tensor, params: SampleParams) -> Tensor:
     masses_RC = torch.empty(R, num_chunks, dtype=torch.float32, device=device)
     peaks_RG = torch.empty(R, num_chunks * GROUPS, dtype=torch.float32, device=device)
     live_RG = torch.empty(R, num_chunks * GROUPS, dtype=torch.int32, device=device)
-    given = (logits_RV, logits_RV.stride(0), *params, keys_RC, peaks_RG, masses_RC)
+    given = (logits_RV, logits_RV.stride(0), *params, token_ids_V, keys_RC, peaks_RG, masses_RC)
     launch(_race_kernel, (num_chunks, R), *given, V, IS_CUDA=logits_RV.is_cuda, num_warps=8)
     launch(
         _settle_kernel,

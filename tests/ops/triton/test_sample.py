@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo import ops
 from octavo.ops.noise import exponentials, token_hashes
 from octavo.ops.sample import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN, SampleParams
 from octavo.ops.sample import least_kept as least_kept_reference
@@ -21,7 +22,7 @@ from octavo.ops.triton import sample as kernels
 from octavo.ops.triton.noise import minus_log_exponentials, row_key
 from octavo.ops.triton.sample import CHUNK, GROUPS, SAME_BITS, sample_triton
 from octavo.ops.triton.truncation import GROUP, least_kept
-from tests.ops.sampling_cases import by_sampler, make_logits, mixed_params, uniform_params
+from tests.ops.sampling_cases import by_sampler, make_logits, mixed_params, part_of, uniform_params
 from tests.ops.triton.guards import Guarded
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -31,8 +32,9 @@ pytestmark = [
 ]
 
 
-def run(logits_RV: Tensor, params: SampleParams, device: str) -> list[int]:
-    tokens_R = sample_triton(logits_RV.to(device), SampleParams(*(column.to(device) for column in params)))
+def run(logits_RV: Tensor, params: SampleParams, device: str, ids_V: Tensor | None = None) -> list[int]:
+    ids_V = None if ids_V is None else ids_V.to(device)
+    tokens_R = sample_triton(logits_RV.to(device), SampleParams(*(column.to(device) for column in params)), ids_V)
     assert tokens_R.dtype == torch.int32
     found: list[int] = tokens_R.tolist()
     return found
@@ -191,6 +193,17 @@ def test_rows_that_lie_apart(device: str) -> None:
     assert sample_triton(wide_RV.to(device)[:, :2500], on_device).tolist() == expected
     columns = wide_RV.to(device).T.contiguous().T[:, :2500]
     assert sample_triton(columns, on_device).tolist() == expected
+
+
+@pytest.mark.parametrize("size", [70, 2100])
+def test_columns_may_be_a_part_of_the_vocabulary(size: int, device: str) -> None:
+    whole_RV = make_logits("flat", 12, 4500, torch.float32)
+    part_RW, ids_W = part_of(whole_RV, size)
+    params = mixed_params(12, 4500)
+    found = run(part_RW, params, device, ids_W)
+    assert found == ops.sample(whole_RV, params).tolist()
+    part_RW[1, 2] = math.nan
+    assert run(part_RW, params, device, ids_W) == [found[0], NOT_FINITE, *found[2:]]
 
 
 def test_no_rows(device: str) -> None:

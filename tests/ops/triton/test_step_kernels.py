@@ -10,13 +10,20 @@ import pytest
 import torch
 
 from octavo import ops
+from octavo.ops.sample import SampleParams
 from octavo.ops.stage_step import LastResults, StagedRows
+from octavo.ops.triton.accept_by_chance import accept_by_chance_triton
 from octavo.ops.triton.accept_drafts import accept_drafts_triton
+from octavo.ops.triton.draft_rows import draft_rows_triton
+from octavo.ops.triton.drafts_behind import drafts_behind_triton
+from octavo.ops.triton.keep_draft import keep_draft_triton
+from octavo.ops.triton.newest_tokens import newest_tokens_triton
 from octavo.ops.triton.next_tokens import next_tokens_triton
 from octavo.ops.triton.publish_tokens import publish_tokens_triton
 from octavo.ops.triton.pull_step import pull_step_triton
 from octavo.ops.triton.rotary_angles import rotary_angles_triton
 from octavo.ops.triton.stage_step import stage_step_triton
+from tests.ops.sampling_cases import mixed_params
 
 BLOCK_SIZE = 4
 
@@ -67,9 +74,11 @@ def staged(where: str, run: Any, num_groups: int, width: int, has_drafts: bool, 
 @pytest.mark.parametrize(("has_drafts", "has_drafter"), [(False, False), (True, False), (True, True), (False, True)])
 def test_stage_step(device: str, width: int, num_groups: int, has_drafts: bool, has_drafter: bool) -> None:
     shape = num_groups, width, has_drafts, has_drafter
-    found, want = staged(device, stage_step_triton, *shape), staged("cpu", ops.stage_step.reference, *shape)
+    want, compiled = staged("cpu", ops.stage_step.reference, *shape), staged("cpu", ops.stage_step, *shape)
+    found = staged(device, stage_step_triton, *shape)
     for name in ("ids", "positions", "slots", "sampled", "lens", "tables"):
         assert torch.equal(found[name], want[name]), name
+        assert torch.equal(compiled[name], want[name]), name
     ids, sent = want["ids"], want["sent"]
     num_rows = 3 if has_drafts else 1
     moved = torch.arange(5, 5 + num_rows)
@@ -118,7 +127,8 @@ def test_accept_drafts(device: str, seed: int) -> None:
         torch.tensor([*rows, 0, 0, 0]),
         torch.tensor(cu_samples, dtype=torch.int32),
     )
-    for where, run in (("cpu", ops.accept_drafts.reference), (device, accept_drafts_triton)):
+    runs = ("cpu", ops.accept_drafts.reference), ("cpu", ops.accept_drafts), (device, accept_drafts_triton)
+    for where, run in runs:
         assert run(*(x.to(where) for x in given)).tolist() == [*want, 0, 0]
 
 
@@ -143,7 +153,7 @@ def test_next_tokens(device: str, seed: int, has_drafts: bool) -> None:
         last_samples.append(len(tokens) - 1 - drafts + accepted[-1])
     arrays = [torch.tensor([*ids, 1, 1]), *(torch.tensor(x, dtype=torch.int32) for x in (cu_seqlens, cu_samples))]
     arrays += [torch.tensor(x, dtype=torch.int32) for x in (accepted, tokens, given)]
-    for where, run in (("cpu", ops.next_tokens.reference), (device, next_tokens_triton)):
+    for where, run in (("cpu", ops.next_tokens.reference), ("cpu", ops.next_tokens), (device, next_tokens_triton)):
         on = [array.to(where) for array in arrays]
         found = run(on[0], on[1], *(on[2:4] if has_drafts else (None, None)), *on[4:], vocab_size)
         assert found.tokens_T.tolist() == [*want, 0, 0]
@@ -199,3 +209,79 @@ def test_pull_step(device: str, num_words: int) -> None:
     pull_step_triton(inputs, uploads, torch.tensor([5], dtype=torch.int32, device=device))
     assert torch.equal(inputs[: 8 * num_words].cpu(), uploads[1, : 8 * num_words])
     assert (inputs[8 * num_words :] == 7).all()
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("num_passes", [1, 4])
+def test_draft_rows(device: str, num_passes: int, num_groups: int) -> None:
+    """Sequences with room for all drafts, for some and for none, and padding."""
+    positions, last_rows = torch.tensor([8, 9, 2, 17, 0]), torch.tensor([1, 2, 3, 0, 0])
+    capacities = torch.tensor([12, 4, 18, 0, 0], dtype=torch.int32)
+    tables = torch.randint(0, 100, (num_groups, 7, 5), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    given = positions, last_rows, capacities, tables[:, :5]
+    want = ops.draft_rows.reference(*given, num_passes, BLOCK_SIZE)
+    for where, run in (("cpu", ops.draft_rows), (device, draft_rows_triton)):
+        found = run(*(x.to(where) for x in given), num_passes, BLOCK_SIZE)
+        for name, one, other in zip(want._fields, found, want, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one.cpu(), other), name
+    assert want.cu_seqlens_q.tolist() == [0, 1, 2, 3, 3, 3]
+    assert want.positions_PS[0].tolist() == [10, 3, 18, 9, 9]
+    assert want.seq_lens_PS[0].tolist() == [11, 4, 18, 0, 0]
+    blocks = tables[:, [0, 1], [2, 0]].long()
+    assert torch.equal(want.slots_GPS[:, 0, :2], blocks * BLOCK_SIZE + torch.tensor([2, 3]))
+    assert (want.slots_GPS[:, 0, 2:] == -1).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_behind(device: str, seed: int) -> None:
+    rng = random.Random(seed)
+    ids, rows, cu_samples, want = list[int](), list[int](), [0], list[int]()
+    for _ in range(rng.randrange(1, 9)):
+        num_tokens, num_drafts = rng.randrange(1, 4), rng.randrange(0, 6)
+        ids += rng.choices(range(90), k=num_tokens + num_drafts)
+        rows += range(len(ids) - num_drafts - 1, len(ids))
+        want += [*ids[len(ids) - num_drafts :], -1]
+        cu_samples.append(len(rows))
+    cu_samples += [cu_samples[-1]] * 2
+    given = torch.tensor([*ids, 5]), torch.tensor([*rows, 0, 0]), torch.tensor(cu_samples, dtype=torch.int32)
+    for where, run in (("cpu", ops.drafts_behind), (device, drafts_behind_triton)):
+        assert run(*(x.to(where) for x in given)).tolist() == [*want, -1, -1]
+
+
+def test_accept_by_chance(device: str) -> None:
+    R, V = 300, 50
+    rng = torch.Generator().manual_seed(2)
+    tokens, drafts = (torch.randint(-1, V, (R,), generator=rng) for _ in "ab")
+    tokens[::3] = drafts[::3]
+    seeds, positions = torch.randint(2**62, (R,), generator=rng), torch.arange(R, dtype=torch.int32) + 2**28
+    given = tokens.int(), drafts, seeds, positions
+    want = ops.accept_by_chance(*given, 0.6, V)
+    assert accept_by_chance_triton(*(x.to(device) for x in given), 0.6, V).tolist() == want.tolist()
+    is_verified = (tokens >= 0) & (drafts >= 0)
+    assert torch.equal(want[~is_verified], tokens[~is_verified].int())
+    assert 0.5 < float((want == drafts)[is_verified].float().mean()) < 0.7
+
+
+@pytest.mark.parametrize("is_greedy", [False, True])
+def test_newest_tokens(device: str, is_greedy: bool) -> None:
+    params, rows = mixed_params(9, 50, seed=3), torch.tensor([0, 3, 8, 5])
+    tokens = torch.tensor([5, 1, 2, -2, 4, 49, 6, 7, 8], dtype=torch.int32)
+    want = ops.newest_tokens(tokens, params, rows, 3, 50, is_greedy)
+    on = SampleParams(*(column.to(device) for column in params))
+    found = newest_tokens_triton(tokens.to(device), on, rows.to(device), 3, 50, is_greedy)
+    assert want.tokens_S.tolist() == found.tokens_S.tolist() == [5, 0, 8, 49]
+    for one, other in zip(found.params_S, want.params_S, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one.cpu(), other)
+    assert torch.equal(found.positions_KS.cpu(), want.positions_KS)
+    assert torch.equal(want.positions_KS[2], params.position[rows] + 3)
+    assert bool(want.params_S.temperature.any()) is not is_greedy
+
+
+def test_keep_draft(device: str) -> None:
+    tokens = torch.tensor([5, -2, 60], dtype=torch.int32)
+    for where, run in (("cpu", ops.keep_draft), (device, keep_draft_triton)):
+        drafts = torch.full((3, 2), 7, dtype=torch.int32, device=where)
+        assert run(tokens.to(where), drafts, 1, 50).tolist() == [5, 0, 49]
+        assert drafts.tolist() == [[7, 5], [7, 0], [7, 49]]

@@ -9,6 +9,8 @@ from octavo import ops
 
 pytest.importorskip("triton")
 
+from octavo.ops.attention import HeadLayout, LayerCache
+from octavo.ops.triton.store_keys import store_keys_triton
 from octavo.ops.triton.store_kv import store_kv_triton
 from tests.triton_interpreter import DEVICE
 
@@ -23,3 +25,24 @@ def test_rows_go_to_their_slots_and_padding_nowhere(K: int, H: int, dtype: torch
     ops.store_kv.reference(k, v, *want, slots)
     assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
     assert found[0].any()
+
+
+@pytest.mark.parametrize(("K", "H", "num_queries"), [(1, 64, 0), (3, 32, 6)])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_keys_are_normed_and_rotated_before_they_are_stored(K: int, H: int, num_queries: int, has_norm: bool) -> None:
+    """By every kernel, whether or not there are queries in front of the keys."""
+    heads = HeadLayout(6, K, H, 1.0, *(torch.rand(2, H) if has_norm else (None, None)), norm_eps=1e-5)
+    qkv, angles = torch.randn(5, (num_queries + 2 * K) * H), torch.rand(5, H // 2) * 9
+    slots = torch.tensor([7, -1, 0, 30, 12])
+    stored = []
+    runs = ("cpu", ops.store_keys.reference), ("cpu", ops.store_keys), (DEVICE, store_keys_triton)
+    for where, run in runs:
+        on = heads._replace(k_norm_H=None if heads.k_norm_H is None else heads.k_norm_H.to(where))
+        cache = LayerCache(*(torch.zeros(4, K, 8, H, device=where) for _ in "kv"))
+        run(qkv.to(where), on, angles.cos().to(where), angles.sin().to(where), cache, slots.to(where))
+        stored.append([part.cpu() for part in cache[:2]])
+    (want_keys, want_values), *others = stored
+    assert want_keys.any()
+    for keys, values in others:
+        torch.testing.assert_close(keys, want_keys, rtol=2e-5, atol=2e-6)
+        assert torch.equal(values, want_values)
