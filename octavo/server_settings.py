@@ -33,6 +33,7 @@ class ServerSettings:
     ssl_certfile: str | None = setting(None, "certificate file, to serve HTTPS")
     ssl_keyfile: str | None = setting(None, "file of the certificate's private key; default: ssl_certfile")
     ssl_ca_certs: str | None = setting(None, "file of CAs; every client must present a certificate of one of them")
+    console: bool = setting(True, "serve a page at / that chats with the model and shows what the engine does")
     max_num_queued_reqs: int = setting(256, "maximum waiting requests; further ones get 429", low=1)
     max_request_bytes: int = setting(32 << 20, "maximum size of a request body in bytes", low=1024)
     tool_call_parser: str = setting(

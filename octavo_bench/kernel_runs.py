@@ -29,6 +29,7 @@ from octavo.ops.grouped_moe import GroupedExperts
 from octavo.ops.moe import ClampedSwish, Experts
 from octavo.ops.route import Routing
 from octavo.ops.sample import SampleParams
+from octavo.ops.scaled_linear import ScaledValues
 from octavo.ops.stacked_lora import LowRankStack
 from octavo.ops.stage_step import LastResults, StagedRows
 from octavo.ops.triton.gemv import GemvConfig, gemv
@@ -120,6 +121,16 @@ def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         gated = functools.partial(ops.grouped_linear, x, weight, None, norm, 1e-6, None, "silu")
         yield f"grouped_linear {number} {T} gated", gated
         yield f"invariant grouped_linear {number} {T}", functools.partial(_invariantly, plain)
+    scaled = ScaledValues(make.floats(208, 256).to(torch.float8_e4m3fn), make.floats(208, 1), 256)
+    for T in (1, 40, 90):
+        x, norm, residual = make.floats(T, 256, dtype=dtype), make.floats(256, dtype=dtype), make.floats(T, 208)
+        plain = functools.partial(ops.scaled_linear, x, scaled, residual_TN=residual.to(dtype))
+        yield f"scaled_linear {T}", plain
+        yield (
+            f"scaled_linear {T} gated",
+            functools.partial(ops.scaled_linear, x, scaled, None, norm, 1e-6, None, "silu"),
+        )
+        yield f"invariant scaled_linear {T}", functools.partial(_invariantly, plain)
     for T in (1, 3, 90):
         gate_up, down = (_groups(make, "int4", rows, columns) for rows, columns in ((7 * 512, 64), (7 * 64, 256)))
         ids = torch.stack([torch.randperm(7)[:3] for _ in range(T)]).to(make.device)

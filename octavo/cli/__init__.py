@@ -11,12 +11,12 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.metadata import entry_points
-from typing import NoReturn, Protocol, cast
+from typing import Protocol, cast
 
 from octavo import __version__
-from octavo.cli.aliases import ADVICE
+from octavo.cli.parser import EXIT_ERROR, Parser
 from octavo.cli.settings import environment_warnings
 from octavo.errors import OctavoError
 
@@ -26,7 +26,13 @@ ENTRY_POINTS = "octavo.commands"
 OF_OCTAVO_BENCH = ("bench", "demo")
 """Commands of the package ``octavo_bench``, which may not be installed."""
 
-EXIT_ERROR = 2
+EXAMPLES = """\
+octavo chat                          chat with a small model, in this terminal
+octavo serve                         serve it at http://127.0.0.1:8000/v1
+octavo serve Qwen/Qwen3-8B           serve a model of the Hugging Face Hub
+octavo doctor                        what this machine has, and what is missing
+octavo COMMAND --help                the flags of a command
+"""
 EXIT_INTERRUPTED = 130
 """Exit status that a shell reports for a process ended by SIGINT."""
 EXIT_BROKEN_PIPE = 141
@@ -39,28 +45,6 @@ class Command(Protocol):
     HELP: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that refuses abbreviated flags and suggests the closest known flag for an unknown one."""
-
-    def __init__(self, **options: object) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=_formatter, **options)  # type: ignore[arg-type]
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_ERROR, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
-
-    def refuse(self, argument: str) -> NoReturn:
-        """Exit with an error about an unknown argument."""
-        flag = argument.partition("=")[0]
-        if flag in ADVICE:
-            self.error(f"there is no flag {flag}: {ADVICE[flag]}")
-        close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-        self.error(f"unknown argument {argument!r}" + (f"; did you mean {close[0]}?" if close else ""))
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.HelpFormatter(prog, max_help_position=36)
 
 
 def commands() -> Iterator[Command]:
@@ -77,8 +61,11 @@ def commands() -> Iterator[Command]:
 def build_parser() -> Parser:
     """The parser of all commands."""
     parser = Parser(prog="octavo", description="Serve and run large language models.")
+    parser.usage = "octavo COMMAND [options]"
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
-    table = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+    table = parser.add_subparsers(
+        prog="octavo", title="commands", metavar="COMMAND", required=True, parser_class=Parser
+    )
     for command in commands():
         sub = table.add_parser(command.NAME, help=command.HELP, description=command.HELP[0].upper() + command.HELP[1:])
         sub.set_defaults(run=command.run, parser=sub)
@@ -90,12 +77,25 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse ``argv``; exit after printing help, the version or a usage error."""
     argv = sys.argv[1:] if argv is None else argv
     parser = build_parser()
+    if not argv:
+        parser.print_help()
+        print(f"\nexamples:\n{EXAMPLES}", end="")
+        parser.exit(EXIT_ERROR)
     if argv and argv[0] in OF_OCTAVO_BENCH and not entry_points(group=ENTRY_POINTS, name=argv[0]):
         parser.error(f"{argv[0]!r} needs the package octavo_bench; `pip install -e .` in a checkout installs it")
+    names = [command.NAME for command in commands()]
+    if not argv[0].startswith("-") and argv[0] not in names:
+        parser.error(f"there is no command {argv[0]!r}; {_instead(argv[0], names)}")
     args, rest = parser.parse_known_args(argv)
     if rest:
         args.parser.refuse(rest[0])
     return args
+
+
+def _instead(name: str, names: Collection[str]) -> str:
+    """What may have been meant, as the end of a message."""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"commands are {', '.join(names)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,11 +10,17 @@ from octavo.config import ServeConfig
 
 NAME = "serve"
 HELP = "serve a model over an OpenAI-compatible HTTP API"
+COMMON = (
+    *("model", "quantization", "device", "tensor_parallel_size", "lora_modules", "max_model_len"),
+    *("gpu_memory_utilization", "kv_cache_memory", "max_num_seqs", "speculative_config"),
+    *("host", "port", "api_key", "served_model_name"),
+)
+"""Settings in the short help."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every setting of the engine and the server."""
-    add_settings(parser, ServeConfig)
+    add_settings(parser, ServeConfig, COMMON)
 
 
 def run(args: argparse.Namespace) -> int:

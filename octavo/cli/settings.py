@@ -10,11 +10,12 @@ import argparse
 import difflib
 import os
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from octavo.cli.aliases import FLAGS_OF_OTHERS
+from octavo.cli.parser import SETTINGS, Parser
 from octavo.config import EngineConfig, ServeConfig, settings
 from octavo.errors import ConfigError
 from octavo.setting import SECRETS, Setting
@@ -43,10 +44,13 @@ def variable_name(name: str) -> str:
     return PREFIX + name.upper()
 
 
-def add_settings(parser: argparse.ArgumentParser, config_class: type[EngineConfig]) -> None:
+def add_settings(
+    parser: argparse.ArgumentParser, config_class: type[EngineConfig], common: Collection[str] = ()
+) -> None:
     """Add ``[MODEL]``, ``--config`` and a flag for each setting of ``config_class``, grouped by owner.
 
-    Values stay text until ``load_config``, so that every source is checked by the same code.
+    Short help shows the ``common`` ones alone. Values stay text until ``load_config``, so that every source is checked
+    by the same code.
     """
     parser.usage = f"{parser.prog} [MODEL] [options]"
     parser.epilog = (
@@ -61,8 +65,10 @@ def add_settings(parser: argparse.ArgumentParser, config_class: type[EngineConfi
     groups: dict[str, Any] = {}
     for item in settings(config_class):
         if item.group not in groups:
-            groups[item.group] = parser.add_argument_group(f"{item.group} settings", owners[item.group].__doc__)
+            groups[item.group] = parser.add_argument_group(f"{item.group} {SETTINGS}", owners[item.group].__doc__)
         add_flag(groups[item.group], item)
+    assert isinstance(parser, Parser)
+    parser.keep_for_whole_help({item.name for item in settings(config_class)} - set(common))
 
 
 def add_flag(group: Any, item: Setting) -> None:

@@ -50,12 +50,15 @@ def scaled_linear(
     residual_TN: Tensor | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """``act(rms_norm(x) @ weight.T + bias) + residual`` as ``ops.linear`` has it, all in float32.
+    """``act(rms_norm(x) @ weight.T + bias) + residual`` as ``ops.linear`` has it, in the dtype of x.
 
-    A row of a kernel's result is bitwise a function of that row of ``x`` alone.
+    Kernels may round each row of x, after the norm, to numbers of 8 bits and a scale; those for CPUs do not. There, a
+    row of the result is bitwise a function of that row of ``x`` alone.
     """
 
     def multiply(normed_TK: Tensor) -> Tensor:
-        return functional.linear(normed_TK, weight.rows(torch.arange(len(weight.values_NK))), bias_N)
+        ids_N = torch.arange(len(weight.values_NK), device=x_TK.device)
+        bias = None if bias_N is None else bias_N.float()
+        return functional.linear(normed_TK.float(), weight.rows(ids_N), bias).to(x_TK.dtype)
 
     return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)

@@ -3,7 +3,7 @@
 Matrices are quantised one by one on the device that computes with them, a few rows at a time, so that loading takes
 little more memory than the result.
 
-    fp8    e4m3 numbers with a scale for each output
+    fp8    e4m3 numbers with a scale for each output, for activations of 8 bits where kernels have them
     int8   symmetric integers with a scale for each output
     int4   symmetric integers with a scale for each group of inputs: the one of least squared error
 
@@ -63,7 +63,8 @@ def _to_fp8(name: str, stored: DenseStored, device: torch.device) -> ScaledStore
         return numbers_RK.to(torch.float8_e4m3fn).view(torch.uint8), scales_R1
 
     bits_NK, scales_N1 = _joined(stored, device, quantize)
-    return ScaledStored(bits_NK.view(torch.float8_e4m3fn), scales_N1, (1, stored.shape[1]))
+    values_NK = bits_NK.view(torch.float8_e4m3fn)
+    return ScaledStored(values_NK, scales_N1, (1, stored.shape[1]), rounds_activations=True)
 
 
 def _to_int8(name: str, stored: DenseStored, device: torch.device) -> GroupedStored:

@@ -1,8 +1,9 @@
 """Checkpoints of the compressed-tensors library: integers, FP8 and FP4 in groups of modules.
 
 ``config_groups`` maps a name to the modules of a group (``targets``: a class, a module's name, or ``re:`` and a
-pattern) and how their weights are stored (``weights``, ``format``). Activations are never quantised, which is more
-precise than what the configuration may ask for.
+pattern) and how their weights are stored (``weights``, ``format``). Kernels may round activations to FP8 where the
+configuration asks for that (``input_activations``), and to nothing else, which is more precise than what it may ask
+for.
 
 Shapes: K inputs, N outputs, G groups of inputs.
 """
@@ -61,6 +62,8 @@ class _Scheme:
     """Inputs of a group, for strategy "group"."""
     block: tuple[int, int] | None
     has_zeros: bool
+    rounds_activations: bool
+    """Whether activations are FP8 as well."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ class CompressedTensors(Plain):
             if weights is not None:  # else activations alone are quantised
                 form = group.word("format", (*FORMATS, "dense"), default) if default != "dense" else "dense"
                 if form != "dense":
-                    groups.append((group.names("targets"), _read_scheme(weights, form)))
+                    scheme = _read_scheme(weights, group.child("input_activations"), form)
+                    groups.append((group.names("targets"), scheme))
         if not groups and default != "dense" and keys.child("kv_cache_scheme") is None:
             raise keys.wrong("config_groups", "an object with at least one group of quantised weights")
         ignored = keys.names("ignore")
@@ -115,7 +119,7 @@ class CompressedTensors(Plain):
         return None
 
 
-def _read_scheme(keys: QuantKeys, form: str) -> _Scheme:
+def _read_scheme(keys: QuantKeys, activations: QuantKeys | None, form: str) -> _Scheme:
     kind = keys.word("type", ("int", "float"), "int")
     bits = keys.integer("num_bits", range(2, 9) if kind == "int" else (4, 8), 8)
     group_size = keys.get("group_size")
@@ -133,7 +137,10 @@ def _read_scheme(keys: QuantKeys, form: str) -> _Scheme:
     has_zeros = not keys.flag("symmetric", True)
     if has_zeros and kind == "float":
         raise keys.wrong("symmetric", "true for floating-point weights")
-    return _Scheme(form, bits, kind == "float", strategy, group, block, has_zeros)
+    rounds_activations = (
+        activations is not None and activations.get("type", "int") == "float" and activations.get("num_bits", 8) == 8
+    )
+    return _Scheme(form, bits, kind == "float", strategy, group, block, has_zeros, rounds_activations)
 
 
 def _read(scheme: _Scheme, name: str, shape: tuple[int, int], tensors: Tensors) -> StoredWeight:
@@ -149,7 +156,7 @@ def _read(scheme: _Scheme, name: str, shape: tuple[int, int], tensors: Tensors) 
     if scheme.format == MXFP8:
         return _read_mxfp8(name, shape, tensors)
     block = scheme.block if scheme.strategy == "block" else (1, scheme.group) if scheme.group else None
-    return read_fp8(name, shape, tensors, "weight_scale", block)
+    return read_fp8(name, shape, tensors, "weight_scale", block, scheme.rounds_activations)
 
 
 def _read_packed(scheme: _Scheme, name: str, shape: tuple[int, int], tensors: Tensors) -> GroupedStored:
@@ -229,7 +236,8 @@ def _dummy(scheme: _Scheme, name: str, shape: tuple[int, int], tensors: Tensors)
         return dummy_float4(name, shape, scheme.group, scheme.format == NVFP4, tensors)
     if scheme.is_float:
         blocks = {"block": scheme.block, "tensor": shape, "channel": (1, shape[1])}
-        return dummy_scaled(name, shape, blocks.get(scheme.strategy) or (1, scheme.group), tensors)
+        block = blocks.get(scheme.strategy) or (1, scheme.group)
+        return dummy_scaled(name, shape, block, scheme.rounds_activations, tensors)
     groups = num_groups(name, shape[1], scheme.group or -1)
     return dummy_grouped(name, shape, scheme.bits, groups, scheme.has_zeros, tensors)
 

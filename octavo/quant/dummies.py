@@ -40,13 +40,16 @@ def dummy_grouped(
     return GroupedStored(codes_NK, scales_NG, zeros_NG, bits)
 
 
-def dummy_scaled(name: str, shape: tuple[int, int], block: tuple[int, int], tensors: Tensors) -> ScaledStored:
+def dummy_scaled(
+    name: str, shape: tuple[int, int], block: tuple[int, int], rounds_activations: bool, tensors: Tensors
+) -> ScaledStored:
     """FP8 with scales for blocks of this size."""
     step = LARGEST / 448
     # Conversion makes numbers beyond 448 NaN.
     values_NK = (_values(name, shape, tensors) / step).clamp_(-448, 448).to(torch.float8_e4m3fn)
     counts = [-(-size // part) for size, part in zip(shape, block, strict=True)]
-    return ScaledStored(values_NK, torch.full(counts, step, device=values_NK.device), block)
+    scales = torch.full(counts, step, device=values_NK.device)
+    return ScaledStored(values_NK, scales, block, rounds_activations)
 
 
 def dummy_float4(name: str, shape: tuple[int, int], group: int, divides: bool, tensors: Tensors) -> Float4Stored:

@@ -3,7 +3,8 @@
 ``quant_method`` "fp8" is the format of DeepSeek-V3, of transformers and of vLLM: a scale for a tensor, or for each
 block of ``weight_block_size``. Despite its name, ``weight_scale_inv`` is multiplied.
 
-Only weights are FP8 in the computation: scales of activations (``input_scale``) are not used, which is more precise.
+Kernels may round activations to FP8 as well, with a scale for each token that they compute: those of the checkpoint
+(``input_scale``), one for all tokens, are not used, which is more precise.
 
 Shapes: K inputs, N outputs.
 """
@@ -48,15 +49,20 @@ class FP8(Plain):
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
         if is_quantised_dummy(name, self.kept, tensors):
-            return dummy_scaled(name, shape, self.block or shape, tensors)
+            return dummy_scaled(name, shape, self.block or shape, True, tensors)
         scale_name = next((scale for scale in SCALE_NAMES if tensors.has(f"{name}.{scale}")), None)
         if scale_name is None:
             return super().matrix(name, shape, tensors, is_transposed)
-        return read_fp8(name, shape, tensors, scale_name, self.block)
+        return read_fp8(name, shape, tensors, scale_name, self.block, rounds_activations=True)
 
 
 def read_fp8(
-    name: str, shape: tuple[int, int], tensors: Tensors, scale_name: str, block: tuple[int, int] | None
+    name: str,
+    shape: tuple[int, int],
+    tensors: Tensors,
+    scale_name: str,
+    block: tuple[int, int] | None,
+    rounds_activations: bool,
 ) -> ScaledStored:
     """Module ``name``, with scales for blocks, or else one for each output or for the tensor."""
     N, K = shape
@@ -72,5 +78,5 @@ def read_fp8(
     scales = tensors.scales(f"{name}.{scale_name}", *shapes, dtypes=SCALE_DTYPES)
     if block is None:
         block = (N, K) if scales.numel() == 1 else (1, K)
-        return ScaledStored(values_NK, scales.reshape(-1, 1), block)
-    return ScaledStored(values_NK, scales.reshape(rows, columns), block)
+        return ScaledStored(values_NK, scales.reshape(-1, 1), block, rounds_activations)
+    return ScaledStored(values_NK, scales.reshape(rows, columns), block, rounds_activations)

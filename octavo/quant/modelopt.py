@@ -52,9 +52,9 @@ class ModelOpt(Plain):
             if "NVFP4" in self.algorithm:
                 return dummy_float4(name, shape, NVFP4_GROUP, False, tensors)
             one = (1, shape[1]) if "CHANNEL" in self.algorithm else shape
-            return dummy_scaled(name, shape, block or one, tensors)
+            return dummy_scaled(name, shape, block or one, block is None, tensors)
         if not tensors.has(f"{name}.weight_scale"):
             return super().matrix(name, shape, tensors, is_transposed)
         if tensors.has(f"{name}.weight_scale_2"):
             return read_nvfp4(name, shape, tensors, "weight", "weight_scale_2", divides=False)
-        return read_fp8(name, shape, tensors, "weight_scale", block)
+        return read_fp8(name, shape, tensors, "weight_scale", block, rounds_activations=block is None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ class ScaledStored:
     """float32 [ceil(N / block rows), ceil(K / block columns)]"""
     block: tuple[int, int]
     """Rows and columns that share a scale: (N, K) for one scale, (1, K) for a scale per output."""
+    rounds_activations: bool = False
+    """Whether the matrix was made to be multiplied by activations of 8 bits."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -39,24 +41,26 @@ class ScaledStored:
 
     @property
     def layout(self) -> Hashable:
-        return "scaled", self.block[1]
+        return "scaled", self.block[1], self.rounds_activations
 
     def rows(self, order: Order) -> ScaledStored:
         N, (height, width) = self.shape[0], self.block
         values_NK = self.values_NK.view(torch.uint8)[torch.from_numpy(order)].view(torch.float8_e4m3fn)
         if height >= N:
-            return ScaledStored(values_NK, self.scales, (len(order), width))
+            return replace(self, values_NK=values_NK, block=(len(order), width))
         firsts = order[::height]
         if np.all(firsts % height == 0) and np.array_equal(order, _rows_of_blocks(firsts, height, len(order))):
-            return ScaledStored(values_NK, self.scales[torch.from_numpy(firsts // height)], self.block)
-        return ScaledStored(values_NK, self.scales[torch.from_numpy(order // height)], (1, width))
+            return replace(self, values_NK=values_NK, scales=self.scales[torch.from_numpy(firsts // height)])
+        scales = self.scales[torch.from_numpy(order // height)]
+        return replace(self, values_NK=values_NK, scales=scales, block=(1, width))
 
     def join(self, others: Sequence[ScaledStored]) -> ScaledStored:
         parts, (height, width) = (self, *others), self.block
         values_NK = torch.cat([part.values_NK.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
         if any(part.block[0] != height for part in parts) or any(part.shape[0] % height for part in parts[:-1]):
             parts, height = tuple(part._by_row() for part in parts), 1
-        return ScaledStored(values_NK, torch.cat([part.scales for part in parts]), (height, width))
+        scales = torch.cat([part.scales for part in parts])
+        return replace(self, values_NK=values_NK, scales=scales, block=(height, width))
 
     def shard(self, dim: int, rank: int, size: int) -> ScaledStored:
         own = shard_range(self.shape, dim, rank, size)
@@ -66,7 +70,7 @@ class ScaledStored:
         unit = math.gcd(width, len(own))
         scales = self.scales.repeat_interleave(width // unit, dim=1)
         scales = scales[:, own.start // unit : own.stop // unit].contiguous()
-        return ScaledStored(self.values_NK[:, own.start : own.stop], scales, (height, unit))
+        return replace(self, values_NK=self.values_NK[:, own.start : own.stop], scales=scales, block=(height, unit))
 
     def fill(self, out_NK: Tensor) -> None:
         K, device, (height, width) = self.shape[1], out_NK.device, self.block
@@ -82,15 +86,17 @@ class ScaledStored:
     def pack(self, form: WeightFormat) -> LinearWeight | None:
         if form.packs and form.device.type == "meta":
             return OutlinedWeight(self.shape, "fp8", self.values_NK.numel() + 4 * self.shape[0] * self.scales.shape[1])
-        if packs_groups(form):
-            packed = self.packed_groups(form.device)
-            return None if packed is None else GroupedWeight(packed, form.dtype)
-        has_kernel = form.packs and scaled_linear.chosen(form.device.type, form.dtype) != REFERENCE
         K, width = self.shape[1], self.block[1]
-        if not has_kernel or (width < K and width % LANES) or self._has_nan():
+        if form.device.type != "cpu" and not (self.rounds_activations and width >= K and self._has_kernel(form)):
+            packed = self.packed_groups(form.device) if packs_groups(form) else None
+            return None if packed is None else GroupedWeight(packed, form.dtype)
+        if not self._has_kernel(form) or (width < K and width % LANES) or self._has_nan():
             return None
-        values_NK = self.values_NK.view(torch.uint8).contiguous().view(torch.float8_e4m3fn)
-        return ScaledWeight(ScaledValues(values_NK, self._by_row().scales, min(width, K)))
+        values_NK = self.values_NK.view(torch.uint8).to(form.device).contiguous().view(torch.float8_e4m3fn)
+        return ScaledWeight(ScaledValues(values_NK, self._by_row().scales.to(form.device), min(width, K)), form.dtype)
+
+    def _has_kernel(self, form: WeightFormat) -> bool:
+        return form.packs and scaled_linear.chosen(form.device.type, form.dtype) != REFERENCE
 
     def packed_groups(self, device: torch.device) -> PackedGroups | None:
         """For ``ops.grouped_linear``, on this device; ``None`` if its kernels do not take such blocks or numbers."""
@@ -105,14 +111,16 @@ class ScaledStored:
     def _by_row(self) -> ScaledStored:
         """The same matrix with separate scales for each row."""
         rows_N = torch.arange(self.shape[0], device=self.scales.device) // self.block[0]
-        return ScaledStored(self.values_NK, self.scales[rows_N], (1, self.block[1]))
+        return replace(self, scales=self.scales[rows_N], block=(1, self.block[1]))
 
 
 @dataclass(frozen=True, eq=False)
 class ScaledWeight:
-    """A weight for ``ops.scaled_linear``; activations must be float32."""
+    """A weight for ``ops.scaled_linear``."""
 
     values: ScaledValues
+    dtype: torch.dtype
+    """Of activations."""
     format = "fp8"
 
     @property
@@ -135,7 +143,7 @@ class ScaledWeight:
         return scaled_linear(x_TK, self.values, bias_N, norm_K, eps, residual_TN, activation)
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        return self.values.rows(ids_T)
+        return self.values.rows(ids_T).to(self.dtype)
 
 
 def _rows_of_blocks(firsts: Order, height: int, count: int) -> Order:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -11,8 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
+from starlette.responses import Response
 
 from octavo.config import ServeConfig
 from octavo.errors import RequestError
@@ -23,15 +22,19 @@ from octavo.server.anthropic import messages
 from octavo.server.background_jobs import BackgroundJobs
 from octavo.server.batches import batches, files
 from octavo.server.body_receiver import BodyReceiver
+from octavo.server.console import files as console
+from octavo.server.console import live
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import on_http_exception, on_request_error
 from octavo.server.keys import Keys
 from octavo.server.middleware import RequestMiddleware
 from octavo.server.model_name import served_model_names
-from octavo.server.native import completions, generate, infer
+from octavo.server.native import completions, generate, infer, tgi
+from octavo.server.ollama import endpoints as ollama
+from octavo.server.ollama import models as ollama_models
 from octavo.server.openai import adapters, chat, embeddings, models, scoring, tokenize
 from octavo.server.openai.rendering import json_response
-from octavo.server.openai.schema import PAGE, openapi_document
+from octavo.server.openai.schema import Endpoint, openapi_document
 from octavo.server.responses import endpoints as responses
 from octavo.server.services import Services
 from octavo.server.store import Store
@@ -54,10 +57,14 @@ PARTS = (
     models,
     tokenize,
     probes,
+    live,
     explanations,
     admin,
     generate,
     infer,
+    tgi,
+    ollama,
+    ollama_models,
 )
 
 
@@ -65,16 +72,20 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
     """The application for ``engine``, which may be started later. Raises ``ConfigError`` for an unreadable chat
     template."""
     endpoints = [endpoint for part in PARTS for endpoint in part.ENDPOINTS]
-    documents = [Route("/openapi.json", _document), Route("/docs", _page)]
+    endpoints += console.ENDPOINTS if config.server.console else []
+    endpoints.append(Endpoint("GET", "/openapi.json", _document, "This document"))
     keys = Keys(config.server)
     app = Starlette(
-        routes=[*endpoints, *documents],
-        middleware=outer_middleware(config.server, keys, engine.metrics),
+        routes=endpoints,
+        middleware=outer_middleware(
+            config.server, keys, engine.metrics, is_open=console.is_open if config.server.console else None
+        ),
         lifespan=_life,
         exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )
     # The redirect's target would contain the Host header, which the client controls.
     app.router.redirect_slashes = False
+    app.state.live_view = live.LiveView(engine)
     chat_template = load_chat_template(config.model, tokenizer)
     special_ids = tokenizer.special_ids_by_text() if tokenizer is not None else {}
     settings = config.server
@@ -107,9 +118,12 @@ async def _life(app: Starlette) -> AsyncIterator[None]:
     await services.jobs.close()
 
 
-def outer_middleware(settings: ServerSettings, keys: Keys, metrics: Metrics) -> list[Middleware]:
+def outer_middleware(
+    settings: ServerSettings, keys: Keys, metrics: Metrics, is_open: Callable[[str, str], bool] | None = None
+) -> list[Middleware]:
     """The middleware of every application: request ids, hosts, API keys and CORS."""
-    outermost = Middleware(RequestMiddleware, keys=keys, hosts=AllowedHosts(settings), metrics=metrics)
+    opened = {} if is_open is None else {"is_open": is_open}
+    outermost = Middleware(RequestMiddleware, keys=keys, hosts=AllowedHosts(settings), metrics=metrics, **opened)
     if settings.allowed_origins is None:
         return [outermost]
     origins = [origin.strip() for origin in settings.allowed_origins.split(",")]
@@ -129,7 +143,3 @@ def _store(settings: ServerSettings) -> Store:
 async def _document(request: Request) -> Response:
     endpoints = [endpoint for part in PARTS for endpoint in part.ENDPOINTS]
     return json_response(openapi_document(endpoints, probes.version()), {})
-
-
-async def _page(request: Request) -> Response:
-    return HTMLResponse(PAGE)

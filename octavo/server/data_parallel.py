@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import heapq
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.routing.prefixes import CachedPrefixes, PromptQuery
 from octavo.routing.routers import make_router
 from octavo.server.async_engine import AsyncEngine
-from octavo.server.engine_client import OutputListener
+from octavo.server.engine_client import OutputListener, Progress
 from octavo.server.engine_stats import summed
 from octavo.server.timelines import KVEventRing, Timelines
 from octavo.telemetry.metrics import FleetMetrics, Metrics
@@ -102,6 +103,9 @@ class DataParallelEngine:
         return min(engine.seconds_since_progress for engine in self.engines)
 
     # --- requests ---
+
+    def progress(self) -> Iterator[Progress]:
+        return heapq.merge(*(engine.progress() for engine in self.engines))
 
     def next_id(self) -> int:
         return next(self._ids)

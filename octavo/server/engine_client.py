@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 from octavo.cache.kv_events import KVEvent
 from octavo.errors import RequestError
@@ -10,6 +11,19 @@ from octavo.server.adapters import AdapterTable
 from octavo.server.timelines import KVEventRing, Timelines
 from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Output, Request
+
+
+class Progress(NamedTuple):
+    """How far a live request is, in tokens."""
+
+    id: int
+    prompt: int
+    computed: int
+    """Of the prompt."""
+    output: int
+    max_tokens: int
+    running: bool
+    """Whether a step has computed a part of it."""
 
 
 class OutputListener(Protocol):
@@ -61,6 +75,10 @@ class EngineClient(Monitored, Protocol):
     def num_restarts(self) -> int: ...
     @property
     def pid(self) -> int | None: ...
+
+    def progress(self) -> Iterator[Progress]:
+        """How far each request is that is not finished, oldest first."""
+        ...
 
     def next_id(self) -> int: ...
     def add(self, request: Request, listener: OutputListener) -> None: ...

@@ -36,6 +36,8 @@ _REJECTIONS: dict[type[RequestError], str] = {
 }
 
 ANTHROPIC_PATH = "/v1/messages"
+OLLAMA_PATH = "/api"
+TGI_PATHS = ("/", "/generate_stream")
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -137,6 +139,30 @@ def anthropic_error(error: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
+def ollama_error(error: RequestError) -> dict[str, str]:
+    """The body of an Ollama API error response."""
+    return {"error": error.message}
+
+
+def tgi_error(error: RequestError) -> dict[str, str]:
+    """The body of a Text Generation Inference error response."""
+    if isinstance(error, QueueFull | Unavailable):
+        kind = "overloaded"
+    else:
+        kind = "validation" if error.status < 500 else "generation"
+    return {"error": error.message, "error_type": kind}
+
+
+def _body_of(error: RequestError, path: str) -> dict[str, Any]:
+    """The body of an error response in the format of the API that the path belongs to."""
+    for prefix, body in ((ANTHROPIC_PATH, anthropic_error), (OLLAMA_PATH, ollama_error)):
+        if path == prefix or path.startswith(prefix + "/"):
+            return dict(body(error))
+    if path in TGI_PATHS:
+        return dict(tgi_error(error))
+    return dict(error_object(error))
+
+
 def error_response(error: RequestError, path: str = "") -> Response:
     """The response to a rejected or failed request to ``path``."""
     headers: dict[str, str] = {}
@@ -153,8 +179,7 @@ def error_response(error: RequestError, path: str = "") -> Response:
     if isinstance(error, DeadlineExceeded):
         # The client chose the deadline, so its library must not retry automatically.
         headers["x-should-retry"] = "false"
-    is_anthropic = path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
-    body = msgspec.json.encode(anthropic_error(error) if is_anthropic else error_object(error))
+    body = msgspec.json.encode(_body_of(error, path))
     return Response(body, status_code=error.status, headers=headers, media_type="application/json")
 
 

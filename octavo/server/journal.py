@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
+from collections.abc import Iterator
 
 from octavo.errors import RequestError, RequestFailed
+from octavo.server.engine_client import Progress
 from octavo.server.live_request import LiveRequest
 from octavo.telemetry.metrics import Metrics
 from octavo.types import FinishReason, Output
@@ -29,6 +31,13 @@ class RequestJournal:
     def num_live(self) -> int:
         """Requests accepted and not yet ended."""
         return len(self._live)
+
+    def progress(self) -> Iterator[Progress]:
+        """How far each live request is, oldest first."""
+        for live in self._live.values():
+            request = live.request
+            counts = len(request.prompt_tokens), live.num_computed, len(live.tokens), request.max_tokens
+            yield Progress(live.id, *counts, live.has_advanced)
 
     def next_id(self) -> int:
         """A request id unique within this server."""

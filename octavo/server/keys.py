@@ -26,7 +26,7 @@ from octavo.server_settings import ServerSettings
 ADMIN_PREFIX = "/admin/"
 REPORTS_PREFIX = "/v1/requests/"
 """Reports on single requests: a key reads those of its own requests, the admin key those of all."""
-SHARED_PATHS = frozenset({"/metrics", "/stats", "/v1/kv_events"})
+SHARED_PATHS = frozenset({"/metrics", "/stats", "/stats/live", "/v1/kv_events"})
 """Reports over all keys' requests: with several keys, only the admin key may read them."""
 CALLER = "octavo.caller"
 """Key of the ASGI scope; the middleware sets it."""

@@ -1,6 +1,7 @@
 """The outermost ASGI middleware: normalises paths, assigns request ids, checks hosts and API keys, handles exceptions.
 
-Only the paths in ``OPEN_PATHS`` are exempt from the checks of API key and host name. The checked path is the one that
+Only the paths in ``OPEN_PATHS`` are exempt from the checks of API key and host name, and the console's files from that
+of the key. The checked path is the one that
 the router uses, so the two cannot disagree.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -35,8 +37,18 @@ logger = logging.getLogger(__name__)
 class RequestMiddleware:
     """ASGI middleware around the application."""
 
-    def __init__(self, app: ASGIApp, *, keys: Keys, hosts: AllowedHosts, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Keys,
+        hosts: AllowedHosts,
+        metrics: Metrics,
+        is_open: Callable[[str, str], bool] = lambda method, path: False,
+    ) -> None:
+        """``is_open`` says of a method and a path whether they need no API key."""
         self.app = app
+        self._is_open = is_open
         self._metrics = metrics
         self._keys = keys
         self._hosts = hosts
@@ -84,8 +96,10 @@ class RequestMiddleware:
         self._metrics.observe_http(handler, scope["method"], status, time.monotonic() - start)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        if scope["path"] not in OPEN_PATHS:
-            self._hosts.check(headers)
+        if scope["path"] in OPEN_PATHS:
+            return
+        self._hosts.check(headers)
+        if not self._is_open(scope["method"], scope["path"]):
             scope[CALLER] = self._keys.check(scope["path"], _secret(headers))
 
 

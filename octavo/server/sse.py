@@ -67,16 +67,18 @@ class EventStream(Response):
     """Streams a generation.
 
     The status is sent with the first event, so that earlier errors get their own status. Later errors are sent as
-    events. ``END`` closes the stream, also after an error.
+    events. ``END`` closes the stream, also after an error; ``KEEP_ALIVE`` is sent in silence.
 
     Output is written by event loop callbacks (see ``Pump``). The response task wakes only for a slow client and at the
     end: waking it for every token would cost more than rendering the event.
     """
 
+    CONTENT_HEADERS: Mapping[str, str] = HEADERS
+    KEEP_ALIVE = KEEP_ALIVE
     END = DONE
 
     def __init__(self, generation: Generation, writer: EventWriter, headers: Mapping[str, str]) -> None:
-        super().__init__(headers={**HEADERS, **headers})
+        super().__init__(headers={**self.CONTENT_HEADERS, **headers})
         del self.headers["content-length"]
         self.generation = generation
         self.writer = writer
@@ -86,7 +88,7 @@ class EventStream(Response):
         async with attended(generation, receive):
             data = b"".join(map(frames, await generation.updates()))
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            pump = Pump(generation, frames, scope.get(WRITE_PIECE, _leave_all))
+            pump = Pump(generation, frames, scope.get(WRITE_PIECE, _leave_all), self.KEEP_ALIVE)
             try:
                 while generation.num_unfinished:
                     if data:
@@ -118,13 +120,22 @@ class Pump:
     """Writes a generation's new output from event loop callbacks, without waking a task."""
 
     __slots__ = (
-        *("_call_soon", "_frames", "_generation", "_is_called", "_is_silent", "_left", "_loop", "_timer", "_write"),
+        *("_call_soon", "_frames", "_generation", "_is_called", "_is_silent", "_keep_alive", "_left", "_loop"),
+        *("_timer", "_write"),
     )
 
-    def __init__(self, generation: Generation, frames: Callable[[Choice], bytes], write: WritePiece) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        frames: Callable[[Choice], bytes],
+        write: WritePiece,
+        keep_alive: bytes = KEEP_ALIVE,
+    ) -> None:
         self._generation = generation
         self._frames = frames
         self._write = write
+        self._keep_alive = keep_alive
+        """Sent in silence."""
         self._loop = asyncio.get_running_loop()
         self._call_soon = self._loop.call_soon
         self._is_called = False
@@ -177,6 +188,6 @@ class Pump:
     def _watch_silence(self) -> None:
         """Send a comment if nothing was sent since the last check."""
         if self._is_silent and not self._left.done():
-            self._send(KEEP_ALIVE)
+            self._send(self._keep_alive)
         self._is_silent = True
         self._timer = self._loop.call_later(KEEP_ALIVE_SECONDS, self._watch_silence)

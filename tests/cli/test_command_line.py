@@ -86,9 +86,9 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"octavo {octavo.__version__}\n"
 
 
-def test_the_help_of_serve_is_grouped_and_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_help_of_serve_is_grouped_and_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help=all"])
     text = capsys.readouterr().out
     assert text.startswith("usage: octavo serve [MODEL] [options]\n")
     places = [text.index(f"\n{group} settings:\n") for group in ("model", "cache", "scheduler", "server")]
@@ -104,14 +104,44 @@ def test_the_help_of_serve_is_grouped_and_shows_the_defaults(capsys: pytest.Capt
         assert item.help.replace("- ", "-") in unbroken, item.name
 
 
+def test_the_short_help_of_serve_fits_a_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main(["serve", "-h"])
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 40
+    assert "--port INT" in text
+    assert "--help [all]" in text
+    assert "--kv-watermark" not in text
+
+
+def test_other_commands_show_their_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["chat", "--help"])
+    text = capsys.readouterr().out
+    assert "--system TEXT" in text
+    assert "--block-size" not in text
+
+
+def test_without_a_command_its_help_leads_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    text = capsys.readouterr().out
+    assert "octavo serve" in text
+    assert "doctor" in text
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "octavo: error: the following arguments are required: COMMAND"),
         (["serve", "--max-num-seq", "3"], "unknown argument '--max-num-seq'; did you mean --max-num-seqs?"),
         (["serve", "model", "more"], "octavo serve: error: unknown argument 'more'\n"),
         (["generate", "--temperature", "hot"], "argument --temperature: invalid float value: 'hot'"),
-        (["srve"], "invalid choice: 'srve'"),
+        (["srve"], "octavo: error: there is no command 'srve'; did you mean 'serve'?"),
+        (["xyz"], "octavo: error: there is no command 'xyz'; commands are serve, chat,"),
     ],
 )
 def test_invalid_arguments_exit_with_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

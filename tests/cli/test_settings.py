@@ -12,6 +12,7 @@ import pytest
 
 from octavo.cli import build_parser, main
 from octavo.cli.aliases import ADVICE, FLAGS_OF_OTHERS
+from octavo.cli.reference import page
 from octavo.cli.settings import environment_warnings, flag_name, load_config, secret_warnings, variable_name
 from octavo.config import OWNERS, EngineConfig, ServeConfig, settings, to_flat
 from octavo.errors import ConfigError
@@ -268,3 +269,8 @@ def test_invalid_ports_are_refused(port: str) -> None:
 @pytest.mark.parametrize("port", ["0", "1", "65535"])
 def test_valid_ports_are_accepted(port: str) -> None:
     assert ServeConfig.from_flat({"model": "x", "port": port}).server.port == int(port)
+
+
+def test_the_page_of_settings_is_current() -> None:
+    written = (Path(__file__).parents[2] / "docs" / "flags.md").read_text(encoding="utf-8")
+    assert written == page(), "run `python -m octavo.cli.reference > docs/flags.md`"

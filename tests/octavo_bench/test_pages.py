@@ -67,7 +67,7 @@ def test_settings_exist(capsys: pytest.CaptureFixture[str]) -> None:
     tuning = text[text.index("## How to tune") : text.index("## Measure it yourself")]
     named = set(re.findall(r"`(--[a-z-]+)", tuning))
     with pytest.raises(SystemExit, match=r"^0$"):
-        build_parser().parse_args(["serve", "--help"])
+        build_parser().parse_args(["serve", "--help=all"])
     assert len(named) >= 8
     assert named <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,7 +17,7 @@ from octavo.backends.vocabulary import SPECIAL, TEMPLATE, byte_tokenizer  # noqa
 from octavo.config import ModelSettings
 from octavo.errors import QueueFull, RequestError, Unavailable
 from octavo.server.adapters import AdapterTable
-from octavo.server.engine_client import OutputListener
+from octavo.server.engine_client import OutputListener, Progress
 from octavo.server.timelines import KVEventRing, Timelines
 from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
@@ -94,6 +94,11 @@ class InProcessEngine:
     @property
     def num_live(self) -> int:
         return len(self.live)
+
+    def progress(self) -> Iterator[Progress]:
+        for number, live in self.live.items():
+            num_prompt = len(live.request.prompt_tokens)
+            yield Progress(number, num_prompt, num_prompt, live.num_tokens, live.request.max_tokens, True)
 
     def next_id(self) -> int:
         return next(self._ids)

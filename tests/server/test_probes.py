@@ -75,8 +75,11 @@ def test_the_openapi_document_says_what_may_be_null_and_how_it_fails(served: Ser
     schemas = document["components"]["schemas"]
     assert schemas["ChatBody"]["properties"]["n"] == {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": 1}
     assert "anyOf" not in schemas["ChatBody"]["properties"]["messages"]
+    others = {"/v1/messages": "Anthropic", "/api/": "Ollama", "/generate_stream": "TGI"}
     for path, operations in document["paths"].items():
-        name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+        if path == "/":
+            continue  # a page and TGI's, which have the errors of both
+        name = next((name for start, name in others.items() if path.startswith(start)), "") + "Error"
         for operation in operations.values():
             content = operation["responses"]["default"]["content"]["application/json"]
             assert content["schema"] == {"$ref": f"#/components/schemas/{name}"}
@@ -86,6 +89,3 @@ def test_the_openapi_document_has_every_path(served: Served) -> None:
     paths = served.client.get("/openapi.json").json()["paths"]
     assert paths["/v1/models/{name}"]["get"]["parameters"][0]["name"] == "name"
     assert {"/health", "/ready", "/metrics", "/v1/models", "/v1/completions"} <= paths.keys()
-    page = served.client.get("/docs")
-    assert page.headers["content-type"].startswith("text/html")
-    assert "/openapi.json" in page.text

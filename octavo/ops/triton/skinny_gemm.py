@@ -5,6 +5,8 @@ padded to 8, 16, 32 or 64 only; many are split into tiles of up to 256. Where N 
 several; the last to finish adds their sums, always in the order of the splits, so that results do not vary from run to
 run.
 
+Both matrices may be of 8 bits, with a scale for each row of x and of the weight.
+
 RMSNorm may be fused: x is multiplied by the norm's weight and rounded on its way to the tensor cores, its squares are
 summed alongside, and the sums are scaled at the end.
 """
@@ -126,10 +128,30 @@ def _prefetch(
     COLUMNS: tl.constexpr, GATED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Bring the first COLUMNS from ``k`` on of a tile's weight rows into the cache."""
+    BYTES: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
     at = weight_ptr + tl.minimum(outputs, num_outputs - 1).to(tl.int64)[:, None] * K + k
-    prefetch_lines(at, 2 * COLUMNS)
+    prefetch_lines(at, BYTES * COLUMNS)
     if GATED:
-        prefetch_lines(at + num_outputs.to(tl.int64) * K, 2 * COLUMNS)
+        prefetch_lines(at + num_outputs.to(tl.int64) * K, BYTES * COLUMNS)
+
+
+@triton.jit
+def _scaled(
+    acc: tl.tensor, up: tl.tensor, squares: tl.tensor, x_scales_ptr: tl.tensor, scales_ptr: tl.tensor, rows: tl.tensor,
+    outputs: tl.tensor, T: tl.tensor, num_outputs: tl.tensor, K: tl.tensor, eps: tl.tensor, GATED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Sums of outputs or gates, and of ups, with the scales of both matrices and that of the norm."""
+    if scales_ptr is not None:
+        x_scales = tl.load(x_scales_ptr + tl.minimum(rows, T - 1))[None, :]
+        scales_at = scales_ptr + tl.minimum(outputs, num_outputs - 1)
+        acc *= tl.load(scales_at)[:, None] * x_scales
+        if GATED:
+            up *= tl.load(scales_at + num_outputs)[:, None] * x_scales
+    if HAS_NORM:
+        factors = tl.rsqrt(squares / K + eps)[None, :]
+        acc, up = acc * factors, up * factors
+    return acc, up
 
 
 @triton.jit
@@ -143,10 +165,10 @@ def place(tile: tl.tensor, tiles_n: tl.tensor, tiles_t: tl.tensor, GROUP: tl.con
 
 @triton.jit(do_not_specialize=["T", "late"])
 def skinny_kernel(
-    x_ptr: tl.tensor, x_tiles: tl.tensor, weight_ptr: tl.tensor, weight_tiles: tl.tensor, bias_ptr: tl.tensor,
-    norm_ptr: tl.tensor, residual_ptr: tl.tensor, out_ptr: tl.tensor, sums_ptr: tl.tensor, counters_ptr: tl.tensor,
-    eps: tl.tensor, T: tl.tensor, num_outputs: tl.tensor, K: tl.tensor, late: tl.tensor,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    x_ptr: tl.tensor, x_tiles: tl.tensor, x_scales_ptr: tl.tensor, weight_ptr: tl.tensor, weight_tiles: tl.tensor,
+    scales_ptr: tl.tensor, bias_ptr: tl.tensor, norm_ptr: tl.tensor, residual_ptr: tl.tensor, out_ptr: tl.tensor,
+    sums_ptr: tl.tensor, counters_ptr: tl.tensor, eps: tl.tensor, T: tl.tensor, num_outputs: tl.tensor, K: tl.tensor,
+    late: tl.tensor, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     SPLITS_IN_TURN: tl.constexpr, ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
     GROUP: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -168,7 +190,6 @@ def skinny_kernel(
     wait_for_predecessor(PDL)
     if late == 0:
         start_successor(PDL)
-
     acc, up, squares = _sum_chunks(
         x_ptr, x_tiles, weight_ptr, weight_tiles, norm_ptr, t, n, T, num_outputs, K,
         split * chunks // SPLITS, (split + 1) * chunks // SPLITS, BLOCK_T, BLOCK_N, BLOCK_K, GATED, EVEN_K, STAGES,
@@ -198,8 +219,9 @@ def skinny_kernel(
         if SPLITS > 1 and not SPLITS_IN_TURN:
             tl.store(counters_ptr + tile, 0)
             acc, up, squares = add_splits(acc, up, squares, at, at_squares, SUMS, SPLITS, GATED, HAS_NORM)
-        if HAS_NORM:
-            acc, up = acc * tl.rsqrt(squares / K + eps)[None, :], up * tl.rsqrt(squares / K + eps)[None, :]
+        acc, up = _scaled(
+            acc, up, squares, x_scales_ptr, scales_ptr, rows, outputs, T, num_outputs, K, eps, GATED, HAS_NORM
+        )
         acc = finish(acc, up, residual, outputs, num_outputs, bias_ptr, ACTIVATION)
         tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -216,10 +238,12 @@ def skinny_gemm(
     block_t: int,
     splits_in_turn: bool = False,
     out_dtype: torch.dtype | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """``ops.linear`` in tiles of ``block_t`` rows; the residual is overwritten and returned.
 
-    A result without a residual is of x's dtype, or of ``out_dtype``. With ``splits_in_turn`` one program sums the
+    Matrices of 8 bits have ``scales``: one for each row of x, and one for each row of the weight. A result without a
+    residual is of x's dtype, or of ``out_dtype``. With ``splits_in_turn`` one program sums the
     splits of a tile one after the other, to the same bits. The norm is fused whatever the configuration says. Raises
     ``AssertionError`` for more than MAX_TILES tiles that are split.
     """
@@ -236,9 +260,10 @@ def skinny_gemm(
         (tiles, config.splits if is_split else 1),
         x_TK,
         TensorDescriptor.from_tensor(x_TK, [block_t, config.block_k]) if copy_engine else None,
+        None if scales is None else scales[0],
         weight_NK,
         TensorDescriptor.from_tensor(weight_NK, [config.block_n, config.block_k]) if copy_engine else None,
-        *(bias_N, norm_K, residual_TN, out_TN),
+        *(None if scales is None else scales[1], bias_N, norm_K, residual_TN, out_TN),
         x_TK.new_empty(tiles * config.splits * values, dtype=torch.float32) if is_split else None,
         counters(x_TK.device, MAX_TILES) if is_split else None,
         *(eps, T, outputs, K, int(config.release == "late")),

@@ -13,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from octavo.server.errors import TGI_PATHS
+
 _SCHEMAS = "#/components/schemas/"
 
 _ANTHROPIC_ERROR = {
@@ -26,6 +28,14 @@ _ANTHROPIC_ERROR = {
             "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
         },
     },
+}
+
+_OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+
+_TGI_ERROR = {
+    "type": "object",
+    "required": ["error", "error_type"],
+    "properties": {"error": {"type": "string"}, "error_type": {"type": "string"}},
 }
 
 _ERROR = {
@@ -45,6 +55,13 @@ _ERROR = {
     },
 }
 
+_ERRORS = {
+    "Error": _ERROR,
+    "AnthropicError": _ANTHROPIC_ERROR,
+    "OllamaError": _OLLAMA_ERROR,
+    "TGIError": _TGI_ERROR,
+}
+
 _FAILURES = {
     400: "The request is refused; `param` names the field",
     401: "The API key is missing or wrong",
@@ -53,21 +70,6 @@ _FAILURES = {
     429: "The queue is full; try again after `Retry-After` seconds",
     503: "The server is starting or shutting down",
 }
-
-PAGE = """<!DOCTYPE html>
-<html>
-<head>
-<title>Octavo</title>
-<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css">
-</head>
-<body>
-<div id="page"></div>
-<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
-<script>SwaggerUIBundle({url: "/openapi.json", dom_id: "#page"})</script>
-</body>
-</html>
-"""
-"""HTML page that shows the document with Swagger UI."""
 
 
 class Endpoint(Route):
@@ -88,7 +90,7 @@ class Endpoint(Route):
 
     def operation(self) -> dict[str, Any]:
         """The OpenAPI operation object."""
-        failure = _json("AnthropicError" if self.path.startswith("/v1/messages") else "Error")
+        failure = _json(_error_of(self.path))
         responses: dict[str, Any] = {"200": {"description": "Done"}}
         if self.body is not None:
             responses |= {str(status): {"description": text, **failure} for status, text in _FAILURES.items()}
@@ -119,8 +121,17 @@ def openapi_document(endpoints: Iterable[Endpoint], version: str) -> dict[str, A
         "openapi": "3.1.0",
         "info": {"title": "Octavo", "version": version, "description": "An OpenAI-compatible LLM server."},
         "paths": paths,
-        "components": {"schemas": {**schemas, "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}},
+        "components": {"schemas": {**schemas, **_ERRORS}},
     }
+
+
+def _error_of(path: str) -> str:
+    """The schema of errors of the API that the path belongs to."""
+    if path.startswith("/v1/messages"):
+        return "AnthropicError"
+    if path in TGI_PATHS:
+        return "TGIError"
+    return "OllamaError" if path.startswith("/api/") else "Error"
 
 
 def _let_be_null(schema: dict[str, Any]) -> None:

@@ -1,0 +1,83 @@
+"""FP8 weights times rows rounded to FP8: every part, tiles that are not full, and the same bits for a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.ops.scaled_linear import ScaledValues
+from octavo.ops.triton.launch import invariant
+from octavo.ops.triton.scaled_linear import scaled_linear_triton
+from tests.ops.triton.test_linear import PARTS
+from tests.triton_interpreter import DEVICE
+
+EPS = 1e-6
+SHAPES = [(1, 48, 64), (7, 72, 96), (40, 130, 100)]
+if DEVICE == "cuda":
+    SHAPES += [(1, 6144, 4096), (64, 4096, 2048), (90, 520, 100), (300, 6144, 4096)]
+
+
+def random_values(N: int, K: int) -> ScaledValues:
+    values_NK = torch.randn(N, K, device=DEVICE).to(torch.float8_e4m3fn)
+    return ScaledValues(values_NK, torch.rand(N, 1, device=DEVICE) * 0.02 + 0.01, K)
+
+
+def rounded(x_TK: Tensor, norm_K: Tensor | None = None) -> Tensor:
+    """Rows as they are rounded, in float64."""
+    x_TK = x_TK.float()
+    if norm_K is not None:
+        x_TK = x_TK * torch.rsqrt(x_TK.square().mean(1, keepdim=True) + EPS) * norm_K.float()
+    scales_T1 = x_TK.abs().amax(1, keepdim=True) / 448
+    return (x_TK / scales_T1).to(torch.float8_e4m3fn).double() * scales_T1.double()
+
+
+def expected(x_TK: Tensor, weight: ScaledValues, given: dict[str, Tensor | None], activation: str | None) -> Tensor:
+    y_TN = rounded(x_TK, given["norm_K"]) @ (weight.values_NK.double() * weight.scales_NG.double()).T
+    if given["bias_N"] is not None:
+        y_TN += given["bias_N"].double()
+    if activation is not None:
+        gate, up = y_TN.chunk(2, dim=1)
+        y_TN = torch.nn.functional.silu(gate) * up
+    return y_TN if given["residual_TN"] is None else y_TN + given["residual_TN"].double()
+
+
+@pytest.mark.parametrize("parts", ["plain", "norm and silu", "bias and residual"])
+@pytest.mark.parametrize(("T", "N", "K"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_are_those_of_rounded_rows(dtype: torch.dtype, T: int, N: int, K: int, parts: str) -> None:
+    torch.manual_seed(T)
+    wanted = PARTS.get(parts, {})
+    activation, weight = wanted.get("activation"), random_values(N, K)
+    outputs = N // 2 if activation else N
+    x_TK = torch.randn(T, K, device=DEVICE, dtype=dtype)
+    given = {
+        "bias_N": torch.randn(N, device=DEVICE, dtype=dtype) if wanted.get("bias_N") else None,
+        "norm_K": torch.rand(K, device=DEVICE, dtype=dtype) + 0.5 if wanted.get("norm_K") else None,
+        "residual_TN": torch.randn(T, outputs, device=DEVICE, dtype=dtype) if wanted.get("residual_TN") else None,
+    }
+    exact = expected(x_TK, weight, given, activation)
+    found = scaled_linear_triton(x_TK, weight, eps=EPS, activation=activation, **given)
+    assert found.dtype == dtype
+    error = (found.double() - exact).norm() / exact.norm()
+    assert error < 6e-3, f"{float(error):.1e}"  # cuBLAS sums with fewer bits; a number at the edge may round otherwise
+
+
+def test_a_row_of_zeros_gives_zeros() -> None:
+    assert not scaled_linear_triton(torch.zeros(3, 64, device=DEVICE).bfloat16(), random_values(32, 64)).any()
+
+
+def test_invariant_rows_have_the_same_bits_in_any_company() -> None:
+    sizes = (700, 6144, 1024) if DEVICE == "cuda" else (70, 64, 128)
+    x_TK, weight = torch.randn(sizes[0], sizes[2], device=DEVICE).bfloat16(), random_values(*sizes[1:])
+    with invariant():
+        whole = scaled_linear_triton(x_TK, weight, activation="silu")
+        for T in (1, 2, 16, 63, 64, sizes[0] - 10):
+            assert torch.equal(scaled_linear_triton(x_TK[5 : 5 + T], weight, activation="silu"), whole[5 : 5 + T])
+
+
+def test_shapes_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ValueError, match="32 columns, the weight 64"):
+        scaled_linear_triton(torch.zeros(1, 32, device=DEVICE).bfloat16(), random_values(16, 64))
+    with pytest.raises(ValueError, match="15 outputs"):
+        scaled_linear_triton(torch.zeros(1, 64, device=DEVICE).bfloat16(), random_values(15, 64), activation="silu")

@@ -1,0 +1,138 @@
+"""The console's files, what they may load, who may read them, and the live view."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import octavo.server.console
+from octavo.server.console import live
+from tests.server.conftest import Served
+from tests.server.in_process import InProcessEngine, byte_tokenizer
+
+PAGE = Path(octavo.server.console.__file__).parent / "page"
+MOST_BYTES = 100_000
+KEY = {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    served = Served(InProcessEngine(), byte_tokenizer(), {})
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Served]:
+    served = Served(InProcessEngine(), byte_tokenizer(), {"api_key": "secret"})
+    yield served
+    served.stop()
+
+
+def first_snapshot(server: Served, **options: Any) -> dict[str, Any]:
+    with server.client.stream("GET", "/stats/live", **options) as answer:
+        assert answer.status_code == 200
+        line = next(line for line in answer.iter_lines() if line.startswith("data: "))
+    return dict(json.loads(line.removeprefix("data: ")))
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_a_page_loads_nothing_from_other_hosts(server: Served, path: str) -> None:
+    page = server.client.get(path)
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert page.headers["content-security-policy"].startswith("default-src 'self';")
+    named = re.findall(r'(?:src|href)="(console/[^"]+)"', page.text)
+    assert len(named) >= 3
+    for name in named:
+        assert server.client.get(f"/{name}").status_code == 200
+    for file in PAGE.iterdir():
+        assert not re.search(r"(?:https?:)?//[\w-]+\.\w", file.read_text().replace("http://www.w3.org/2000/svg", "")), (
+            file
+        )
+
+
+def test_scripts_import_files_that_exist_and_write_no_html(server: Served) -> None:
+    for file in PAGE.glob("*.js"):
+        text = file.read_text()
+        for name in re.findall(r'from "\./([^"]+)"', text):
+            assert server.client.get(f"/console/{name}").headers["content-type"].startswith("text/javascript")
+        assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", text), file
+    assert sum(file.stat().st_size for file in PAGE.iterdir()) < MOST_BYTES
+
+
+def test_there_are_no_other_files(server: Served) -> None:
+    for name in ("nothing.js", "..%2ffiles.py", "__init__.py"):
+        assert server.client.get(f"/console/{name}").status_code == 404
+
+
+def test_the_page_needs_no_key_and_what_it_shows_does(locked: Served) -> None:
+    assert locked.client.get("/").status_code == 200
+    assert locked.client.get("/console/main.js").status_code == 200
+    for path in ("/stats/live", "/v1/models", "/openapi.json"):
+        assert locked.client.get(path).status_code == 401
+    assert locked.client.post("/", json={"inputs": "Hi"}).status_code == 401
+    assert first_snapshot(locked, headers=KEY)["blocks"]["total"]
+
+
+def test_it_can_be_left_out(serve_app: Any) -> None:
+    served = serve_app(InProcessEngine(), console=False)
+    for path in ("/", "/docs", "/console/main.js"):
+        assert served.client.get(path).status_code in (404, 405)
+
+
+def test_a_snapshot_has_sizes_and_no_text(serve_app: Any) -> None:
+    engine = InProcessEngine(runs=False)
+    served = serve_app(engine)
+
+    async def post() -> None:
+        async with httpx.AsyncClient(base_url=served.url, timeout=0.3) as client:
+            await client.post("/v1/completions", json={"prompt": "a secret prompt", "max_tokens": 4})
+
+    with pytest.raises(httpx.ReadTimeout):
+        asyncio.run(post())
+    snapshot = live.snapshot(engine)  # the disconnect may have ended the request by now
+    assert set(snapshot) >= {"running", "waiting", "blocks", "requests", "inter_token_latency"}
+    assert "secret" not in json.dumps(snapshot)
+
+
+def test_snapshots_are_taken_once_for_all_viewers_and_only_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(live, "INTERVAL", 0.01)
+    monkeypatch.setattr(live, "snapshot", lambda engine: {"number": taken.append(1) or len(taken)})
+    engine = InProcessEngine()
+
+    async def watch() -> list[list[bytes]]:
+        view = live.LiveView(engine)
+
+        async def viewer() -> list[bytes]:
+            seen = []
+            async for event in view.watch():
+                seen.append(event)
+                if len(seen) == 3:
+                    break
+            return seen
+
+        found = await asyncio.gather(*(viewer() for _ in range(20)))
+        await asyncio.sleep(0.05)
+        before = len(taken)
+        await asyncio.sleep(0.05)
+        assert len(taken) == before
+        return found
+
+    found = asyncio.run(watch())
+    assert len(taken) <= 6
+    assert all(seen == found[0] for seen in found)
+
+
+def test_the_view_ends_when_the_engine_is_not_ready() -> None:
+    async def watch() -> list[bytes]:
+        return [event async for event in live.LiveView(InProcessEngine(is_ready=False)).watch()]
+
+    assert asyncio.run(watch()) == []

@@ -1,0 +1,82 @@
+"""Text Generation Inference's API: Hugging Face's unmodified client, events, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from huggingface_hub import InferenceClient
+
+from tests.server.conftest import Served
+from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    served = Served(InProcessEngine(), byte_tokenizer(), {})
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> InferenceClient:
+    return InferenceClient(model=server.url)
+
+
+def post(served: Served, path: str = "/", **parameters: Any) -> Any:
+    return served.client.post(path, json={"inputs": "Hi", "parameters": parameters})
+
+
+def test_a_text_and_its_stream(server: Served, client: InferenceClient) -> None:
+    assert client.text_generation("Hi", max_new_tokens=10) == ANSWER[:10]
+    assert server.engine.requests[-1].params.temperature == 0
+    parts = list(client.text_generation("Hi", max_new_tokens=10, stream=True))
+    assert "".join(parts) == ANSWER[:10]
+    full = client.text_generation("Hi", max_new_tokens=4, return_full_text=True)
+    assert full == "Hi" + ANSWER[:4]
+
+
+def test_details(client: InferenceClient) -> None:
+    answer = client.text_generation("Hi", max_new_tokens=30, details=True, stop=["answer"], seed=7)
+    assert (answer.details.finish_reason, answer.details.seed) == ("stop_sequence", 7)
+    assert answer.details.generated_tokens == len(answer.details.tokens) == len("The answer")
+    assert "".join(token.text for token in answer.details.tokens) == answer.generated_text == "The answer"
+    parts = list(client.text_generation("Hi", max_new_tokens=3, details=True, stream=True))
+    assert [part.index for part in parts] == [1, 2, 3]
+    assert parts[-1].generated_text == ANSWER[:3]
+    assert parts[-1].details.finish_reason == "length"
+
+
+def test_sampling_starts_with_any_of_its_parameters(server: Served) -> None:
+    post(server, max_new_tokens=1, temperature=0.5, top_k=3, repetition_penalty=1.2)
+    params = server.engine.requests[-1].params
+    assert (params.temperature, params.top_k, params.repetition_penalty) == (0.5, 3, 1.2)
+    post(server, max_new_tokens=1, do_sample=True)
+    assert server.engine.requests[-1].params.temperature == 1
+
+
+def test_events(server: Served) -> None:
+    answer = post(server, "/generate_stream", max_new_tokens=2)
+    events = [json.loads(line.removeprefix("data:")) for line in answer.text.splitlines() if line]
+    assert [event["token"]["id"] for event in events] == list(ANSWER[:2].encode())
+    assert [event["generated_text"] for event in events] == [None, ANSWER[:2]]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({"watermark": True}, "parameters.watermark"),
+        ({"best_of": 2}, "parameters.best_of"),
+        ({"truncate": 3}, "parameters.truncate"),
+        ({"grammar": {"type": "ebnf", "value": "x"}}, "parameters.grammar"),
+        ({"max_new_tokens": 10**6}, "tokens"),
+        ({"temperature": "hot"}, "parameters.temperature"),
+    ],
+)
+def test_what_is_refused(server: Served, parameters: dict[str, Any], named: str) -> None:
+    answer = post(server, **parameters)
+    assert answer.status_code == 422
+    assert named in answer.json()["error"]
+    assert answer.json()["error_type"] == "validation"

@@ -1,0 +1,179 @@
+"""Ollama's API: its unmodified client, lines to the byte, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import ollama
+import pytest
+
+from tests.server.anthropic.test_messages import CALLS, HERMES, tokens_of
+from tests.server.conftest import Served
+from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+PROMPT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+DURATIONS = ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    served = Served(InProcessEngine(), byte_tokenizer(), {})
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="module")
+def caller() -> Iterator[Served]:
+    """A server whose model thinks, then calls a function."""
+    served = Served(InProcessEngine(lambda request: tokens_of(CALLS)), byte_tokenizer(HERMES), {})
+    yield served
+    served.stop()
+
+
+def client(served: Served) -> ollama.Client:
+    return ollama.Client(host=served.url)
+
+
+def post(served: Served, path: str = "chat", **body: Any) -> Any:
+    return served.client.post(f"/api/{path}", json={"model": "test", **body})
+
+
+def prompt(served: Served) -> str:
+    return byte_tokenizer().decode(served.engine.requests[-1].prompt_tokens, False)
+
+
+def test_a_chat_and_its_stream(server: Served) -> None:
+    options = {"num_predict": 10, "temperature": 0, "num_ctx": 128}
+    whole = client(server).chat("test:latest", MESSAGES, options=options)
+    assert (whole.message.content, whole.message.role) == (ANSWER[:10], "assistant")
+    assert (whole.done, whole.done_reason, whole.eval_count) == (True, "length", 10)
+    assert whole.prompt_eval_count == len(server.engine.requests[-1].prompt_tokens)
+    assert prompt(server) == PROMPT
+    parts = list(client(server).chat("test", MESSAGES, stream=True, options=options))
+    assert "".join(part.message.content or "" for part in parts) == ANSWER[:10]
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1].total_duration >= parts[-1].eval_duration > 0
+
+
+def test_lines(server: Served) -> None:
+    answer = post(server, messages=MESSAGES, options={"num_predict": 2})
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    for line in lines:
+        assert line.pop("created_at").endswith("Z")
+    for name in DURATIONS:
+        assert lines[-1].pop(name) >= 0
+    texts = [line["message"]["content"] for line in lines]
+    assert "".join(texts) == ANSWER[:2]
+    assert lines[0] == {"model": "test", "message": {"role": "assistant", "content": texts[0]}, "done": False}
+    assert lines[-1] == {
+        "model": "test",
+        "message": {"role": "assistant", "content": ""},
+        "done": True,
+        "done_reason": "length",
+        "prompt_eval_count": len(PROMPT) - len("<|im_start|>") * 2 - len("<|im_end|>") + 3,
+        "eval_count": 2,
+    }
+
+
+def test_a_generated_text(server: Served) -> None:
+    answer = client(server).generate("test", "Hi", system="Be brief.", options={"num_predict": 5, "stop": ["zzz"]})
+    assert (answer.response, answer.done_reason) == (ANSWER[:5], "length")
+    assert prompt(server).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    raw = client(server).generate("test", "Hi", raw=True, stream=True, options={"num_predict": 5})
+    assert "".join(part.response for part in raw) == ANSWER[:5]
+    assert prompt(server) == "Hi"
+
+
+def test_options_are_sampling_parameters(server: Served) -> None:
+    options = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": 3, "repeat_penalty": 1.5}
+    post(server, messages=MESSAGES, stream=False, options={**options, "num_predict": 1})
+    params = server.engine.requests[-1].params
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.5, 7, 0.9, 0.1)
+    assert (params.seed, params.repetition_penalty, params.max_tokens) == (3, 1.5, 1)
+    named = post(server, messages=MESSAGES, stream=False, options={"mirostat": 1, "num_ctx": 9, "num_predict": 1})
+    assert named.headers["x-octavo-unknown-fields"] == "options.mirostat"
+
+
+def test_thinking_and_calls_and_their_results(caller: Served) -> None:
+    answer = client(caller).chat("test", MESSAGES, tools=[TOOL], options={"num_predict": 200})
+    assert answer.message.thinking == "Two and two."
+    assert answer.message.tool_calls is not None
+    assert answer.message.tool_calls[0].function.name == "add"
+    assert answer.message.tool_calls[0].function.arguments == {"a": 2}
+    parts = list(client(caller).chat("test", MESSAGES, tools=[TOOL], stream=True, think=True))
+    assert "".join(part.message.thinking or "" for part in parts) == "Two and two."
+    calls = [call for part in parts for call in part.message.tool_calls or ()]
+    assert [dict(call.function.arguments) for call in calls] == [{"a": 2}]
+    results = [{"role": "tool", "tool_name": "add", "content": "4"}]
+    client(caller).chat("test", [*MESSAGES, answer.message, *results], tools=[TOOL], options={"num_predict": 1})
+    text = prompt(caller)
+    assert "(Two and two.)" in text
+    assert "tool:4" in text
+
+
+def test_a_schema(server: Served) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for form in ("json", schema):
+        post(server, messages=MESSAGES, stream=False, format=form, options={"num_predict": 1})
+        assert server.engine.requests[-1].params.grammar
+
+
+def test_models(server: Served) -> None:
+    asking = client(server)
+    assert [model.model for model in asking.list().models] == ["test"]
+    assert [model.model for model in asking.ps().models] == ["test"]
+    shown = asking.show("test:latest")
+    assert "completion" in (shown.capabilities or [])
+    assert asking.pull("test").status == "success"
+    assert [part.status for part in asking.pull("test", stream=True)] == ["pulling manifest", "success"]
+    assert server.client.get("/api/version").json()["version"]
+
+
+def test_nothing_to_answer_only_loads(server: Served) -> None:
+    assert post(server, messages=[]).json()["done_reason"] == "load"
+    assert post(server, "generate").json()["done_reason"] == "load"
+
+
+def test_an_unknown_model_is_an_error(server: Served) -> None:
+    with pytest.raises(ollama.ResponseError, match="This server serves `test`") as caught:
+        client(server).chat("other", MESSAGES)
+    assert caught.value.status_code == 404
+    for path in ("show", "pull"):
+        assert post(server, path, model="other").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("chat", {"messages": [{"role": "user", "content": "Hi", "images": ["AAAA"]}]}, "messages[0].images"),
+        ("chat", {"messages": [{"role": "tool", "content": "4"}]}, "messages[0]"),
+        ("chat", {"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls"),
+        ("chat", {"messages": MESSAGES, "options": {"num_predict": 0}}, "options.num_predict"),
+        ("chat", {"messages": MESSAGES, "options": {"temperature": "hot"}}, "options.temperature"),
+        ("chat", {"messages": MESSAGES, "options": {"stop": [1]}}, "options.stop"),
+        ("chat", {"messages": MESSAGES, "options": {"top_k": 1.5}}, "options.top_k"),
+        ("chat", {"messages": MESSAGES, "format": "xml"}, "format"),
+        ("chat", {"messages": MESSAGES, "think": True}, "thinking"),
+        ("chat", {"messages": MESSAGES, "logprobs": True}, "logprobs"),
+        ("generate", {"prompt": "Hi", "suffix": "x"}, "suffix"),
+        ("generate", {"prompt": "Hi", "images": ["AAAA"]}, "images"),
+        ("generate", {"prompt": 3}, "prompt"),
+    ],
+)
+def test_what_is_refused(server: Served, path: str, body: dict[str, Any], named: str) -> None:
+    answer = post(server, path, **body)
+    assert answer.status_code == 400
+    assert named in answer.json()["error"]
+
+
+def test_an_error_within_a_stream_is_a_line(serve_app: Any) -> None:
+    from octavo.errors import RequestFailed
+
+    engine = InProcessEngine(errors={3: RequestFailed("The engine failed.")})
+    with pytest.raises(ollama.ResponseError, match="The engine failed"):
+        list(client(serve_app(engine)).chat("test", MESSAGES, stream=True))
