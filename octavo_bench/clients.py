@@ -20,7 +20,7 @@ Start = Callable[[], PeerProcess]
 
 
 class Clients:
-    """Peer processes that run ``vllm bench serve``; all begin at once."""
+    """Processes that send requests, such as ``vllm bench serve``; all begin at once."""
 
     def __init__(self, starts: Sequence[Start]) -> None:
         with ThreadPoolExecutor(len(starts)) as executor:  # each takes its time to import
@@ -32,13 +32,17 @@ class Clients:
 
     def run(self, arguments: Sequence[Sequence[str]], seconds: float) -> dict[str, Any]:
         """The result of a load, of which each client has the part that its arguments say. Raises ``ConfigError``."""
-        works = [{"arguments": part, "samples": len(self) > 1} for part in arguments]
+        answers = self.ask([{"arguments": part, "samples": len(self) > 1} for part in arguments], seconds)
+        return answers[0] if len(answers) == 1 else together(answers)
+
+    def ask(self, works: Sequence[Mapping[str, Any]], seconds: float) -> list[dict[str, Any]]:
+        """Each client's answer to its part of the work, at the same time. Raises ``ConfigError``."""
         with ThreadPoolExecutor(len(self)) as executor:
             answers = list(executor.map(lambda client, work: client.run(work, seconds), self.clients, works))
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors:
             raise ConfigError(f"the client failed: {errors[0]}")
-        return answers[0] if len(answers) == 1 else together(answers)
+        return answers
 
     def close(self) -> None:
         """Let them end."""

@@ -45,23 +45,21 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class Answer:
+class Answer(msgspec.Struct, gc=False):
     """What came of one request. Times are those of ``time.perf_counter``."""
 
-    __slots__ = ("ended", "error", "num_output", "num_prompt", "pieces", "sent", "times", "token_ids")
-
-    def __init__(self) -> None:
-        self.sent = time.perf_counter()
-        self.ended = 0.0
-        self.times: list[float] = []
-        """When each event with text arrived."""
-        self.pieces: list[str] = []
-        self.token_ids: list[int] = []
-        """The tokens, if the server names them."""
-        self.num_prompt = 0
-        self.num_output = 0
-        """Tokens, as the server counts them; of a server that does not, events with text."""
-        self.error: str | None = None
+    sent: float = msgspec.field(default_factory=time.perf_counter)
+    ended: float = 0.0
+    """When its stream was over; 0 until then."""
+    times: list[float] = []
+    """When each event with text arrived."""
+    pieces: list[str] = []
+    token_ids: list[int] = []
+    """The tokens, if the server names them."""
+    num_prompt: int = 0
+    num_output: int = 0
+    """Tokens, as the server counts them; of a server that does not, events with text."""
+    error: str | None = None
 
     @property
     def text(self) -> str:
@@ -113,10 +111,15 @@ class HttpClient:
         except ValueError:
             return None
 
-    async def ask(self, body: Mapping[str, Any]) -> Answer:
-        """Send ``body`` and read the stream to its end. A failure is the answer's ``error``."""
+    async def ask(self, body: Mapping[str, Any], started: list[Answer] | None = None) -> Answer:
+        """Send ``body`` and read the stream to its end. A failure is the answer's ``error``.
+
+        The answer is appended to ``started`` when the request is sent, for callers that do not wait for its end.
+        """
         data = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
         answer = Answer()
+        if started is not None:
+            started.append(answer)
         try:
             async with asyncio.timeout(self._timeout):
                 await self._stream(data, answer)

@@ -18,6 +18,7 @@ SERVED_COLUMNS = {
     "itl_p50_ms": "ITL p50 ms",
     "itl_p99_ms": "ITL p99 ms",
     "tpot_p50_ms": "TPOT p50 ms",
+    "goodput_requests_s": "goodput requests/s",
     "mj_per_token": "mJ per token",
 }
 ABLATION_COLUMNS = {
@@ -115,7 +116,8 @@ def _served(result: Mapping[str, Any]) -> str:
     lines = []
     for workload in result["workloads"]:
         found = [cells.get((workload, figure), {}) for figure in columns]
-        runs = "/".join(str(len(found[0].get(engine, {}).get("all", []))) for engine in ("octavo", "vllm"))
+        told: Mapping[str, Any] = next((row for row in found if row), {})
+        runs = "/".join(str(len(told.get(engine, {}).get("all", []))) for engine in ("octavo", "vllm"))
         lines.append([workload, *map(_pair, found), runs])
     header = ["workload", *(f"{title}: Octavo, vLLM (times better)" for title in columns.values()), "runs"]
     visits = [

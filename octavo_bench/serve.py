@@ -10,28 +10,13 @@ from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.sim.jobs import Job
-from octavo_bench.http_client import Answer, Endpoint, HttpClient
+from octavo_bench.http_client import Answer, HttpClient
 from octavo_bench.prompts import Prompts
 from octavo_bench.serve_figures import PERCENTILES, errors, figures
-from octavo_bench.serve_load import Load, Send, Work, apply, next_load
+from octavo_bench.serve_load import Load, Send, Target, Work, apply, next_load
 
 CHAT_SHARE = 0.75
 """Of the context that words may fill: the chat template and words of more than one token need the rest."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """The server and how it is asked."""
-
-    url: str
-    endpoint: Endpoint = "completions"
-    model: str | None = None
-    """Default: the first that the server lists."""
-    api_key: str | None = None
-    vocab_size: int = 20_000
-    extra_body: dict[str, Any] = field(default_factory=dict)
-    timeout: float = 600.0
-    """Seconds that a request may take."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +37,7 @@ async def measure(target: Target, work: Work, wanted: Wanted, keep: Callable[[di
     """One row for each load; ``keep`` gets the result after each. Raises ``ConfigError`` if no request succeeds."""
     client = HttpClient(target.url, target.endpoint, target.api_key, target.timeout)
     try:
-        model, max_model_len = await _model(client, target.model)
-        if target.endpoint == "chat":
-            max_model_len = int(CHAT_SHARE * max_model_len)
+        model, max_model_len = await find_model(client, target)
         work = replace(work, max_model_len=max_model_len)
         result: dict[str, Any] = {
             "url": target.url,
@@ -107,14 +90,15 @@ async def _row(
     return {**found, "errors": said} if said else found
 
 
-async def _model(client: HttpClient, name: str | None) -> tuple[str, int]:
-    """The model's name and its context, if the server tells it. Raises ``ConfigError``."""
+async def find_model(client: HttpClient, target: Target) -> tuple[str, int]:
+    """The model's name, and how many tokens a request for it may have. Raises ``ConfigError``."""
     listed = await client.get("v1/models")
     models = listed.get("data", []) if isinstance(listed, dict) else []
-    if name is None and not models:
+    if target.model is None and not models:
         raise ConfigError("model: the server lists none at /v1/models; --model names it")
-    found = next((model for model in models if name in (None, model.get("id"))), {"id": name})
-    return str(found["id"]), int(found.get("max_model_len") or 1 << 30)
+    found = next((model for model in models if target.model in (None, model.get("id"))), {"id": target.model})
+    max_model_len = int(found.get("max_model_len") or 1 << 30)
+    return str(found["id"]), int(CHAT_SHARE * max_model_len) if target.endpoint == "chat" else max_model_len
 
 
 def run(target: Target, work: Work, wanted: Wanted, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def figures(
         "output_tokens": num_output,
     }
     if targets:
-        num_within = sum(_is_within(answer, targets) for answer in good)
+        num_within = sum(is_within(answer, targets) for answer in good)
         found["goodput_requests_s"] = round(num_within / seconds, 3)
         found["goodput_share"] = round(num_within / len(answers), 4) if answers else 0.0
     for metric in METRICS:
@@ -97,7 +97,8 @@ def _samples(answer: Answer, metric: str) -> list[float]:
     return [] if value is None else [value]
 
 
-def _is_within(answer: Answer, targets: Mapping[str, float]) -> bool:
+def is_within(answer: Answer, targets: Mapping[str, float]) -> bool:
+    """Whether an answer is within all limits, in milliseconds by metric; of its gaps, the mean counts."""
     for metric, limit in targets.items():
         samples = _samples(answer, metric)
         if samples and 1e3 * float(np.mean(samples)) > limit:

@@ -5,19 +5,35 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.sim.closed_loops import WORKLOADS as CLOSED
 from octavo.sim.jobs import Job, Workload
 from octavo.sim.workloads import Sessions, WithinContext, find_profile, make_workload
-from octavo_bench.http_client import Answer
+from octavo_bench.http_client import Answer, Endpoint
 
 LEAST_GROWTH = 1.05
 """A sweep ends when twice the load gives less than this many times the throughput."""
 MAX_LOADS = 14
 """Most loads of a sweep: the last is 8,192 times the first."""
 Send = Callable[[Job, dict[int, Answer]], Awaitable[Answer]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The server and how it is asked."""
+
+    url: str
+    endpoint: Endpoint = "completions"
+    model: str | None = None
+    """Default: the first that the server lists."""
+    api_key: str | None = None
+    vocab_size: int = 20_000
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    timeout: float = 600.0
+    """Seconds that a request may take."""
 
 
 @dataclass(frozen=True)

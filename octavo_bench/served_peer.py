@@ -10,15 +10,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.errors import ConfigError
 from octavo.sim.closed_loops import WORKLOADS, Workload, warm_up
+from octavo.sim.closed_loops import named_workloads as named_loops
 from octavo_bench.clients import Clients, share
+from octavo_bench.goodput import LIMITS, SHARE, Search, print_probe, search_server
+from octavo_bench.goodput import WORKLOAD as GOODPUT_WORKLOAD
 from octavo_bench.gpu_watch import GpuWatch
 from octavo_bench.report import portable_command
+from octavo_bench.serve_load import Target, Work
 from octavo_bench.server_process import ServerProcess, free_port
 
 FIGURES = {
@@ -32,6 +36,9 @@ FIGURES = {
     "tpot_p99_ms": "p99_tpot_ms",
 }
 """Our names to those of the client's result. Tokens per second are better large, all else is better small."""
+GOODPUT = "goodput"
+"""The workload whose figure is the highest request rate within limits; all others are closed loops."""
+GOODPUT_FIGURE = "goodput_requests_s"
 ENERGY = "mj_per_token"
 STEADY_SECONDS = 7.0
 """Shortest run whose energy is told: power is read once a second, and a run's edges are not what it takes."""
@@ -80,12 +87,16 @@ class ServedComparison:
     """Visits of servers until ``deadline`` (``time.monotonic()``); ``keep`` is given the result after each run."""
 
     servers: Mapping[str, Server]
-    clients: Clients
+    clients: Clients | None
+    """``vllm bench serve``, for closed loops."""
     model: Path
     workloads: Sequence[str]
     logs: Path
     deadline: float
     keep: Callable[[dict[str, Any]], object]
+    probers: Clients | None = None
+    """Clients of the search for goodput."""
+    search: Search = field(default_factory=lambda: Search(LIMITS))
     visits: list[dict[str, Any]] = field(default_factory=list)
     runs: list[dict[str, Any]] = field(default_factory=list)
     watch: GpuWatch = field(default_factory=GpuWatch)
@@ -112,20 +123,32 @@ class ServedComparison:
 
     def _measure(self, engine: str, url: str, rounds: int) -> None:
         for name in self.workloads:
-            self._run(warm_up(WORKLOADS[name]), url, WARM_UP_SEED)
+            if name != GOODPUT:
+                self._run(warm_up(WORKLOADS[name]), url, WARM_UP_SEED)
         first = 1 + max((run["round"] for run in self.runs if run["engine"] == engine), default=-1)
         for number in range(first, first + rounds):
             for name in self.workloads:
                 self._check_time(name, engine)
                 start = time.monotonic()
-                found = self._run(WORKLOADS[name], url, number)
+                is_goodput = name == GOODPUT
+                found = self._search(url, number) if is_goodput else self._run(WORKLOADS[name], url, number)
                 place = {"engine": engine, "visit": len(self.visits), "workload": name, "round": number}
                 self.runs.append({**place, "client": found, "gpu": self.watch.since(start)})
-                figures = " ".join(f"{ours}={found[theirs]:.2f}" for ours, theirs in FIGURES.items())
+                told = {GOODPUT_FIGURE: GOODPUT_FIGURE} if is_goodput else FIGURES
+                figures = " ".join(f"{ours}={found[theirs]:.2f}" for ours, theirs in told.items())
                 print(f"{engine} {name} round {number}: {figures}", file=sys.stderr)
                 self.keep(self.result())
 
+    def _search(self, url: str, seed: int) -> dict[str, Any]:
+        """The highest rate, and the rows of all rates that were tried."""
+        assert self.probers is not None
+        search = replace(self.search, seconds=min(self.search.seconds, self._left()))
+        target = Target(url, model=self.model.name)
+        found = search_server(target, Work(GOODPUT_WORKLOAD, 0, seed=seed), search, self.probers, print_probe)
+        return {**found, GOODPUT_FIGURE: found["highest"][0][GOODPUT_FIGURE], "duration": search.seconds}
+
     def _run(self, load: Workload, url: str, seed: int) -> dict[str, Any]:
+        assert self.clients is not None
         part, count = share(load, len(self.clients)), len(self.clients)
         arguments = [client_arguments(part, url, self.model, seed * count + number) for number in range(count)]
         found = self.clients.run(arguments, seconds=max(self._left(), 1.0))
@@ -135,7 +158,8 @@ class ServedComparison:
 
     def _check_time(self, workload: str, engine: str) -> None:
         mine = [run for run in self.runs if (run["workload"], run["engine"]) == (workload, engine)]
-        needed = max((run["client"]["duration"] for run in mine), default=RESERVE_SECONDS) * 1.2
+        least = 2 * self.search.whole_probe if workload == GOODPUT else RESERVE_SECONDS
+        needed = max((run["client"]["duration"] for run in mine if workload != GOODPUT), default=least) * 1.2
         if self._left() < needed:
             raise ConfigError(f"no time was left for {workload}")
 
@@ -144,15 +168,22 @@ class ServedComparison:
 
     def result(self) -> dict[str, Any]:
         """All that was measured so far, and the comparison of it."""
+        asked = self.clients or self.probers
+        assert asked is not None
         return {
             "model": self.model.name,
-            "workloads": {name: WORKLOADS[name]._asdict() for name in self.workloads},
-            "client": self.clients.about,
-            "clients": len(self.clients),
+            "workloads": {name: self._described(name) for name in self.workloads},
+            "client": asked.about,
+            "clients": len(asked),
             "rows": compare(self.runs, self.workloads),
             "visits": self.visits,
             "runs": self.runs,
         }
+
+    def _described(self, name: str) -> dict[str, Any]:
+        if name != GOODPUT:
+            return WORKLOADS[name]._asdict()
+        return {"workload": GOODPUT_WORKLOAD, "limits_ms": self.search.limits, "share": SHARE}
 
 
 def compare(runs: Sequence[Mapping[str, Any]], workloads: Sequence[str]) -> list[dict[str, Any]]:
@@ -163,7 +194,7 @@ def compare(runs: Sequence[Mapping[str, Any]], workloads: Sequence[str]) -> list
     """
     rows = []
     for workload in workloads:
-        for figure in (*FIGURES, ENERGY):
+        for figure in (*FIGURES, GOODPUT_FIGURE, ENERGY):
             row: dict[str, Any] = {"workload": workload, "figure": figure}
             for engine in ("octavo", "vllm"):
                 mine = [_figure(r, figure) for r in runs if (r["workload"], r["engine"]) == (workload, engine)]
@@ -171,7 +202,7 @@ def compare(runs: Sequence[Mapping[str, Any]], workloads: Sequence[str]) -> list
                     row[engine] = {"median": round(statistics.median(values), 3), "all": [round(v, 3) for v in values]}
             if "octavo" in row and "vllm" in row and row["octavo"]["median"] and row["vllm"]["median"]:
                 ratio = row["octavo"]["median"] / row["vllm"]["median"]
-                row["times_better"] = round(ratio if figure.endswith("_tok_s") else 1 / ratio, 3)
+                row["times_better"] = round(ratio if figure.endswith(("_tok_s", "_requests_s")) else 1 / ratio, 3)
             if "octavo" in row or "vllm" in row:
                 rows.append(row)
     return rows
@@ -181,10 +212,19 @@ def _figure(run: Mapping[str, Any], figure: str) -> float | None:
     """A figure of one run; its energy is that of the first GPU, for each output token, where it can be told."""
     client, gpu = run["client"], run.get("gpu") or {}
     if figure != ENERGY:
-        return float(client[FIGURES[figure]])
+        value = client.get(FIGURES.get(figure, figure))
+        return None if value is None else float(value)
+    if "total_output_tokens" not in client:
+        return None
     if not gpu or client["duration"] < STEADY_SECONDS:
         return None
     return float(1e3 * gpu["power_w_median"] * client["duration"] / client["total_output_tokens"])
+
+
+def named_workloads(names: str) -> list[str]:
+    """The names in a comma-separated list, checked. Raises ``ConfigError``."""
+    found = names.split(",")
+    return [name if name == GOODPUT else named_loops(name)[0] for name in found]
 
 
 def parse_visits(text: str) -> list[tuple[str, int]]:

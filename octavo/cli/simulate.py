@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--workload",
         default="chat",
-        help="single, chat, agent, summary, sharegpt, fixed, shared-prefix, multi-turn, W1 to W5, or a recorded trace",
+        help="single, chat, agent, summary, sharegpt, assistant, fixed, shared-prefix, multi-turn, W1 to W5, or a "
+        "recorded trace",
     )
     work.add_argument("--num-prompts", type=positive, default=1000, help="total requests, later turns included")
     work.add_argument("--rate", type=_above_zero, help="requests per second, later turns included")

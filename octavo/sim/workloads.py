@@ -33,13 +33,15 @@ PROFILES = {
     "agent": Profile(2048, Lengths(512, 0.8, 8192), Lengths(768, 1.0, 8192), Lengths(96, 0.6, 1024), 12.0, 2.0, 8),
     "summary": Profile(64, Lengths(4096, 0.5, 16_384), Lengths(1), Lengths(160, 0.4, 1024)),
     "sharegpt": Profile(0, Lengths(161, 1.0, 2048), Lengths(1), Lengths(338, 0.8, 2048)),
+    "assistant": Profile(512, Lengths(161, 1.0, 2048), Lengths(1), Lengths(338, 0.8, 2048)),
     "fixed": Profile(0, Lengths(512), Lengths(1), Lengths(128)),
     "shared-prefix": Profile(1024, Lengths(128), Lengths(1), Lengths(128), applications=4),
     "multi-turn": Profile(0, Lengths(256), Lengths(64), Lengths(128), 5.0, 1.0),
 }
 """``single`` shares nothing. ``chat``: people in conversations. ``agent``: long instructions, many short turns that
 tools answer. ``summary``: long prompts. ``sharegpt``: mean lengths of the ShareGPT data set in "Efficient Memory
-Management for Large Language Model Serving with PagedAttention" (2023, figure 11). ``fixed``, ``shared-prefix`` and
+Management for Large Language Model Serving with PagedAttention" (2023, figure 11). ``assistant``: the same lengths
+after one system prompt that all requests share. ``fixed``, ``shared-prefix`` and
 ``multi-turn``: one property each, with constant lengths. Other figures are assumptions; flags or a recorded trace
 replace them."""
 

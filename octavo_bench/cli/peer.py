@@ -41,7 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads of llama.cpp")
     served = parser.add_argument_group("vLLM", "Servers one after the other, driven by `vllm bench serve`.")
     served.add_argument("--python-path", help="PYTHONPATH of vLLM, where it is not installed in its interpreter")
-    served.add_argument("--workloads", default="W1,W2,W3,W4", help="of W1 to W5 and S1, comma-separated")
+    served.add_argument("--workloads", default="W1,W2,W3,W4", help="of W1 to W5, S1 and goodput, comma-separated")
+    served.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="METRIC:MS",
+        help="limits of workload goodput; default: ttft:300 tpot:25, as for `octavo bench serve --search`",
+    )
+    served.add_argument("--search-seconds", type=float, default=60.0, help="how long a search for goodput takes, about")
+    served.add_argument("--probe-seconds", type=float, default=5.0, help="for which the search judges each rate")
     served.add_argument(
         "--visits", default="octavo:2,vllm:3,octavo:1", help="engines in turn, with rounds of each visit"
     )
@@ -79,22 +88,28 @@ def _compare_with_llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo.sim.closed_loops import WORKLOADS, named_workloads
+    from octavo.sim.closed_loops import WORKLOADS
     from octavo.sim.shapes import SHAPES
+    from octavo.weights.hub import resolve_model
     from octavo_bench.clients import Clients, share
     from octavo_bench.dummy_models import model_folder
+    from octavo_bench.goodput import LIMITS, Search, start_clients
     from octavo_bench.peer_process import SCRIPTS, PeerProcess
-    from octavo_bench.served_peer import ServedComparison, Server, parse_visits
+    from octavo_bench.serve_figures import parse_goodput
+    from octavo_bench.served_peer import GOODPUT, ServedComparison, Server, named_workloads, parse_visits
 
     deadline = time.monotonic() + args.deadline
     visits, workloads = parse_visits(args.visits), named_workloads(args.workloads)
-    for name in workloads:
+    loops = [name for name in workloads if name != GOODPUT]
+    for name in loops:
         share(WORKLOADS[name], args.clients)
+    search = Search(parse_goodput(args.goodput) or LIMITS, args.search_seconds, args.probe_seconds)
     config = load_config(EngineConfig, args)
     is_shape = config.model.model in SHAPES
-    model = model_folder(config.model.model, cache_dir() / "shapes")
+    model = model_folder(config.model.model, cache_dir() / "shapes") if is_shape else resolve_model(config.model)
     flags = (
-        *("--load-format", "dummy" if is_shape else config.model.load_format, "--no-enable-prefix-caching"),
+        *("--load-format", "dummy" if is_shape else config.model.load_format),
+        *(() if GOODPUT in workloads else ("--no-enable-prefix-caching",)),  # its requests share a system prompt
         *("--max-model-len", str(config.model.max_model_len or SERVED_CONTEXT)),
         *("--gpu-memory-utilization", str(config.cache.gpu_memory_utilization)),
         *("--dtype", config.model.dtype),
@@ -110,15 +125,20 @@ def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
     logs.mkdir(parents=True, exist_ok=True)
     command = [python, str(SCRIPTS / "run_vllm_client.py")]
     client_logs = [logs / f"client_{number}.log" for number in range(args.clients)]
-    clients = Clients([partial(PeerProcess, command, env, log) for log in client_logs])
+    clients = Clients([partial(PeerProcess, command, env, log) for log in client_logs]) if loops else None
+    probers = start_clients(args.clients, logs) if GOODPUT in workloads else None
     comparison = ServedComparison(
-        servers, clients, model, workloads, logs, deadline, lambda result: keep("peer", result, args.output)
+        *(servers, clients, model, workloads, logs, deadline),
+        lambda result: keep("peer", result, args.output),
+        *(probers, search),
     )
     try:
         for engine, rounds in visits:
             comparison.visit(engine, rounds)
     finally:
-        clients.close()
+        for each in (clients, probers):
+            if each is not None:
+                each.close()
         comparison.watch.close()
     return comparison.result()
 

@@ -7,12 +7,15 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.cli.settings import positive
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import numbers, reals
 from octavo_bench.cli.results import add_results, check_results, finish
+
+if TYPE_CHECKING:
+    from octavo_bench.serve_load import Target, Work
 
 
 def add_kinds(kinds: Any) -> None:
@@ -29,11 +32,17 @@ def add_kinds(kinds: Any) -> None:
     one.add_argument("--request-rate", type=reals, metavar="R,...", help="open loop: requests a second")
     load.add_argument("--burstiness", type=float, default=1.0, help="of arrivals: 1 is Poisson, less is burstier")
     load.add_argument("--sweep", action="store_true", help="double the load until the throughput stops growing")
+    load.add_argument(
+        "--search", action="store_true", help="find the highest request rate at which 99 %% are within --goodput"
+    )
+    load.add_argument("--search-seconds", type=float, default=60.0, help="how long --search takes, about")
+    load.add_argument("--probe-seconds", type=float, default=5.0, help="for which --search judges each rate")
+    load.add_argument("--clients", type=positive, default=1, help="processes that share the requests of --search")
     work = serve.add_argument_group("workload")
     work.add_argument(
         "--workload",
-        default="fixed",
-        help="fixed, sharegpt, shared-prefix, multi-turn, single, chat, agent, summary, or W1 to W5 (default: fixed)",
+        help="fixed (default), sharegpt, assistant (default of --search), shared-prefix, multi-turn, single, chat, "
+        "agent, summary, or W1 to W5",
     )
     work.add_argument("--num-prompts", type=positive, default=100, help="requests of each load, later turns included")
     work.add_argument("--num-warmups", type=int, default=1, help="requests before each load that do not count")
@@ -59,9 +68,9 @@ def add_kinds(kinds: Any) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from octavo_bench.report import keep
-    from octavo_bench.serve import Target, Wanted, run
+    from octavo_bench.serve import Wanted, run
     from octavo_bench.serve_figures import parse_goodput, write_csv
-    from octavo_bench.serve_load import Load, Work
+    from octavo_bench.serve_load import Load, Target, Work
 
     check_results(args)
     _check(args)
@@ -76,7 +85,16 @@ def _run(args: argparse.Namespace) -> int:
         args.extra_body,
         args.timeout,
     )
-    work = Work(args.workload, args.num_prompts, args.burstiness, args.input_len, args.output_len, args.seed)
+    work = Work(
+        args.workload or ("assistant" if args.search else "fixed"),
+        args.num_prompts,
+        args.burstiness,
+        args.input_len,
+        args.output_len,
+        args.seed,
+    )
+    if args.search:
+        return finish(args, _search(args, target, work))
     wanted = Wanted(loads, args.sweep, args.num_warmups, args.metric_percentiles, parse_goodput(args.goodput))
 
     def keep_row(result: dict[str, Any]) -> None:
@@ -92,16 +110,30 @@ def _run(args: argparse.Namespace) -> int:
     return finish(args, run(target, work, wanted, keep_row))
 
 
+def _search(args: argparse.Namespace, target: Target, work: Work) -> dict[str, Any]:
+    from octavo_bench.goodput import LIMITS, Search, print_probe, search_server, start_clients
+    from octavo_bench.serve_figures import parse_goodput
+
+    search = Search(parse_goodput(args.goodput) or LIMITS, args.search_seconds, args.probe_seconds)
+    clients = start_clients(args.clients)
+    try:
+        return search_server(target, work, search, clients, print_probe)
+    finally:
+        clients.close()
+
+
 def _check(args: argparse.Namespace) -> None:
     """Raise ``ConfigError`` for a number that is out of range."""
     for name in ("request_rate", "concurrency"):
         if any(not 0 < value < float("inf") for value in getattr(args, name) or ()):
             raise ConfigError(f"{name}: must be above 0")
-    for name in ("burstiness", "timeout"):
+    for name in ("burstiness", "timeout", "search_seconds", "probe_seconds"):
         if not getattr(args, name) > 0:
             raise ConfigError(f"{name}: must be above 0")
     if not all(0 <= percent <= 100 for percent in args.metric_percentiles):
         raise ConfigError("metric_percentiles: each is from 0 to 100")
+    if args.search and (args.sweep or args.concurrency or args.request_rate):
+        raise ConfigError("search: finds the request rate itself; leave --sweep, --concurrency and --request-rate out")
     if args.num_warmups < 0:
         raise ConfigError("num_warmups: must not be below 0")
     if args.vocab_size < 2:

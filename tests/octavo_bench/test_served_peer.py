@@ -11,10 +11,18 @@ from typing import Any
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.sim.closed_loops import WORKLOADS, named_workloads, warm_up
+from octavo.sim.closed_loops import WORKLOADS, warm_up
 from octavo_bench.clients import Clients, share, together
 from octavo_bench.peer_process import PeerProcess
-from octavo_bench.served_peer import FIGURES, ServedComparison, Server, client_arguments, compare, parse_visits
+from octavo_bench.served_peer import (
+    FIGURES,
+    ServedComparison,
+    Server,
+    client_arguments,
+    compare,
+    named_workloads,
+    parse_visits,
+)
 from octavo_bench.server_process import ServerProcess, free_port
 
 CLIENT = """
@@ -70,6 +78,15 @@ def test_medians_and_ratios() -> None:
     assert rows["W1", "ttft_p50_ms"]["times_better"] == 2, "of times, the smaller is the better"
     assert "vllm" not in rows["W2", "itl_p50_ms"]
     assert "times_better" not in rows["W2", "itl_p50_ms"]
+
+
+def test_goodput_is_compared_where_it_was_searched() -> None:
+    runs = [
+        {"engine": engine, "workload": "goodput", "client": {"goodput_requests_s": rate, "duration": 60.0}, "gpu": {}}
+        for engine, rate in (("octavo", 30.0), ("octavo", 33.0), ("octavo", 36.0), ("vllm", 22.0))
+    ]
+    (row,) = compare(runs, ["goodput"])
+    assert (row["figure"], row["octavo"]["median"], row["times_better"]) == ("goodput_requests_s", 33.0, 1.5)
 
 
 def test_energy_is_reported_of_runs_that_are_long_enough() -> None:
@@ -210,7 +227,7 @@ def test_arguments_of_the_client() -> None:
 def test_names() -> None:
     assert warm_up(WORKLOADS["W4"])._asdict() == {**WORKLOADS["W4"]._asdict(), "prompts": 256, "output_len": 32}
     assert warm_up(WORKLOADS["W2"]).prompts == 2
-    assert named_workloads("W1,S1") == ["W1", "S1"]
+    assert named_workloads("W1,goodput,S1") == ["W1", "goodput", "S1"]
     with pytest.raises(ConfigError, match="workloads: 'W9' is not one of W1"):
         named_workloads("W1,W9")
     for bad in ("octavo", "octavo:0", "other:1", "vllm:x", ""):
