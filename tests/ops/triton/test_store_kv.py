@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from octavo import ops
 
@@ -37,7 +38,8 @@ def test_keys_are_normed_and_rotated_before_they_are_stored(K: int, H: int, num_
     stored = []
     runs = ("cpu", ops.store_keys.reference), ("cpu", ops.store_keys), (DEVICE, store_keys_triton)
     for where, run in runs:
-        on = heads._replace(k_norm_H=None if heads.k_norm_H is None else heads.k_norm_H.to(where))
+        norms = {name: part.to(where) for name, part in heads._asdict().items() if isinstance(part, Tensor)}
+        on = heads._replace(**norms)
         cache = LayerCache(*(torch.zeros(4, K, 8, H, device=where) for _ in "kv"))
         run(qkv.to(where), on, angles.cos().to(where), angles.sin().to(where), cache, slots.to(where))
         stored.append([part.cpu() for part in cache[:2]])
