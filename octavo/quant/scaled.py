@@ -86,11 +86,14 @@ class ScaledStored:
     def pack(self, form: WeightFormat) -> LinearWeight | None:
         if form.packs and form.device.type == "meta":
             return OutlinedWeight(self.shape, "fp8", self.values_NK.numel() + 4 * self.shape[0] * self.scales.shape[1])
-        K, width = self.shape[1], self.block[1]
-        if form.device.type != "cpu" and not (self.rounds_activations and width >= K and self._has_kernel(form)):
-            packed = self.packed_groups(form.device) if packs_groups(form) else None
+        K, width, has_kernel = self.shape[1], self.block[1], self._has_kernel(form)
+        is_rounding = has_kernel and form.device.type != "cpu" and self.rounds_activations and width >= K
+        if packs_groups(form) and not is_rounding:
+            packed = self.packed_groups(form.device)
             return None if packed is None else GroupedWeight(packed, form.dtype)
-        if not self._has_kernel(form) or (width < K and width % LANES) or self._has_nan():
+        if not has_kernel or (form.device.type != "cpu" and not is_rounding):
+            return None
+        if (width < K and width % LANES) or self._has_nan():
             return None
         values_NK = self.values_NK.view(torch.uint8).to(form.device).contiguous().view(torch.float8_e4m3fn)
         return ScaledWeight(ScaledValues(values_NK, self._by_row().scales.to(form.device), min(width, K)), form.dtype)

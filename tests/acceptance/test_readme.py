@@ -57,7 +57,7 @@ def test_command_lines_parse(capsys: pytest.CaptureFixture[str]) -> None:
     for line in commands:
         words = shlex.split(line, comments=True)[1:]
         with pytest.raises(SystemExit, match=r"^0$"):
-            main([words[0], "--help"])
+            main([words[0], "--help=all"])
         text = capsys.readouterr().out
         assert all(word in text for word in words[1:] if word.startswith("--")), line
 
