@@ -31,7 +31,6 @@ class Parser(argparse.ArgumentParser):
     def keep_for_whole_help(self, names: Collection[str]) -> None:
         """Leave these arguments to ``--help=all``, and say so."""
         self._rare = frozenset(names)
-        self._help.nargs, self._help.metavar = "?", "all"
         self._help.help = "show this help and exit; with =all every setting"
 
     def short_help(self) -> str:
@@ -71,7 +70,9 @@ class _Help(argparse.Action):
     """``--help`` and ``--help=all``."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **options)
+        super().__init__(
+            option_strings, argparse.SUPPRESS, nargs="?", metavar="all", default=argparse.SUPPRESS, **options
+        )
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
