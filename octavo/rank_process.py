@@ -65,10 +65,10 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
     from octavo.runtime.rank_group import RankFailed, RankLoaded, RankReady, RankSettled, StartRank, hear, tell
     from octavo.runtime.rank_memory import RankMemory
     from octavo.steps.messages import Reply, unpack
-    from octavo.telemetry.phases import log_to_stderr
+    from octavo.telemetry.logs import log_to_stderr
 
     start = hear(connection, StartRank)
-    log_to_stderr(start.log_level)
+    log_to_stderr(start.log_level, start.log_format)
     memory = RankMemory(memory_descriptor, start.rank, start.size)
 
     def settle(free: int) -> Limits:

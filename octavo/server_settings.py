@@ -109,3 +109,5 @@ class ServerSettings:
         None, "key that is sent to upstream; default: the client's own, unless this server asks for keys"
     )
     log_level: str = setting("info", "lowest level that is logged", ("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "format of the log on standard error", ("text", "json"))
+    access_log: bool = setting(True, "log each request: client, method, path, status, seconds and id")

@@ -20,7 +20,10 @@ from octavo.cli.parser import EXIT_ERROR, Parser
 from octavo.cli.settings import environment_warnings
 from octavo.errors import OctavoError
 
-COMMANDS = ("serve", "chat", "generate", "models", "debug", "doctor", "tune", "simulate", "explain")
+COMMANDS = (
+    *("serve", "chat", "generate", "pull", "list", "show", "rm", "models"),
+    *("doctor", "tune", "cache", "simulate", "explain", "debug", "completion"),
+)
 ENTRY_POINTS = "octavo.commands"
 """Entry point group of further command modules."""
 OF_OCTAVO_BENCH = ("bench", "demo")

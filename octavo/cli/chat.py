@@ -7,13 +7,15 @@ import contextlib
 import os
 import sys
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from octavo.cli.conversation import Conversation
 from octavo.cli.sampling import add_sampling, sampling_values
 from octavo.cli.settings import add_settings, flag_name, from_flags, load_config
-from octavo.cli.terminal import note, write
+from octavo.cli.terminal import note, table, write
 from octavo.config import EngineConfig, settings, to_flat
 from octavo.errors import ConfigError, RequestError
 from octavo.sampling_params import SamplingParams
@@ -21,12 +23,22 @@ from octavo.sampling_params import SamplingParams
 NAME = "chat"
 HELP = "chat in the terminal with a model, or with any OpenAI-compatible server"
 
-COMMANDS = "/reset clears the conversation, /exit quits; Ctrl-C stops an answer"
+HINT = "/help shows the commands, /exit quits; Ctrl-C stops an answer"
+COMMANDS = {
+    "/help": "show this help",
+    "/system [TEXT]": 'show the system prompt, or replace it; /system "" removes it',
+    "/save FILE": "keep the conversation in a JSON file",
+    "/load FILE": "continue the conversation of such a file",
+    "/reset": "clear the conversation, except the system prompt",
+    "/exit": "quit; so does the end of the input (Ctrl-D)",
+}
+QUOTES = '"""'
+HELP_ON_LINES = f"{QUOTES} begins a message of several lines and ends it; so does \\ at the end of a line continue it."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Model or server, system prompt, sampling flags and every setting of the engine."""
-    parser.add_argument("--system", metavar="TEXT", help="system prompt, kept by /reset")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument(
         "--api-key", metavar="KEY", help="key for the server at URL (default: OCTAVO_API_KEY, then OPENAI_API_KEY)"
     )
@@ -73,7 +85,7 @@ class LocalChat:
 def run(args: argparse.Namespace) -> int:
     """Chat until /exit or the end of the input."""
     with contextlib.closing(_partner(args)) as partner:
-        note(f"talking to {partner.name}; {COMMANDS}")
+        note(f"talking to {partner.name}; {HINT}")
         converse(partner, args.system)
     return 0
 
@@ -96,31 +108,73 @@ def _partner(args: argparse.Namespace) -> Partner:
 
 
 def converse(partner: Partner, system: str | None) -> None:
-    """Read lines from the user and write the answers, until /exit or the end of the input."""
+    """Read messages and commands from the user and write the answers, until /exit or the end of the input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (importing it gives input() line editing and history)
-    opening = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
-    while (line := _ask()) is not None:
-        if line == "/exit":
+    conversation = Conversation(system)
+    while (text := _ask()) is not None:
+        if text == "/exit":
             return
-        if line == "/reset":
-            messages = list(opening)
-            note("conversation cleared")
-        elif line.startswith("/"):
-            note(f"{line.split()[0]} is not a command; {COMMANDS}")
-        elif line:
-            messages.append({"role": "user", "content": line})
-            answer = _answer(partner, messages)
+        if text.startswith("/"):
+            _obey(text, conversation)
+        elif content := text.removeprefix(QUOTES).strip("\n"):
+            conversation.turns.append({"role": "user", "content": content})
+            answer = _answer(partner, conversation.messages)
             if answer is None:
-                messages.pop()
+                conversation.turns.pop()
             else:
-                messages.append({"role": "assistant", "content": answer})
+                conversation.turns.append({"role": "assistant", "content": answer})
+
+
+def _obey(line: str, conversation: Conversation) -> None:
+    """Execute a command other than /exit."""
+    command, _, rest = line.partition(" ")
+    rest = rest.strip()
+    try:
+        match command:
+            case "/help":
+                rows = [[usage, about] for usage, about in COMMANDS.items()]
+                print(f"{table(rows)}\n{HELP_ON_LINES}", file=sys.stderr, flush=True)
+            case "/system":
+                if rest:
+                    conversation.system = "" if rest == '""' else rest
+                note(f"system prompt: {conversation.system or 'none'}")
+            case "/reset":
+                conversation.turns.clear()
+                note("conversation cleared")
+            case "/save" | "/load" if not rest:
+                note(f"{command} needs the name of a file")
+            case "/save":
+                conversation.save(Path(rest).expanduser())
+                note(f"saved {len(conversation.messages)} messages in {rest}")
+            case "/load":
+                conversation.load(Path(rest).expanduser())
+                note(f"loaded {len(conversation.messages)} messages from {rest}")
+            case _:
+                note(f"{command} is not a command; {HINT}")
+    except ConfigError as error:
+        note(f"error: {error}")
 
 
 def _ask() -> str | None:
+    """The next message or command, ``None`` at the end of the input; a message in quotes keeps the opening ones."""
+    line = _read_line("> ")
+    if line is None:
+        return None
+    text = line.strip()
+    if text.startswith(QUOTES):
+        text = text.removeprefix(QUOTES)
+        while not text.endswith(QUOTES) and (line := _read_line("... ")) is not None:
+            text += "\n" + line.rstrip()
+        return QUOTES + text.removesuffix(QUOTES)
+    while text.endswith("\\"):
+        text = text.removesuffix("\\") + "\n" + (_read_line("... ") or "").rstrip()
+    return text.strip()
+
+
+def _read_line(prompt: str) -> str | None:
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        return input(prompt if sys.stdin.isatty() else "")
     except EOFError:
         return None
 

@@ -93,7 +93,7 @@ def _check(config: EngineConfig) -> int:
     if not isinstance(model, EncoderConfig):
         check_divides(model, num_ranks)
     loaded = outline(model, checkpoint, form, num_ranks)
-    for line in _describe(model, loaded, checkpoint):
+    for line in describe(model, loaded, checkpoint):
         print(line)
     free = memory.free_memory(device, config.cache.gpu_memory_utilization)
     if isinstance(model, EncoderConfig):
@@ -192,7 +192,8 @@ def _check_modules(config: EngineConfig, loaded: LoadedModel | LoadedEncoder) ->
         yield f"adapter {name} fits: it changes {len(changes)} of {len(loaded.maps)} maps"
 
 
-def _describe(model: ModelConfig, loaded: LoadedModel | LoadedEncoder, checkpoint: Checkpoint) -> Iterator[str]:
+def describe(model: ModelConfig, loaded: LoadedModel | LoadedEncoder, checkpoint: Checkpoint) -> Iterator[str]:
+    """Lines about a model: architecture, parameters, quantisation, sizes and windows."""
     kinds = sorted({checkpoint.describe(name)[0] for name in checkpoint.names()})
     yield f"{model.architecture}: supported"
     yield f"{loaded.num_parameters:,} parameters, " + (

@@ -90,7 +90,8 @@ def _brief(action: argparse.Action) -> argparse.Action:
     if not action.help or not action.option_strings or action.help == argparse.SUPPRESS:
         return action
     name = next(option for option in action.option_strings if option.startswith("--"))
-    copy = argparse.Action([name], action.dest, action.nargs, metavar=action.metavar)
+    short = [option for option in action.option_strings if not option.startswith("--")]
+    copy = argparse.Action([*short, name], action.dest, action.nargs, metavar=action.metavar)
     copy.help = action.help if action.dest == argparse.SUPPRESS else action.help.partition(";")[0].partition(" (")[0]
     return copy
 

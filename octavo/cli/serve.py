@@ -13,7 +13,7 @@ HELP = "serve a model over an OpenAI-compatible HTTP API"
 COMMON = (
     *("model", "quantization", "device", "tensor_parallel_size", "lora_modules", "max_model_len"),
     *("gpu_memory_utilization", "kv_cache_memory", "max_num_seqs", "speculative_config"),
-    *("host", "port", "api_key", "served_model_name"),
+    *("host", "port", "api_key", "served_model_name", "log_level"),
 )
 """Settings in the short help."""
 
@@ -21,6 +21,10 @@ COMMON = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every setting of the engine and the server."""
     add_settings(parser, ServeConfig, COMMON)
+    for flag, level in (("--verbose", "debug"), ("--quiet", "warning")):
+        parser.add_argument(
+            *(flag[1:3], flag), dest="log_level", action="store_const", const=level, help=f"log level {level}"
+        )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -71,6 +71,14 @@ def add_settings(
     parser.keep_for_whole_help({item.name for item in settings(config_class)} - set(common))
 
 
+def add_some_settings(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
+    """Add the flags of a few settings of the engine, for ``load_config``."""
+    for item in settings(EngineConfig):
+        if item.name in names:
+            add_flag(parser, item)
+    parser.set_defaults(config=None, model_argument=None)
+
+
 def add_flag(group: Any, item: Setting) -> None:
     """Add the flag of one setting to a parser or a group of one, and those of other servers that mean the same."""
     aliases = [alias for alias, name in FLAGS_OF_OTHERS.items() if name == item.name]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli.settings import add_flag, flag_name, positive
+from octavo.cli.simulated import summary
 from octavo.config import EngineConfig, settings
 from octavo.errors import ConfigError
 
@@ -56,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     goal.add_argument("--slo-share", type=float, default=0.99, help="fraction of requests that must meet the targets")
     goal.add_argument("--search", action="store_true", help="find the fewest devices that meet the targets")
     goal.add_argument("--price", type=_above_zero, help="price of a device per hour")
-    goal.add_argument("--output", type=Path, help="also write the JSON to this file")
+    goal.add_argument("--output", type=Path, help="write the results to this file, as JSON")
+    goal.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     goal.add_argument("--plot", type=Path, help="write a PNG to this file; needs matplotlib")
     for name in GROUPS:
         group = parser.add_argument_group(f"{name} settings", "as for `octavo serve`")
@@ -67,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate or search, and print the results as JSON."""
+    """Simulate or search, and print the results."""
     from octavo.sim.devices import find_device
     from octavo.sim.plots import plot
     from octavo.sim.report import Targets
@@ -102,10 +104,12 @@ def run(args: argparse.Namespace) -> int:
         result["cost_per_million_output_tokens"] = args.price * hours
     if args.plot is not None:
         plot(result, args.plot)
-    text = json.dumps(_finite(result), indent=1)
     if args.output is not None:
-        args.output.write_text(text + "\n")
-    print(json.dumps(_finite({name: value for name, value in result.items() if name != "queue"}), indent=1))
+        args.output.write_text(json.dumps(_finite(result), indent=1) + "\n")
+    if args.json:
+        print(json.dumps(_finite({name: value for name, value in result.items() if name != "queue"}), indent=1))
+    else:
+        print(summary(result))
     return 0
 
 

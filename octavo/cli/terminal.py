@@ -1,8 +1,9 @@
-"""Write generated text to a terminal, without control characters."""
+"""Output of commands: generated text without control characters, notes to the user, and tables."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 _CONTROL = {code: None for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
 
@@ -20,3 +21,25 @@ def write(text: str) -> None:
 def note(text: str) -> None:
     """Print a message for the user to standard error, apart from the output."""
     print(f"octavo: {text}", file=sys.stderr, flush=True)
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Rows of cells in aligned columns; the columns ``right`` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = (
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def size_text(num_bytes: float) -> str:
+    """A number of bytes for people, such as ``93.8 MiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.1f} GiB"

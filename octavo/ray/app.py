@@ -28,7 +28,7 @@ from octavo.ray.request_router import OctavoRequestRouter
 from octavo.ray.settings import FleetSettings, parse
 from octavo.server.app import create_app
 from octavo.server.model_name import with_local_model
-from octavo.telemetry.phases import log_to_stderr
+from octavo.telemetry.logs import log_to_stderr
 from octavo.text.tokenizer import load_tokenizer
 
 MAX_ONGOING = 100_000
@@ -47,7 +47,7 @@ class Ingress:
         """``settings``: flat names of ``ServeConfig``."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         config = await asyncio.to_thread(with_local_model, ServeConfig.from_flat(settings))
-        log_to_stderr(config.server.log_level)
+        log_to_stderr(config.server.log_level, config.server.log_format)
         self._engine = FleetEngine(config, engines, max_replicas)
         await self._engine.start()
         tokenizer = await asyncio.to_thread(load_tokenizer, Path(config.model.tokenizer or config.model.model))

@@ -17,7 +17,7 @@ from octavo.routing.prefixes import CachedPrefixes
 from octavo.server.async_engine import AsyncEngine
 from octavo.server.model_name import with_local_model
 from octavo.server.wire import Refusal
-from octavo.telemetry.phases import log_to_stderr
+from octavo.telemetry.logs import log_to_stderr
 from octavo.types import Output
 
 STUCK = 3
@@ -32,7 +32,7 @@ class EngineReplica:
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """``settings``: flat names of ``ServeConfig``."""
         config = await asyncio.to_thread(with_local_model, ServeConfig.from_flat(settings))
-        log_to_stderr(config.server.log_level)
+        log_to_stderr(config.server.log_level, config.server.log_format)
         self._name = serve.get_replica_context().replica_id.unique_id
         self._timeout = STUCK * config.server.engine_timeout
         self._engine = AsyncEngine(config)

@@ -33,6 +33,7 @@ from octavo.runtime.rank_executor import RankExecutor
 from octavo.runtime.rank_memory import RankMemory, make_memory
 from octavo.runtime.ranks import OnLost
 from octavo.steps.messages import Executor, Message, Reply, pack
+from octavo.telemetry.logs import current_format, current_level
 
 STOPPED_SECONDS = 5.0
 """A rank that others wait for is stuck when a signal stopped it for so long."""
@@ -53,6 +54,7 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
     config: dict[str, Any]
     """Settings by their flat names."""
     log_level: str
+    log_format: str
 
 
 class RankLoaded(msgspec.Struct, frozen=True, tag=True):
@@ -114,10 +116,9 @@ class RankGroup:
         self._finalizer = weakref.finalize(self, self._watch.end)
         """Also called when this object is collected or the interpreter exits."""
         self._watch.start()
-        level = logging.getLevelName(logging.getLogger("octavo").getEffectiveLevel())
         with self._start_explained():
             for rank, connection in enumerate(self._watch.connections, 1):
-                tell(connection, StartRank(rank, size, config, level))
+                tell(connection, StartRank(rank, size, config, current_level(), current_format()))
 
     @property
     def collective(self) -> Collective:

@@ -122,8 +122,10 @@ def outer_middleware(
     settings: ServerSettings, keys: Keys, metrics: Metrics, is_open: Callable[[str, str], bool] | None = None
 ) -> list[Middleware]:
     """The middleware of every application: request ids, hosts, API keys and CORS."""
-    opened = {} if is_open is None else {"is_open": is_open}
-    outermost = Middleware(RequestMiddleware, keys=keys, hosts=AllowedHosts(settings), metrics=metrics, **opened)
+    hosts = AllowedHosts(settings)
+    outermost = Middleware(
+        RequestMiddleware, keys=keys, hosts=hosts, metrics=metrics, is_logged=settings.access_log, is_open=is_open
+    )
     if settings.allowed_origins is None:
         return [outermost]
     origins = [origin.strip() for origin in settings.allowed_origins.split(",")]

@@ -16,6 +16,7 @@ from typing import Any
 from octavo.errors import OctavoError
 from octavo.server import wire
 from octavo.server.endings import is_from_outside, num_oom_kills
+from octavo.telemetry.logs import current_format, current_level
 from octavo.types import EngineInfo
 
 POLL_SECONDS = 0.005
@@ -71,8 +72,7 @@ class EngineLink(asyncio.Protocol):
     async def connect(self, config: dict[str, Any]) -> None:
         """Open the connection and send the configuration."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
-        # The child uses the same log level.
-        self.send(wire.Start(self.generation, config, logging.getLevelName(logger.getEffectiveLevel())))
+        self.send(wire.Start(self.generation, config, current_level(), current_format()))
 
     @property
     def pid(self) -> int | None:

@@ -30,7 +30,8 @@ from octavo.errors import CheckpointError, OctavoError, RanksLost, RequestError,
 from octavo.kernel_compiler import prepare_if_there_may_be_a_gpu
 from octavo.server import wire
 from octavo.telemetry.events import Event
-from octavo.telemetry.phases import Phases, log_to_stderr
+from octavo.telemetry.logs import log_to_stderr
+from octavo.telemetry.phases import Phases
 from octavo.types import EngineInfo, EngineStats, Output, Request
 
 SWITCH_INTERVAL = 0.0001
@@ -186,7 +187,7 @@ def _serve(build: Build | None) -> int:
         start = channel.receive(wait=True)[0]
         if not isinstance(start, wire.Start):
             raise wire.FrameError(f"the first message must be Start, not {type(start).__name__}")
-        log_to_stderr(start.log_level)
+        log_to_stderr(start.log_level, start.log_format)
         built = _build(build, start, channel)
         if built is None:
             return 1

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import RequestError
+from octavo.server.access_log import log_access
 from octavo.server.allowed_hosts import AllowedHosts
 from octavo.server.errors import UnexpectedError, error_response, rejection_of
 from octavo.server.generation import ClientGone
@@ -44,14 +45,16 @@ class RequestMiddleware:
         keys: Keys,
         hosts: AllowedHosts,
         metrics: Metrics,
-        is_open: Callable[[str, str], bool] = lambda method, path: False,
+        is_logged: bool,
+        is_open: Callable[[str, str], bool] | None = None,
     ) -> None:
-        """``is_open`` says of a method and a path whether they need no API key."""
+        """``is_open`` says of a method and a path whether they need no API key; by default, none is without."""
         self.app = app
-        self._is_open = is_open
+        self._is_open = is_open or (lambda method, path: False)
         self._metrics = metrics
         self._keys = keys
         self._hosts = hosts
+        self._is_logged = is_logged
         self._pacer = RequestPacer()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,7 +96,10 @@ class RequestMiddleware:
         scope.pop(WRITE_PIECE, None)  # breaks a reference cycle: it refers to the connection, which refers to the scope
         # The route's pattern, not the path: clients must not be able to create metric labels.
         handler = getattr(scope.get("route"), "path", "other")
-        self._metrics.observe_http(handler, scope["method"], status, time.monotonic() - start)
+        seconds = time.monotonic() - start
+        self._metrics.observe_http(handler, scope["method"], status, seconds)
+        if self._is_logged:
+            log_access(scope, status, seconds, request_id)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         if scope["path"] in OPEN_PATHS:

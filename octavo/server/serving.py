@@ -26,7 +26,8 @@ from octavo.server.data_parallel import DataParallelEngine
 from octavo.server.kv_publisher import KVEventPublisher, parse_kv_events_config
 from octavo.server.model_name import with_local_model
 from octavo.server_settings import ServerSettings
-from octavo.telemetry.phases import Phases, log_to_stderr
+from octavo.telemetry.logs import log_to_stderr
+from octavo.telemetry.phases import Phases
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -46,7 +47,7 @@ def run(config: ServeConfig, engine_argv: list[str] | None = None) -> int:
 
     ``engine_argv`` replaces the default command of the engine process.
     """
-    log_to_stderr(config.server.log_level)
+    log_to_stderr(config.server.log_level, config.server.log_format)
     _raise_file_limit()
     # Each text is tokenised in the calling thread; the library's thread pool only adds overhead.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -46,6 +46,7 @@ class Start(msgspec.Struct, tag="start", array_like=True):
     generation: int
     config: dict[str, Any]
     log_level: str = "WARNING"
+    log_format: str = "text"
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, gc=False):

@@ -203,5 +203,5 @@ def make_workload(
         sizes = (round(profile.first.mean), round(profile.output.mean))
         return ClosedLoop(num_requests, *sizes, 0.5, concurrency, seed)
     if rate is None:
-        raise ConfigError(f"rate: workload {name} needs requests a second, or a concurrency")
+        raise ConfigError(f"workload {name} needs --rate, in requests per second, or --concurrency")
     return Sessions(profile, rate, num_requests, burstiness, seed)

@@ -18,9 +18,3 @@ class Phases:
         now = time.perf_counter()
         self._logger.info("%s: %.2f s", name, now - self._began)
         self._began = now
-
-
-def log_to_stderr(level: str) -> None:
-    """Log to standard error at ``level`` or above."""
-    logging.basicConfig(format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("octavo").setLevel(level.upper())

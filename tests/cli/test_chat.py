@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -65,9 +66,85 @@ def test_reset_keeps_only_the_system_prompt_and_exit_ends(fake: FakeServer, say:
 
 
 def test_an_unknown_command_is_not_sent(fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
-    assert say(["/help me"], fake.url) == 0
-    assert "/help is not a command; /reset" in capsys.readouterr().err
+    assert say(["/hlep me"], fake.url) == 0
+    assert "/hlep is not a command; /help" in capsys.readouterr().err
     assert fake.bodies == []
+
+
+def test_help_lists_every_command(fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    assert say(["/help", *(usage.split()[0] for usage in chat.COMMANDS)], fake.url) == 0
+    shown = capsys.readouterr().err
+    assert all(f"\n{usage}  " in shown for usage in [*chat.COMMANDS][1:])
+    assert "is not a command" not in shown
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['"""one', "  two", "", '/three"""'], "one\n  two\n\n/three"),
+        (['"""', "def f():", "    pass", '"""'], "def f():\n    pass"),
+        (['"""/one line"""'], "/one line"),
+        (['"""', "open at the end"], "open at the end"),
+        (["one\\", "two\\", "three"], "one\ntwo\nthree"),
+        (['""""""', "next"], "next"),
+    ],
+)
+def test_a_message_can_have_several_lines(fake: FakeServer, say: Say, lines: list[str], message: str) -> None:
+    fake.answers = [[event(content="1"), DONE]]
+    assert say(lines, fake.url) == 0
+    assert [body["messages"] for body in fake.bodies] == [[{"role": "user", "content": message}]]
+
+
+def test_the_system_prompt_can_be_changed(fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.answers = [[event(content=str(number)), DONE] for number in range(3)]
+    assert say(["A", "/system Be brief", "B", "/system", '/system ""', "C"], fake.url, "--system", "Old") == 0
+    openings = [body["messages"][0] for body in fake.bodies]
+    assert [opening["content"] for opening in openings] == ["Old", "Be brief", "A"]
+    assert len(fake.bodies[2]["messages"]) == 5
+    assert "system prompt: Be brief\noctavo: system prompt: none" in capsys.readouterr().err
+
+
+def test_a_conversation_is_kept_in_a_file(fake: FakeServer, say: Say, tmp_path: Path) -> None:
+    fake.answers = [[event(content=f"é{number}"), DONE] for number in range(3)]
+    file = tmp_path / "talk one.json"
+    assert say(["Hi", f"/save {file}", "Ho", f"/save {file}"], fake.url, "--system", "S") == 0
+    kept = json.loads(file.read_text("utf-8"))["messages"]
+    assert [message["content"] for message in kept] == ["S", "Hi", "é0", "Ho", "é1"]
+    assert say([f"/load {file}", "Now"], fake.url) == 0
+    assert fake.bodies[-1]["messages"] == [*kept, {"role": "user", "content": "Now"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("not JSON", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"messages": [{"role": "tool", "content": "x"}]}', "has no list 'messages'"),
+        ('{"messages": [{"role": "user", "content": [1]}]}', "has no list 'messages'"),
+        ("[]", "has no list 'messages'"),
+        (None, "cannot read"),
+    ],
+)
+def test_files_of_other_kinds_are_neither_loaded_nor_overwritten(
+    fake: FakeServer,
+    say: Say,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str | None,
+    message: str,
+) -> None:
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_text(content)
+    assert say([f"/load {file}"], fake.url) == 0
+    assert message in capsys.readouterr().err
+    if content is not None:
+        assert say([f"/save {file}", "/save", f"/save {tmp_path}/no/file"], fake.url) == 0
+        errors = capsys.readouterr().err
+        assert "exists and holds no conversation" in errors
+        assert "/save needs the name of a file" in errors
+        assert "cannot write" in errors
+        assert file.read_text() == content
 
 
 def test_the_url_may_end_in_v1_and_the_model_may_be_named(fake: FakeServer, say: Say) -> None:

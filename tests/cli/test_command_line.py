@@ -18,7 +18,7 @@ from octavo.cli import COMMANDS, main
 from octavo.config import ServeConfig, settings
 from octavo.errors import CheckpointError
 
-HEAVY = ("torch", "numba", "transformers", "starlette", "tokenizers", "httpx", "rich", "yaml")
+HEAVY = ("torch", "numba", "transformers", "starlette", "tokenizers", "httpx", "rich", "yaml", "shtab")
 
 
 @pytest.fixture

@@ -277,3 +277,8 @@ def test_valid_ports_are_accepted(port: str) -> None:
 def test_the_page_of_settings_is_current() -> None:
     written = (Path(__file__).parents[2] / "docs" / "flags.md").read_text(encoding="utf-8")
     assert written == page(), "run `python -m octavo.cli.reference > docs/flags.md`"
+
+
+@pytest.mark.parametrize(("flag", "level"), [("-v", "debug"), ("--verbose", "debug"), ("-q", "warning")])
+def test_verbose_and_quiet_are_log_levels(flag: str, level: str) -> None:
+    assert load(flag, environ={"OCTAVO_LOG_LEVEL": "error"}).server.log_level == level

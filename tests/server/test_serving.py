@@ -93,6 +93,14 @@ def test_a_start_says_what_it_spent_its_time_on(start: Callable[..., Process]) -
         assert re.search(rf"octavo\.start: {phase}: \d+\.\d\d s", errors)
 
 
+def test_the_log_is_json_if_asked_for(start: Callable[..., Process]) -> None:
+    process = start(log_level="info", log_format="json")
+    assert httpx.get(process.wait_ready() + "/v1/models").status_code == 200
+    process.process.terminate()
+    entries = [json.loads(line) for line in process.process.communicate(timeout=20)[1].splitlines()]
+    assert [entry["path"] for entry in entries if entry["logger"] == "octavo.access"] == ["/v1/models"]
+
+
 async def stream(port: int, max_tokens: int) -> tuple[Any, Any]:
     """A stream that has begun."""
     body = {"prompt": [1, 2], "max_tokens": max_tokens, "stream": True}

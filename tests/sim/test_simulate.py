@@ -195,6 +195,11 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert written["cost_per_million_output_tokens"] == pytest.approx(3 * hours)
     assert written["queue"]
     assert written["requests"] + written["refused"] <= 200
+    table = capsys.readouterr().out
+    assert table.startswith("2 replicas of llama-3.1-8b on h200; workload chat, 50 requests/s offered\n")
+    assert f"{1000 * written['ttft']['p99']:,.1f}" in next(line for line in table.splitlines() if "TTFT" in line)
+    assert f"cost {3 * hours:,.2f}" in table
+    assert main([*common, "--num-prompts", "200", "--replicas", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["good_share"] == written["good_share"]
 
 
@@ -203,7 +208,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["--device", "abacus"], "device"),
         (["--workload", "nothing", "--rate", "1"], "workload"),
-        (["--workload", "chat"], "rate"),
+        (["--workload", "chat"], "--rate, in requests per second, or --concurrency"),
         (["--router", "guess", "--rate", "1"], "router"),
         (["--model", "gpt9", "--rate", "1"], "model"),
         (["--rate", "1", "--tensor-parallel-size", "3"], "tensor_parallel"),
@@ -220,7 +225,7 @@ def test_bad_arguments_are_named(arguments: list[str], named: str, capsys: pytes
 def test_a_target_for_each_token_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     def p99(*flags: str) -> float:
         common = ["--workload", "single", "--rate", "40", "--num-prompts", "80", "--input-len", "3000"]
-        assert main(["simulate", *common, "--policy", "deadline", *flags]) == 0
+        assert main(["simulate", *common, "--policy", "deadline", "--json", *flags]) == 0
         return float(json.loads(capsys.readouterr().out)["tpot"]["p99"])
 
     assert p99() > 0.03

@@ -35,13 +35,18 @@ LONGEST_WAIT = 120.0
 """Seconds, far more than any kernel takes: a process stopped while compiling must not block all others."""
 
 
-@functools.cache
-def cache_folder() -> Path | None:
-    """Folder of compiled kernels, in the user's cache folder; ``None`` when it cannot be written."""
+def kernels_folder() -> Path:
+    """Folder of compiled kernels, in the user's cache folder, named by a digest of the kernels' sources."""
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
-    folder = cache_dir() / "kernels" / digest.hexdigest()[:16]
+    return cache_dir() / "kernels" / digest.hexdigest()[:16]
+
+
+@functools.cache
+def cache_folder() -> Path | None:
+    """``kernels_folder``, which now exists; ``None`` when it cannot be written."""
+    folder = kernels_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):

@@ -1,0 +1,89 @@
+"""The access log, and logs as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from octavo.server.access_log import logger as access_logger
+from octavo.telemetry.logs import JSONFormatter, current_format, current_level, log_to_stderr
+
+
+@pytest.fixture
+def records() -> Iterator[list[logging.LogRecord]]:
+    """What is logged about requests, at any level."""
+    found: list[logging.LogRecord] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record)
+
+    handler = Handler()
+    access_logger.addHandler(handler)
+    access_logger.setLevel(logging.DEBUG)
+    yield found
+    access_logger.removeHandler(handler)
+    access_logger.setLevel(logging.NOTSET)
+
+
+def test_each_request_is_a_line(serve_app: Any, records: list[logging.LogRecord]) -> None:
+    served = serve_app()
+    served.complete(stream=True)
+    served.client.get("/no%0Apage?key=secret", headers={"x-request-id": "mine"})
+    served.client.get("/health")
+    streamed, missing, probe = records
+    assert re.fullmatch(r"\S+ POST /v1/completions 200 0\.\d{3} s [0-9a-f]{32}", streamed.getMessage())
+    assert re.fullmatch(r"\S+ GET /no\?page 404 0\.\d{3} s mine", missing.getMessage())
+    assert [record.levelname for record in records] == ["INFO", "INFO", "DEBUG"]
+    assert getattr(probe, "fields")["path"] == "/health"  # noqa: B009
+
+
+def test_the_access_log_can_be_switched_off(serve_app: Any, records: list[logging.LogRecord]) -> None:
+    serve_app(access_log=False).complete()
+    assert records == []
+
+
+def test_a_refused_key_is_logged_and_not_shown(serve_app: Any, records: list[logging.LogRecord]) -> None:
+    served = serve_app(api_key="right")
+    served.client.post("/v1/completions", json={"prompt": [1]}, headers={"authorization": "Bearer wrong"})
+    (record,) = records
+    assert " 401 " in record.getMessage()
+    assert "wrong" not in JSONFormatter().format(record)
+
+
+def test_json_lines_have_the_fields_of_a_record(serve_app: Any, records: list[logging.LogRecord]) -> None:
+    serve_app().client.get("/v1/models", headers={"x-request-id": "7"})
+    entry = json.loads(JSONFormatter().format(records[0]))
+    assert entry["level"] == "info"
+    assert entry["logger"] == "octavo.access"
+    assert (entry["method"], entry["path"], entry["status"]) == ("GET", "/v1/models", 200)
+    assert entry["request_id"] == "7"
+    assert 0 <= entry["seconds"] < 10
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", entry["time"])
+
+
+def test_an_exception_stays_on_one_json_line() -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        record = logging.LogRecord("octavo", logging.ERROR, "", 0, "%s failed", ("it",), sys.exc_info())
+    line = JSONFormatter().format(record)
+    assert "\n" not in line
+    assert json.loads(line)["message"] == "it failed"
+    assert "ValueError: two\nlines" in json.loads(line)["exception"]
+
+
+def test_child_processes_get_level_and_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, octavo = logging.getLogger(), logging.getLogger("octavo")
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(octavo, "level", octavo.level)
+    for form in ("json", "text"):
+        root.handlers.clear()
+        log_to_stderr("error", form)
+        assert (current_level(), current_format()) == ("ERROR", form)
