@@ -18,6 +18,7 @@ from octavo.config import EngineConfig
 from octavo.engine.engine import NoAdapters
 from octavo.engine.protocols import Adapters
 from octavo.errors import InvalidParameter
+from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.events import Event
 from octavo.types import EngineInfo, EngineStats, Output, Request, TokenLogprobs
 
@@ -118,6 +119,10 @@ class InstantEngine:
             num_output_tokens=self.num_output_tokens,
             step_tokens=running,
         )
+
+    def cache_view(self) -> CacheView | None:
+        """There is no cache."""
+        return None
 
     def close(self) -> None:
         """Nothing is left open."""

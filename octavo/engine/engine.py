@@ -6,12 +6,14 @@ from collections import Counter, deque
 from concurrent.futures import Future
 from typing import Any
 
+from octavo.cache.cache_view import view_of
 from octavo.cache.kv_events import KVEvent
 from octavo.engine.logits_processors import Processors, make_processors
 from octavo.engine.protocols import Adapters, Grammars, Pending, Runner
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.spare_time import SpareTime
 from octavo.errors import CheckpointError, InvalidParameter, ModelNotFound, RunnerError
+from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.events import Event
 from octavo.types import EngineStats, Masks, Output, Plan, Request, Sequence
 
@@ -159,6 +161,10 @@ class Engine:
         stats = self.scheduler.snapshot()
         stats.num_waiting += len(self.preparing)
         return stats
+
+    def cache_view(self) -> CacheView:
+        """Who owns which KV block now, for the console."""
+        return view_of(self.scheduler.cache, [*self.scheduler.running.values(), *self.scheduler.leaving])
 
     def close(self) -> None:
         """Wait until pending blocks are saved to slower tiers; the engine must not be used afterwards."""

@@ -22,6 +22,7 @@ from octavo.server.engine_stats import summed
 from octavo.server.journal import RequestJournal
 from octavo.server.live_request import LiveRequest, adapters_of
 from octavo.server.timelines import KVEventRing, Timelines
+from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
@@ -89,6 +90,10 @@ class FleetEngine(RequestJournal):
     def seconds_since_progress(self) -> float:
         """Seconds since any engine answered while requests are live; 0 while idle."""
         return time.monotonic() - self.last_answer if self._live else 0.0
+
+    def cache_views(self) -> list[CacheView]:
+        """None: the replicas' caches are not viewed from here."""
+        return []
 
     def _condition(self) -> Condition:
         self.metrics.stats = self.stats

@@ -25,6 +25,7 @@ from octavo.server.journal import RequestJournal
 from octavo.server.live_request import LiveRequest, adapters_of
 from octavo.server.supervisor import Supervisor
 from octavo.server.timelines import KVEventRing, Timelines
+from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.events import Event
 from octavo.telemetry.metrics import Metrics
@@ -77,6 +78,7 @@ class AsyncEngine(RequestJournal):
         self._changing_adapters = asyncio.Lock()
         self._is_draining = False
         self._total_stats = TotalStats()
+        self._cache_view: CacheView | None = None
 
     def send_kv_events_to(self, sink: KVEventSink) -> None:
         """Let ``sink`` receive the prefix cache's events; to be called before ``start``."""
@@ -136,6 +138,13 @@ class AsyncEngine(RequestJournal):
         """Process id of the current engine process."""
         link = self._supervisor.link
         return None if link is None else link.pid
+
+    def cache_views(self) -> list[CacheView]:
+        """The latest view of the KV cache, if any; asks the engine process for the next one."""
+        link = self._supervisor.link
+        if self._is_up and link is not None:
+            link.send(wire.Ping(link.generation, wants_view=True))
+        return [] if self._cache_view is None else [self._cache_view]
 
     @property
     def _accepts(self) -> bool:
@@ -288,7 +297,7 @@ class AsyncEngine(RequestJournal):
 
     def on_down(self, is_from_outside: bool) -> None:
         """The engine process ended: fail requests found to be the cause; the others wait for the next process."""
-        self._has_engine = False
+        self._has_engine, self._cache_view = False, None
         self.metrics.hangs = self._supervisor.num_hangs
         for sink in self._kv_event_sinks:
             sink.clear()
@@ -307,6 +316,8 @@ class AsyncEngine(RequestJournal):
         """Apply one step's report, in a single pass over its outputs."""
         now = time.monotonic()
         self.metrics.observe_step(self._total_stats.total(step.stats))
+        if step.cache_view is not None:
+            self._cache_view = step.cache_view
         if step.events:
             self.timelines.add(step.events)
             self._note_computed(step.events)

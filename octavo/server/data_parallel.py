@@ -25,6 +25,7 @@ from octavo.server.async_engine import AsyncEngine
 from octavo.server.engine_client import OutputListener, Progress
 from octavo.server.engine_stats import summed
 from octavo.server.timelines import KVEventRing, Timelines
+from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.metrics import FleetMetrics, Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 
@@ -101,6 +102,10 @@ class DataParallelEngine:
     def seconds_since_progress(self) -> float:
         """Of the engine that was heard of last; the metrics have each one's."""
         return min(engine.seconds_since_progress for engine in self.engines)
+
+    def cache_views(self) -> list[CacheView]:
+        """The latest view of each engine's KV cache, if any; asks the engines for the next ones."""
+        return [view for engine in self.engines for view in engine.cache_views()]
 
     # --- requests ---
 

@@ -9,6 +9,7 @@ from octavo.cache.kv_events import KVEvent
 from octavo.errors import RequestError
 from octavo.server.adapters import AdapterTable
 from octavo.server.timelines import KVEventRing, Timelines
+from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Output, Request
 
@@ -78,6 +79,10 @@ class EngineClient(Monitored, Protocol):
 
     def progress(self) -> Iterator[Progress]:
         """How far each request is that is not finished, oldest first."""
+        ...
+
+    def cache_views(self) -> list[CacheView]:
+        """The latest view of each engine's KV cache, if any; asks the engines for the next ones."""
         ...
 
     def next_id(self) -> int: ...

@@ -29,6 +29,7 @@ from octavo.engine.protocols import Adapters
 from octavo.errors import CheckpointError, OctavoError, RanksLost, RequestError, WorkerLost
 from octavo.kernel_compiler import prepare_if_there_may_be_a_gpu
 from octavo.server import wire
+from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.events import Event
 from octavo.telemetry.logs import log_to_stderr
 from octavo.telemetry.phases import Phases
@@ -55,6 +56,7 @@ class EngineLike(Protocol):
     def spare_seconds(self) -> float: ...
     def step(self) -> list[Output]: ...
     def stats(self) -> EngineStats: ...
+    def cache_view(self) -> CacheView | None: ...
     def take_events(self) -> list[Event]: ...
     def take_kv_events(self) -> list[KVEvent]: ...
     def close(self) -> None: ...
@@ -110,6 +112,8 @@ class EngineLoop:
         self.generation = generation
         self._refusals: list[wire.Refusal] = []
         self._progress = (0, 0)
+        self._wants_view = False
+        """Whether the next report shall have a view of the KV cache."""
         self._stopped = False
 
     def run(self) -> None:
@@ -143,8 +147,11 @@ class EngineLoop:
                 self.channel.send(wire.AdapterDone(self.generation, name))
             case wire.Stop():
                 self._stopped = True
-            case wire.Start() | wire.Ping():
-                pass  # a Ping is answered by the report that follows every batch of messages
+            case wire.Ping(wants_view=wants_view):
+                # It is answered by the report that follows every batch of messages.
+                self._wants_view |= wants_view
+            case wire.Start():
+                pass
 
     def _load_adapter(self, name: str, path: str) -> None:
         error = ""
@@ -168,7 +175,9 @@ class EngineLoop:
     def _report(self, outputs: list[Output], stats: EngineStats) -> None:
         refusals, self._refusals = self._refusals, []
         events, kv_events = self.engine.take_events(), self.engine.take_kv_events()
-        self.channel.send(wire.StepDone(self.generation, outputs, stats, refusals, events, kv_events))
+        view = self.engine.cache_view() if self._wants_view else None
+        self._wants_view = False
+        self.channel.send(wire.StepDone(self.generation, outputs, stats, refusals, events, kv_events, view))
 
 
 def main(build: Build | None = None) -> NoReturn:

@@ -26,6 +26,7 @@ from octavo.errors import (
     RequestTooLarge,
     Unavailable,
 )
+from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.events import Event
 from octavo.types import EngineInfo, EngineStats, Output, Request
 
@@ -67,6 +68,8 @@ class Ping(msgspec.Struct, tag="ping", array_like=True, gc=False):
     """Check that an idle engine responds; it answers with a ``StepDone`` without outputs."""
 
     generation: int
+    wants_view: bool = False
+    """Whether the next report shall have a view of the KV cache."""
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True, gc=False):
@@ -137,6 +140,8 @@ class StepDone(msgspec.Struct, tag="step", array_like=True, gc=False):
     refusals: list[Refusal] = []
     events: list[Event] = []
     kv_events: list[KVEvent] = []
+    cache_view: CacheView | None = None
+    """If a ``Ping`` asked for it, and there is a cache."""
 
 
 class AdapterDone(msgspec.Struct, tag="adapter", array_like=True, gc=False):

@@ -19,6 +19,7 @@ from octavo.errors import QueueFull, RequestError, Unavailable
 from octavo.server.adapters import AdapterTable
 from octavo.server.engine_client import OutputListener, Progress
 from octavo.server.timelines import KVEventRing, Timelines
+from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 from tests.server.fake_engine import FakeEngine, make_info
@@ -68,6 +69,8 @@ class InProcessEngine:
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     """Fields of ``EngineStats`` that the engine itself does not count."""
+    views: list[CacheView] = field(default_factory=list)
+    """What ``cache_views`` gives."""
 
     def __post_init__(self) -> None:
         self.engine = FakeEngine(self._next_token, num_blocks=NUM_BLOCKS)
@@ -99,6 +102,9 @@ class InProcessEngine:
         for number, live in self.live.items():
             num_prompt = len(live.request.prompt_tokens)
             yield Progress(number, num_prompt, num_prompt, live.num_tokens, live.request.max_tokens, True)
+
+    def cache_views(self) -> list[CacheView]:
+        return self.views
 
     def next_id(self) -> int:
         return next(self._ids)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from octavo.backend_settings import BACKENDS
+from octavo.backends import toy
 from octavo.cache.kv_events import KVEvent
 from octavo.config import EngineConfig, ModelSettings, to_flat
 from octavo.sampling_params import SamplingParams
@@ -305,6 +306,31 @@ def test_a_step_waits_for_requests_while_the_device_is_busy(spare: float, asked:
 def test_importing_the_front_side_brings_no_torch() -> None:
     code = "import sys, octavo.server.async_engine, octavo.server.engine_process; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ})
+
+
+class ScriptedChannel(engine_process.Channel):
+    """Receives batches of messages given beforehand, and keeps what is sent."""
+
+    def __init__(self, *batches: list[wire.ToEngine]) -> None:
+        self._batches = iter(batches)
+        self.sent: list[wire.FromEngine] = []
+
+    def receive(self, wait: bool) -> list[wire.ToEngine]:
+        return next(self._batches)
+
+    def send(self, message: wire.FromEngine) -> None:
+        self.sent.append(wire.unpack_from_engine(wire.pack(message)[wire.HEADER.size :]))
+
+
+def test_a_view_of_the_cache_comes_once_for_each_ping_that_wants_it() -> None:
+    engine, info = toy.build(EngineConfig.from_flat({"model": "toy", "backend": "toy"}))
+    asks, plain = wire.Ping(1, wants_view=True), wire.Ping(1)
+    channel = ScriptedChannel([asks], [plain], [asks, asks], [wire.Stop(1)])
+    engine_process.EngineLoop(engine, channel, 1).run()
+    views = [message.cache_view for message in channel.sent if isinstance(message, wire.StepDone)]
+    assert [view is not None for view in views] == [True, False, True, False]
+    assert views[0] is not None
+    assert sum(views[0].owners[1::2]) * views[0].blocks_per_cell == info.num_kv_blocks
 
 
 @pytest.mark.parametrize("backend", sorted(set(BACKENDS) - {"openai"}))

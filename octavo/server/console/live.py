@@ -1,6 +1,7 @@
 """GET /stats/live: what the engine does, twice a second, as server-sent events.
 
 A snapshot is taken once for all who watch, and none while nobody does. It has sizes and numbers of requests, no text.
+With many viewers, or a cache whose view takes long, snapshots become rarer, so that their cost is bounded.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -18,10 +19,17 @@ from octavo.server.engine_client import EngineClient
 from octavo.server.openai.rendering import encode_line
 from octavo.server.openai.schema import Endpoint
 from octavo.server.sse import HEADERS
+from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.histogram import Histogram
 
 INTERVAL = 0.5
-"""Seconds between two snapshots."""
+"""Least seconds between two snapshots."""
+FIRST_SECONDS = 0.05
+"""How long the first viewer waits for a view of the cache as it is now."""
+MAX_EVENTS_PER_SECOND = 100
+"""Of all viewers together."""
+MAX_VIEW_SHARE = 0.01
+"""Share of an engine's time that views of its cache may take."""
 MAX_SHOWN = 256
 """Most requests in a snapshot: the oldest."""
 
@@ -49,19 +57,23 @@ class LiveView:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._num_viewers:
-            event = None
-            if self._engine.is_ready:
-                event = b"data: " + encode_line(snapshot(self._engine)) + b"\n\n"
-            taken, self._next = self._next, loop.create_future()
-            taken.set_result(event)
-            if event is None:
-                break
-            await asyncio.sleep(INTERVAL)
+        try:
+            self._engine.cache_views()
+            await asyncio.sleep(FIRST_SECONDS)
+            while self._num_viewers and self._engine.is_ready:
+                views = self._engine.cache_views()
+                event = b"data: " + encode_line(snapshot(self._engine, views)) + b"\n\n"
+                taken, self._next = self._next, loop.create_future()
+                taken.set_result(event)
+                cost = max((view.seconds for view in views), default=0.0)
+                await asyncio.sleep(max(INTERVAL, self._num_viewers / MAX_EVENTS_PER_SECOND, cost / MAX_VIEW_SHARE))
+        finally:
+            # Also of a viewer that is still sending an earlier event, and asks for this one later.
+            self._next.set_result(None)
 
 
-def snapshot(engine: EngineClient) -> dict[str, Any]:
-    """Gauges, counters since the start, and the oldest live requests."""
+def snapshot(engine: EngineClient, views: Sequence[CacheView] = ()) -> dict[str, Any]:
+    """Gauges, counters since the start, the oldest live requests, and ``views`` of the engines' caches."""
     stats, info, counts = engine.stats, engine.info, engine.metrics.engines
     return {
         "time": round(time.monotonic(), 3),
@@ -87,6 +99,7 @@ def snapshot(engine: EngineClient) -> dict[str, Any]:
         "inter_token_latency": _sums(part.inter_token_latency for part in counts),
         "restarts": engine.num_restarts,
         "requests": [each._asdict() for each in itertools.islice(engine.progress(), MAX_SHOWN)],
+        "caches": views,
     }
 
 

@@ -105,7 +105,7 @@ def test_a_snapshot_has_sizes_and_no_text(serve_app: Any) -> None:
 def test_snapshots_are_taken_once_for_all_viewers_and_only_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     monkeypatch.setattr(live, "INTERVAL", 0.01)
-    monkeypatch.setattr(live, "snapshot", lambda engine: {"number": taken.append(1) or len(taken)})
+    monkeypatch.setattr(live, "snapshot", lambda engine, views: {"number": taken.append(1) or len(taken)})
     engine = InProcessEngine()
 
     async def watch() -> list[list[bytes]]:

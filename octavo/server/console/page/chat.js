@@ -94,8 +94,8 @@ async function send() {
     for await (const event of events(response)) view.take(event);
     messages = [...conversation, view.message()];
   } catch (error) {
-    if (error.name === "AbortError") messages = [...conversation, view.message()];
-    else view.fail(error.message);
+    if (error.name !== "AbortError") view.fail(error.message);
+    else if (view.node.isConnected) messages = [...conversation, view.message()]; // else: a new chat was begun
   } finally {
     view.finish();
     setRunning(null);

@@ -3,9 +3,11 @@ import { ask, element, events, shown } from "./server.js";
 
 const find = (id) => document.getElementById(id);
 const KEPT = 240;
-const MOST_CELLS = 1024;
+const [FREE, CACHED, SHARED] = [-2, -1, 0];
 const rates = [];
 let last = null;
+let shownOwners = [];
+let shownPrefixes = "";
 let controller = null;
 
 export function startEngine() {
@@ -40,6 +42,7 @@ async function watch() {
 
 function take(snapshot) {
   const before = last;
+  shownOwners = before ? before.caches.flatMap((cache) => unpacked(cache.owners)) : [];
   last = snapshot;
   const seconds = before && snapshot.time - before.time;
   const isNext = before && seconds > 0 && seconds < 5 && snapshot.output_tokens >= before.output_tokens;
@@ -62,6 +65,7 @@ function take(snapshot) {
     ["restarts", snapshot.restarts],
   ]);
   table(snapshot);
+  drawPrefixes();
   draw();
 }
 
@@ -110,7 +114,7 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 function draw() {
   if (!last || !find("engine").clientWidth) return;
   drawRates();
-  drawCache();
+  drawCaches();
 }
 
 function drawRates() {
@@ -127,32 +131,55 @@ function drawRates() {
   context.fillText(`peak ${Math.max(...rates).toFixed(0)}`, 6, 13);
 }
 
-// A square for every so many blocks: those of the requests, then cached ones, then free ones.
-function drawCache() {
+// The caches, one below the other: a square for every so many blocks, in the colour of the request that holds them.
+// Blocks that changed since the snapshot before have a frame.
+function drawCaches() {
   const { size, total, used, cached } = last.blocks;
   find("cache-text").textContent = `${used} of ${total} blocks of ${size} tokens in use, ${cached} kept for reuse`;
+  const owners = last.caches.flatMap((cache) => unpacked(cache.owners));
+  const holders = new Set(owners.filter((owner) => owner > SHARED));
+  find("cache").setAttribute("aria-label", `KV cache: ${used} blocks in use by ${holders.size} requests, ${cached} kept, of ${total}`);
   const { context, width, height } = canvas("cache");
-  const cells = Math.max(1, Math.min(total, MOST_CELLS));
-  const columns = Math.ceil(Math.sqrt((cells * width) / height));
-  const side = Math.min(width / columns, height / Math.ceil(cells / columns));
-  const each = total / cells;
-  const runs = last.requests.filter((request) => request.running).map((request) => {
-    const tokens = request.output ? request.prompt + request.output : request.computed;
-    return [Math.ceil(tokens / size), `hsl(${(request.id * 137) % 360} 55% 52%)`];
+  if (!owners.length) return;
+  const columns = Math.ceil(Math.sqrt((owners.length * width) / height));
+  const side = Math.min(width / columns, height / Math.ceil(owners.length / columns));
+  const fixed = { [FREE]: colour("--free"), [CACHED]: colour("--cached"), [SHARED]: colour("--soft") };
+  context.strokeStyle = colour("--text");
+  owners.forEach((owner, place) => {
+    const [x, y] = [(place % columns) * side, Math.floor(place / columns) * side];
+    context.fillStyle = owner > SHARED ? `hsl(${(owner * 137) % 360} 55% 52%)` : fixed[owner];
+    context.fillRect(x + 0.5, y + 0.5, side - 1, side - 1);
+    if (shownOwners.length === owners.length && shownOwners[place] !== owner) context.strokeRect(x + 1, y + 1, side - 2, side - 2);
   });
-  const known = runs.reduce((sum, [count]) => sum + count, 0);
-  // Requests that share blocks hold fewer than the sum of their lengths.
-  const scale = known > used && known > 0 ? used / known : 1;
-  const bars = runs.map(([count, fill]) => [count * scale, fill]);
-  bars.push([Math.max(0, used - known), colour("--soft")], [cached, colour("--cached")]);
-  let place = 0;
-  let bar = 0;
-  let until = bars[0]?.[0] ?? 0;
-  for (; place < cells; place++) {
-    while (bar < bars.length && (place + 0.5) * each >= until) until += bars[++bar]?.[0] ?? 0;
-    context.fillStyle = bar < bars.length ? bars[bar][1] : colour("--free");
-    context.fillRect((place % columns) * side + 0.5, Math.floor(place / columns) * side + 0.5, side - 1, side - 1);
+}
+
+// The owner of each cell, from pairs of an owner and a number of cells.
+function unpacked(runs) {
+  const owners = [];
+  for (let place = 0; place < runs.length; place += 2) owners.push(...Array(runs[place + 1]).fill(runs[place]));
+  return owners;
+}
+
+// The prefix trees: a bar for each chain of cached blocks, behind the one that it continues; the used part is filled.
+function drawPrefixes() {
+  const text = JSON.stringify(last.caches.map((cache) => cache.prefixes));
+  if (text === shownPrefixes) return;
+  shownPrefixes = text;
+  const box = find("prefixes");
+  box.replaceChildren();
+  for (const { prefixes, has_more: hasMore } of last.caches) {
+    const branches = prefixes.map(({ blocks, held }) => {
+      const used = element("i");
+      used.style.width = `${(100 * held) / blocks}%`;
+      const bar = element("div", { class: "chain", title: `${blocks} blocks, ${held} in use` }, used);
+      bar.style.width = `${Math.min(12, 0.6 + 0.3 * blocks)}rem`;
+      return element("div", { class: "branch" }, bar, element("div"));
+    });
+    prefixes.forEach(({ parent }, place) => (parent < 0 ? box : branches[parent].lastChild).append(branches[place]));
+    if (hasMore) box.append("…");
   }
+  const count = last.caches.reduce((sum, cache) => sum + cache.prefixes.length, 0);
+  find("prefix-text").textContent = count ? `${count} chains of blocks; the blue part is in use` : "empty";
 }
 
 export async function showTimeline(id) {
@@ -169,14 +196,17 @@ export async function showTimeline(id) {
 }
 
 function timeline(report) {
-  const total = Object.values(report.seconds).reduce((sum, value) => sum + value, 0) || 1;
-  const phases = Object.entries(report.seconds).map(([name, value]) => {
-    const part = element("div", { class: name, title: `${name} ${(value * 1000).toFixed(1)} ms` });
-    part.style.flex = String(value / total);
+  const events = report.events;
+  const phases = events.slice(1).map((event, place) => {
+    const before = events[place];
+    const isWaiting = before.event === "arrived" || before.event === "preempted";
+    const name = isWaiting ? "waiting" : event.event === "chunk" ? "prefill" : "decode";
+    const part = element("div", { class: name, title: `${name} ${((event.at - before.at) * 1000).toFixed(1)} ms, then ${event.event}` });
+    part.style.flex = String(event.at - before.at);
     return part;
   });
   const text = Object.entries(report.seconds).map(([name, value]) => `${name} ${(value * 1000).toFixed(1)} ms`).join(" · ");
-  const rows = report.events.map((event) => {
+  const rows = events.map((event) => {
     const { at, event: kind, step, ...rest } = event;
     const details = Object.entries(rest).map(([name, value]) => `${name} ${value}`).join(", ");
     const cells = [`${(at * 1000).toFixed(1)} ms`, kind, step, details].map((value) => element("td", {}, String(value)));

@@ -1,7 +1,8 @@
 // The frame of the page: panels, theme, API key, models.
-import { ask, setKey, shown } from "./server.js";
+import { ask, setKeys, shown } from "./server.js";
 import { startChat } from "./chat.js";
 import { startEngine } from "./engine.js";
+import { startServed } from "./served.js";
 
 const find = (id) => document.getElementById(id);
 
@@ -38,7 +39,7 @@ function openKeyDialog() {
 find("key-button").addEventListener("click", openKeyDialog);
 find("key-dialog").addEventListener("close", () => {
   if (find("key-dialog").returnValue !== "save") return;
-  setKey(find("key").value.trim());
+  setKeys(find("key").value.trim(), find("admin-key").value.trim());
   loadModels();
   dispatchEvent(new Event("key"));
 });
@@ -50,3 +51,4 @@ showPanel("chat");
 loadModels();
 startChat();
 startEngine();
+startServed();

@@ -1,14 +1,19 @@
 // Requests to the server that served this page, which may be below a path of a proxy.
-let key = sessionStorage.getItem("octavo-key") ?? "";
+const KEY = "octavo-key";
+const ADMIN_KEY = "octavo-admin-key";
+// The admin key is for what reports on all keys; it is not one to chat with.
+const ADMIN_PATHS = /^\/(stats|admin\/|v1\/requests\/)/;
 
-export function setKey(value) {
-  key = value;
-  if (value) sessionStorage.setItem("octavo-key", value);
-  else sessionStorage.removeItem("octavo-key");
+export function setKeys(own, admin) {
+  sessionStorage.setItem(KEY, own);
+  sessionStorage.setItem(ADMIN_KEY, admin);
 }
+
+export const hasAdminKey = () => !!sessionStorage.getItem(ADMIN_KEY);
 
 // The response; throws an error with the server's message, and the status, for any that is not OK.
 export async function ask(path, body, signal) {
+  const key = (ADMIN_PATHS.test(path) && sessionStorage.getItem(ADMIN_KEY)) || sessionStorage.getItem(KEY);
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   const options = { headers, signal };
   if (body !== undefined) {

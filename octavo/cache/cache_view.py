@@ -1,0 +1,70 @@
+"""Views of the first KV group, for the console."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from octavo.cache.group_cache import GroupCache
+from octavo.cache.kv_cache import KVCache
+from octavo.telemetry.cache_view import CACHED, FREE, SHARED, CacheView, PrefixView
+from octavo.types import Sequence
+
+MAX_CELLS = 1024
+MAX_PREFIXES = 64
+MAX_PREFIX_BLOCKS = 4096
+"""Blocks of the prefix tree that are visited."""
+
+Owners = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def view_of(cache: KVCache, holders: Collection[Sequence]) -> CacheView:
+    """The state between two steps, given all sequences that hold blocks. Costs O(blocks), in numpy."""
+    started = time.perf_counter()
+    group = cache.groups[0]
+    blocks_per_cell = max(1, -(-group.num_blocks // MAX_CELLS))
+    owners = _runs(_owners(group, holders), blocks_per_cell)
+    prefixes, has_more = _prefixes(group)
+    return CacheView(blocks_per_cell, owners, prefixes, has_more, round(time.perf_counter() - started, 6))
+
+
+def _owners(group: GroupCache, holders: Collection[Sequence]) -> Owners:
+    """The owner of each block: [num_blocks]."""
+    owners = np.full(group.num_blocks, FREE, np.int64)
+    owners[np.fromiter((block for block in group.tree.node_of if block >= 0), np.int64)] = CACHED
+    for seq in holders:
+        held = seq.groups[group.index]
+        owners[held.block_table[held.first_block :]] = seq.id
+    owners[np.array(group.pool.refs) > 1] = SHARED
+    return owners
+
+
+def _runs(owners: Owners, blocks_per_cell: int) -> list[int]:
+    """``CacheView.owners``: the greatest owner in each cell, run-length encoded."""
+    cells = np.maximum.reduceat(owners, np.arange(0, len(owners), blocks_per_cell))
+    starts = np.flatnonzero(np.concatenate(([True], cells[1:] != cells[:-1])))
+    lengths = np.diff(np.append(starts, len(cells)))
+    runs: list[int] = np.stack((cells[starts], lengths), axis=1).ravel().tolist()
+    return runs
+
+
+def _prefixes(group: GroupCache) -> tuple[list[PrefixView], bool]:
+    """The first chains of the prefix tree, newest first below each, and whether there are more."""
+    refs, chains, num_left = group.pool.refs, list[PrefixView](), MAX_PREFIX_BLOCKS
+    pending = [(-1, child) for child in group.tree.root.children.values()]
+    while pending and len(chains) < MAX_PREFIXES and num_left > 0:
+        parent, node = pending.pop()
+        num_blocks = num_held = 0
+        while True:
+            num_blocks += 1
+            num_held += node.block >= 0 and refs[node.block] > 0
+            num_left -= 1
+            if len(node.children) != 1 or num_left <= 0:
+                break
+            (node,) = node.children.values()
+        pending += [(len(chains), child) for child in node.children.values()]
+        chains.append(PrefixView(parent, num_blocks, num_held))
+    return chains, bool(pending)
