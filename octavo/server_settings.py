@@ -66,6 +66,10 @@ class ServerSettings:
         None, "folder for stored responses, files and batches; default: in memory, until the server stops"
     )
     retention_hours: float = setting(720.0, "hours until stored responses, files and batches are deleted", low=0.001)
+    journal: str | None = setting(
+        None, "folder for a journal of requests with an Idempotency-Key, which then continue after a restart"
+    )
+    journal_retention: float = setting(600.0, "seconds for which the journal keeps ended requests", low=0)
     request_timeout: float | None = setting(
         None, "seconds until an unfinished request ends with 504; its own 'timeout' may be shorter", low=0.001
     )
@@ -84,6 +88,9 @@ class ServerSettings:
         120.0,
         "seconds without a finished step, while requests run, until the engine is restarted",
         low=1,
+    )
+    health_fail_after: float | None = setting(
+        None, "seconds without a sign of life of the engine after which /health fails; default: only /ready does", low=1
     )
     data_parallel_size: int = setting(
         1, "engine processes behind this server, each with its own GPU, or an equal share of the cores", low=1

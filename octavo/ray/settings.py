@@ -13,7 +13,7 @@ from octavo.routing.routers import ROUTERS
 
 REFUSED = (
     *("port", "ssl_certfile", "data_parallel_size", "state_dir", "kv_events_config", "enable_kv_events"),
-    "kv_offload_dir",
+    *("kv_offload_dir", "journal"),
 )
 """Settings of a single HTTP server, and a folder that engines of one node would share."""
 

@@ -96,8 +96,13 @@ class Admission:
                 retry_after=RETRY_AFTER_SECONDS,
             )
 
-    async def admit(self, client_request: ClientRequest) -> Generation:
-        """Validate a request and submit it to the engine. Raises ``RequestError``; nothing has been started then."""
+    async def admit(
+        self, client_request: ClientRequest, begin: Callable[[Generation], Generation] | None = None
+    ) -> Generation:
+        """Validate a request and submit it to the engine. Raises ``RequestError``; nothing has been started then.
+
+        ``begin`` gets the generation instead of the engine, and returns the one to use.
+        """
         if client_request.task not in (tasks := self.engine.info.tasks):
             raise InvalidParameter("model", f"This model can {' and '.join(tasks)}; it cannot {client_request.task}.")
         count = len(client_request.prompts) * client_request.params.n
@@ -118,7 +123,7 @@ class Admission:
                     client_request = await self._with_grammar(client_request, prompts_and_limits[0][0])
             except TimeoutError:
                 raise DeadlineExceeded(timeout or 0.0) from None
-            generation = self._start(client_request, prompts_and_limits, banned)
+            generation = self._start(client_request, prompts_and_limits, banned, begin or self._submit)
         if deadline is not None:
             generation.expire_at(deadline, DeadlineExceeded(timeout or 0.0))
         return generation
@@ -158,7 +163,18 @@ class Admission:
         finally:
             self._num_reserved -= count
 
-    def _start(self, client_request: ClientRequest, prompts: list[tuple[Prompt, int]], banned: Sequences) -> Generation:
+    def _submit(self, generation: Generation) -> Generation:
+        for choice in generation.choices:
+            self.engine.add(choice.request, choice)
+        return generation
+
+    def _start(
+        self,
+        client_request: ClientRequest,
+        prompts: list[tuple[Prompt, int]],
+        banned: Sequences,
+        begin: Callable[[Generation], Generation],
+    ) -> Generation:
         generation = Generation(self.engine, client_request.caller.account)
         adapters = self.engine.adapters
         adapters.check(client_request.model)
@@ -194,7 +210,7 @@ class Admission:
         try:
             for choice in generation.choices:
                 self.engine.timelines.own(choice.request.id, client_request.caller.name)
-                self.engine.add(choice.request, choice)
+            generation = begin(generation)
         except BaseException:
             generation.close()
             raise

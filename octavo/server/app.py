@@ -24,6 +24,7 @@ from octavo.server.batches import batches, files
 from octavo.server.body_receiver import BodyReceiver
 from octavo.server.console import files as console
 from octavo.server.console import live
+from octavo.server.durable.journal import Journal
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import on_http_exception, on_request_error
 from octavo.server.keys import Keys
@@ -102,6 +103,7 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
         store=_store(settings),
         jobs=BackgroundJobs(),
         keys=keys,
+        journal=_journal(config, engine, tokenizer),
         model_names=served_model_names(config),
     )
     return app
@@ -109,9 +111,11 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
 
 @contextlib.asynccontextmanager
 async def _life(app: Starlette) -> AsyncIterator[None]:
-    """Resume background responses and batches that an earlier process left unfinished."""
+    """Resume durable requests, background responses and batches that an earlier process left unfinished."""
     services: Services = app.state.services
     app.state.batches = batches.Batches(app, [endpoint for part in PARTS for endpoint in part.ENDPOINTS])
+    if services.journal is not None:
+        await services.journal.resume()
     await responses.resume_responses(app)
     await app.state.batches.resume()
     yield
@@ -140,6 +144,13 @@ def outer_middleware(
 def _store(settings: ServerSettings) -> Store:
     folder = None if settings.state_dir is None else Path(settings.state_dir).expanduser()
     return Store(folder, settings.retention_hours * 3600)
+
+
+def _journal(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None) -> Journal | None:
+    settings = config.server
+    if settings.journal is None:
+        return None
+    return Journal(Path(settings.journal).expanduser(), settings.journal_retention, config, engine, tokenizer)
 
 
 async def _document(request: Request) -> Response:

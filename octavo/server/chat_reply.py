@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from octavo.server.durable.serve import admit_inner
 from octavo.server.generation import Choice, Generation
 from octavo.server.openai.chat import ChatBody, client_request, tools_of
 from octavo.server.openai.chat_message import chat_message
@@ -32,10 +33,19 @@ class ChatReply:
         return [Text("content", text)] if text else []
 
 
-async def begin_reply(services: Services, body: ChatBody, request: Request, id: str) -> ChatReply:
+async def begin_reply(
+    services: Services, body: ChatBody, request: Request, id: str, is_durable: bool = False
+) -> ChatReply:
     """Submit a conversation; its timeline is registered under ``id``. Raises ``RequestError``; nothing has been started
-    then."""
+    then.
+
+    With ``is_durable``, and if there is a journal, ``id`` is the request's key there.
+    """
     tools = tools_of(body, services)
-    generation = await services.admission.admit(client_request(body, services, request, tools))
+    submitted = client_request(body, services, request, tools)
+    if is_durable:
+        generation = await admit_inner(services, request, id, submitted)
+    else:
+        generation = await services.admission.admit(submitted)
     services.engine.timelines.name(id, [choice.request.id for choice in generation.choices])
     return ChatReply(services, body, generation)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from octavo.errors import RequestError, RequestFailed
-from octavo.server.engine_client import EngineClient
 from octavo.server.errors import UnexpectedError
 from octavo.server.quotas import Account
 from octavo.text.text_stream import TextStream
@@ -45,6 +44,26 @@ def ignore_updates() -> None:
 
 class ClientGone(Exception):
     """The client closed the connection."""
+
+
+class Aborts(Protocol):
+    """The part of an engine client that a generation needs."""
+
+    def abort(self, request_id: int, reason: FinishReason = "abort") -> None: ...
+
+
+class OutputReader(Protocol):
+    """The part of a durable request's reader that responses are made from."""
+
+    @property
+    def unique(self) -> str:
+        """The random part of the response's id."""
+        ...
+
+    @property
+    def created(self) -> int:
+        """Unix time in the response."""
+        ...
 
 
 class Choice:
@@ -148,12 +167,14 @@ class Generation:
     """All choices of one HTTP request. ``close`` must always be called."""
 
     __slots__ = (
-        *("account", "choices", "engine", "error", "num_unfinished"),
+        *("account", "choices", "engine", "error", "num_unfinished", "reader"),
         *("_expiry", "_listener", "_noted", "_reports_updates"),
     )
 
-    def __init__(self, engine: EngineClient, account: Account | None = None) -> None:
+    def __init__(self, engine: Aborts, account: Account | None = None) -> None:
         self.engine = engine
+        self.reader: OutputReader | None = None
+        """Gives it the output of a durable request; see ``octavo.server.durable.serve``."""
         self.account = account
         self.choices: list[Choice] = []
         self.num_unfinished = 0

@@ -28,8 +28,12 @@ def version() -> str:
 
 
 async def health(request: Request) -> Response:
-    if common_services_of(request).engine.failure is not None:
+    services = common_services_of(request)
+    engine, limit = services.engine, services.config.server.health_fail_after
+    if engine.failure is not None:
         raise Unavailable("The engine does not start; it is tried again.")
+    if limit is not None and engine.seconds_since_progress > limit:
+        raise Unavailable(f"The engine gave no sign of life for {engine.seconds_since_progress:.1f} s.")
     return json_response({"status": "ok"}, {})
 
 

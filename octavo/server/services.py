@@ -17,6 +17,7 @@ from octavo.server.admission import Admission
 from octavo.server.background_jobs import BackgroundJobs
 from octavo.server.body_decoder import BodyDecoder
 from octavo.server.body_receiver import BodyReceiver
+from octavo.server.durable.journal import Journal
 from octavo.server.engine_client import EngineClient, Monitored
 from octavo.server.errors import UnknownParameter, printable
 from octavo.server.keys import Keys, caller_of
@@ -60,6 +61,8 @@ class Services:
     store: Store
     jobs: BackgroundJobs
     keys: Keys
+    journal: Journal | None
+    """Of durable requests, if there shall be any."""
     model_names: tuple[str, ...]
     """API names of the model; responses contain the first."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -83,6 +86,8 @@ class Services:
         self.chat_template.close()
         self.admission.grammars.close()
         self.store.close()
+        if self.journal is not None:
+            self.journal.close()
 
     @property
     def model_name(self) -> str:

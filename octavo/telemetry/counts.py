@@ -65,6 +65,7 @@ class Counts:
         self.poison_requests = 0
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
         self.rejected = dict.fromkeys(REJECTIONS, 0)
+        self.journal = dict.fromkeys(("resumed_request", "damage", "failed_write"), 0)
         self.http_requests: dict[tuple[str, str, str], int] = {}
         self.http_seconds: dict[str, Histogram] = {}
         self.request_n = Histogram(histogram.CHOICES_BUCKETS)

@@ -130,6 +130,14 @@ class Metrics(Counts, Collector):
         for reason, count in self.rejected.items():
             rejected.add_metric([reason], count)
         yield rejected
+        journal = CounterMetricFamily(
+            "octavo_journal",
+            "Requests that continued after a restart, gaps found in the journal, and failed writes to it.",
+            labels=["event"],
+        )
+        for event, count in self.journal.items():
+            journal.add_metric([event], count)
+        yield journal
         ended = CounterMetricFamily(
             "inferengine_requests", "Requests that ended without an error, and refused ones.", labels=["status"]
         )

@@ -17,8 +17,9 @@ from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.server.admission import ClientRequest
 from octavo.server.body_decoder import BodyDecoder
+from octavo.server.durable.serve import admit, begin_unstreamed, numbered
 from octavo.server.errors import UnsupportedParameter
-from octavo.server.generation import Choice, ChoiceUpdate
+from octavo.server.generation import Choice, ChoiceUpdate, Generation
 from octavo.server.openai import fields
 from octavo.server.openai.chat_message import ChatMessage, chat_message
 from octavo.server.openai.constraints import constraint
@@ -35,7 +36,7 @@ from octavo.server.openai.fields import (
 )
 from octavo.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from octavo.server.openai.messages import Conversation, TemplateOptions
-from octavo.server.openai.rendering import ChunkFrame, Identity, encode, encode_line, json_response, usage
+from octavo.server.openai.rendering import ChunkFrame, encode, encode_line, identity_of, json_response, usage
 from octavo.server.openai.schema import Endpoint
 from octavo.server.openai.tools import ToolUse, message_constraints, tool_use
 from octavo.server.services import Services, services_of
@@ -97,11 +98,12 @@ async def create_chat_completion(request: Request) -> Response:
     services.admission.check_room()
     body, headers = await services.read(request, decoder, without_effect)
     tools = tools_of(body, services)
-    generation = await services.admission.admit(client_request(body, services, request, tools))
-    answer = ChatAnswer(services, body, generation.choices, tools)
+    generation = await admit(services, request, body, client_request(body, services, request, tools))
+    answer = ChatAnswer(services, body, generation, tools)
     services.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
     if body.stream:
-        return EventStream(generation, answer, headers)
+        return EventStream(generation, numbered(generation, answer, request), headers)
+    begin_unstreamed(generation)
     choices = await finished_choices(generation, request)
     if not body.logprobs and body.prompt_logprobs is None:
         return json_response(answer.unstreamed(choices), headers)
@@ -214,12 +216,13 @@ def _logprobs(body: ChatBody) -> int | None:
 class ChatAnswer:
     """Renders the choices of one request, unstreamed or as chunks."""
 
-    def __init__(self, services: Services, body: ChatBody, choices: list[Choice], tools: ToolUse | None) -> None:
+    def __init__(self, services: Services, body: ChatBody, generation: Generation, tools: ToolUse | None) -> None:
+        choices = generation.choices
         self.body = body
         self._services = services
         self._messages = [chat_message(services.message_format, tools, choice.prompt.text or "") for choice in choices]
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self.identity = Identity("chatcmpl", kind, services.answering_name(body.model))
+        self.identity = identity_of(generation, "chatcmpl", kind, services.answering_name(body.model))
         self._names = TokenNames(services.tokenizer, body.return_tokens_as_token_ids)
         self._has_details = body.logprobs or body.return_token_ids
         self._frame = ChunkFrame(self.identity, choices, body.includes_usage, body.has_continuous_usage)

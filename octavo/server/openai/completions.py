@@ -18,8 +18,9 @@ from octavo.grammar import forms
 from octavo.sampling_params import MAX_N, SamplingParams
 from octavo.server.admission import ClientRequest
 from octavo.server.body_decoder import BodyDecoder
+from octavo.server.durable.serve import admit, begin_unstreamed, numbered
 from octavo.server.errors import UnsupportedParameter
-from octavo.server.generation import Choice, ChoiceUpdate
+from octavo.server.generation import Choice, ChoiceUpdate, Generation
 from octavo.server.openai import beam_search
 from octavo.server.openai.constraints import constraint
 from octavo.server.openai.fields import (
@@ -34,7 +35,15 @@ from octavo.server.openai.fields import (
     without_effect,
 )
 from octavo.server.openai.logprobs import CompletionLogprobs, TokenNames, finite, prompt_logprobs
-from octavo.server.openai.rendering import ChunkFrame, Identity, encode, encode_line, json_response, usage
+from octavo.server.openai.rendering import (
+    ChunkFrame,
+    Identity,
+    encode,
+    encode_line,
+    identity_of,
+    json_response,
+    usage,
+)
 from octavo.server.services import Services, services_of
 from octavo.server.sse import EventStream, finished_choices
 from octavo.text.text_stream import TextStream
@@ -69,11 +78,12 @@ async def create_completion(request: Request) -> Response:
     submitted = client_request(body, services, request)
     if body.use_beam_search:
         return json_response(await _found_by_beams(body, services, submitted, request), headers)
-    generation = await services.admission.admit(submitted)
-    answer = CompletionAnswer(services, body, generation.choices)
+    generation = await admit(services, request, body, submitted)
+    answer = CompletionAnswer(services, body, generation)
     services.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
     if body.stream:
-        return EventStream(generation, answer, headers)
+        return EventStream(generation, numbered(generation, answer, request), headers)
+    begin_unstreamed(generation)
     choices = await finished_choices(generation, request)
     if submitted.params.logprobs is None and submitted.params.prompt_logprobs is None:
         return json_response(answer.unstreamed(choices), headers)
@@ -182,9 +192,10 @@ def prompts_of(prompt: str | list[int | str | list[int]], field: str) -> list[st
 class CompletionAnswer:
     """Renders the choices of one request, unstreamed or as chunks."""
 
-    def __init__(self, services: Services, body: CompletionBody, choices: list[Choice]) -> None:
+    def __init__(self, services: Services, body: CompletionBody, generation: Generation) -> None:
+        choices = generation.choices
         self.body = body
-        self.identity = Identity("cmpl", "text_completion", services.answering_name(body.model))
+        self.identity = identity_of(generation, "cmpl", "text_completion", services.answering_name(body.model))
         self._tokenizer = services.tokenizer
         self._names = TokenNames(services.tokenizer, body.return_tokens_as_token_ids)
         self._shows_ids = body.return_token_ids or services.tokenizer is None

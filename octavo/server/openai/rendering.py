@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from octavo.server.generation import Choice
+from octavo.server.generation import Choice, Generation
 
 encode = msgspec.json.encode
 
@@ -28,6 +28,16 @@ def encode_line(value: object) -> bytes:
     return data
 
 
+def identity_of(generation: Generation, prefix: str, kind: str, model: str) -> Identity:
+    """A new identity, or that of a durable request."""
+    reader = generation.reader
+    return (
+        Identity(prefix, kind, model)
+        if reader is None
+        else Identity(prefix, kind, model, reader.unique, reader.created)
+    )
+
+
 @dataclass(frozen=True)
 class Identity:
     """The fields that every chunk of a response repeats."""
@@ -35,11 +45,13 @@ class Identity:
     prefix: str
     kind: str
     model: str
+    unique: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """The random part of ``id``."""
+    created: int = field(default_factory=lambda: int(time.time()))
     id: str = field(init=False)
-    created: int = field(default_factory=lambda: int(time.time()), init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "id", f"{self.prefix}-{uuid.uuid4().hex}")
+        object.__setattr__(self, "id", f"{self.prefix}-{self.unique}")
 
     def as_dict(self) -> dict[str, Any]:
         return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model}

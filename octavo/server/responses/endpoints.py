@@ -14,6 +14,7 @@ from starlette.responses import Response
 from octavo.errors import InvalidParameter, RequestError, Unavailable
 from octavo.server.background_jobs import inner_request, retry_while_unavailable
 from octavo.server.chat_reply import begin_reply
+from octavo.server.durable.serve import end_inner
 from octavo.server.errors import NotFound, UnexpectedError, printable
 from octavo.server.keys import Caller, caller_of
 from octavo.server.openai.rendering import json_response
@@ -112,6 +113,7 @@ async def delete_response(request: Request) -> Response:
     # Delete first, so that the job continues if that fails; then again, as the job may have stored the response since.
     await forget()
     if await services.jobs.cancel(name):
+        end_inner(services, caller_of(request), name)
         await forget()
     return json_response({"id": name, "object": "response", "deleted": True}, {})
 
@@ -120,6 +122,8 @@ async def cancel_response(request: Request) -> Response:
     services, caller = services_of(request), caller_of(request)
     name = (await _record(request)).response["id"]
     is_cancelled = await services.jobs.cancel(name)
+    if is_cancelled:
+        end_inner(services, caller, name)
     record = await _record(request)
     if not record.response["background"]:
         raise InvalidParameter("response_id", "Only responses that were begun in the background can be cancelled.")
@@ -205,7 +209,7 @@ async def _in_background(app: Starlette, caller: Caller, pending: Pending) -> No
     async def attempt() -> dict[str, Any]:
         request = inner_request(app, PATH, b"", caller)
         chat = chat_body(pending.body, record.history)
-        reply = await begin_reply(services, chat, request, record.response["id"])
+        reply = await begin_reply(services, chat, request, record.response["id"], is_durable=True)
         async with attended(reply.generation, request.receive):
             record.response["status"] = "in_progress"
             with contextlib.suppress(Unavailable):  # the status update is optional
@@ -221,3 +225,4 @@ async def _in_background(app: Starlette, caller: Caller, pending: Pending) -> No
         logger.exception("%s failed", record.response["id"])
         failed(record.response, UnexpectedError())
     await _keep_end(services, caller, record)
+    end_inner(services, caller, record.response["id"])

@@ -1,0 +1,1 @@
+"""Requests that continue after a restart of the whole server: ``--journal``."""

@@ -1,0 +1,285 @@
+"""The journal of durable requests, ``--journal``: records them, finds them by key, continues them after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from starlette.requests import Request
+
+from octavo.config import ServeConfig
+from octavo.errors import ConfigError, InvalidParameter, ModelNotFound, RequestError
+from octavo.server.admission import Admission, ClientRequest
+from octavo.server.durable import reader
+from octavo.server.durable.fingerprint import fingerprint
+from octavo.server.durable.log import Damage, LogWriter, log_files
+from octavo.server.durable.records import Begin, Forgotten, Item, Tokens, Whole, decode, encode
+from octavo.server.durable.requests import DurableRequest, begin_of
+from octavo.server.engine_client import EngineClient
+from octavo.server.generation import Generation
+from octavo.server.keys import Caller, caller_of
+from octavo.text.tokenizer import Tokenizer
+
+HEADER = "idempotency-key"
+MAX_KEY = 255
+ROLL_BYTES = 64 << 20
+"""A file that is larger, and larger than twice what it must hold, is replaced by a new one."""
+MAX_RETAINED_BYTES = 256 << 20
+"""Ended requests are forgotten early, oldest first, when their output is more."""
+
+logger = logging.getLogger("octavo.server")
+
+
+class KeyReused(RequestError):
+    """The idempotency key belongs to a request with another body."""
+
+    status = 422
+    code = "idempotency_key_reused"
+
+
+class StreamUnknown(RequestError):
+    """There is nothing to continue under this idempotency key."""
+
+    status = 409
+    code = "stream_unknown"
+
+
+class ServerChanged(RequestError):
+    """The request was begun by a server whose tokens may be others."""
+
+    status = 409
+    code = "server_changed"
+
+
+class Journal:
+    """All durable requests of this server. Used on the event loop, except ``__init__`` and ``close``."""
+
+    def __init__(
+        self, folder: Path, retention: float, config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None
+    ) -> None:
+        """Read the journal in ``folder``. Raises ``ConfigError`` if that fails or another server uses it."""
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._counts = engine.metrics.journal
+        self._config = config
+        self._retention = retention
+        self._fingerprint = ""
+        self._requests: dict[int, DurableRequest] = {}
+        self._by_key: dict[tuple[str, str], DurableRequest] = {}
+        self._ended: dict[int, DurableRequest] = {}
+        """Ended requests, oldest first."""
+        self._retained_bytes = 0
+        self._batch: list[Item] = []
+        """Items noted since the last pass of the event loop."""
+        self._snapshot_bytes = 0
+        try:
+            self._writer = LogWriter(folder)
+            gc.disable()  # millions of new objects would make it run all the time
+            try:
+                self._recover(folder)
+            finally:
+                gc.enable()
+        except BlockingIOError:
+            raise ConfigError(f"journal: another server uses {folder}") from None
+        except OSError as error:
+            raise ConfigError(f"journal: {folder} cannot be used: {error.strerror or error}") from None
+        self._number = max(self._requests, default=0)
+
+    # --- recovery ---
+
+    def _recover(self, folder: Path) -> None:
+        damage = Damage()
+        for file in log_files(folder):
+            for payload in file.read(damage):
+                try:
+                    items = decode(payload)
+                except (msgspec.MsgspecError, RecursionError) as error:
+                    logger.error("%s: a record cannot be read and is left out: %s", file.path, error)
+                    damage.records += 1
+                    continue
+                for item in items:
+                    if type(item) is not Tokens:
+                        self._restore(item)
+                    elif (request := self._requests.get(item.number)) is not None:
+                        request.restore_tokens(item)
+        self._counts["damage"] += damage.records
+        if damage.records:
+            logger.error("the journal in %s is damaged: %d gaps between records", folder, damage.records)
+        if damage.tail_bytes:
+            logger.warning("%d bytes at the end of the journal were not written completely", damage.tail_bytes)
+
+    def _restore(self, item: Item) -> None:
+        if isinstance(item, Begin):
+            self._requests[item.number] = DurableRequest(self, item)
+        elif isinstance(item, Forgotten):
+            self._requests.pop(item.number, None)
+        elif isinstance(item, Whole) and (request := self._requests.get(item.number)) is not None:
+            request.restore(item)
+
+    async def resume(self) -> None:
+        """Continue the requests that an earlier process left unfinished. The engine must be up."""
+        self._fingerprint = await asyncio.to_thread(fingerprint, self._config, self.engine.info)
+        for number, request in list(self._requests.items()):
+            begin = request.begin
+            self._by_key[begin.owner, begin.key] = request
+            if begin.fingerprint != self._fingerprint:
+                logger.warning("a request of the journal is not continued: code, model or settings have changed")
+                asyncio.get_running_loop().call_later(self._retention, self._forget, number)
+                continue
+            try:
+                self._check_adapter(begin)
+                request.submit()
+            except RequestError as error:
+                logger.error("a request of the journal cannot be continued: %s", error)
+                self._forget(number)
+                continue
+            self._counts["resumed_request"] += not request.is_ended
+        if count := self._counts["resumed_request"]:
+            logger.info("%d requests of the journal continue", count)
+        self._roll()
+
+    def _check_adapter(self, begin: Begin) -> None:
+        """Raise ``ModelNotFound`` unless the request's adapter is served, with the same content."""
+        first, adapters = begin.requests[0], self.engine.adapters
+        is_served = not first.adapter or first.adapter in adapters.paths
+        if not is_served or not first.cache_salt.startswith(adapters.salted(first.adapter, "")):
+            raise ModelNotFound(f"The adapter `{first.adapter}` is not served now, or has changed.", param="model")
+
+    # --- requests ---
+
+    async def admit(
+        self, request: Request, body: msgspec.Struct, client_request: ClientRequest, admission: Admission
+    ) -> Generation:
+        """A generation for a client's request with an idempotency key: a new one, or one that reads an earlier one.
+
+        The caller must call ``Reader.begin`` of the result's ``reader``. Raises ``RequestError``.
+        """
+        key = request.headers[HEADER]
+        if not (0 < len(key) <= MAX_KEY and key.isascii() and key.isprintable()):
+            message = f"'Idempotency-Key' must have 1 to {MAX_KEY} printable ASCII characters."
+            raise InvalidParameter("Idempotency-Key", message)
+        key = ":" + key  # so that no client has a key of the server's own requests
+        content = request.url.path.encode() + b"\0" + msgspec.json.encode(body)
+        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+        is_resumed = reader.HEADER in request.headers
+        found = self._by_key.get((caller_of(request).name, key))
+        if found is None and is_resumed:
+            message = "The server has no request with this 'Idempotency-Key' any more, whose stream it could continue."
+            raise StreamUnknown(message, param="Idempotency-Key")
+        if found is not None and found.begin.body != digest:
+            raise _reused()
+        return await self.admit_once(caller_of(request), key, digest, client_request, admission)
+
+    async def admit_once(
+        self, caller: Caller, key: str, digest: str, client_request: ClientRequest, admission: Admission
+    ) -> Generation:
+        """A generation that reads the request of this key, which is begun if there is none."""
+        found = self._by_key.get((caller.name, key))
+        if found is None:
+
+            def begin(prepared: Generation) -> Generation:
+                nonlocal found
+                found = self._by_key.get((caller.name, key))  # another connection may have been faster
+                if found is not None and found.begin.body != digest:
+                    raise _reused()
+                if found is None:
+                    found = self._begin(caller, key, digest, client_request, prepared)
+                return found.new_reader().generation
+
+            generation = await admission.admit(client_request, begin)
+            await self._writer.synced()
+            return generation
+        if found.begin.fingerprint != self._fingerprint:
+            message = (
+                "This request was begun by a server with another version, model or settings, whose text may differ, so "
+                "it cannot be continued. Send it again with another 'Idempotency-Key'."
+            )
+            raise ServerChanged(message, param="Idempotency-Key")
+        return found.new_reader().generation
+
+    def _begin(
+        self, caller: Caller, key: str, digest: str, client_request: ClientRequest, prepared: Generation
+    ) -> DurableRequest:
+        self._number += 1
+        begin = begin_of(self._number, caller.name, key, digest, self._fingerprint, prepared, client_request)
+        request = DurableRequest(self, begin, caller.account)
+        self._requests[begin.number] = self._by_key[caller.name, key] = request
+        self.note(begin)
+        try:
+            request.submit()
+        except BaseException:
+            self._forget(begin.number)
+            raise
+        return request
+
+    def cancel(self, caller: Caller, key: str) -> None:
+        """End the request of a key, if there is one."""
+        if (request := self._by_key.get((caller.name, key))) is not None:
+            request.cancel()
+            self._forget(request.begin.number)
+
+    def _forget(self, number: int) -> None:
+        request = self._requests.pop(number, None)
+        if request is None:
+            return
+        self.note(Forgotten(number))
+        if self._by_key.get((request.begin.owner, request.begin.key)) is request:
+            del self._by_key[request.begin.owner, request.begin.key]
+        if self._ended.pop(number, None) is not None:
+            self._retained_bytes -= request.size
+
+    def ended(self, request: DurableRequest) -> None:
+        """A request ended: it is kept for the retention time."""
+        number = request.begin.number
+        if number not in self._requests:
+            return
+        self._ended[number] = request
+        self._retained_bytes += request.size
+        asyncio.get_running_loop().call_later(self._retention, self._forget, number)
+        while self._retained_bytes > MAX_RETAINED_BYTES:
+            self._forget(next(iter(self._ended)))
+
+    def failed(self, request: DurableRequest) -> None:
+        """A request failed: its key can be used again."""
+        self._forget(request.begin.number)
+
+    # --- the log ---
+
+    def note(self, item: Item) -> None:
+        """Record ``item``: one record for all items of a pass of the event loop."""
+        if not self._batch:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._batch.append(item)
+
+    def _flush(self) -> None:
+        batch, self._batch = self._batch, []
+        if batch:
+            self._writer.append(partial(encode, batch))
+        self._counts["failed_write"] = self._writer.num_failures
+        if self._writer.num_bytes > max(ROLL_BYTES, 2 * self._snapshot_bytes):
+            self._roll()
+
+    def _roll(self) -> None:
+        """Begin a new file with what is known now, so that the older ones can be deleted."""
+        self._batch = []
+        records: list[Callable[[], bytes]] = [request.snapshot() for request in self._requests.values()]
+        self._snapshot_bytes = self._retained_bytes
+        self._writer.roll(records)
+
+    def close(self) -> None:
+        """Write what is pending."""
+        batch, self._batch = self._batch, []
+        if batch:
+            self._writer.append(partial(encode, batch))
+        self._writer.close()
+
+
+def _reused() -> KeyReused:
+    message = "Another request was sent with this 'Idempotency-Key'; each request needs its own."
+    return KeyReused(message, param="Idempotency-Key")

@@ -1,0 +1,225 @@
+"""One connection's view of a durable request: its output from any position on, with event ids.
+
+An event's ``id`` is the position of a client that has that event, and a stream resumes from it alone: for each choice
+the number of tokens, plus one at its end, and the CRC-32 of those tokens, as in ``37.1a2b3c4d``; choices are separated
+by ``-``. Where one piece of output is several events, those before the last add ``+CHOICE.TO.COUNT``: the first COUNT
+events of that choice's output up to position TO. ``+u`` means that the usage was received, too.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from array import array
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from octavo.errors import InvalidParameter, RequestError
+from octavo.server.durable.records import Begin
+from octavo.server.generation import Choice, Generation
+from octavo.server.sse import EventWriter
+from octavo.types import FinishReason, Output
+
+HEADER = "last-event-id"
+_POINT = r"(\d{1,9})\.([0-9a-f]{8})"
+_ID = re.compile(rf"({_POINT}(?:-{_POINT})*)(?:\+(?:(u)|(\d{{1,5}})\.(\d{{1,9}})\.(\d{{1,5}})))?")
+
+
+class StreamChanged(RequestError):
+    """The tokens before the client's position are not those that it received; the stream cannot be continued."""
+
+    status = 409
+    code = "stream_changed"
+
+
+class Point(NamedTuple):
+    """How far a client is in one choice."""
+
+    at: int
+    """Tokens, plus one at the end."""
+    checksum: int
+
+    def __str__(self) -> str:
+        return f"{self.at}.{self.checksum:08x}"
+
+
+class Position(NamedTuple):
+    """How far a client is in a stream."""
+
+    points: list[Point]
+    has_usage: bool = False
+    piece: tuple[int, int, int] | None = None
+    """Choice, position and number of events of a piece that was received in part."""
+
+
+def parse_position(text: str, num_choices: int) -> Position:
+    """The position of a ``Last-Event-ID``. Raises ``InvalidParameter``."""
+    found = _ID.fullmatch(text)
+    points = [Point(int(a), int(b, 16)) for a, b in re.findall(_POINT, found[1])] if found else []
+    if found is None or len(points) != num_choices:
+        raise InvalidParameter("Last-Event-ID", "'Last-Event-ID' must be the id of an event of this stream.")
+    usage, index, to, count = found.groups()[-4:]
+    piece = None if index is None else (int(index), int(to), int(count))
+    if piece is not None and piece[0] >= num_choices:
+        raise InvalidParameter("Last-Event-ID", "'Last-Event-ID' must be the id of an event of this stream.")
+    return Position(points, usage is not None, piece)
+
+
+class Source(Protocol):
+    """A durable request, as its readers see it."""
+
+    def add_reader(self, reader: Reader) -> None: ...
+    def remove_reader(self, reader: Reader) -> None: ...
+    def stop(self, request_id: int) -> None: ...
+
+
+class Reader:
+    """Receives a durable request's outputs for one generation, and numbers the events of its stream."""
+
+    def __init__(self, source: Source, begin: Begin, generation: Generation) -> None:
+        self.generation = generation
+        self.unique, self.created = begin.unique, begin.created
+        choices = generation.choices
+        self._source = source
+        self._choices = list(choices)
+        self._points = [Point(0, 0)] * len(choices)
+        """How far each choice is."""
+        self._sent = [Point(0, 0)] * len(choices)
+        """How far the client is."""
+        self._stops: list[list[int]] = [[] for _ in choices]
+        """Positions up to which the output is rendered at once: where the client is, and the end of a partial piece."""
+        self._left = [b""] * len(choices)
+        """Events to send before others."""
+        self._position: Position | None = None
+        self._writer: EventWriter | None = None
+
+    def begin(self, writer: EventWriter | None, position: Position | None = None) -> None:
+        """Take all output so far, and receive what follows; a stream's events come from ``writer``."""
+        self._writer, self._position = writer, position
+        if position is not None:
+            for index, point in enumerate(position.points):
+                self._stops[index] = [point.at] if point.at else []
+            if position.piece is not None:
+                self._stops[position.piece[0]].append(position.piece[1])
+        self._source.add_reader(self)
+
+    # --- the generation's engine ---
+
+    def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
+        """The text of a choice ended with a stop string, or the connection ended, which ends no computation."""
+        if reason == "stop":
+            self._source.stop(request_id)
+        else:
+            self._source.remove_reader(self)
+
+    # --- output ---
+
+    def on_output(self, index: int, output: Output) -> None:
+        choice, stops = self._choices[index], self._stops[index]
+        room = stops[0] - choice.num_tokens if stops else 0
+        if 0 < room < len(output.tokens):
+            self._take(choice, _part(output, 0, room))
+            self.on_output(index, _part(output, room, None))
+        else:
+            self._take(choice, output)
+
+    def on_error(self, error: RequestError) -> None:
+        self.generation.fail(error)
+
+    def _take(self, choice: Choice, output: Output) -> None:
+        if choice.finish_reason is not None:
+            return
+        index, before = choice.index, choice.num_tokens
+        choice.on_output(output)
+        counted = output.tokens[: choice.num_tokens - before]
+        checksum = zlib.crc32(array("I", counted), self._points[index].checksum)
+        self._points[index] = Point(choice.num_tokens + (choice.finish_reason is not None), checksum)
+        stops = self._stops[index]
+        if stops and self._points[index].at >= stops[0]:
+            self._pass_stop(choice)
+        elif stops and choice.finish_reason is not None:
+            self._fail()
+
+    def _pass_stop(self, choice: Choice) -> None:
+        """Leave out what the client has, up to here."""
+        index, position = choice.index, self._position
+        assert position is not None
+        point, given = self._points[index], position.points[index]
+        stop = self._stops[index].pop(0)
+        if point.at != stop or (stop == given.at and point != given):
+            self._fail()
+            return
+        if self._writer is not None:
+            data = self._writer.frames(choice)
+            if stop != given.at:
+                assert position.piece is not None
+                self._left[index] = self._numbered(index, data, position.piece[2])
+        self._sent[index] = point
+        choice.is_noted = False
+        self.generation.note(choice)
+
+    def _fail(self) -> None:
+        generation, error = self.generation, _changed()
+        generation.take_noted()
+        generation.fail(error)
+        generation.error = generation.error or error  # also when all choices are finished
+
+    # --- events ---
+
+    def frames(self, choice: Choice) -> bytes:
+        """The events of a choice's new output, with ids; empty while the client has all of it."""
+        index = choice.index
+        assert self._writer is not None
+        if self._stops[index]:
+            choice.is_noted = False
+            return b""
+        left, self._left[index] = self._left[index], b""
+        if self._points[index].at == self._sent[index].at:
+            choice.is_noted = False
+            return left
+        data = self._writer.frames(choice)
+        return left + self._numbered(index, data, 0) if data else left
+
+    def _numbered(self, index: int, data: bytes, num_known: int) -> bytes:
+        """``data``, the events up to where the choice is, with ids; less the first ``num_known`` of them."""
+        if not num_known and data.find(b"\n\n") == len(data) - 2:
+            self._sent[index] = self._points[index]
+            return b"id: %b\n%b" % (self._label().encode(), data)
+        before = self._label()
+        self._sent[index] = point = self._points[index]
+        events = data.split(b"\n\n")[:-1]
+        labels = [f"{before}+{index}.{point.at}.{number}" for number in range(1, len(events))]
+        pairs = list(zip([*labels, self._label()], events, strict=True))[num_known:]
+        return b"".join([b"id: %b\n%b\n\n" % (label.encode(), event) for label, event in pairs])
+
+    def last_frames(self) -> bytes:
+        assert self._writer is not None
+        data = self._writer.last_frames()
+        if not data or (self._position is not None and self._position.has_usage):
+            return b""
+        return b"id: %b+u\n%b" % (self._label().encode(), data)
+
+    def _label(self) -> str:
+        return "-".join(map(str, self._sent))
+
+
+def _part(output: Output, start: int, end: int | None) -> Output:
+    """Some of an output's tokens; the end of the text is in the last part."""
+    part = msgspec.structs.replace(output, tokens=output.tokens[start:end])
+    if output.logprobs:
+        part.logprobs = output.logprobs[start:end]
+    if start:
+        part.prompt_logprobs = None
+        part.num_drafts = part.num_accepted_drafts = 0
+    if end is not None:
+        part.finish_reason = part.stop_token_id = part.error = None
+    return part
+
+
+def _changed() -> StreamChanged:
+    return StreamChanged(
+        "The text before 'Last-Event-ID' is not the one that was sent with that id, so the stream cannot be continued. "
+        "Send the request again with another 'Idempotency-Key'.",
+        param="Last-Event-ID",
+    )

@@ -1,0 +1,306 @@
+"""Requests with an idempotency key: attached to, replayed, resumed by event id, and continued by another server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo.errors import ConfigError, RequestFailed
+from octavo.server.durable.log import log_files
+from tests.server.child_engine import ROOT
+from tests.server.conftest import Served
+from tests.server.fake_engine import token_at
+from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
+
+KEY = {"Idempotency-Key": "a"}
+BODY = {"prompt": "Hi", "max_tokens": 24, "stream": True, "stream_options": {"include_usage": True}}
+
+
+class PacedEngine(InProcessEngine):
+    """A token every 2 ms, so that there are many events, and continuations of outputs."""
+
+    def _schedule(self) -> None:
+        if self.runs and self.live and not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_later(0.002, self._run)
+
+
+@contextmanager
+def serving(folder: Path, **settings: Any) -> Iterator[Served]:
+    served = Served(PacedEngine(), byte_tokenizer(), {"journal": str(folder), **settings})
+    try:
+        yield served
+    finally:
+        served.stop()
+
+
+def send(served: Served, key: str = "a", path: str = "/v1/completions", last: str | None = None, **body: Any) -> Any:
+    headers = {"Idempotency-Key": key} | ({} if last is None else {"Last-Event-ID": last})
+    return served.client.post(path, json={**BODY, **body}, headers=headers)
+
+
+def events(answer: httpx.Response) -> list[tuple[str, str]]:
+    """Id and data of each event."""
+    assert answer.status_code == 200, answer.text
+    pairs = []
+    for event in answer.text.split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in event.splitlines() if not line.startswith(":"))
+        if lines:
+            pairs.append((lines.get("id", ""), lines["data"]))
+    return pairs
+
+
+class Text:
+    def __init__(self, joined: dict[int, str], found: Any) -> None:
+        self.joined, self.found = joined, found
+
+    def __add__(self, other: Text) -> Text:
+        keys = self.joined.keys() | other.joined.keys()
+        return Text({k: self.joined.get(k, "") + other.joined.get(k, "") for k in keys}, self.found + other.found)
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Text)
+        return self.joined == other.joined and +self.found == +other.found
+
+    def __repr__(self) -> str:
+        return f"{self.joined} {self.found}"
+
+
+def texts(pairs: list[tuple[str, str]]) -> Any:
+    """The text of each choice, and what else the events say."""
+    found: Counter[str] = Counter()
+    joined: dict[int, str] = {}
+    for _, data in pairs:
+        if data == "[DONE]":
+            continue
+        chunk = json.loads(data)
+        found["usage"] += bool(chunk.get("usage"))
+        found[chunk["id"]] += 0
+        for choice in chunk["choices"]:
+            delta = choice.get("delta", {})
+            joined[choice["index"]] = joined.get(choice["index"], "") + (
+                choice.get("text") or delta.get("content") or ""
+            )
+            found["roles"] += "role" in delta
+            found["ends"] += choice["finish_reason"] is not None
+    return Text(joined, found)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {}),
+        ("/v1/completions", {"n": 2, "prompt": ["Hi", "Ho"], "max_tokens": 5}),
+        ("/v1/completions", {"stop": "bird"}),
+        ("/v1/completions", {"logprobs": 1, "echo": True, "max_tokens": 4}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+    ],
+)
+def test_a_stream_resumes_after_every_event(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+    if "messages" in body:
+        body["prompt"] = None
+    with serving(tmp_path) as served:
+        whole = events(send(served, path=path, **body))
+        assert whole[-1] == ("", "[DONE]")
+        assert all(id for id, _ in whole[:-1])
+        num_requests = len(served.engine.requests)
+        assert texts(events(send(served, path=path, **body))) == texts(whole)
+        for place, (id, _) in enumerate(whole[:-1]):
+            rest = events(send(served, path=path, last=id, **body))
+            assert texts(whole[: place + 1]) + texts(rest) == texts(whole)
+            if not body.get("n"):
+                assert rest[-1] == whole[-1]
+        assert len(served.engine.requests) == num_requests
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        first = events(send(served))
+        id = first[3][0]
+        reused = send(served, max_tokens=5)
+        assert (reused.status_code, reused.json()["error"]["code"]) == (422, "idempotency_key_reused")
+        unknown = send(served, key="b", last=id)
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (409, "stream_unknown")
+        other_text = send(served, last=id.partition(".")[0] + ".00000000")
+        assert (other_text.status_code, other_text.json()["error"]["code"]) == (409, "stream_changed")
+        beyond = send(served, last=f"999.{id.partition('.')[2]}")
+        assert (beyond.status_code, beyond.json()["error"]["code"]) == (409, "stream_changed")
+        for bad in ("x", "1", "1.2", id + "-" + id, id + "+7.1.1", id + "+u+u", "-" + id):
+            assert send(served, last=bad).status_code == 400, bad
+        assert send(served, key="k" * 256).status_code == 400
+
+
+def test_without_a_journal_the_header_has_no_effect() -> None:
+    served = Served(InProcessEngine(), byte_tokenizer(), {})
+    try:
+        assert "id:" not in send(served).text
+    finally:
+        served.stop()
+
+
+def test_a_failed_request_frees_its_key(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        served.engine.errors = {2: RequestFailed("It failed.")}
+        assert send(served, stream=False, stream_options=None).status_code == 500
+        served.engine.errors = {}
+        assert send(served, stream=False, stream_options=None).status_code == 200
+
+
+def test_ended_requests_are_replayed_by_another_server_until_something_changed(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        whole = events(send(served))
+        unstreamed = send(served, key="b", stream=False, stream_options=None).json()
+    with serving(tmp_path) as served:
+        assert texts(events(send(served))) == texts(whole)
+        assert texts(events(send(served, last=whole[4][0]))) == texts(whole[5:])
+        assert send(served, key="b", stream=False, stream_options=None).json() == unstreamed
+        assert not served.engine.requests
+    with serving(tmp_path, reasoning_parser="none") as served:
+        for last in (None, whole[4][0]):
+            changed = send(served, last=last)
+            assert (changed.status_code, changed.json()["error"]["code"]) == (409, "server_changed")
+        assert events(send(served, key="c"))
+
+
+def test_ended_requests_are_forgotten(tmp_path: Path) -> None:
+    with serving(tmp_path, journal_retention=0.0) as served:
+        for _ in range(2):
+            assert send(served, stream=False, stream_options=None).status_code == 200
+        assert len(served.engine.requests) == 2
+        assert not served.app.state.services.journal._requests
+
+
+def test_one_server_at_a_time(tmp_path: Path) -> None:
+    with serving(tmp_path), pytest.raises(ConfigError, match="journal: another server uses"), serving(tmp_path):
+        pass
+
+
+SCRIPT = """
+import sys
+from octavo.config import ServeConfig
+from octavo.server import serving
+from octavo.text import tokenizer
+from tests.server.child_engine import command
+serving.with_local_model = lambda config: config
+tokenizer.load_tokenizer = lambda path: None
+settings = {"model": '{"step_seconds": 0.003}', "port": 0, "journal": sys.argv[1]}
+sys.exit(serving.run(ServeConfig.from_flat(settings), command()))
+"""
+
+
+@contextmanager
+def serving_process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server with an engine process, and the URL of its completions."""
+    command = [sys.executable, "-c", SCRIPT, str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    try:
+        found = next(filter(None, (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stdout)))
+        yield process, found[0] + "/v1/completions"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def tokens(pairs: list[tuple[str, str]]) -> dict[int, list[int]]:
+    """The token ids of each choice."""
+    found: dict[int, list[int]] = {}
+    for _, data in pairs:
+        for choice in json.loads(data)["choices"] if data != "[DONE]" else []:
+            found.setdefault(choice["index"], []).extend(choice.get("token_ids", []))
+    return found
+
+
+def test_streams_continue_after_a_kill(tmp_path: Path) -> None:
+    body = {"prompt": [1, 2], "max_tokens": 150, "n": 2, "stream": True, "temperature": 1}
+    expected = [token_at([1, 2], place) for place in range(150)]
+    received: list[tuple[str, str]] = []
+    for place in (40, 80):  # two kills; the second is of a server that continued
+        headers = KEY | ({"Last-Event-ID": received[-1][0]} if received else {})
+        with (
+            serving_process(tmp_path) as (process, url),
+            httpx.stream("POST", url, json=body, headers=headers, timeout=30) as answer,
+        ):
+            assert answer.status_code == 200
+            lines = filter(None, answer.iter_lines())
+            while len(tokens(received).get(0, [])) < place:
+                received.append((next(lines).removeprefix("id: "), next(lines).removeprefix("data: ")))
+            process.kill()
+    with serving_process(tmp_path) as (_, url):
+        rest = httpx.post(url, json=body, headers={**KEY, "Last-Event-ID": received[-1][0]}, timeout=30)
+        received += events(rest)
+        assert tokens(received) == {0: expected, 1: expected}
+        assert tokens(events(httpx.post(url, json=body, headers=KEY, timeout=30))) == {0: expected, 1: expected}
+    assert len({json.loads(data)["id"] for _, data in received[:-1]}) == 1
+
+
+def test_damaged_journals_give_right_tokens(tmp_path: Path) -> None:
+    """Whatever is lost: a server starts, and a client gets the text or an error."""
+    rng = random.Random(2)
+    with serving(tmp_path) as served:
+        pairs = {key: events(send(served, key=key)) for key in "abc"}
+    (file,) = log_files(tmp_path)
+    content = file.path.read_bytes()
+    for _ in range(12):
+        for old in log_files(tmp_path):
+            old.path.unlink()
+        damaged = bytearray(content)
+        for _ in range(rng.randrange(1, 4)):
+            damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        file.path.write_bytes(damaged[: rng.randrange(len(damaged) // 2, len(damaged) + 1)])
+        with serving(tmp_path) as served:
+            for key, whole in pairs.items():
+                place = rng.randrange(len(whole) - 1)
+                answer = send(served, key=key, last=whole[place][0])
+                if answer.status_code == 200:
+                    assert texts(events(answer)) == texts(whole[place + 1 :])
+                else:
+                    assert answer.json()["error"]["code"] == "stream_unknown"
+
+
+def test_background_responses_continue(tmp_path: Path) -> None:
+    settings = {"state_dir": str(tmp_path / "state")}
+    with serving(tmp_path / "journal", **settings) as served:
+        served.engine.runs = False
+        body = {"input": "Hi", "max_output_tokens": 8, "background": True}
+        name = served.client.post("/v1/responses", json=body).json()["id"]
+        until(lambda: served.engine.requests)
+        for _ in range(3):
+            served.call(served.engine.step)
+        first = served.engine.requests[-1]
+    with serving(tmp_path / "journal", **settings) as served:
+        until(lambda: served.client.get(f"/v1/responses/{name}").json()["status"] == "incomplete")
+        (again,) = served.engine.requests
+        assert again.seed == first.seed
+        assert again.output_tokens == list(ANSWER[:3].encode())
+        until(lambda: not served.app.state.services.journal._requests)
+        answer = served.client.get(f"/v1/responses/{name}").json()
+        assert answer["output"][0]["content"][0]["text"] == ANSWER[:8]
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_health_fails_after_a_bound(tmp_path: Path) -> None:
+    with serving(tmp_path, health_fail_after=60.0) as served:
+        served.engine.seconds_since_progress = 59.0
+        assert served.client.get("/health").status_code == 200
+        served.engine.seconds_since_progress = 61.0
+        assert served.client.get("/health").status_code == 503
