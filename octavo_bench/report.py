@@ -80,11 +80,17 @@ def portable_command(arguments: Sequence[str]) -> str:
     return shlex.join(map(_portable, arguments))
 
 
+def _program() -> list[str]:
+    """How this program is started: ``octavo``, or a module of the laboratory."""
+    started = Path(sys.argv[0])
+    return ["python", "-m", f"octavo_bench.{started.stem}"] if started.parent.name == "octavo_bench" else ["octavo"]
+
+
 def _record(name: str, result: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d"),
-        "command": portable_command(["octavo", *sys.argv[1:]]),
+        "command": portable_command([*_program(), *sys.argv[1:]]),
         "machine": machine(),
         "result": result,
     }
