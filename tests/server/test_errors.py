@@ -128,13 +128,25 @@ def test_the_answer_is_what_the_table_says(row: Row, serve_app: Any, monkeypatch
     assert HEADERS.get(row.code, "x-request-id") in answer.headers
 
 
+CODE = re.compile(r'^    code = "(\w+)"$', re.MULTILINE)
+ELSEWHERE = {"proxy": "docs/backends.md", "durable": "docs/deployment.md"}
+"""Packages of the server whose own errors are on the page of what they do."""
+
+
+@pytest.mark.parametrize("package", ELSEWHERE)
+def test_errors_of_a_package_are_on_its_page(package: str) -> None:
+    text = "\n".join(path.read_text() for path in (ROOT / "octavo/server" / package).rglob("*.py"))
+    codes = CODE.findall(text)
+    page = (ROOT / ELSEWHERE[package]).read_text()
+    assert codes
+    assert [code for code in codes if f"`{code}`" not in page] == []
+
+
 def test_every_code_is_in_the_table() -> None:
-    proxy = set((ROOT / "octavo/server/proxy").rglob("*.py"))
-    sources = [ROOT / "octavo/errors.py", *(set((ROOT / "octavo/server").rglob("*.py")) - proxy)]
-    own = re.findall(r'^    code = "(\w+)"$', "\n".join(path.read_text() for path in proxy), re.MULTILINE)
-    assert set(own) <= set(re.findall(r"`(upstream_\w+)`", (ROOT / "docs/backends.md").read_text()))
+    elsewhere = {path for package in ELSEWHERE for path in (ROOT / "octavo/server" / package).rglob("*.py")}
+    sources = [ROOT / "octavo/errors.py", *(set((ROOT / "octavo/server").rglob("*.py")) - elsewhere)]
     text = "\n".join(path.read_text() for path in sources)
-    codes = set(re.findall(r'^    code = "(\w+)"$', text, re.MULTILINE))
+    codes = set(CODE.findall(text))
     codes |= set(re.findall(r'HTTPRefusal\(.*"(\w+)"\)', text))
     table = {row.code for row in rows()}
     assert codes <= table
