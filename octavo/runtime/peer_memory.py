@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.collective import Collective
+from octavo.runtime.process_group import ProcessGroupCollective
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,6 @@ def device_collective(host: Collective, device: torch.device) -> Collective:
     addresses_W = mapped_buffers(host, buffer_bytes(host.size), device)
     if addresses_W is not None:
         return PeerCollective(addresses_W, host.rank)
-    from octavo.runtime.process_group import ProcessGroupCollective  # imports what nothing else needs
-
     logger.warning("the GPUs cannot access each other's memory: sums go through NCCL, which is slower")
     return ProcessGroupCollective(host, device)
 
