@@ -102,7 +102,7 @@ class Store:
         self._problem = ""
         """Error of the last operation, or ""; avoids logging the same error repeatedly."""
         try:
-            self._database = self._thread.submit(_connect, folder).result()
+            self._database = self._thread.submit(connect, folder).result()
         except (OSError, sqlite3.Error) as error:
             self._thread.shutdown()
             raise ConfigError(f"state_dir: {folder} cannot hold the database: {error}") from None
@@ -154,7 +154,7 @@ class Store:
         self._thread.submit(self._database.close).result()
         self._thread.shutdown()
 
-    async def _read(self, sql: str, *values: object) -> list[Any]:
+    async def _read(self, sql: str, *values: object) -> Sequence[Any]:
         return await self._result(self._thread.submit(lambda: self._database.execute(sql, values).fetchall()))
 
     async def _write(self, work: Callable[[], T]) -> T:
@@ -257,7 +257,7 @@ def decoded(kind: str, rows: Iterable[Row], value_type: type[T]) -> Iterator[tup
             yield row, value
 
 
-def _connect(folder: Path | None) -> sqlite3.Connection:
+def connect(folder: Path | None) -> sqlite3.Connection:
     place = ":memory:"
     if folder is not None:
         make_private_folder(folder, lambda name: name.startswith(FILE_NAME))
