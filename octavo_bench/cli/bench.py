@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.cli.settings import add_settings
 from octavo.config import DEFAULT_MODEL, EngineConfig, cache_dir
-from octavo_bench.cli import ablation, deciding, drafts, peer, quality, serve, suites, tools
+from octavo_bench.cli import ablation, chaos, deciding, drafts, peer, quality, serve, suites, tools
 from octavo_bench.cli.arguments import engine_config, numbers, reals, require_cuda
 from octavo_bench.cli.results import add_results, check_results, finish
 from octavo_bench.report import spread
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafts.add_kinds(kinds)
     quality.add_kinds(kinds)
     serve.add_kinds(kinds)
+    chaos.add_kinds(kinds)
 
 
 def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
