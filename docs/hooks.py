@@ -1,7 +1,7 @@
 """Hooks of mkdocs: the README as home page, and files outside docs/ that pages link to.
 
-Pages link to files of the repository by relative paths, so that they work on GitHub. Each file that is linked is copied into the
-site under its path in the repository; links to folders, which a site has no page for, become plain text.
+Pages link to files of the repository by relative paths, so that they work on GitHub. Each file that is linked is copied
+into the site under its path in the repository; links to folders, which a site has no page for, become plain text.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class _Following:
 
 
 def _retry_after(connection: Connection) -> float:
-    said = dict((name.lower(), value) for name, value in connection.headers).get(b"retry-after", b"1")
+    said = {name.lower(): value for name, value in connection.headers}.get(b"retry-after", b"1")
     return min(float(said), LONGEST_RETRY_AFTER)
 
 
@@ -204,4 +204,4 @@ async def events(connection: Connection) -> AsyncIterator[bytes]:
             yield event
 
 
-__all__ = ["Client", "Excuses", "Failed", "Followed", "MANNERS", "Repeated", "events", "rest"]
+__all__ = ["MANNERS", "Client", "Excuses", "Failed", "Followed", "Repeated", "events", "rest"]

@@ -15,6 +15,9 @@ from octavo_bench.chaos import processes
 from octavo_bench.chaos.client import BUSY, rest
 from octavo_bench.chaos.target import Target
 
+JSON = [(b"content-type", b"application/json")]
+MOST_START_SECONDS = 4.0
+"""Moments of a start at which it ends are drawn up to here."""
 STORM_REQUESTS = 150
 HALF_REQUESTS = 60
 POISONS = [
@@ -97,7 +100,7 @@ async def kill_starts(target: Target, rng: random.Random) -> None:
     for _ in range(rng.randrange(1, 4)):
         await target.end(signal.SIGKILL)
         target.launch()
-        await asyncio.sleep(rng.uniform(0, 5))
+        await asyncio.sleep(rng.uniform(0, MOST_START_SECONDS))
     await target.wait_ready()
 
 
@@ -113,7 +116,7 @@ async def restart_starts(target: Target, rng: random.Random) -> None:
     for _ in range(rng.randrange(1, 4)):
         await target.end(signal.SIGTERM)
         target.launch()
-        await asyncio.sleep(rng.uniform(0, 5))
+        await asyncio.sleep(rng.uniform(0, MOST_START_SECONDS))
     await target.wait_ready()
 
 
@@ -205,7 +208,7 @@ async def storm(target: Target, rng: random.Random) -> None:
 
     async def one(goes: bool) -> int:
         try:
-            async with connections.request("POST", "v1/completions", [(b"content-type", b"application/json")], data) as c:
+            async with connections.request("POST", "v1/completions", JSON, data) as c:
                 if not goes:
                     await rest(c)
                 return c.status
@@ -222,7 +225,8 @@ async def storm(target: Target, rng: random.Random) -> None:
 
 async def half_requests(target: Target, rng: random.Random) -> None:
     """Clients that send a part of a request, of which most go away."""
-    whole = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n{"
+    head = (b"POST /v1/completions HTTP/1.1", b"host: x", b"content-type: application/json", b"content-length: 900")
+    whole = b"\r\n".join((*head, b"", b"{"))
     writers = []
     for _ in range(HALF_REQUESTS):
         with contextlib.suppress(OSError):

@@ -56,16 +56,19 @@ def _one_of_each(number: int, rng: random.Random) -> Iterator[Asked]:
     schema = {"type": "json_schema", "json_schema": {"name": "book", "schema": SCHEMA}}
     tools = {**messages, "tools": [TOOL], "tool_choice": "required", "max_tokens": 100}
     yield Asked("stream", COMPLETIONS, {**sampled, **streamed})
+    yield Asked("long_stream", COMPLETIONS, {**sampled, "max_tokens": rng.randrange(800, 1600), "stream": True})
     yield Asked("chat_stream", CHAT, {**messages, **streamed})
-    yield Asked("whole", COMPLETIONS, plain)
-    yield Asked("background", RESPONSES, _response(prompt, rng) | {"background": True})
+    yield Asked("whole", COMPLETIONS, {**plain, "max_tokens": rng.randrange(16, 800)})
+    background = {**_response(prompt, rng), "background": True, "max_output_tokens": rng.randrange(16, 800)}
+    yield Asked("background", RESPONSES, background)
     yield Asked("tools_stream", CHAT, {**tools, **streamed})
     yield Asked("choices", COMPLETIONS, {**sampled, "n": 2, "frequency_penalty": 0.5, "stream": True})
     yield Asked("schema", CHAT, {**messages, "response_format": schema, "max_tokens": 100})
     yield Asked("stop", COMPLETIONS, {**sampled, "stop": ["a", "ku"], "stream": True, "min_tokens": 8})
     yield Asked("logprobs", COMPLETIONS, {**sampled, "logprobs": 2, "stream": True})
     yield Asked("chat_logprobs", CHAT, {**messages, "logprobs": True, "top_logprobs": 1})
-    yield Asked("long", COMPLETIONS, {**plain, "prompt": prompt + SENTENCE * 12, "max_tokens": 8})
+    yield Asked("prompt_logprobs", COMPLETIONS, {**sampled, "prompt_logprobs": 1, "echo": True, "logprobs": 1})
+    yield Asked("long_prompt", COMPLETIONS, {**plain, "prompt": prompt + SENTENCE * 12, "max_tokens": 8})
     yield Asked("regex", COMPLETIONS, {**sampled, "structured_outputs": {"regex": "[a-z]{8,40}"}, "stream": True})
     yield Asked("tools", CHAT, tools)
     yield Asked("response", RESPONSES, _response(prompt, rng))

@@ -28,7 +28,7 @@ def add_kinds(kinds: Any) -> None:
     chaos.add_argument("--num-faults", type=positive, help="faults; default: 20, or what --duration allows")
     chaos.add_argument("--duration", type=float, metavar="SECONDS", help="for which faults are begun")
     chaos.add_argument("--clients", type=positive, default=6, help="requests at once")
-    chaos.add_argument("--num-requests", type=positive, default=45, help="different requests")
+    chaos.add_argument("--num-requests", type=positive, default=51, help="different requests")
     chaos.add_argument("--faults", metavar="NAME,...", help="only these; default: all")
     chaos.add_argument("--port", type=int, help="of the server; default: any that is free")
     chaos.add_argument("--logs", type=Path, metavar="DIR", help="keep the server's logs here")

@@ -19,7 +19,7 @@ def test_a_body_that_was_left_unread_is_not_read_by_the_next_request() -> None:
 
     async def main() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        connections = Connections("http://127.0.0.1:%d/" % server.sockets[0].getsockname()[1])
+        connections = Connections(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/")
         async with connections.request("GET", "first") as connection:
             while not connection.is_reusable:
                 await asyncio.sleep(0.001)
