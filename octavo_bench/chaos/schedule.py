@@ -129,7 +129,7 @@ class Chaos:
             about = {"kind": asked.kind, "manner": manner, "key": key}
             try:
                 async with asyncio.timeout(REQUEST_SECONDS):
-                    followed = await client.follow(asked, key, rng, manner)  # type: ignore[arg-type]
+                    followed = await client.follow(asked, key, rng, manner)
             except Failed as error:
                 self._found("lost", **about, detail=str(error))
             except TimeoutError:
