@@ -130,11 +130,14 @@ async def full_disk(target: Target, rng: random.Random) -> None:
 
 
 async def full_disk_and_kill(target: Target, rng: random.Random) -> None:
-    """The server is killed and started again while the disk is full; then there is room, and it is killed again."""
+    """The server is killed and started again while the disk is full, where it may end because it cannot open its
+    database; then there is room, and it is killed again."""
     with _no_room(target):
         await asyncio.sleep(rng.uniform(0.2, 1))
-        await kill_front(target, rng)
-        await asyncio.sleep(rng.uniform(0.2, 1))
+        await target.end(signal.SIGKILL)
+        target.launch()
+        await asyncio.sleep(rng.uniform(0.2, MOST_START_SECONDS))
+    await target.wait_ready_again()
     await asyncio.sleep(rng.uniform(0, 2))
     await kill_front(target, rng)
 

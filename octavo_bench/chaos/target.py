@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.errors import ConfigError
 from octavo.server.proxy.connections import ConnectionFailed, Connections
 from octavo_bench.chaos import processes
 from octavo_bench.chaos.client import Excuses, rest
@@ -105,6 +106,16 @@ class Target:
         """Raises ``ConfigError`` if the server ends or takes too long."""
         assert self._server is not None
         await asyncio.to_thread(self._server.wait_ready, START_SECONDS)
+
+    async def wait_ready_again(self) -> None:
+        """As ``wait_ready``, of a server that may just end and is then started again, as a service manager does it."""
+        try:
+            await self.wait_ready()
+        except ConfigError:
+            if self.ended_by_itself() is None:
+                raise
+            self.launch()
+            await self.wait_ready()
 
     async def end(self, number: signal.Signals) -> None:
         """Send the server a signal, and wait until it has ended."""
