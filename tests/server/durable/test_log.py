@@ -84,6 +84,30 @@ def test_a_disk_that_fails_is_survived(tmp_path: Path, monkeypatch: pytest.Monke
     assert payloads(tmp_path) == [b"one", b"two"]
 
 
+def test_a_snapshot_that_does_not_fit_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each attempt on a full disk would leave one, with what little fitted."""
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    async def main() -> None:
+        writer = LogWriter(tmp_path)
+        writer.append(record(b"one"))
+        await writer.synced()
+        with monkeypatch.context() as patch:
+            patch.setattr(log.os, "write", full)
+            for _ in range(3):
+                writer.roll([record(b"snapshot")])
+                await writer.synced()
+        assert len(log_files(tmp_path)) == 1
+        writer.append(record(b"two"))
+        await writer.synced()
+        writer.close()
+
+    asyncio.run(main())
+    assert payloads(tmp_path) == [b"one", b"two"]
+
+
 def test_a_new_file_that_cannot_be_made_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first record, and when a file shall replace the older ones."""
     open_file = os.open
