@@ -30,6 +30,12 @@ class Begin(msgspec.Struct, array_like=True, tag=1, frozen=True):
     prompt_texts: list[str | None]
     shown_ids: list[int]
 
+    def __post_init__(self) -> None:
+        """Raises ``ValueError``, which makes a record that is read unreadable."""
+        is_whole = bool(self.requests) and len(self.requests) == len(self.prompt_of)
+        if not is_whole or not all(0 <= place < len(self.prompt_texts) for place in self.prompt_of):
+            raise ValueError("choices and prompts do not belong together")
+
 
 class Tokens(msgspec.Struct, array_like=True, tag=2, frozen=True, gc=False):
     """An output that is only tokens."""

@@ -104,7 +104,7 @@ class DurableRequest:
 
     def restore_tokens(self, item: Tokens) -> None:
         """Take recorded tokens, unless an output before them is missing."""
-        if item.place != self._place:
+        if item.place != self._place or item.index not in self._unfinished:
             return
         self._place += extent(item.tokens)
         last = self._open.get(item.index)
