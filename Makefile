@@ -14,7 +14,7 @@ FUNCTIONS ?= bfcl-eval==2026.3.23
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: serve test check timing test-clients compose-check lint clean
+.PHONY: serve test check timing test-clients compose-check docs docs-serve lint clean
 
 serve: $(VENV)/.run  ## serve MODEL on HOST:PORT; more flags in ARGS
 	@exec $(BIN)/octavo serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -39,9 +39,15 @@ test-clients: $(VENV)/.dev $(CLIENTS)/.done  ## drive a server with other projec
 compose-check: $(VENV)/.dev  ## check what is in deploy/; every query of the dashboard with Prometheus, where there is one
 	$(BIN)/python -m pytest tests/deploy $(ARGS)
 
+docs: $(VENV)/.docs  ## build the pages of docs/ into site/; a broken link is an error
+	$(BIN)/python -m mkdocs build --quiet
+
+docs-serve: $(VENV)/.docs  ## show the pages on HOST:PORT, and build them again when they change
+	$(BIN)/python -m mkdocs serve --dev-addr $(HOST):$(PORT)
+
 lint: $(VENV)/.dev  ## style and types
-	$(BIN)/ruff check octavo octavo_bench tests
-	$(BIN)/ruff format --check octavo octavo_bench tests
+	$(BIN)/ruff check octavo octavo_bench tests docs
+	$(BIN)/ruff format --check octavo octavo_bench tests docs
 	$(BIN)/mypy
 
 clean:
@@ -60,6 +66,11 @@ $(VENV)/.run: pyproject.toml | $(BIN)/python
 
 $(VENV)/.dev: $(VENV)/.run
 	$(PIP) install -e ".[test,lint]"
+	@touch $@
+
+# The documents are built without what the engine needs.
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	$(PIP) install $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
 # Clients have dependencies of their own, so they never meet the server's: each file of requirements is an environment.

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from octavo.child_worker import LENGTH, MAX_ERROR_BYTES, OUT_OF_MEMORY, READY
+from octavo.errors import Unavailable
 
 START_SECONDS = 60.0
 """Timeout of the child's start; its imports are slow on a loaded machine."""
+RETRY_SECONDS = 1
 _PACKAGE_PARENT = str(Path(__file__).parent.parent)
 _ENVIRONMENT = ("PATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
 """Environment variables that the child inherits: enough to start, no secrets."""
@@ -30,11 +32,16 @@ class ChildProcess:
     """A process that runs ``module``, which follows the protocol of ``ChildWorker``. Not thread-safe."""
 
     def __init__(self, module: str, settings: dict[str, Any], more: bytes | None = None) -> None:
-        """``more`` is a second message, if the module reads one. Raises ``ChildLost`` if the process does not start."""
+        """``more`` is a second message, if the module reads one.
+
+        Raises ``Unavailable`` if this machine cannot start a process now, ``ChildLost`` if the process ends at once.
+        """
         self._settings = settings
-        self._connection, theirs = socket.socketpair()
-        with theirs:
-            self._process = _start(module, theirs)
+        try:
+            self._connection, self._process = _start(module)
+        except OSError as error:  # such as too many open files: not the fault of what the process is for
+            reason = f"A process for this request could not be started ({error.strerror}). Try again in a moment."
+            raise Unavailable(reason, retry_after=RETRY_SECONDS) from None
         self.id = self._process.pid
         self.close = weakref.finalize(self, _end, self._process, self._connection)
         """Ends the process; also called when this object is collected or the interpreter exits."""
@@ -91,19 +98,24 @@ class ChildProcess:
         return "it used up its memory or processor time"
 
 
-def _start(module: str, connection: socket.socket) -> subprocess.Popen[bytes]:
+def _start(module: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """The process, and a connection to it."""
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     paths = [_PACKAGE_PARENT, *filter(None, [os.environ.get("PYTHONPATH")])]
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", module],
-            stdin=connection.fileno(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
-        )
-    except OSError as error:
-        raise ChildLost(f"its process could not be started ({error.strerror})") from None
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
+            )
+        except OSError:
+            ours.close()
+            raise
+    return ours, process
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:

@@ -101,7 +101,9 @@ class ModelSettings:
         "results are kept for later starts; 0: off",
         low=0,
     )
-    max_model_len: int | None = setting(None, "maximum context length in tokens; default: the model's own", low=1)
+    max_model_len: int | None = setting(
+        None, "maximum context length in tokens; default: the model's own, or what fits into memory", low=1
+    )
     seed: int = setting(0, "seed of dummy weights, and of LLM requests without a seed of their own")
     revision: str | None = setting(None, "branch, tag or commit of a Hugging Face model")
     download_dir: str | None = setting(None, "folder of downloaded models; default: the user's cache folder")

@@ -22,7 +22,7 @@ from octavo.errors import OctavoError
 
 COMMANDS = (
     *("serve", "chat", "generate", "pull", "list", "show", "rm", "models"),
-    *("doctor", "tune", "cache", "simulate", "explain", "debug", "completion"),
+    *("doctor", "tune", "cache", "state", "simulate", "explain", "debug", "completion"),
 )
 ENTRY_POINTS = "octavo.commands"
 """Entry point group of further command modules."""

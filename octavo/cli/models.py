@@ -34,14 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table of families, or the check of a model; return 1 if it does not fit."""
     if args.model_argument is None and args.model is None:
-        print("\n".join(_families()))
+        layout = "{:<37}{:<11}{:<30}{:<9}{}"
+        print("\n".join(layout.format(*row) for row in families()))
         print("\nOther decoders: with --backend transformers, more slowly.", file=sys.stderr)
         return 0
     return _check(load_config(EngineConfig, args))
 
 
-def _families() -> Iterator[str]:
-    """A line per architecture: its GGUF name, LoRA and window support, and the first line of its module's docstring."""
+def families() -> Iterator[tuple[str, str, str, str, str]]:
+    """Titles, then for each architecture its GGUF name, LoRA and window support, and the first line of its module."""
     from octavo.models.encoders import ENCODERS
     from octavo.models.features import features
     from octavo.models.registry import ARCHITECTURES
@@ -50,17 +51,16 @@ def _families() -> Iterator[str]:
 
     in_gguf = {family.architecture: name for name, family in FAMILIES.items()}
     in_gguf |= {MIXTRAL.architecture: "llama", "DeepseekV3ForCausalLM": "deepseek2"}
-    layout = "{:<37}{:<11}{:<30}{:<9}{}"
-    yield layout.format("architecture", "GGUF", "LoRA", "windows", "about")
+    yield "architecture", "GGUF", "LoRA", "windows", "about"
     for name, family in sorted(ARCHITECTURES.items(), key=lambda item: item[0].lower()):
         found = features(name)
         maps = f"not {', '.join(found.not_adaptable)}" if found.not_adaptable else "all maps"
-        yield layout.format(name, in_gguf.get(name, "-"), maps, found.windows, _about(family))
+        yield name, in_gguf.get(name, "-"), maps, found.windows, _about(family)
     for name, (text, _) in TEXT_PARTS.items():
         part = features(text)
-        yield layout.format(name, "-", "all maps", part.windows, f"Its text model only, which is {text}.")
+        yield name, "-", "all maps", part.windows, f"Its text model only, which is {text}."
     for name, encoder in ENCODERS.items():
-        yield layout.format(name, *"---", _about(encoder))
+        yield name, "-", "-", "-", _about(encoder)
 
 
 def _about(family: object) -> str:

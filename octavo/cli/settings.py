@@ -71,9 +71,11 @@ def add_settings(
     parser.keep_for_whole_help({item.name for item in settings(config_class)} - set(common))
 
 
-def add_some_settings(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
-    """Add the flags of a few settings of the engine, for ``load_config``."""
-    for item in settings(EngineConfig):
+def add_some_settings(
+    parser: argparse.ArgumentParser, names: Collection[str], config_class: type[EngineConfig] = EngineConfig
+) -> None:
+    """Add the flags of a few settings, for ``load_config``."""
+    for item in settings(config_class):
         if item.name in names:
             add_flag(parser, item)
     parser.set_defaults(config=None, model_argument=None)

@@ -111,7 +111,7 @@ class GrammarCompiler:
         return Verdict(answer) if kind == RENDERED else Verdict(None, answer)
 
     def _running(self) -> ChildProcess:
-        """The process, started if needed. Raises ``Refused``, not cached since the grammar is not the cause."""
+        """The process, started if needed. Raises ``Refused`` or ``Unavailable``: the grammar is not the cause."""
         if self._process is None or not self._process.is_alive:
             tokens, special_ids, eos_ids = self._load()
             settings = {**self._limits, "special_ids": special_ids, "eos_ids": eos_ids}

@@ -5,6 +5,7 @@ All sizes are in bytes.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import gc
 import logging
@@ -136,14 +137,14 @@ def settle(
     pools = GroupMemory.of(specs, groups, kv_dtype, block_size, max_num_seqs, max_num_batched_tokens)
     per_block = sum(pools.bytes_per_block)
     given = _given_blocks(settings.cache, per_block)
+    if settings.model.max_model_len is None:
+        max_model_len = _longest_that_fits(pools, max_model_len, room if given is None else given * per_block)
     kept = pools.kept(max_model_len)[0]
     if given is None:
         preferred = int(min(CPU_KV_MEMORY // num_ranks, room * CPU_KV_SHARE)) if device == "cpu" else room
         size = max(pools.least_bytes(max_model_len), preferred)
     else:
         size = given * per_block
-        if settings.model.max_model_len is None and given * block_size < kept:
-            max_model_len = kept = given * block_size
     num_blocks = pools.divide(size, max_model_len)
     kv_bytes, first_bytes = pools.num_bytes(num_blocks), pools.bytes_per_block[0]
     of_others = kv_bytes - num_blocks[0] * first_bytes
@@ -179,6 +180,28 @@ def _longest_asked(settings: EngineConfig, model: ModelConfig) -> int:
             f"max_model_len: {asked} is more than the model was made for, {model.max_position_embeddings}"
         )
     return asked or model.max_position_embeddings
+
+
+def _longest_that_fits(pools: GroupMemory, longest: int, size: int) -> int:
+    """The longest context, up to ``longest``, of which one sequence fits into ``size`` bytes; else ``longest``."""
+    if pools.least_bytes(longest) <= size:
+        return longest
+    block_size = pools.block_size
+    blocks = bisect.bisect_right(
+        range(longest // block_size + 1), size, key=lambda n: pools.least_bytes(n * block_size)
+    )
+    if blocks <= 1:
+        return longest
+    fitting = (blocks - 1) * block_size
+    logger.warning(
+        "max_model_len is %d, not the model's %d: %.2f GiB of memory are left for the KV cache, and one sequence of "
+        "that length takes %.2f GiB",
+        fitting,
+        longest,
+        size / GIB,
+        pools.least_bytes(longest) / GIB,
+    )
+    return fitting
 
 
 def _given_blocks(settings: CacheSettings, per_block: int) -> int | None:

@@ -6,6 +6,7 @@ torch can share tensors, too, but leaves a named file in shared memory when a pr
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from octavo.ops.collective import Collective
+from octavo.runtime.process_group import ProcessGroupCollective
+
+logger = logging.getLogger(__name__)
 
 HANDLE_BYTES = 64
 LAZY_ENABLE_PEER_ACCESS = 1
@@ -24,41 +28,39 @@ class Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_byte * HANDLE_BYTES)]
 
 
-class PeerMemory:
-    """A buffer of this rank, and those of the others mapped into this process, for as long as it lives.
+def mapped_buffers(host: Collective, num_bytes: int, device: torch.device) -> Tensor | None:
+    """Where the buffers of all ranks are in this process, int64 [W] on the device; ``None`` if a rank cannot map them.
 
-    Every rank must make its own at the same time, with the device current on which it computes. ``host`` exchanges
-    the handles.
+    The buffers are zeros, and live as long as the process. Every rank must call this at the same time, with the device
+    current on which it computes. ``host`` exchanges the handles, and whether all succeeded.
     """
-
-    def __init__(self, host: Collective, num_bytes: int, device: torch.device) -> None:
-        torch.empty(1, device=device)  # makes torch's context of the device current
-        driver = ctypes.CDLL("libcuda.so.1")
-        own, handle = ctypes.c_uint64(), Handle()
-        _check(driver.cuMemAlloc_v2(ctypes.byref(own), ctypes.c_size_t(num_bytes)), "cuMemAlloc")
-        _check(driver.cuMemsetD8_v2(own, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes)), "cuMemsetD8")
-        torch.cuda.synchronize(device)
-        _check(driver.cuIpcGetMemHandle(ctypes.byref(handle), own), "cuIpcGetMemHandle")
-        handles = host.all_gather(torch.frombuffer(bytearray(bytes(handle)), dtype=torch.uint8))
-        places = []
-        for rank, other in enumerate(handles):
-            place = own if rank == host.rank else _open(driver, other)
-            places.append(place.value)
-        host.all_gather(torch.zeros(1))  # all buffers are zeros, and mapped everywhere
-        self.addresses_W = torch.tensor(places, dtype=torch.int64, device=device)
+    torch.empty(1, device=device)  # makes torch's context of the device current
+    driver = ctypes.CDLL("libcuda.so.1")
+    own, handle = ctypes.c_uint64(), Handle()
+    _check(driver.cuMemAlloc_v2(ctypes.byref(own), ctypes.c_size_t(num_bytes)), "cuMemAlloc")
+    _check(driver.cuMemsetD8_v2(own, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes)), "cuMemsetD8")
+    torch.cuda.synchronize(device)
+    is_shared = driver.cuIpcGetMemHandle(ctypes.byref(handle), own) == 0
+    handles = host.all_gather(torch.frombuffer(bytearray(bytes(handle)), dtype=torch.uint8))
+    places = [own.value if rank == host.rank else _open(driver, other) for rank, other in enumerate(handles)]
+    is_complete = torch.tensor([is_shared and all(places)])
+    if not host.all_gather(is_complete).all():  # after this, all buffers are zeros, and mapped everywhere
+        return None
+    return torch.tensor(places, dtype=torch.int64, device=device)
 
 
-def _open(driver: Any, handle: Tensor) -> ctypes.c_uint64:
+def _open(driver: Any, handle: Tensor) -> int:
+    """The address of another rank's buffer; 0 if it cannot be mapped."""
     place = ctypes.c_uint64()
     other = Handle.from_buffer_copy(handle.numpy().tobytes())
     flags = ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS)
-    _check(driver.cuIpcOpenMemHandle_v2(ctypes.byref(place), other, flags), "cuIpcOpenMemHandle")
-    return place
+    status = driver.cuIpcOpenMemHandle_v2(ctypes.byref(place), other, flags)
+    return 0 if status else place.value
 
 
 def _check(status: int, function: str) -> None:
     if status != 0:
-        raise RuntimeError(f"{function} failed with CUDA error {status}; ranks need GPUs with peer access")
+        raise RuntimeError(f"{function} failed with CUDA error {status}")
 
 
 def device_collective(host: Collective, device: torch.device) -> Collective:
@@ -67,8 +69,11 @@ def device_collective(host: Collective, device: torch.device) -> Collective:
         return host
     from octavo.ops.triton.collective import PeerCollective, buffer_bytes  # Triton may be absent without CUDA
 
-    memory = PeerMemory(host, buffer_bytes(host.size), device)
-    return PeerCollective(memory.addresses_W, host.rank)
+    addresses_W = mapped_buffers(host, buffer_bytes(host.size), device)
+    if addresses_W is not None:
+        return PeerCollective(addresses_W, host.rank)
+    logger.warning("the GPUs cannot access each other's memory: sums go through NCCL, which is slower")
+    return ProcessGroupCollective(host, device)
 
 
 def visible_gpus() -> list[str]:

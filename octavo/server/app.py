@@ -111,8 +111,10 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
 
 @contextlib.asynccontextmanager
 async def _life(app: Starlette) -> AsyncIterator[None]:
-    """Resume durable requests, background responses and batches that an earlier process left unfinished."""
+    """Resume durable requests, background responses and batches that an earlier process left unfinished; delete what
+    expires."""
     services: Services = app.state.services
+    services.jobs.start("deletion of what has expired", services.store.keep_tidy())
     app.state.batches = batches.Batches(app, [endpoint for part in PARTS for endpoint in part.ENDPOINTS])
     if services.journal is not None:
         await services.journal.resume()

@@ -155,10 +155,10 @@ class _Serving:
         except asyncio.CancelledError:
             logger.info("stopped before it was ready")
         finally:
-            if self.drain is None:
+            if self.drain is not None:
+                await asyncio.wait([self.drain])
+            if self.drain is None or self.drain.cancelled():  # cancelled before it began
                 await self.engine.stop(timeout=0)
-            else:
-                await self.drain
             self.front.close()
         return 0
 
@@ -198,7 +198,7 @@ class _Serving:
         elif self.drain is None:
             logger.info("draining: %d requests have %g s", self.engine.num_live, self.settings.shutdown_timeout)
             self.drain = asyncio.create_task(self._drain(self.server))
-        else:
+        elif not self.server.force_exit:
             logger.info("stopping at once")
             self.server.should_exit = self.server.force_exit = True
             self.drain.cancel()

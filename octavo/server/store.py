@@ -7,13 +7,15 @@ is in memory and lost at exit.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,15 +29,34 @@ MAX_BYTES = 1 << 30
 
 RETRY_SECONDS = 5
 """``Retry-After`` of a failed operation."""
+TIDY_SECONDS = 60
+"""Pause between two passes that delete what has expired."""
+TIDY_ITEMS = 64
+TIDY_PAGES = 1024
+"""Items deleted, and pages given back to the disk, while other operations wait."""
+MAX_UNUSED = 4
+"""One of this many pages of the file may be unused before it is made smaller."""
+WAL_BYTES = 64 << 20
+"""Largest size that the write-ahead log keeps after it was larger."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS items (
     kind TEXT NOT NULL, id TEXT NOT NULL, owner TEXT NOT NULL, created REAL NOT NULL, value BLOB NOT NULL,
     PRIMARY KEY (kind, id)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS items_by_age ON items (kind, created);
+DROP INDEX IF EXISTS items_by_age;
+CREATE INDEX IF NOT EXISTS items_by_owner ON items (kind, owner, created);
 CREATE INDEX IF NOT EXISTS items_by_creation ON items (created);
 """
+_TOTAL = """
+CREATE TABLE total (bytes INTEGER NOT NULL);
+INSERT INTO total SELECT coalesce(sum(length(value)), 0) FROM items;
+CREATE TRIGGER item_added AFTER INSERT ON items BEGIN UPDATE total SET bytes = bytes + length(new.value); END;
+CREATE TRIGGER item_removed AFTER DELETE ON items BEGIN UPDATE total SET bytes = bytes - length(old.value); END;
+CREATE TRIGGER item_changed AFTER UPDATE ON items
+    BEGIN UPDATE total SET bytes = bytes + length(new.value) - length(old.value); END;
+"""
+"""The size of all values, which triggers keep, so that no write has to sum."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,20 +79,30 @@ class Row(NamedTuple):
     value: bytes
 
 
+class _Write:
+    """A change that waits for its commit."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work = work
+        self.future: Future[Any] = Future()
+
+
 class Store:
     """Values by kind and id. A dedicated thread runs all queries, so that the event loop is not blocked.
 
-    Each method raises ``StorageFull`` or ``StorageUnavailable`` on failure, and has no effect then.
+    Writes that wait while another is synced to disk are committed together. Each method raises ``StorageFull`` or
+    ``StorageUnavailable`` on failure, and has no effect then.
     """
 
     def __init__(self, folder: Path | None, retention_seconds: float) -> None:
         """Open or create the database in ``folder``. Raises ``ConfigError`` on failure."""
         self._retention = retention_seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._writes: SimpleQueue[_Write] = SimpleQueue()
         self._problem = ""
         """Error of the last operation, or ""; avoids logging the same error repeatedly."""
         try:
-            self._database, self._size = self._thread.submit(_connect, folder).result()
+            self._database = self._thread.submit(connect, folder).result()
         except (OSError, sqlite3.Error) as error:
             self._thread.shutdown()
             raise ConfigError(f"state_dir: {folder} cannot hold the database: {error}") from None
@@ -82,34 +113,61 @@ class Store:
 
     async def put_all(self, owner: str, items: Iterable[StoredItem], instead_of: str | None = None) -> None:
         """Store all of ``items`` or none, replacing the owner's items of kind ``instead_of``."""
-        await self._do(lambda: self._put_all(owner, items, instead_of))
+        kept = list(items)
+        await self._write(lambda: self._put_all(owner, kept, instead_of))
 
     async def get(self, kind: str, id: str, owner: str) -> bytes | None:
         """The value, or ``None`` if ``owner`` has no such item or it expired."""
         sql = "SELECT CAST(value AS BLOB) FROM items WHERE kind = ? AND id = ? AND owner = ? AND created >= ?"
-        row = await self._do(lambda: self._database.execute(sql, (kind, id, owner, self._oldest())).fetchone())
-        return None if row is None else bytes(row[0])
+        row = await self._read(sql, kind, id, owner, self._oldest())
+        return bytes(row[0][0]) if row else None
 
     async def delete(self, kind: str, id: str, owner: str) -> bool:
         """Delete an item; return whether it existed."""
-        return await self._do(lambda: self._delete(kind, id, owner))
+        sql = "DELETE FROM items WHERE kind = ? AND id = ? AND owner = ?"
+        return await self._write(lambda: self._database.execute(sql, (kind, id, owner)).rowcount > 0)
 
     async def list(self, kind: str, owner: str | None = None) -> list[Row]:
         """All items of a kind, newest first; of one owner or, with ``None``, of all."""
         sql = (
             "SELECT id, owner, CAST(value AS BLOB) FROM items "
-            "WHERE kind = ? AND created >= ? AND (?3 IS NULL OR owner = ?3) ORDER BY created DESC, id"
+            f"WHERE kind = ? AND created >= ? {'' if owner is None else 'AND owner = ?'} ORDER BY created DESC, id"
         )
-        rows = await self._do(lambda: self._database.execute(sql, (kind, self._oldest(), owner)).fetchall())
-        return [Row(*row) for row in rows]
+        values = (kind, self._oldest()) if owner is None else (kind, self._oldest(), owner)
+        return [Row(*row) for row in await self._read(sql, *values)]
+
+    async def keep_tidy(self) -> None:
+        """Delete what expires and give unused room back to the disk, in small steps, until cancelled."""
+        while True:
+            with contextlib.suppress(StorageUnavailable):  # which was logged
+                await self.tidy()
+            await asyncio.sleep(TIDY_SECONDS)
+
+    async def tidy(self) -> None:
+        """One pass of ``keep_tidy``."""
+        while await self._write(lambda: self._delete_expired(TIDY_ITEMS)):
+            pass
+        while await self._write(self._shrink):
+            pass
 
     def close(self) -> None:
         self._thread.submit(self._database.close).result()
         self._thread.shutdown()
 
-    async def _do(self, work: Callable[[], T]) -> T:
+    async def _read(self, sql: str, *values: object) -> Sequence[Any]:
+        return await self._result(self._thread.submit(lambda: self._database.execute(sql, values).fetchall()))
+
+    async def _write(self, work: Callable[[], T]) -> T:
+        """Run ``work``, which may run twice, and commit."""
+        write = _Write(work)
+        self._writes.put(write)
+        self._thread.submit(self._commit_waiting)
+        result: T = await self._result(write.future)
+        return result
+
+    async def _result(self, future: Future[T]) -> T:
         try:
-            result = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            result = await asyncio.wrap_future(future)
         except sqlite3.OperationalError as error:  # transient errors; a damaged database raises DatabaseError
             if str(error) != self._problem:
                 self._problem = str(error)
@@ -128,40 +186,64 @@ class Store:
     def _oldest(self) -> float:
         return time.time() - self._retention
 
-    def _put_all(self, owner: str, items: Iterable[StoredItem], instead_of: str | None) -> None:
-        database = self._database
-        with database:  # which commits, or rolls back
-            database.execute("BEGIN IMMEDIATE")
-            old, now = self._oldest(), time.time()
-            size = self._size - _sum(database, "SELECT sum(length(value)) FROM items WHERE created < ?", old)
-            database.execute("DELETE FROM items WHERE created < ?", (old,))
-            if instead_of is not None:
-                size -= _sum(
-                    database, "SELECT sum(length(value)) FROM items WHERE kind = ? AND owner = ?", instead_of, owner
-                )
-                database.execute("DELETE FROM items WHERE kind = ? AND owner = ?", (instead_of, owner))
-            for kind, id, value in items:
-                size += len(value)
-                size -= _sum(database, "SELECT length(value) FROM items WHERE kind = ? AND id = ?", kind, id)
-                database.execute(
-                    "INSERT INTO items (kind, id, owner, created, value) VALUES (?, ?, ?, ?, ?) "
-                    "ON CONFLICT (kind, id) DO UPDATE SET value = excluded.value",
-                    (kind, id, owner, now, value),
-                )
-            if size > MAX_BYTES:
+    # --- in the thread ---
+
+    def _commit_waiting(self) -> None:
+        writes = []
+        while not self._writes.empty():
+            write = self._writes.get()
+            if write.future.set_running_or_notify_cancel():
+                writes.append(write)
+        if writes:
+            self._commit(writes)
+
+    def _commit(self, writes: Sequence[_Write]) -> None:
+        """Run ``writes`` in one transaction, or each in its own if one of them fails."""
+        try:
+            with self._database as database:  # which commits, or rolls back
+                database.execute("BEGIN IMMEDIATE")
+                results = [write.work() for write in writes]
+        except Exception as error:
+            if len(writes) == 1:
+                writes[0].future.set_exception(error)
+                return
+            for write in writes:
+                self._commit([write])
+        else:
+            for write, result in zip(writes, results, strict=True):
+                write.future.set_result(result)
+
+    def _put_all(self, owner: str, items: Sequence[StoredItem], instead_of: str | None) -> None:
+        database, now = self._database, time.time()
+        if instead_of is not None:
+            database.execute("DELETE FROM items WHERE kind = ? AND owner = ?", (instead_of, owner))
+        for kind, id, value in items:
+            database.execute(
+                "INSERT INTO items (kind, id, owner, created, value) VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT (kind, id) DO UPDATE SET value = excluded.value",
+                (kind, id, owner, now, value),
+            )
+        while self._number("SELECT bytes FROM total") > MAX_BYTES:
+            if not self._delete_expired(TIDY_ITEMS):
                 message = f"The server keeps at most {MAX_BYTES} bytes; delete files or responses first."
                 raise StorageFull(message, retry_after=RETRY_SECONDS)
-        self._size = size
 
-    def _delete(self, kind: str, id: str, owner: str) -> bool:
-        database, which = self._database, (kind, id, owner)
-        sql = "SELECT length(value) FROM items WHERE kind = ? AND id = ? AND owner = ?"
-        row = database.execute(sql, which).fetchone()
-        if row is None:
+    def _delete_expired(self, limit: int) -> bool:
+        """Delete the oldest expired items; return whether there were any."""
+        which = "SELECT kind, id FROM items WHERE created < ? ORDER BY created LIMIT ?"
+        sql = f"DELETE FROM items WHERE (kind, id) IN ({which})"
+        return self._database.execute(sql, (self._oldest(), limit)).rowcount > 0
+
+    def _shrink(self) -> bool:
+        """Make the file smaller if much of it is unused; return whether it became smaller."""
+        unused, total = self._number("PRAGMA freelist_count"), self._number("PRAGMA page_count")
+        if unused * MAX_UNUSED <= total:
             return False
-        database.execute("DELETE FROM items WHERE kind = ? AND id = ? AND owner = ?", which)
-        self._size -= row[0]
-        return True
+        self._database.execute(f"PRAGMA incremental_vacuum({TIDY_PAGES})").fetchall()
+        return self._number("PRAGMA freelist_count") < unused
+
+    def _number(self, sql: str) -> int:
+        return int(self._database.execute(sql).fetchone()[0])
 
 
 def decoded(kind: str, rows: Iterable[Row], value_type: type[T]) -> Iterator[tuple[Row, T]]:
@@ -175,8 +257,7 @@ def decoded(kind: str, rows: Iterable[Row], value_type: type[T]) -> Iterator[tup
             yield row, value
 
 
-def _connect(folder: Path | None) -> tuple[sqlite3.Connection, int]:
-    """The open database, and the total size of its values in bytes."""
+def connect(folder: Path | None) -> sqlite3.Connection:
     place = ":memory:"
     if folder is not None:
         make_private_folder(folder, lambda name: name.startswith(FILE_NAME))
@@ -185,14 +266,13 @@ def _connect(folder: Path | None) -> tuple[sqlite3.Connection, int]:
     database = sqlite3.connect(place, isolation_level=None)
     # A name that is not valid UTF-8 must not make all rows unreadable.
     database.text_factory = lambda text: text.decode(errors="replace")
+    # So that unused pages can be given back; it takes effect in a new file, or after VACUUM.
+    database.execute("PRAGMA auto_vacuum = INCREMENTAL")
     # Every committed transaction is durable.
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = FULL")
+    database.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
     database.executescript(_SCHEMA)
-    return database, _sum(database, "SELECT sum(length(value)) FROM items")
-
-
-def _sum(database: sqlite3.Connection, sql: str, *values: object) -> int:
-    """The single number that a query returns; 0 if none."""
-    row = database.execute(sql, values).fetchone()
-    return int(row[0] or 0) if row is not None else 0
+    if database.execute("SELECT 1 FROM sqlite_schema WHERE name = 'total'").fetchone() is None:
+        database.executescript(f"BEGIN IMMEDIATE; {_TOTAL} COMMIT;")
+    return database

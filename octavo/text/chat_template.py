@@ -10,7 +10,7 @@ from typing import Any
 from octavo.child_process import ChildLost, ChildProcess
 from octavo.child_worker import INVALID, REFUSED, RENDERED
 from octavo.config import ModelSettings
-from octavo.errors import ConfigError, InvalidParameter
+from octavo.errors import ConfigError, InvalidParameter, Unavailable
 from octavo.text.chat_messages import normalise_messages
 from octavo.text.tokenizer import Tokenizer
 
@@ -105,6 +105,8 @@ class ChatTemplate:
         }
         try:
             kind, text = self._ask(variables)
+        except Unavailable:
+            raise
         except (TypeError, ValueError):
             raise InvalidParameter("messages", "Messages and template variables must be plain JSON values.") from None
         except ChildLost as error:

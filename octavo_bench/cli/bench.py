@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.cli.settings import add_settings
 from octavo.config import DEFAULT_MODEL, EngineConfig, cache_dir
-from octavo_bench.cli import ablation, deciding, drafts, peer, quality, serve, suites, tools
+from octavo_bench.cli import ablation, chaos, deciding, drafts, peer, quality, serve, suites, sweeps, tools
 from octavo_bench.cli.arguments import engine_config, numbers, reals, require_cuda
 from octavo_bench.cli.results import add_results, check_results, finish
 from octavo_bench.report import spread
@@ -31,9 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tools.add_kinds(kinds)
     ablation.add_kinds(kinds)
     suites.add_kinds(kinds)
+    sweeps.add_kinds(kinds)
     drafts.add_kinds(kinds)
     quality.add_kinds(kinds)
     serve.add_kinds(kinds)
+    chaos.add_kinds(kinds)
 
 
 def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
@@ -159,8 +161,20 @@ def _engine(config: EngineConfig, info: Any) -> dict[str, Any]:
         "max_num_seqs": info.max_num_seqs,
         "max_num_batched_tokens": info.max_num_batched_tokens,
         "memory": info.memory,
+        "peak_memory_bytes": _peak_memory(info.device),
         "kernels": info.kernels,
     }
+
+
+def _peak_memory(device: str) -> int:
+    """The most bytes held so far: of the process on a CPU, of torch on a GPU."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_reserved()
+    import resource
+
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _throughput(args: argparse.Namespace) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
+from octavo_bench.evidence import check_folder, write_evidence
 from octavo_bench.plot_style import check_plot
 from octavo_bench.report import keep
 
@@ -23,6 +24,12 @@ def add_results(parser: argparse.ArgumentParser, with_output: bool = True) -> No
     if with_output:
         results.add_argument("--output", type=Path, metavar="FILE", help="also write the record, as JSON, to this file")
     results.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png; needs octavo[plots]")
+    results.add_argument(
+        "--evidence",
+        type=Path,
+        metavar="DIR",
+        help="fill this empty folder with record, plot, packages, machine, and the commit and changes of the code",
+    )
     results.add_argument("--baseline", type=Path, metavar="RECORD", help="a record of the same command")
     results.add_argument(
         "--fail-under",
@@ -46,6 +53,8 @@ def check_results(args: argparse.Namespace) -> None:
 
     if args.plot is not None:
         check_plot(args.plot)
+    if args.evidence is not None:
+        check_folder(args.evidence)
     if args.baseline is not None:
         if args.fail_under is None:
             raise ConfigError("baseline: needs --fail-under, the least share of its figures")
@@ -71,6 +80,8 @@ def conclude(args: argparse.Namespace, record: Mapping[str, Any]) -> int:
 
     if args.plot is not None:
         draw(record, args.plot)
+    if args.evidence is not None:
+        write_evidence(record, args.evidence)
     if args.fail_under is None:
         return 0
     baseline = None if args.baseline is None else read_record(args.baseline)

@@ -98,8 +98,8 @@ def _report(args: argparse.Namespace) -> int:
     from octavo_bench.report_tables import fill, render
 
     check_results(args)
-    if (args.plot or args.fail_under) and len(args.files) != 1:
-        raise ConfigError("report: --plot and --fail-under take one record")
+    if (args.plot or args.evidence or args.fail_under) and len(args.files) != 1:
+        raise ConfigError("report: --plot, --evidence and --fail-under take one record")
     if args.fill is not None:
         for file in fill(args.fill):
             print(f"octavo: {file} is not there; its place stays as it is", file=sys.stderr)

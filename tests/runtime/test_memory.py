@@ -83,7 +83,7 @@ def test_a_pool_that_is_given_bounds_the_context_that_is_not() -> None:
         ({"max_model_len": 321, "num_kv_blocks": 10}, 16 * GIB, ["max_model_len to 320", "num_kv_blocks"]),
         ({"kv_cache_memory": 0.002}, 16 * GIB, []),
         ({"kv_cache_memory": 20}, 16 * GIB, ["kv_cache_memory", "20.00 GiB"]),
-        ({}, GIB // 2, ["max_model_len", "would fit"]),
+        ({"max_model_len": 8192}, GIB // 2, ["max_model_len", "would fit"]),
         ({}, GIB // 100, ["0.00 GiB of memory are free", "0 would fit"]),
     ],
 )
@@ -94,6 +94,19 @@ def test_what_does_not_fit_names_the_setting_to_change(settings: dict[str, Any],
     with pytest.raises(ConfigError) as raised:
         settled(free=free, **settings)
     assert all(word in str(raised.value) for word in words), raised.value
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_free_memory_bounds_the_context_that_is_not_given(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    def used(limits: Limits, budget: MemoryBudget) -> int:
+        return budget.kv_cache + budget.activations + budget.logits
+
+    free = GIB * 6 // 10 if device == "cuda" else GIB // 2
+    limits, budget = settled(free=free, device=device)
+    assert 1000 < limits.max_model_len < 8192
+    assert limits.num_kv_blocks * limits.block_size == limits.max_model_len
+    assert used(limits, budget) <= free < used(limits, budget) + limits.block_size * PER_TOKEN
+    assert f"max_model_len is {limits.max_model_len}, not the model's 8192" in caplog.text
 
 
 def test_a_cache_smaller_than_a_block_is_refused() -> None:

@@ -12,7 +12,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -20,6 +22,8 @@ import pytest
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.server import serving
+from octavo.server.serving import _Serving
+from octavo.server_settings import ServerSettings
 from tests.server.raw import connect, read_chunk, read_head
 
 ROOT = Path(__file__).parents[2]
@@ -157,22 +161,57 @@ def test_what_is_not_done_in_time_ends_with_an_error_event(start: Callable[..., 
     assert process.process.wait(10) == 0
 
 
-def test_a_second_signal_does_not_wait(start: Callable[..., Process]) -> None:
+@pytest.mark.parametrize("pause", [0.2, 0.0])
+def test_more_signals_do_not_wait(start: Callable[..., Process], pause: float) -> None:
     process = start(shutdown_timeout=60)
     process.wait_ready()
 
     async def run() -> None:
         _, writer = await stream(process.port, 400)
         process.process.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(pause)
         assert process.process.poll() is None
-        process.process.send_signal(signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            process.process.send_signal(number)
         assert await asyncio.to_thread(process.process.wait, 5) == 0
         writer.close()
 
     asyncio.run(run())
     assert process.process.stderr is not None
     assert "Traceback" not in process.process.stderr.read()
+
+
+@pytest.mark.parametrize("between", [0, 1])
+def test_signals_that_come_together_still_stop_the_engine(between: int) -> None:
+    """Before the first one had any effect, and while the engine stops at once."""
+    stops: list[float] = []
+
+    class Engine:
+        num_live = 1
+
+        async def stop(self, timeout: float) -> None:
+            stops.append(timeout)
+            await asyncio.sleep(60 if timeout else 0.05)
+
+    async def run() -> int:
+        server = SimpleNamespace(should_exit=False, force_exit=False)
+
+        async def serve(server: Any) -> None:
+            process._on_signal()
+            for _ in range(2):
+                for _ in range(between):
+                    await asyncio.sleep(0.01)
+                process._on_signal()
+
+        front = SimpleNamespace(engine=Engine(), close=lambda: None)
+        process = _Serving(ServerSettings(), socket.socket(), front)  # type: ignore[arg-type]
+        process._start = AsyncMock(return_value=server)  # type: ignore[method-assign]
+        process._serve = serve  # type: ignore[assignment,method-assign]
+        with process.listener:
+            return await asyncio.wait_for(process.run(), 5)
+
+    assert asyncio.run(run()) == 0
+    assert stops[-1] == 0
 
 
 def test_a_signal_while_starting(start: Callable[..., Process]) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 
 from octavo.config import ServeConfig
-from octavo.errors import ConfigError, InvalidParameter, ModelNotFound, RequestError
+from octavo.errors import ConfigError, InvalidParameter, ModelNotFound, RequestError, Unavailable
 from octavo.server.admission import Admission, ClientRequest
 from octavo.server.durable import reader
 from octavo.server.durable.fingerprint import fingerprint
@@ -32,6 +32,8 @@ ROLL_BYTES = 64 << 20
 """A file that is larger, and larger than twice what it must hold, is replaced by a new one."""
 MAX_RETAINED_BYTES = 256 << 20
 """Ended requests are forgotten early, oldest first, when their output is more."""
+REPAIR_SECONDS = 5.0
+"""Interval of attempts to write everything again after a write has failed."""
 
 logger = logging.getLogger("octavo.server")
 
@@ -135,6 +137,8 @@ class Journal:
             try:
                 self._check_adapter(begin)
                 request.submit()
+            except Unavailable:  # this server ends already: the next one continues it
+                continue
             except RequestError as error:
                 logger.error("a request of the journal cannot be continued: %s", error)
                 self._forget(number)
@@ -143,6 +147,7 @@ class Journal:
         if count := self._counts["resumed_request"]:
             logger.info("%d requests of the journal continue", count)
         self._roll()
+        self._repair()
 
     def _check_adapter(self, begin: Begin) -> None:
         """Raise ``ModelNotFound`` unless the request's adapter is served, with the same content."""
@@ -261,7 +266,6 @@ class Journal:
         batch, self._batch = self._batch, []
         if batch:
             self._writer.append(partial(encode, batch))
-        self._counts["failed_write"] = self._writer.num_failures
         if self._writer.num_bytes > max(ROLL_BYTES, 2 * self._snapshot_bytes):
             self._roll()
 
@@ -271,6 +275,13 @@ class Journal:
         records: list[Callable[[], bytes]] = [request.snapshot() for request in self._requests.values()]
         self._snapshot_bytes = self._retained_bytes
         self._writer.roll(records)
+
+    def _repair(self) -> None:
+        """From time to time: make the log complete again after a write failed, as on a full disk."""
+        self._counts["failed_write"] = self._writer.num_failures
+        if self._writer.is_incomplete:
+            self._roll()
+        asyncio.get_running_loop().call_later(REPAIR_SECONDS, self._repair)
 
     def close(self) -> None:
         """Write what is pending."""

@@ -115,7 +115,7 @@ class LogWriter:
     """Writes records in groups: all that arrive while a group is synced become the next group.
 
     ``append`` and ``roll`` are for the event loop. A write that fails is reported and counted, and its records are
-    lost.
+    lost; if they were a snapshot, the older files stay.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -132,6 +132,8 @@ class LogWriter:
         """Bytes written to the current file."""
         self.num_failures = 0
         """Groups that could not be written."""
+        self.is_incomplete = False
+        """Whether records are missing that were not part of a later snapshot."""
         self._number = max((file.number for file in log_files(folder)), default=0)
         self._pending: list[Encode] = []
         self._snapshot: list[Encode] | None = None
@@ -190,6 +192,7 @@ class LogWriter:
                 self._write(snapshot, pending)
             except Exception as error:
                 self.num_failures += 1
+                self.is_incomplete = True
                 if not self._is_failing:
                     self._is_failing = True
                     logger.error("the journal cannot be written; requests go on without it: %s", error)
@@ -205,28 +208,43 @@ class LogWriter:
         os.close(self._folder_descriptor)
 
     def _write(self, snapshot: list[Encode] | None, pending: list[Encode]) -> None:
-        if snapshot is not None or self._file is None:
-            self._begin_file(snapshot or [])
-        if pending:
-            self._append_all(pending)
+        try:
+            if snapshot is not None:
+                self._replace_files(snapshot)
+        finally:
+            if pending:
+                self._append_all(pending)
 
-    def _begin_file(self, snapshot: list[Encode]) -> None:
-        """Write ``snapshot`` to a new file; once it is on disk, delete the older files."""
-        self._number += 1
-        old, old_descriptor = log_files(self._folder), self._descriptor
-        self._file = LogFile.next(self._folder, self._number)
-        self._descriptor = os.open(self._file.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, FILE_MODE)
+    def _replace_files(self, snapshot: list[Encode]) -> None:
+        """Write ``snapshot`` to a new file; once it is on disk, delete the older ones. If that fails, they stay."""
+        old, old_file, old_descriptor = log_files(self._folder), self._file, self._descriptor
+        file = self._begin_file()
+        try:
+            self._append_all(snapshot)
+        except BaseException:
+            os.close(self._descriptor)
+            file.path.unlink(missing_ok=True)
+            self._file, self._descriptor = old_file, old_descriptor
+            raise
         if old_descriptor >= 0:
             os.close(old_descriptor)
-        self._append_all(snapshot)
+        for each in old:
+            each.path.unlink(missing_ok=True)
+        self.is_incomplete = False
+
+    def _begin_file(self) -> LogFile:
+        """Write to a new file from now on."""
+        self._number += 1
+        file = LogFile.next(self._folder, self._number)
+        descriptor = os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, FILE_MODE)
+        self._file, self._descriptor = file, descriptor
         os.fsync(self._folder_descriptor)
-        for file in old:
-            file.path.unlink(missing_ok=True)
+        return file
 
     def _append_all(self, records: list[Encode]) -> None:
-        assert self._file is not None
+        file = self._file or self._begin_file()
         for first in range(0, len(records), 256):  # so that no large snapshot is in memory at once
-            rest = memoryview(b"".join([self._file.frame(encode()) for encode in records[first : first + 256]]))
+            rest = memoryview(b"".join([file.frame(encode()) for encode in records[first : first + 256]]))
             self.num_bytes += len(rest)
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]

@@ -36,7 +36,7 @@ class Tokens(msgspec.Struct, array_like=True, tag=2, frozen=True, gc=False):
 
     number: int
     place: int
-    """How many outputs of the request came before; recovery stops at a gap."""
+    """The sum of ``extent`` of the request's outputs before this one; recovery stops at a gap."""
     index: int
     tokens: list[int]
 
@@ -64,6 +64,11 @@ encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(list[Item]).decode
 encode_outputs = encode
 decode_outputs = msgspec.msgpack.Decoder(Outputs).decode
+
+
+def extent(tokens: list[int]) -> int:
+    """What an output of ``tokens`` adds to the place of the next one: as much when it is joined with others."""
+    return max(1, len(tokens))
 
 
 def is_plain(output: Output) -> bool:

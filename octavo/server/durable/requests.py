@@ -27,6 +27,7 @@ from octavo.server.durable.records import (
     decode_outputs,
     encode,
     encode_outputs,
+    extent,
     item_of,
     merged,
 )
@@ -59,8 +60,8 @@ class DurableRequest:
         self._owner = owner
         self._account = account
         self._outputs: Outputs = []
-        self._num_outputs = 0
-        """Outputs in the log; more than in ``_outputs`` where those are joined."""
+        self._place = 0
+        """Of the next output in the log."""
         self._open: dict[int, Output] = {}
         """While the log is read: each choice's last output, if tokens can be added to it."""
         self._packed: bytes | None = None
@@ -103,9 +104,9 @@ class DurableRequest:
 
     def restore_tokens(self, item: Tokens) -> None:
         """Take recorded tokens, unless an output before them is missing."""
-        if item.place != self._num_outputs:
+        if item.place != self._place:
             return
-        self._num_outputs += 1
+        self._place += extent(item.tokens)
         last = self._open.get(item.index)
         if last is not None:
             last.tokens += item.tokens
@@ -115,9 +116,9 @@ class DurableRequest:
 
     def restore(self, item: Whole) -> None:
         """Take a recorded output, unless one before it is missing."""
-        if item.place != self._num_outputs or item.index not in self._unfinished:
+        if item.place != self._place or item.index not in self._unfinished:
             return
-        self._num_outputs += 1
+        self._place += extent(item.output.tokens)
         self._open.pop(item.index, None)
         self._outputs.append((item.index, item.output))
         if item.output.finish_reason is not None:
@@ -129,8 +130,8 @@ class DurableRequest:
         if output.finish_reason in ("error", "abort"):
             self.on_error(RequestFailed("The engine could not finish this request; other requests are not affected."))
             return
-        self._owner.note(item_of(self.begin.number, self._num_outputs, index, output))
-        self._num_outputs += 1
+        self._owner.note(item_of(self.begin.number, self._place, index, output))
+        self._place += extent(output.tokens)
         self._outputs.append((index, output))
         if output.finish_reason is not None:
             self._unfinished.discard(index)
@@ -209,7 +210,6 @@ class DurableRequest:
         """A function that makes the record of all that is known, for a thread."""
         if self._packed is None:
             self._outputs = merged(self._outputs)
-            self._num_outputs = len(self._outputs)
         begin, packed, outputs = self.begin, self._packed, list(self._outputs)
         return partial(_encode_whole, begin, packed, outputs)
 
@@ -233,7 +233,11 @@ class _Listener:
 def _encode_whole(begin: Begin, packed: bytes | None, outputs: Outputs) -> bytes:
     if packed is not None:
         outputs = decode_outputs(packed)
-    items = [item_of(begin.number, place, index, output) for place, (index, output) in enumerate(outputs)]
+    items: list[Item] = []
+    place = 0
+    for index, output in outputs:
+        items.append(item_of(begin.number, place, index, output))
+        place += extent(output.tokens)
     return encode([begin, *items])
 
 

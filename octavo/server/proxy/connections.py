@@ -67,12 +67,16 @@ class Connection(asyncio.Protocol):
                 return b""
             await self._wait()
         data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self.discard()
+        return data
+
+    def discard(self) -> None:
+        """Drop what was received, so that no other request reads it."""
         self._pieces.clear()
         self._num_buffered = 0
         if self._is_paused:
             self._is_paused = False
             self._transport.resume_reading()
-        return data
 
     @property
     def is_closed(self) -> bool:
@@ -175,6 +179,7 @@ class Connections:
             yield connection
         finally:
             if connection.is_reusable and not connection.is_closed:
+                connection.discard()
                 connection.idle_since = time.monotonic()
                 self._idle.append(connection)
             else:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +22,7 @@ import httpx
 import pytest
 
 from octavo.errors import ConfigError, RequestFailed
+from octavo.server.durable import journal, log
 from octavo.server.durable.log import log_files
 from tests.server.child_engine import ROOT
 from tests.server.conftest import Served
@@ -39,8 +43,9 @@ class PacedEngine(InProcessEngine):
 
 
 @contextmanager
-def serving(folder: Path, **settings: Any) -> Iterator[Served]:
-    served = Served(PacedEngine(), byte_tokenizer(), {"journal": str(folder), **settings})
+def serving(folder: Path, runs: bool = True, is_draining: bool = False, **settings: Any) -> Iterator[Served]:
+    engine = PacedEngine(runs=runs, is_draining=is_draining)
+    served = Served(engine, byte_tokenizer(), {"journal": str(folder), **settings})
     try:
         yield served
     finally:
@@ -186,6 +191,77 @@ def test_ended_requests_are_forgotten(tmp_path: Path) -> None:
 def test_one_server_at_a_time(tmp_path: Path) -> None:
     with serving(tmp_path), pytest.raises(ConfigError, match="journal: another server uses"), serving(tmp_path):
         pass
+
+
+UNSTREAMED = {"stream": False, "stream_options": None}
+
+
+def begin_unfinished(served: Served, num_tokens: int) -> None:
+    """Let the engine compute so many tokens of a request whose client stays."""
+    served.engine.runs = False
+
+    def ask() -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            send(served, **UNSTREAMED)
+
+    threading.Thread(target=ask, daemon=True).start()
+    until(lambda: served.engine.requests)
+    steps(served, num_tokens)
+
+
+def steps(served: Served, count: int) -> None:
+    for _ in range(count):
+        served.call(served.engine.step)
+
+
+class FullDisk:
+    """A disk that takes nothing while ``is_full``."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.is_full = True
+        write = os.write
+        patch.setattr(log.os, "write", lambda *args: self._fail() if self.is_full else write(*args))
+
+    def _fail(self) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_snapshot_that_does_not_fit_makes_no_wrong_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path) as served:
+        begin_unfinished(served, 3)
+    disk = FullDisk(monkeypatch)
+    with serving(tmp_path, runs=False) as served:
+        writer = served.app.state.services.journal._writer
+        until(lambda: writer.num_failures)
+        disk.is_full = False
+        steps(served, 5)
+    with serving(tmp_path, runs=False) as served:
+        (again,) = served.engine.requests
+        assert again.output_tokens == list(ANSWER[:8].encode())
+
+
+def test_what_a_full_disk_left_out_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "REPAIR_SECONDS", 0.01)
+    disk = FullDisk(monkeypatch)
+    with serving(tmp_path) as served:
+        begin_unfinished(served, 3)
+        writer = served.app.state.services.journal._writer
+        until(lambda: writer.is_incomplete)
+        disk.is_full = False
+        until(lambda: not writer.is_incomplete)
+    with serving(tmp_path, runs=False) as served:
+        (again,) = served.engine.requests
+        assert again.output_tokens == list(ANSWER[:3].encode())
+
+
+def test_a_server_that_ends_while_it_starts_loses_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        begin_unfinished(served, 3)
+    with serving(tmp_path, is_draining=True) as served:
+        assert not served.engine.requests
+    with serving(tmp_path, runs=False) as served:
+        (again,) = served.engine.requests
+        assert again.output_tokens == list(ANSWER[:3].encode())
 
 
 SCRIPT = """

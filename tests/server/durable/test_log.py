@@ -84,6 +84,59 @@ def test_a_disk_that_fails_is_survived(tmp_path: Path, monkeypatch: pytest.Monke
     assert payloads(tmp_path) == [b"one", b"two"]
 
 
+def test_a_snapshot_that_does_not_fit_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each attempt on a full disk would leave one, with what little fitted."""
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    async def main() -> None:
+        writer = LogWriter(tmp_path)
+        writer.append(record(b"one"))
+        await writer.synced()
+        with monkeypatch.context() as patch:
+            patch.setattr(log.os, "write", full)
+            for _ in range(3):
+                writer.roll([record(b"snapshot")])
+                await writer.synced()
+        assert len(log_files(tmp_path)) == 1
+        writer.append(record(b"two"))
+        await writer.synced()
+        writer.close()
+
+    asyncio.run(main())
+    assert payloads(tmp_path) == [b"one", b"two"]
+
+
+def test_a_new_file_that_cannot_be_made_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first record, and when a file shall replace the older ones."""
+    open_file = os.open
+
+    def no_new(path: str, flags: int, *more: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(24, "Too many open files")
+        return open_file(path, flags, *more)
+
+    async def main() -> None:
+        writer = LogWriter(tmp_path)
+        for name in (b"one", b"two"):
+            with monkeypatch.context() as patch:
+                patch.setattr(log.os, "open", no_new)
+                writer.roll([record(b"lost")])
+                await writer.synced()
+                assert writer.is_incomplete
+            writer.append(record(name))
+            await writer.synced()
+        assert payloads(tmp_path) == [b"one", b"two"]
+        writer.roll([record(b"all")])
+        await writer.synced()
+        assert not writer.is_incomplete
+        writer.close()
+
+    asyncio.run(main())
+    assert payloads(tmp_path) == [b"all"]
+
+
 def test_no_damage_makes_a_wrong_record(tmp_path: Path) -> None:
     """Truncations and flipped bits: what is read is what was written, in order, less what was hit."""
     rng = random.Random(1)

@@ -1,0 +1,207 @@
+"""One request followed to its end, over as many connections as it takes: as a careful client of the API would."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Literal, NamedTuple
+
+from octavo.server.proxy.connections import Connection, ConnectionFailed, Connections, Headers
+from octavo_bench.chaos.answers import Answer, Repeated
+from octavo_bench.chaos.traffic import RESPONSES, Asked
+
+RETRY_SECONDS = 0.05
+POLL_SECONDS = 0.1
+LONGEST_RETRY_AFTER = 1.0
+BUSY = (429, 503, 507)
+"""Statuses after which a client tries again."""
+Manner = Literal["plain", "vanishes", "leaves", "slow"]
+"""How a client reads a stream: to its end; it goes away and reconnects; it goes away and later reads the whole from the
+start; it takes its time."""
+MANNERS: tuple[Manner, ...] = ("plain", "plain", "plain", "vanishes", "leaves", "slow")
+
+
+class Failed(Exception):
+    """The request ended without its answer."""
+
+
+class Followed(NamedTuple):
+    """What came of a request."""
+
+    content: Any
+    num_connections: int
+    num_unexplained: int
+    """Connections that broke while no fault explains it."""
+    num_begun_again: int
+    """How often the server knew nothing of the stream any more, and the client began from the start."""
+
+
+class Excuses:
+    """What a server may do because of faults that are at work, as clients need to know."""
+
+    def __init__(self) -> None:
+        self.breaks = 0
+        """Grows with each fault that breaks connections."""
+        self.is_breaking = 0
+        """Number of current faults that break connections."""
+        self.losses = 0
+        """Grows with each fault that takes records from the journal."""
+        self.is_losing = 0
+
+
+class Client:
+    """Follows requests to one server."""
+
+    def __init__(self, url: str, excuses: Excuses) -> None:
+        self._connections = Connections(url.rstrip("/") + "/")
+        self._excuses = excuses
+
+    async def follow(self, asked: Asked, key: str, rng: random.Random, manner: Manner = "plain") -> Followed:
+        """The answer to ``asked``. Raises ``Failed`` if there is none and ``Repeated`` if parts came twice."""
+        return await _Following(self._connections, self._excuses, asked, key, rng, manner).run()
+
+    def close(self) -> None:
+        self._connections.close()
+
+
+class _Following:
+    def __init__(
+        self, connections: Connections, excuses: Excuses, asked: Asked, key: str, rng: random.Random, manner: Manner
+    ) -> None:
+        self._connections = connections
+        self._excuses = excuses
+        self._asked = asked
+        self._headers: Headers = [(b"content-type", b"application/json")]
+        if asked.is_durable:
+            self._headers.append((b"idempotency-key", key.encode()))
+        self._data = json.dumps(asked.body).encode()
+        self._rng = rng
+        self._manner = manner
+        self._leaves_after = rng.randrange(1, 12) if manner in ("vanishes", "leaves") else 0
+        """Events after which it goes away; 0: it stays."""
+        self._pauses = 8 if manner == "slow" else 0
+        self._answer = Answer()
+        self._counts = [0, 0, 0]
+        self._losses = excuses.losses - bool(excuses.is_losing)
+
+    async def run(self) -> Followed:
+        attempt: Callable[[], Any] = self._background if self._asked.body.get("background") else self._attempt
+        while True:
+            self._counts[0] += 1
+            breaks = self._excuses.breaks - bool(self._excuses.is_breaking)
+            try:
+                if await attempt():
+                    return Followed(self._answer.content(), *self._counts)
+            except ConnectionFailed:
+                self._counts[1] += breaks == self._excuses.breaks
+                await asyncio.sleep(RETRY_SECONDS)
+            if not (self._asked.is_streamed and self._asked.is_durable):
+                self._answer = Answer()
+
+    async def _attempt(self) -> bool:
+        """Send the request; returns whether its answer is complete. Raises ``ConnectionFailed`` and ``Failed``."""
+        headers = list(self._headers)
+        if self._answer.last_id:
+            headers.append((b"last-event-id", self._answer.last_id.encode()))
+        async with self._connections.request("POST", self._asked.path, headers, self._data) as connection:
+            if connection.status != 200:
+                return await self._refused(connection)
+            if not self._asked.is_streamed:
+                self._answer.take(json.loads(await rest(connection)))
+                return True
+            return await self._stream(connection)
+
+    async def _stream(self, connection: Connection) -> bool:
+        async for event in events(connection):
+            self._answer.take_event(event)
+            if self._answer.error is not None:
+                return await self._failed_stream()
+            if self._answer.is_done:
+                return True
+            if self._pauses:
+                self._pauses -= 1
+                await asyncio.sleep(self._rng.uniform(0, 0.1))
+            if self._leaves_after and self._answer.num_events >= self._leaves_after:
+                self._leaves_after = 0
+                await self._leave(connection)
+                return False
+        raise ConnectionFailed("the stream has no end")
+
+    async def _leave(self, connection: Connection) -> None:
+        connection.close()
+        await asyncio.sleep(self._rng.uniform(0, 0.5))
+        if self._manner == "leaves":
+            self._answer = Answer()
+
+    async def _failed_stream(self) -> bool:
+        """An event reported an error: one that passes is followed by another attempt."""
+        error, self._answer.error = self._answer.error or "", None
+        if '"code":503' not in error.replace(" ", "") and "shut down" not in error:
+            raise Failed(f"an event reports {error}")
+        self._answer.is_done = False
+        await asyncio.sleep(RETRY_SECONDS)
+        return False
+
+    async def _refused(self, connection: Connection) -> bool:
+        body = (await rest(connection)).decode(errors="replace")
+        if connection.status in BUSY:
+            await asyncio.sleep(_retry_after(connection))
+            return False
+        is_excused = self._losses != self._excuses.losses
+        if connection.status == 409 and '"stream_unknown"' in body and is_excused:
+            self._answer = Answer()
+            self._counts[2] += 1
+            return False
+        raise Failed(f"status {connection.status}: {body[:300]}")
+
+    async def _background(self) -> bool:
+        """Begin a background response, and ask until it is there."""
+        async with self._connections.request("POST", RESPONSES, self._headers, self._data) as connection:
+            if connection.status != 200:
+                return await self._refused(connection)
+            name = json.loads(await rest(connection))["id"]
+        while True:
+            breaks = self._excuses.breaks - bool(self._excuses.is_breaking)
+            try:
+                async with self._connections.request("GET", f"{RESPONSES}/{name}") as connection:
+                    status, body = connection.status, await rest(connection)
+            except ConnectionFailed:
+                self._counts[0] += 1
+                self._counts[1] += breaks == self._excuses.breaks
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            if status == 200:
+                response = json.loads(body)
+                if response["status"] not in ("queued", "in_progress"):
+                    self._answer.take(response)
+                    return True
+            elif status not in BUSY:
+                raise Failed(f"the response {name}: status {status}: {body[:300].decode(errors='replace')}")
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def _retry_after(connection: Connection) -> float:
+    said = {name.lower(): value for name, value in connection.headers}.get(b"retry-after", b"1")
+    return min(float(said), LONGEST_RETRY_AFTER)
+
+
+async def rest(connection: Connection) -> bytes:
+    """The rest of a body. Raises ``ConnectionFailed``."""
+    parts = []
+    while data := await connection.read():
+        parts.append(data)
+    return b"".join(parts)
+
+
+async def events(connection: Connection) -> AsyncIterator[bytes]:
+    """The events of a stream that arrived whole. Raises ``ConnectionFailed``."""
+    left = b""
+    while data := await connection.read():
+        *whole, left = (left + data).split(b"\n\n")
+        for event in whole:
+            yield event
+
+
+__all__ = ["MANNERS", "Client", "Excuses", "Failed", "Followed", "Repeated", "events", "rest"]

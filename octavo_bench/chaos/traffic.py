@@ -1,0 +1,79 @@
+"""Requests of every kind that a server must answer in the same way whatever happens to it meanwhile."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+COMPLETIONS = "v1/completions"
+CHAT = "v1/chat/completions"
+RESPONSES = "v1/responses"
+EMBEDDINGS = "v1/embeddings"
+SENTENCE = "An octavo is a book made of sheets folded three times into eight leaves, small enough for a pocket. "
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "pages": {"type": "integer"}},
+    "required": ["name", "pages"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "lend", "description": "Lend a book", "parameters": SCHEMA}}
+
+
+class Asked(NamedTuple):
+    """A request whose answer is the same each time."""
+
+    kind: str
+    path: str
+    body: dict[str, Any]
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether it continues after a restart of the server if it has an idempotency key."""
+        return self.path in (COMPLETIONS, CHAT)
+
+
+def make_requests(count: int, seed: int) -> list[Asked]:
+    """``count`` requests, all of them different, the kinds in turn."""
+    rng = random.Random(seed)
+    made: list[Asked] = []
+    while len(made) < count:
+        made += _one_of_each(len(made), rng)
+    return made[:count]
+
+
+def _one_of_each(number: int, rng: random.Random) -> Iterator[Asked]:
+    drawn = {"temperature": 0.9, "top_p": 0.95, "seed": rng.randrange(1 << 31)}
+    prompt = f"{number}. {SENTENCE}"
+    plain = {"prompt": prompt, "max_tokens": rng.randrange(16, 200), "ignore_eos": True, "temperature": 0}
+    sampled = {**plain, **drawn, "max_tokens": rng.randrange(16, 200)}
+    messages = {"messages": [{"role": "user", "content": prompt}], **drawn, "max_tokens": rng.randrange(16, 120)}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    schema = {"type": "json_schema", "json_schema": {"name": "book", "schema": SCHEMA}}
+    tools = {**messages, "tools": [TOOL], "tool_choice": "required", "max_tokens": 100}
+    yield Asked("stream", COMPLETIONS, {**sampled, **streamed})
+    yield Asked("long_stream", COMPLETIONS, {**sampled, "max_tokens": rng.randrange(800, 1600), "stream": True})
+    yield Asked("chat_stream", CHAT, {**messages, **streamed})
+    yield Asked("whole", COMPLETIONS, {**plain, "max_tokens": rng.randrange(16, 800)})
+    background = {**_response(prompt, rng), "background": True, "max_output_tokens": rng.randrange(16, 800)}
+    yield Asked("background", RESPONSES, background)
+    yield Asked("tools_stream", CHAT, {**tools, **streamed})
+    yield Asked("choices", COMPLETIONS, {**sampled, "n": 2, "frequency_penalty": 0.5, "stream": True})
+    yield Asked("schema", CHAT, {**messages, "response_format": schema, "max_tokens": 100})
+    yield Asked("stop", COMPLETIONS, {**sampled, "stop": ["a", "ku"], "stream": True, "min_tokens": 8})
+    yield Asked("logprobs", COMPLETIONS, {**sampled, "logprobs": 2, "stream": True})
+    yield Asked("chat_logprobs", CHAT, {**messages, "logprobs": True, "top_logprobs": 1})
+    yield Asked("prompt_logprobs", COMPLETIONS, {**sampled, "prompt_logprobs": 1, "echo": True, "logprobs": 1})
+    yield Asked("long_prompt", COMPLETIONS, {**plain, "prompt": prompt + SENTENCE * 12, "max_tokens": 8})
+    yield Asked("regex", COMPLETIONS, {**sampled, "structured_outputs": {"regex": "[a-z]{8,40}"}, "stream": True})
+    yield Asked("tools", CHAT, tools)
+    yield Asked("response", RESPONSES, _response(prompt, rng))
+    yield Asked("embedding", EMBEDDINGS, {"input": prompt})
+
+
+def _response(prompt: str, rng: random.Random) -> dict[str, Any]:
+    return {"input": prompt, "temperature": 0, "max_output_tokens": rng.randrange(16, 120)}

@@ -1,0 +1,109 @@
+"""`octavo bench chaos`: faults at random times against a server, and a check of every answer."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octavo.cli.settings import positive
+from octavo.errors import ConfigError
+from octavo_bench.cli.results import EXIT_WORSE
+
+if TYPE_CHECKING:
+    from octavo_bench.chaos.schedule import Findings
+
+
+def add_kinds(kinds: Any) -> None:
+    """Add the sub-command."""
+    chaos = kinds.add_parser(
+        "chaos", help="kill, stop and starve a server under requests, and check every answer", description=__doc__
+    )
+    chaos.add_argument("--model", help="default: random weights of a tiny model")
+    chaos.add_argument("--server-args", default="", metavar="FLAGS", help="more flags of `octavo serve`")
+    chaos.add_argument("--seed", type=int, default=0, help="of requests, faults and their order")
+    chaos.add_argument("--num-faults", type=positive, help="faults; default: 20, or what --duration allows")
+    chaos.add_argument("--duration", type=float, metavar="SECONDS", help="for which faults are begun")
+    chaos.add_argument("--clients", type=positive, default=6, help="requests at once")
+    chaos.add_argument("--num-requests", type=positive, default=51, help="different requests")
+    chaos.add_argument("--faults", metavar="NAME,...", help="only these; default: all")
+    chaos.add_argument("--port", type=int, help="of the server; default: any that is free")
+    chaos.add_argument("--logs", type=Path, metavar="DIR", help="keep the server's logs here")
+    chaos.add_argument("--output", type=Path, metavar="FILE", help="also write the record, as JSON, to this file")
+    chaos.set_defaults(run=_chaos)
+
+
+def _chaos(args: argparse.Namespace) -> int:
+    import asyncio
+
+    from octavo_bench.chaos.faults import FAULTS
+    from octavo_bench.chaos.schedule import Chaos, Plan
+    from octavo_bench.chaos.target import Target
+    from octavo_bench.chaos.tiny_model import write_tiny_model
+    from octavo_bench.chaos.traffic import make_requests
+    from octavo_bench.report import keep
+    from octavo_bench.server_process import free_port
+
+    names = args.faults.split(",") if args.faults else list(FAULTS)
+    if unknown := sorted(set(names) - set(FAULTS)):
+        raise ConfigError(f"faults: {', '.join(unknown)}: not among {', '.join(FAULTS)}")
+    num_faults = args.num_faults or (None if args.duration else 20)
+    plan = Plan(args.seed, num_faults, args.duration, args.clients, faults=names)
+    with tempfile.TemporaryDirectory(prefix="octavo_chaos_") as place:
+        folder = Path(place)
+        logs = args.logs or folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        model = [args.model] if args.model else [str(write_tiny_model(folder / "tiny")), "--load-format", "dummy"]
+        model += shlex.split(args.server_args)
+        target = Target(model, args.port or free_port(), folder, logs)
+        findings = asyncio.run(Chaos(target, make_requests(args.num_requests, args.seed), plan, _say).run())
+    keep("chaos", _result(args, findings, target.num_starts), args.output)
+    print(_table(findings))
+    return 0 if findings.is_good else EXIT_WORSE
+
+
+def _say(line: str) -> None:
+    print(f"octavo: {line}", file=sys.stderr, flush=True)
+
+
+def _result(args: argparse.Namespace, findings: Findings, num_starts: int) -> dict[str, Any]:
+    return {
+        "model": args.model or "tiny, random weights",
+        "seed": args.seed,
+        "clients": args.clients,
+        "server_starts": num_starts,
+        "faults": {name: len(times) for name, times in findings.recoveries.items()},
+        "right_answers": dict(findings.answers),
+        "counts": {name: findings.counts[name] for name in COUNTS},
+        "recovery_s": {name: _distribution(times) for name, times in findings.recoveries.items()},
+        "held": findings.looks,
+        "findings": findings.details,
+    }
+
+
+COUNTS = ("lost", "changed", "twice", "broken", "wrong", "held", "reconnections", "begun_again")
+
+
+def _distribution(times: list[float]) -> dict[str, float]:
+    import numpy as np
+
+    return {
+        "p50": round(float(np.percentile(times, 50)), 3),
+        "p99": round(float(np.percentile(times, 99)), 3),
+        "max": round(max(times), 3),
+    }
+
+
+def _table(findings: Findings) -> str:
+    from octavo_bench.report_tables import markdown_table
+
+    rows = []
+    for name, times in sorted(findings.recoveries.items()):
+        figures = _distribution(times)
+        rows.append([name, len(times), *(f"{figures[key]:.2f}" for key in ("p50", "p99", "max"))])
+    counts = ", ".join(f"{findings.counts[name]} {name.replace('_', ' ')}" for name in COUNTS)
+    table = markdown_table(["fault", "times", "answer after p50 s", "p99 s", "max s"], rows)
+    return f"{table}\n\n{sum(findings.answers.values())} right answers, {counts}"

@@ -1,0 +1,87 @@
+"""`octavo bench sweep`, `recompute` and `limit`: figures by a setting or a length, and where memory ends."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from octavo.cli.settings import add_settings, load_config, positive
+from octavo.config import EngineConfig
+from octavo_bench.cli.arguments import engine_config, numbers
+from octavo_bench.cli.results import add_results, check_results, finish
+
+
+def add_kinds(kinds: Any) -> None:
+    """Add the sub-commands."""
+    sweep = kinds.add_parser("sweep", help="throughput at several values of a setting, or of a length")
+    add_settings(sweep, EngineConfig)
+    sweep.add_argument("--vary", required=True, metavar="NAME", help="a setting, such as block_size, or input_len")
+    sweep.add_argument("--values", required=True, metavar="V,...", help="its values")
+    sweep.add_argument("--num-prompts", type=positive, default=32)
+    sweep.add_argument("--input-len", type=positive, default=128, help="prompt tokens of each")
+    sweep.add_argument("--output-len", type=positive, default=64, help="output tokens of each")
+    sweep.add_argument("--rounds", type=positive, default=3, help="visits to each value, in turns")
+    add_results(sweep)
+    sweep.set_defaults(run=_sweep)
+
+    recompute = kinds.add_parser("recompute", help="decoding with a KV cache, and without one")
+    add_settings(recompute, EngineConfig)
+    recompute.add_argument("--lengths", type=numbers, default=[64, 256, 1024], help="tokens of the context")
+    recompute.add_argument("--tokens", type=positive, default=8, help="tokens that are timed at each length")
+    recompute.add_argument("--rounds", type=positive, default=3)
+    add_results(recompute)
+    recompute.set_defaults(run=_recompute)
+
+    limit = kinds.add_parser(
+        "limit", help="the longest context before memory runs out, tried in processes of their own"
+    )
+    add_settings(limit, EngineConfig)
+    limit.add_argument("--memory", type=float, metavar="GIB", help="of data in host memory; default: all there is")
+    limit.add_argument("--longest", type=positive, default=8192, help="longest context to try")
+    add_results(limit)
+    limit.set_defaults(run=_limit)
+
+
+def _say(line: str) -> None:
+    print(f"octavo: {line}", file=sys.stderr, flush=True)
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from octavo_bench.sweep import Work, sweep
+
+    check_results(args)
+    config = engine_config(args)
+    work = Work(args.num_prompts, args.input_len, args.output_len)
+    vary, values = args.vary.replace("-", "_"), [_value(text) for text in args.values.split(",")]
+    rows = list(sweep(config, work, vary, values, args.rounds, _say))
+    return finish(args, {"model": Path(config.model.model).name, **work._asdict(), "rows": rows})
+
+
+def _recompute(args: argparse.Namespace) -> int:
+    from octavo_bench.sweep import without_cache
+
+    check_results(args)
+    config = engine_config(args)
+    rows = list(without_cache(config, args.lengths, args.tokens, args.rounds))
+    return finish(args, {"model": Path(config.model.model).name, "rows": rows})
+
+
+def _limit(args: argparse.Namespace) -> int:
+    from octavo_bench.memory_limit import memory_limit
+
+    check_results(args)
+    model = load_config(EngineConfig, args).model
+    flags = ["--model", model.model, "--load-format", model.load_format, "--device", model.device]
+    found = memory_limit(flags, args.memory, args.longest, _say)
+    return finish(args, {"model": Path(model.model).name, "rows": [{"memory": args.memory or "all", **found}]})

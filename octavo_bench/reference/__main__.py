@@ -1,0 +1,20 @@
+"""Write every generated page of docs/: ``python -m octavo_bench.reference``, in the root of the repository."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from octavo.cli import reference as flags
+from octavo_bench.reference import endpoints, models, python_api
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "endpoints.md": endpoints.page,
+    "flags.md": flags.page,
+    "models.md": models.page,
+    "python_reference.md": python_api.page,
+}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (Path("docs") / name).write_text(page())

@@ -1,0 +1,84 @@
+"""The page of all endpoints and the fields of their bodies, docs/endpoints.md, from the OpenAPI document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from octavo.server.app import PARTS
+from octavo.server.openai.schema import Endpoint, openapi_document
+
+START = """\
+# Endpoints and their fields
+
+Every endpoint of `octavo serve`, and every field that the body of a request may have; [api.md](api.md) says what is special about them, and
+[errors.md](errors.md) what they answer when something is wrong. A running server has the same as `/openapi.json`, and as a page at `/docs`.
+A field without a default is required. Null counts as absent. Other fields are passed over and named in the header
+`x-octavo-unknown-fields`, unless `--unknown-fields` says otherwise.
+
+`python -m octavo_bench.reference` writes this page.
+"""
+Json = Mapping[str, Any]
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    endpoints = [endpoint for part in PARTS for endpoint in part.ENDPOINTS]
+    schemas = openapi_document(endpoints, "")["components"]["schemas"]
+    yield from START.splitlines()
+    yield from ("", "## All endpoints", "", "| method | path | what it does | body |", "|---|---|---|---|")
+    bodies: dict[str, list[Endpoint]] = {}
+    for endpoint in endpoints:
+        body = endpoint.body.__name__ if endpoint.body else ""
+        link = f"[`{body}`](#{body.lower()})" if body else ""
+        yield f"| {endpoint.method} | `{endpoint.path_format}` | {endpoint.summary} | {link} |"
+        if body:
+            bodies.setdefault(body, []).append(endpoint)
+    for name, users in bodies.items():
+        yield from (
+            "",
+            f"## {name}",
+            "",
+            "The body of " + ", ".join(f"`{user.path_format}`" for user in users) + ".",
+            "",
+        )
+        yield from _fields(schemas[name], schemas)
+
+
+def _fields(schema: Json, schemas: Json) -> Iterator[str]:
+    yield from ("| field | type | default |", "|---|---|---|")
+    required = schema.get("required", ())
+    for name, field in schema["properties"].items():
+        default = "required" if name in required else _default(field.get("default"))
+        yield f"| `{name}` | {_type(field, schemas)} | {default} |"
+
+
+def _default(value: object) -> str:
+    return "" if value in (None, "", [], {}) else f"`{json.dumps(value)}`"
+
+
+def _type(field: Json, schemas: Json) -> str:
+    """A type in words; null, which every optional field may be, is left out."""
+    if "$ref" in field:
+        return _type(schemas[field["$ref"].rpartition("/")[2]], schemas)
+    if "anyOf" in field:
+        kinds = [_type(kind, schemas) for kind in field["anyOf"] if kind.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    if "enum" in field:
+        return ", ".join(f"`{json.dumps(value)}`" for value in field["enum"])
+    if field.get("type") == "array" and isinstance(field.get("items"), Mapping):
+        return f"array of {_type(field['items'], schemas)}"
+    if field.get("properties"):
+        return "object: " + ", ".join(f"`{name}`" for name in field["properties"])
+    return f"{field.get('type', 'any')}{_bounds(field)}"
+
+
+def _bounds(field: Json) -> str:
+    limits = [f"at least {field['minimum']}"] if "minimum" in field else []
+    limits += [f"at most {field['maximum']}"] if "maximum" in field else []
+    return f" ({', '.join(limits)})" if limits else ""

@@ -1,0 +1,98 @@
+"""The page of models, formats and devices, docs/models.md, from the registries of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import get_args
+
+from octavo.cli.models import families
+from octavo.cli.settings import flag_name
+from octavo.config import ServeConfig, settings
+from octavo.quant.methods import METHODS
+from octavo.speculative_config import Method
+from octavo.weights.blocks import BLOCK_KINDS
+from octavo.weights.safetensors import DTYPES
+
+BACKENDS = "[backends.md](backends.md)"
+START = """\
+# Models, formats and devices
+
+What runs, and what was tested. `octavo models MODEL` reads the headers of a checkpoint and says whether it is supported and fits into
+the memory of this machine, without loading it.
+
+`python -m octavo_bench.reference` writes this page.
+
+## Architectures
+
+The architecture is the entry of `architectures` in `config.json`, or of `general.architecture` in a GGUF file (`-`: no GGUF files of it are read).
+*LoRA* says which matrices adapters may change, *windows* which layers may have a sliding window.
+"""
+TESTED = """
+## Devices
+
+| device | how it computes | measured on |
+|---|---|---|
+| x86-64 CPUs with AVX2, or AVX-512 with VNNI | compiled kernels; GGUF blocks and quantised weights stay packed | Intel Sapphire Rapids and AMD Zen 4: [performance.md](performance.md#cpu-next-to-llamacpp) |
+| other CPUs | plain torch, all weights dense | not measured |
+| NVIDIA GPUs | Triton kernels, one CUDA graph per step; FP8 products from compute capability 8.9 on | H200, one table also on H100: [performance.md](performance.md#gpu-next-to-vllm) |
+| several GPUs, one engine each | `--data-parallel-size` | CPUs only |
+| one model on several GPUs | `--tensor-parallel-size` | CPUs, and two ranks that share one GPU: [deployment.md](deployment.md#tensor-parallelism) |
+| AMD and Intel GPUs, Apple GPUs, TPUs | not supported | - |
+
+`octavo doctor` shows the kernels that this machine uses, and why others were declined.
+
+## What was tested
+
+| what | against what | test |
+|---|---|---|
+| every decoder of the table | transformers: greedy tokens, logits and log-probabilities, of tiny models with random weights | `tests/models/test_architectures.py` |
+| every architecture in GGUF files | transformers, with files that llama.cpp's package `gguf` wrote | `tests/models/test_gguf.py` |
+| every encoder | transformers | `tests/models/test_encoders.py` |
+| keys of published `config.json` files | nothing is refused, nothing is left over | `tests/models/test_published.py` |
+| LoRA adapters, many in a batch | the models that PEFT merges them into | `tests/models/test_adapters.py` |
+| GPTQ, AWQ | matrices that AutoGPTQ, GPTQModel and AutoAWQ packed, to the bit | `tests/quant/test_golden.py` |
+| compressed-tensors | its own package | `tests/quant/test_compressed_tensors.py` |
+| GGUF blocks | the `gguf` package | `tests/weights/test_blocks.py` |
+| CPU kernels | plain torch and float64 | `tests/ops/` |
+| GPU kernels | the same, on a CPU interpreter of Triton in every run, and on a GPU where there is one | `tests/ops/triton/`, `tests/gpu/` |
+| the engine on a GPU | the engine on a CPU | `tests/gpu/test_cuda.py` |
+| a model divided among ranks | the model in one process | `tests/models/test_sharding.py`, `tests/gpu/test_tensor_parallel.py` |
+
+Published weights were run with the default model, SmolLM2-135M-Instruct, only. Speed was measured on GPUs with random weights of the shapes of
+Qwen3-8B, Qwen3-0.6B, Llama-3.2-1B, Llama-3.1-8B and Qwen3-30B-A3B.
+"""
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield from START.splitlines()
+    title, *rows = families()
+    yield from ("", *_table(title, *((f"`{name}`", *rest) for name, *rest in rows)))
+    yield from ("", f"Any other decoder of transformers runs with `--backend transformers`, more slowly: {BACKENDS}.")
+    yield from ("", "## Formats", "", *_table(("what", "which"), *_formats()))
+    yield from TESTED.splitlines()
+
+
+def _formats() -> Iterator[tuple[str, str]]:
+    choices = {item.name: item.choices or () for item in settings(ServeConfig)}
+    yield "types of tensors in safetensors", _words(DTYPES)
+    yield "types of tensors in GGUF files", _words(BLOCK_KINDS)
+    yield "`quant_method` of quantised checkpoints ([details](quantization.md))", _words(METHODS)
+    yield "`method` of `--speculative-config`", _words(str(kind.__struct_config__.tag) for kind in get_args(Method))
+    for name in ("load_format", "quantization", "dtype", "kv_cache_dtype", "tool_call_parser", "reasoning_parser"):
+        yield f"`{flag_name(name)}`", _words(choices[name])
+
+
+def _table(*rows: Sequence[str]) -> Iterator[str]:
+    for number, row in enumerate(rows):
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+        if number == 0:
+            yield "|---" * len(row) + "|"
+
+
+def _words(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

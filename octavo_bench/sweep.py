@@ -1,0 +1,105 @@
+"""Throughput with one setting, or one length, at several values; and decoding without a KV cache."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from octavo.build import build_engine
+from octavo.config import EngineConfig, to_flat
+from octavo.engine.engine import Engine
+from octavo.errors import ConfigError
+from octavo_bench.offline import check_fit, random_requests, time_decode, time_prefill
+from octavo_bench.report import spread
+
+Figures = dict[str, float]
+Report = Callable[[str], None]
+WARM_UP_TOKENS = 4
+
+
+class Work(NamedTuple):
+    """Requests that are all there at the start."""
+
+    num_prompts: int
+    input_len: int
+    output_len: int
+
+
+LENGTHS = ("input_len", "output_len")
+"""What can vary besides the settings of an engine."""
+
+
+def sweep(
+    config: EngineConfig, work: Work, vary: str, values: Sequence[Any], rounds: int, report: Report
+) -> Iterator[dict[str, Any]]:
+    """A row for each value: throughput, steps, preemptions, blocks. In turns, each time with a fresh engine.
+
+    Raises ``ConfigError`` for a setting that there is not.
+    """
+    flat = to_flat(config)
+    if vary not in flat and vary not in LENGTHS:
+        raise ConfigError(f"vary: {vary!r} is neither a setting of the engine nor one of {', '.join(LENGTHS)}")
+    runs: dict[Any, list[Figures]] = {value: [] for value in values}
+    for _ in range(rounds):
+        for value in values:
+            own = work._replace(**{vary: value}) if vary in LENGTHS else work
+            settings = flat if vary in LENGTHS else {**flat, vary: value}
+            runs[value].append(_served(EngineConfig.from_flat(settings), own))
+            report(f"{vary} {value}: {runs[value][-1]['output_tok_s']:.1f} output tokens/s")
+    for value, found in runs.items():
+        yield {vary: value, **{name: spread([run[name] for run in found]) for name in found[0]}}
+
+
+def _served(config: EngineConfig, work: Work) -> Figures:
+    gc.collect()  # the engine before
+    engine, info = build_engine(config)
+    check_fit(info, 1, work.input_len + work.output_len)
+    for request in random_requests(2, work.input_len, WARM_UP_TOKENS, info.vocab_size, 1 << 20, seed=1):
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    for request in random_requests(*work, info.vocab_size, 1, seed=2):
+        engine.add(request)
+    tokens, most_blocks, empty_share = 0, 0, 0.0
+    start = time.perf_counter()
+    while engine.has_work:
+        tokens += sum(len(output.tokens) for output in engine.step())
+        stats = engine.stats()
+        if stats.num_used_blocks > most_blocks:
+            most_blocks = stats.num_used_blocks
+            empty_share = stats.num_empty_slots / (most_blocks * info.block_size)
+    seconds = time.perf_counter() - start
+    return {
+        "preemptions": engine.stats().num_preemptions,
+        "blocks": info.num_kv_blocks,
+        "most_used_blocks": most_blocks,
+        "empty_slots_percent": 100 * empty_share,
+        "output_tok_s": tokens / seconds,
+        "total_tok_s": work.num_prompts * (work.input_len + work.output_len) / seconds,
+    }
+
+
+def without_cache(config: EngineConfig, lengths: Sequence[int], tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """A row for each length of context: milliseconds a token with a KV cache, and without, when all is computed again.
+
+    Raises ``ConfigError`` if a length does not fit.
+    """
+    engine, info = build_engine(EngineConfig.from_flat({**to_flat(config), "enable_prefix_caching": False}))
+    check_fit(info, 1, max(lengths) + tokens + 2)
+    for length in lengths:
+        runs = [_both_ways(engine, info.vocab_size, length, tokens) for _ in range(rounds + 1)][1:]
+        figures = {name: spread([run[name] for run in runs]) for name in runs[0]}
+        slower = figures["recomputed_ms"]["median"] / figures["cached_ms"]["median"]
+        yield {"context": length, **figures, "times_slower": round(slower, 2)}
+
+
+def _both_ways(engine: Engine, vocab_size: int, length: int, tokens: int) -> Figures:
+    cached = random_requests(1, length, tokens + 2, vocab_size, 1, seed=length)
+    cached_ms = 1e3 / time_decode(engine, cached, tokens)
+    seconds = 0.0
+    for number in range(tokens):
+        (request,) = random_requests(1, length + number, 1, vocab_size, 1, seed=length)
+        seconds += len(request.prompt_tokens) / time_prefill(engine, [request])
+    return {"cached_ms": cached_ms, "recomputed_ms": 1e3 * seconds / tokens}

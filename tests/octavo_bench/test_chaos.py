@@ -1,0 +1,30 @@
+"""Faults against a real server with a journal: no answer may be lost, changed or come twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from octavo.cli import main
+from octavo_bench.chaos.faults import FAULTS
+
+pytestmark = pytest.mark.slow
+
+
+def test_no_answer_is_lost_or_changed(tmp_path: Path) -> None:
+    output = tmp_path / "chaos.json"
+    command = ["bench", "chaos", "--seed", "3", "--num-faults", "5", "--clients", "4", "--num-requests", "17"]
+    faults = ["--faults", "kill_engine,kill_front,full_disk,poison,storm"]
+    status = main([*command, *faults, "--logs", str(tmp_path / "logs"), "--output", str(output)])
+    result = json.loads(output.read_text())["result"]
+    assert result["findings"] == []
+    assert status == 0
+    assert sum(result["right_answers"].values()) > 20
+    assert sum(result["faults"].values()) == 5
+
+
+def test_unknown_faults_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "chaos", "--faults", "earthquake"]) == 2
+    assert f"earthquake: not among {', '.join(FAULTS)}" in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""Sweeps, decoding without a cache, the limit of memory, and evidence, over a model of random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.cli import main
+from octavo.errors import ConfigError
+from octavo_bench import memory_limit as memory
+from octavo_bench.dummy_models import write_model
+from octavo_bench.memory_limit import PARTS, memory_limit
+
+WORK = ("--num-prompts", "3", "--input-len", "20", "--output-len", "4", "--rounds", "1", "--num-kv-blocks", "40")
+
+
+def run(tmp_path: Path, *command: str) -> list[dict[str, Any]]:
+    model = (str(write_model("tiny", tmp_path / "model")), "--load-format", "dummy", "--device", "cpu")
+    output = tmp_path / "record.json"
+    assert main(["bench", command[0], *model, *command[1:], "--output", str(output)]) == 0
+    rows: list[dict[str, Any]] = json.loads(output.read_text())["result"]["rows"]
+    return rows
+
+
+def test_a_setting_and_a_length_are_swept(tmp_path: Path) -> None:
+    rows = run(tmp_path, "sweep", "--vary", "block-size", "--values", "4,16", *WORK)
+    assert [row["block_size"] for row in rows] == [4, 16]
+    small, large = ({name: row[name]["median"] for name in row if name != "block_size"} for row in rows)
+    assert small["most_used_blocks"] > large["most_used_blocks"]
+    assert small["empty_slots_percent"] < large["empty_slots_percent"]
+    assert small["output_tok_s"] > 0 == small["preemptions"]
+    assert [row["input_len"] for row in run(tmp_path, "sweep", "--vary", "input_len", "--values", "4,8", *WORK)] == [
+        4,
+        8,
+    ]
+
+
+def test_what_cannot_vary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write_model("tiny", tmp_path / "model"))
+    assert main(["bench", "sweep", folder, "--load-format", "dummy", "--vary", "colour", "--values", "1"]) == 2
+    assert "vary: 'colour' is neither a setting of the engine nor one of input_len" in capsys.readouterr().err
+
+
+def test_decoding_without_a_cache_takes_longer_with_the_context(tmp_path: Path) -> None:
+    evidence = tmp_path / "evidence"
+    command = ("recompute", "--lengths", "16,400", "--tokens", "3", "--rounds", "3", "--evidence", str(evidence))
+    short, long = run(tmp_path, *command)
+    assert (short["context"], long["context"]) == (16, 400)
+    assert long["recomputed_ms"]["min"] > long["cached_ms"]["min"]
+    assert {"record.json", "command.txt", "packages.txt"} <= {file.name for file in evidence.iterdir()}
+    assert json.loads((evidence / "record.json").read_text())["result"]["rows"] == [short, long]
+
+
+def test_evidence_never_mixes_with_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "evidence").mkdir()
+    (tmp_path / "evidence/other").touch()
+    assert main(["bench", "ceilings", "--evidence", str(tmp_path / "evidence")]) == 2
+    assert "is not an empty folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", [8192, 5000, 256])
+def test_the_limit_is_found_by_trying(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_try_length", lambda model, gib, length: "" if length <= limit else "no memory")
+    found = memory_limit([], None, 8192, lambda line: None)
+    assert limit - 8192 // PARTS < found["longest_context"] <= limit
+    assert len(found["tries"]) <= 6
+
+
+def test_a_limit_that_nothing_is_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_try_length", lambda model, gib, length: "no memory")
+    with pytest.raises(ConfigError, match="256 tokens do not fit: no memory"):
+        memory_limit([], None, 8192, lambda line: None)
