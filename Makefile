@@ -73,15 +73,18 @@ $(VENV)/.docs: pyproject.toml | $(BIN)/python
 	$(PIP) install $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
-# Clients have dependencies of their own, so they never meet the server's. Without npm those of Node are skipped.
-# Two packages are there for the JSON schemas in them alone.
-$(CLIENTS)/.done: tests/clients/requirements.txt tests/clients/package.json Makefile
+# Clients have dependencies of their own, so they never meet the server's: each file of requirements is an environment.
+# Without npm those of Node are skipped. Two packages are there for the JSON schemas in them alone.
+$(CLIENTS)/.done: $(wildcard tests/clients/requirements/*.txt) tests/clients/package.json Makefile
 	@echo "octavo: installing client packages in $(CLIENTS)"
-	$(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install uv "$(TORCH)"
-	$(CLIENTS)/bin/uv pip install --python $(CLIENTS)/bin/python -r tests/clients/requirements.txt
-	$(CLIENTS)/bin/uv pip install --python $(CLIENTS)/bin/python --no-deps "$(FUNCTIONS)"
-	$(CLIENTS)/bin/python -m pip --disable-pip-version-check download --no-deps --no-binary jsonschema -d $(CLIENTS) "$(SCHEMAS)"
+	$(PYTHON) -m venv $(CLIENTS)/main
+	$(CLIENTS)/main/bin/python -m pip --disable-pip-version-check install uv "$(TORCH)"
+	for name in $(basename $(notdir $(wildcard tests/clients/requirements/*.txt))); do \
+	  $(PYTHON) -m venv $(CLIENTS)/$$name && \
+	  $(CLIENTS)/main/bin/uv pip install --python $(CLIENTS)/$$name/bin/python -r tests/clients/requirements/$$name.txt || exit 1; \
+	done
+	$(CLIENTS)/main/bin/uv pip install --python $(CLIENTS)/main/bin/python --no-deps "$(FUNCTIONS)"
+	$(CLIENTS)/main/bin/python -m pip --disable-pip-version-check download --no-deps --no-binary jsonschema -d $(CLIENTS) "$(SCHEMAS)"
 	tar -xzf $(CLIENTS)/jsonschema-*.tar.gz -C $(CLIENTS)
 	cp tests/clients/package.json $(CLIENTS)/
 	-cd $(CLIENTS) && npm install --no-audit --no-fund

@@ -19,7 +19,17 @@ from tests.conftest import Server, start_server
 
 HERE = Path(__file__).parent
 FOLDER = Path(os.environ.get("OCTAVO_CLIENTS", "/nonexistent"))
+"""An environment of Python for each file of ``requirements/``, and ``node_modules``."""
 MODEL = "smollm2-135m"
+OFFLINE = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "CREWAI_DISABLE_TELEMETRY": "true",
+    "CREWAI_TRACING_ENABLED": "false",
+    "HAYSTACK_TELEMETRY_ENABLED": "False",
+    "OTEL_SDK_DISABLED": "true",
+    "NO_COLOR": "1",
+}
+"""No client may look for models, prices or news anywhere, or tell of its use."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,6 +39,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(900))
             if "OCTAVO_CLIENTS" not in os.environ:
                 item.add_marker(pytest.mark.skip(reason="clients: run by `make test-clients`"))
+
+
+def program_of(environment: str, name: str) -> Path:
+    """A program of an environment; skips the test when it is not installed."""
+    program = FOLDER / environment / "bin" / name
+    if not program.exists():
+        pytest.skip(f"{name} is not installed in {program.parent}")
+    return program
 
 
 @pytest.fixture(scope="session")
@@ -52,18 +70,21 @@ def tokenizer_folder(server: Server, default_model_path: Path, tmp_path_factory:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., str]:
-    """Run a program out of the clients' folder to its end; return what it printed. Skips when it is not installed."""
+    """Run a program of an environment to its end; return what it printed. Skips when it is not installed."""
 
-    def run(name: str, *arguments: object, fails: bool = False, timeout: float = 800, **env: str) -> str:
-        program = FOLDER / "bin" / name
-        if not program.exists():
-            pytest.skip(f"{name} is not installed in {FOLDER}")
-        # No client may look for models, prices or news anywhere.
-        offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HOME": str(tmp_path / "hub"), "NO_COLOR": "1"}
+    def run(
+        name: str,
+        *arguments: object,
+        environment: str = "main",
+        fails: bool = False,
+        timeout: float = 800,
+        **env: str,
+    ) -> str:
+        program = program_of(environment, name)
         ended = subprocess.run(
             [str(program), *map(str, arguments)],
             cwd=tmp_path,
-            env={**os.environ, **offline, **env},
+            env={**os.environ, **OFFLINE, "HF_HOME": str(tmp_path / "hub"), **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

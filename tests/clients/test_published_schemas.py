@@ -66,7 +66,7 @@ def as_json_schema(value: Any, types: dict[str, str]) -> Any:
 
 
 def test_the_functions_of_bfcl() -> None:
-    (package,) = FOLDER.glob("lib/python*/site-packages/bfcl_eval")
+    (package,) = FOLDER.glob("main/lib/python*/site-packages/bfcl_eval")
     types = runpy.run_path(str(package / "constants/type_mappings.py"))["GORILLA_TO_OPENAPI"]
     schemas = {json.dumps(as_json_schema(given, types)) for given in functions(package / "data")}
     refused = {}

@@ -67,7 +67,7 @@ def _response_format(given: Mapping[str, Any]) -> Form | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return forms.just(forms.json_object())
+        return _object_format(given)
     if kind == "json_schema":
         if given.get("json_schema") is None and isinstance(given.get("schema"), Mapping):
             return _made("response_format", _json, given["schema"])
@@ -75,6 +75,14 @@ def _response_format(given: Mapping[str, Any]) -> Form | None:
     if kind == "structural_tag":
         return _made("response_format", _structural_tag, given)
     raise InvalidParameter("response_format", f"'response_format.type' must be one of {', '.join(FORMAT_TYPES)}.")
+
+
+def _object_format(given: Mapping[str, Any]) -> Form:
+    """A JSON object; huggingface_hub sends the schema of one as ``value``, and clients of llama.cpp as ``schema``."""
+    for name in ("schema", "value"):
+        if (schema := given.get(name)) is not None:
+            return _made("response_format", _json, schema, f"response_format.{name}")
+    return forms.just(forms.json_object())
 
 
 def _json_schema(given: Any) -> Form:
