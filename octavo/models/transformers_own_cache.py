@@ -22,6 +22,9 @@ from torch import Tensor
 from octavo.models.transformers_paged import Head
 from octavo.ops.attention import LayerCache, PagedRows
 
+CACHE_NAMES = ("cache", "cache_params")
+"""What some decoders call their cache, in arguments and results; the others call it ``past_key_values``."""
+
 
 @dataclass
 class SequenceCache:
@@ -39,7 +42,7 @@ class OwnCacheTransformer(Head):
         super().__init__(model)
         self._decoder = model.base_model
         parameters = inspect.signature(self._decoder.forward).parameters
-        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self._cache_name = next((name for name in CACHE_NAMES if name in parameters), "past_key_values")
         self.max_tokens = 1 << 20
         """Tokens in the caches of all sequences, after which those used least recently are given up."""
         self.takes_chunks = True
