@@ -76,7 +76,7 @@ def build_encoder(
 
 def _check_settings(config: EngineConfig) -> None:
     """Raise ``ConfigError`` for settings that concern generated tokens."""
-    for name in ("max_itl", "tpot_target", "decode_interval"):
+    for name in ("max_itl", "tpot_target"):
         if getattr(config.scheduler, name) is not None:
             raise ConfigError(f"{name}: does not apply to an encoder, which generates no tokens")
     if config.speculative.speculative_config is not None:

@@ -23,7 +23,9 @@ def sizes_of(model: str) -> Sizes:
         raise ConfigError(f"model: the feed-forward parts of {model} are experts; kernels are measured for dense ones")
     if shape.ffn_matrices != 3:
         raise ConfigError(f"model: {model} has no gated feed-forward part; kernels are measured for those that have")
-    return Sizes(shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.vocab)
+    sizes = Sizes(shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.vocab)
+    is_gemma = SHAPES[model]["model_type"] == "gemma3_text"
+    return sizes._replace(activation="gelu_tanh", norms_outputs=True) if is_gemma else sizes
 
 
 def layer_cases(model: str) -> list[LinearCase]:

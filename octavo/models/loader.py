@@ -23,12 +23,15 @@ from octavo.layers.experts import Mixture, StoredExperts, make_mixture
 from octavo.layers.linear import Linear
 from octavo.layers.norm import LayerNorm, ParallelRMSNorm, RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
+from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.map_part import MapPart, Rows
 from octavo.ops.attention import HeadLayout
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish
-from octavo.quant.at_load import quantized, quantized_head
+from octavo.ops.store_kv import KVScales
+from octavo.quant.at_load import quantized, quantized_head, return_memory
+from octavo.quant.cache_scales import read_cache_scales
 from octavo.quant.methods import QuantMethod
 from octavo.quant.plain import PLAIN
 from octavo.quant.shard import UNSHARDED, Section, Shard
@@ -156,6 +159,13 @@ class WeightLoader:
         """Number of this device's query heads."""
         return self._shard.num_units(num_heads)
 
+    def cache_scales(self, specs: Sequence[LayerCacheSpec]) -> dict[int, KVScales]:
+        """This device's scales of each layer whose keys and values have any, for an FP8 cache."""
+        if self.tensors.is_dummy or not self._method.has_fp8_cache_scales:
+            return {}
+        heads = {layer: spec.num_kv_heads for layer, spec in enumerate(specs) if spec.kind == "attention"}
+        return read_cache_scales(self.tensors, heads, self._shard, self.form.device)
+
     # Linear maps.
 
     def column(
@@ -230,9 +240,9 @@ class WeightLoader:
 
         ``is_tied``: its table also maps to logits, and is quantised if the format quantises the head.
         """
-        stored = self._stored(name, (vocab_size, hidden_size))
-        stored = quantized_head(name, stored, self.form) if is_tied else stored
-        [weight] = make_weights([self._shard.vocabulary(stored)], self.form)
+        load = self._head_stored if is_tied else self._stored
+        [weight] = make_weights([self._shard.vocabulary(load(name, (vocab_size, hidden_size)))], self.form)
+        return_memory(self.form.device)
         self.bytes_by_format += bytes_by_format([weight])
         if self.collective.size == 1:
             return Embedding(weight)
@@ -250,9 +260,9 @@ class WeightLoader:
         """
         if not is_tied:
             rows = Rows(name, [Section(shape[0], shape[0])])
-            return self._made([(rows, self._head_stored(name, shape))], None)
+            return self._made([(rows, self._shard.vocabulary(self._head_stored(name, shape)))], None)
         if self.tensors.has(f"{name}.weight"):
-            own_VD = self._head_stored(name, shape).dense(self.form)
+            own_VD = self._shard.vocabulary(self._head_stored(name, shape)).dense(self.form)
             self.num_parameters -= math.prod(shape)
             table_VD = embedding.weight.dense_NK
             if table_VD is None:
@@ -343,7 +353,9 @@ class WeightLoader:
         return self._made(stored, self._counted(filled(biases, self.form).squeeze(1)) if biases else None)
 
     def _head_stored(self, name: str, shape: tuple[int, int]) -> StoredWeight:
-        return self._shard.vocabulary(quantized_head(name, self._stored(name, shape), self.form))
+        stored = quantized_head(name, self._stored(name, shape), self.form)
+        return_memory(self.form.device)
+        return stored
 
     def _own(self, rows: Rows, stored: StoredWeight) -> StoredWeight:
         ordered = stored if rows.order is None else stored.rows(rows.order)

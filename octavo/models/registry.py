@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -34,6 +35,7 @@ from octavo.models.qwen_moe import Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from octavo.models.text_part import TEXT_PARTS, TextPart, text_config
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
+from octavo.ops.store_kv import KVScales
 from octavo.quant.methods import read_method
 from octavo.quant.shard import Shard
 from octavo.quant.stored import WeightFormat
@@ -92,6 +94,8 @@ class LoadedModel(NamedTuple):
     """Bytes of the weights, by the format of their numbers."""
     maps: Mapping[str, MapPart]
     """Its linear maps, by their names in the checkpoint."""
+    kv_scales: Mapping[int, KVScales] = MappingProxyType({})
+    """Scales of layers whose keys and values have any, for an FP8 cache."""
 
     @property
     def num_bytes(self) -> int:
@@ -134,8 +138,9 @@ def load_model(
     model = _family(config.architecture)(config, weights)
     for prefix in mtp_prefixes(weights.tensors.names, config.num_layers):
         weights.tensors.leave_out(prefix)  # drafters load them
+    kv_scales = weights.cache_scales(config.cache)
     weights.tensors.finish()
-    return LoadedModel(model, weights.num_parameters, weights.bytes_by_format, weights.maps)
+    return LoadedModel(model, weights.num_parameters, weights.bytes_by_format, weights.maps, kv_scales)
 
 
 def _family(name: str) -> Family:

@@ -15,7 +15,7 @@ from octavo.ops.apply_rope import apply_rope
 from octavo.ops.dispatch import op
 from octavo.ops.paged_attention import paged_attention
 from octavo.ops.rms_norm import rms_norm
-from octavo.ops.store_kv import store_kv
+from octavo.ops.store_kv import KVScales, store_kv
 
 
 class HeadLayout(NamedTuple):
@@ -52,6 +52,8 @@ class LayerCache(NamedTuple):
     values: Tensor
     group: int = 0
     """The KV group whose block tables and slots refer to this cache."""
+    scales: KVScales | None = None
+    """Keys and values are divided by these when stored; ``None``: stored as they are."""
 
 
 class GroupRows(NamedTuple):
@@ -131,7 +133,7 @@ def attention(
     if cos_TR is not None and sin_TR is not None:
         q_TNH, k_TKH = apply_rope(q_TNH, k_TKH, cos_TR, sin_TR)
     if not heads.shares_cache:
-        store_kv(k_TKH, v_TKH, cache.keys, cache.values, slot_mapping_T)
+        store_kv(k_TKH, v_TKH, cache.keys, cache.values, slot_mapping_T, cache.scales)
     out_TNH = paged_attention(
         q_TNH,
         cache.keys,
@@ -143,5 +145,6 @@ def attention(
         heads.window,
         heads.softcap,
         heads.sinks_N,
+        cache.scales,
     )
     return out_TNH.view(T, -1)

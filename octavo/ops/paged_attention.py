@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.dispatch import op
+from octavo.ops.store_kv import KVScales
 
 MAX_SCRATCH = 2**23
 """Maximum elements of an intermediate tensor: bounds the memory of a long prompt."""
@@ -29,20 +30,22 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks_N: Tensor | None = None,
+    scales: KVScales | None = None,
 ) -> Tensor:
     """Attend from every row to the positions of its sequence up to its own; a new tensor [T, N, H] of q's dtype.
 
     With a ``window`` a row sees at most that many positions, its own included; with a ``softcap`` scores become
     ``softcap * tanh(scores / softcap)``; ``sinks`` (float32) add a logit per head to the softmax's denominator.
 
-    Caches are ``[num_blocks, K, block_size, H]`` and hold this step's keys and values already. Rows
-    ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` (int32 [S + 1]) are the last positions of sequence s, whose
-    context, these rows included, is ``seq_lens[s]`` long: row i of q rows sits at position ``seq_len - q + i``.
+    Caches are ``[num_blocks, K, block_size, H]`` and hold this step's keys and values already, divided by the
+    ``scales`` if given. Rows ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` (int32 [S + 1]) are the last positions of
+    sequence s, whose context, these rows included, is ``seq_lens[s]`` long: row i of q rows sits at position
+    ``seq_len - q + i``.
     Nothing is read beyond a context: neither table entries past its last block nor slots past its last position.
     Contents before every row's window may be arbitrary, NaN of other sequences included: they change no result.
     Sums are computed in float32 at least.
     """
-    rule = ScoreRule(scale, window, softcap, sinks_N)
+    rule = Rule(scale, window, softcap, sinks_N, scales)
     out_TNH = torch.empty_like(q_TNH)
     starts, seq_lens = cu_seqlens_q.tolist(), seq_lens_S.tolist()
     single: list[int] = []
@@ -65,13 +68,21 @@ def paged_attention(
     return out_TNH
 
 
-class ScoreRule(NamedTuple):
-    """How scores become weights."""
+class Rule(NamedTuple):
+    """How scores become weights, and what the cache holds becomes keys and values."""
 
     scale: float
     window: int
     softcap: float
     sinks_N: Tensor | None
+    scales: KVScales | None
+
+    def scaled(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., K, C, H] of what the cache holds."""
+        if self.scales is None:
+            return keys, values
+        keys, values = (x * scale_K[:, None, None] for x, scale_K in zip((keys, values), self.scales, strict=True))
+        return keys, values
 
     def weights(self, products: Tensor, is_hidden: Tensor) -> Tensor:
         """Softmax over the last axis of ``products`` [..., N, rows, C], which is overwritten."""
@@ -95,7 +106,7 @@ def _context(k_cache: Tensor, v_cache: Tensor, table_B: Tensor, begin: int, end:
     return keys, values
 
 
-def _attend(q_QNH: Tensor, k_KCH: Tensor, v_KCH: Tensor, rule: ScoreRule, out_QNH: Tensor) -> None:
+def _attend(q_QNH: Tensor, k_KCH: Tensor, v_KCH: Tensor, rule: Rule, out_QNH: Tensor) -> None:
     """The last rows of one sequence, in chunks; each chunk reads only the keys up to its own last row.
 
     Keys before all rows' windows may be left out: the last key is that of the last row.
@@ -103,7 +114,7 @@ def _attend(q_QNH: Tensor, k_KCH: Tensor, v_KCH: Tensor, rule: ScoreRule, out_QN
     num_rows, N, H = q_QNH.shape
     K, seq_len, _ = k_KCH.shape
     dtype = torch.promote_types(q_QNH.dtype, torch.float32)
-    k_KCH, v_KCH = k_KCH.to(dtype), v_KCH.to(dtype)
+    k_KCH, v_KCH = rule.scaled(k_KCH.to(dtype), v_KCH.to(dtype))
     chunk = max(1, MAX_SCRATCH // (N * seq_len))
     for first in range(0, num_rows, chunk):
         q = q_QNH[first : first + chunk].to(dtype)
@@ -121,7 +132,7 @@ def _attend(q_QNH: Tensor, k_KCH: Tensor, v_KCH: Tensor, rule: ScoreRule, out_QN
 
 
 def _attend_single(
-    q_SNH: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables_SB: Tensor, seq_lens_S: Tensor, rule: ScoreRule
+    q_SNH: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables_SB: Tensor, seq_lens_S: Tensor, rule: Rule
 ) -> Tensor:
     """One row for each of several sequences, their contexts padded to the longest."""
     S, N, H = q_SNH.shape
@@ -129,7 +140,8 @@ def _attend_single(
     dtype = torch.promote_types(q_SNH.dtype, torch.float32)
     num_blocks = -(-int(seq_lens_S.max()) // block_size)
     tables = block_tables_SB[:, :num_blocks]
-    k_SKCH, v_SKCH = (cache[tables].transpose(1, 2).flatten(2, 3).to(dtype) for cache in (k_cache, v_cache))
+    keys, values = (cache[tables].transpose(1, 2).flatten(2, 3).to(dtype) for cache in (k_cache, v_cache))
+    k_SKCH, v_SKCH = rule.scaled(keys, values)
     positions = torch.arange(num_blocks * block_size, device=q_SNH.device)
     is_hidden_SC = positions >= seq_lens_S.unsqueeze(1)
     if rule.window:

@@ -1,4 +1,4 @@
-"""A linear map whose weight is stored as 8-bit floating-point numbers with scales.
+"""A linear map whose weight is stored as numbers of 8 bits, FP8 or integers, with scales.
 
 Shapes: T tokens, K inputs, N outputs, G groups of neighbouring inputs; the last may be shorter than the others.
 """
@@ -23,7 +23,7 @@ class ScaledValues:
     """A weight [N, K] whose entries are ``value * scale``."""
 
     values_NK: Tensor
-    """float8_e4m3fn, without NaN"""
+    """float8_e4m3fn, without NaN, or int8; int8 has one group."""
     scales_NG: Tensor
     """float32"""
     group: int
@@ -36,7 +36,7 @@ class ScaledValues:
     def rows(self, ids_T: Tensor) -> Tensor:
         """Rows of the weight as float32 [T, K]."""
         K = self.values_NK.shape[1]
-        values_TK = self.values_NK.view(torch.uint8)[ids_T].view(torch.float8_e4m3fn).float()
+        values_TK = self.values_NK.view(torch.uint8)[ids_T].view(self.values_NK.dtype).float()
         return values_TK * self.scales_NG[ids_T].repeat_interleave(self.group, dim=1)[:, :K]
 
 
@@ -52,8 +52,8 @@ def scaled_linear(
 ) -> Tensor:
     """``act(rms_norm(x) @ weight.T + bias) + residual`` as ``ops.linear`` has it, in the dtype of x.
 
-    Kernels may round each row of x, after the norm, to numbers of 8 bits and a scale; those for CPUs do not. There, a
-    row of the result is bitwise a function of that row of ``x`` alone.
+    Kernels may round each row of x, after the norm, to numbers of the weight's type and a scale; those for CPUs, which
+    take no int8, do not. There, a row of the result is bitwise a function of that row of ``x`` alone.
     """
 
     def multiply(normed_TK: Tensor) -> Tensor:

@@ -27,4 +27,4 @@ def store_keys(
     if heads.k_norm_H is not None:
         k_TKH = rms_norm(k_TKH.reshape(-1, H), heads.k_norm_H, heads.norm_eps).view(k_TKH.shape)
     _, k_TKH = apply_rope(k_TKH[:, :1], k_TKH, cos_TR, sin_TR)
-    store_kv(k_TKH, v_TKH, cache.keys, cache.values, slot_mapping_T)
+    store_kv(k_TKH, v_TKH, cache.keys, cache.values, slot_mapping_T, cache.scales)

@@ -56,6 +56,13 @@ def quantized_head(name: str, stored: StoredWeight, form: WeightFormat) -> Store
     return _to_int8(name, stored, form.device)
 
 
+def return_memory(device: torch.device) -> None:
+    """Return what loading a large matrix took besides the result: PyTorch would place weights in parts of it, none of
+    which could be returned for the KV cache any more."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _to_fp8(name: str, stored: DenseStored, device: torch.device) -> ScaledStored:
     def quantize(weight_RK: Tensor) -> tuple[Tensor, Tensor]:
         scales_R1 = (_largest(name, weight_RK) / LARGEST_E4M3).clamp_min_(SMALLEST_SCALE)

@@ -2,8 +2,8 @@
 
 ``config_groups`` maps a name to the modules of a group (``targets``: a class, a module's name, or ``re:`` and a
 pattern) and how their weights are stored (``weights``, ``format``). Kernels may round activations to FP8 where the
-configuration asks for that (``input_activations``), and to nothing else, which is more precise than what it may ask
-for.
+configuration asks for that (``input_activations``) and weights are FP8, and to INT8 likewise; to nothing else, which is
+more precise than what it may ask for.
 
 Shapes: K inputs, N outputs, G groups of inputs.
 """
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.quant.cache_scales import has_fp8_scales
 from octavo.quant.dummies import dummy_float4, dummy_grouped, dummy_scaled, is_quantised_dummy
 from octavo.quant.fields import num_words, signed, unpack_fields
 from octavo.quant.float4 import MXFP4_GROUP, NVFP4_GROUP, checked_exponents, read_mxfp4, read_nvfp4
@@ -63,7 +64,7 @@ class _Scheme:
     block: tuple[int, int] | None
     has_zeros: bool
     rounds_activations: bool
-    """Whether activations are FP8 as well."""
+    """Whether activations are numbers of 8 bits as well, of the weights' type."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class CompressedTensors(Plain):
     groups: tuple[tuple[tuple[str, ...], _Scheme], ...]
     """Targets and scheme of each group."""
     ignored: tuple[str, ...] = ()
+    is_cache_fp8: bool = True
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> CompressedTensors:
@@ -97,7 +99,11 @@ class CompressedTensors(Plain):
         for name in (*ignored, *(target for targets, _ in groups for target in targets)):
             if name.startswith("re:"):
                 compiled(name.removeprefix("re:"), "config_groups or ignore")
-        return cls(tuple(groups), ignored)
+        return cls(tuple(groups), ignored, has_fp8_scales(keys))
+
+    @property
+    def has_fp8_cache_scales(self) -> bool:
+        return self.is_cache_fp8
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
         scheme = self._scheme(name)
@@ -138,7 +144,7 @@ def _read_scheme(keys: QuantKeys, activations: QuantKeys | None, form: str) -> _
     if has_zeros and kind == "float":
         raise keys.wrong("symmetric", "true for floating-point weights")
     rounds_activations = (
-        activations is not None and activations.get("type", "int") == "float" and activations.get("num_bits", 8) == 8
+        activations is not None and activations.get("type", "int") == kind and activations.get("num_bits", 8) == 8
     )
     return _Scheme(form, bits, kind == "float", strategy, group, block, has_zeros, rounds_activations)
 
@@ -207,7 +213,7 @@ def _read_int8(scheme: _Scheme, name: str, shape: tuple[int, int], tensors: Tens
         problem = f"tensor {name}.weight_zero_point has zero points that are not from {-end} to {end - 1}"
         tensors.check((zeros >= -end) & (zeros <= end - 1), problem)
         zeros_NG = zeros.reshape(-1, G).expand(rows, G).repeat_interleave(height, dim=0)[:N]
-    return GroupedStored(codes_NK, scales_NG, zeros_NG, 8)
+    return GroupedStored(codes_NK, scales_NG, zeros_NG, 8, rounds_activations=scheme.rounds_activations)
 
 
 def _scales(name: str, rows: int, groups: int, tensors: Tensors) -> Tensor:
@@ -239,7 +245,8 @@ def _dummy(scheme: _Scheme, name: str, shape: tuple[int, int], tensors: Tensors)
         block = blocks.get(scheme.strategy) or (1, scheme.group)
         return dummy_scaled(name, shape, block, scheme.rounds_activations, tensors)
     groups = num_groups(name, shape[1], scheme.group or -1)
-    return dummy_grouped(name, shape, scheme.bits, groups, scheme.has_zeros, tensors)
+    stored = dummy_grouped(name, shape, scheme.bits, groups, scheme.has_zeros, tensors)
+    return replace(stored, rounds_activations=scheme.rounds_activations and scheme.format != PACKED)
 
 
 def _names(target: str, module: str) -> bool:

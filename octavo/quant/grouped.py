@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from octavo.ops.block_linear import ROWS_AT_ONCE, PackedBlocks
 from octavo.ops.grouped_linear import Number, PackedGroups
+from octavo.ops.scaled_linear import ScaledValues
 from octavo.quant.blocks import BlockWeight, without_kernel
 from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
+from octavo.quant.scaled import ScaledWeight, has_scaled_kernel
 from octavo.quant.stored import LinearWeight, Order, OutlinedWeight, WeightFormat, filled, row_slices, shard_range
 from octavo.weights.blocks import Groups
 
@@ -44,6 +46,8 @@ class GroupedStored:
     Checkpoints in activation order (GPTQ's ``desc_act``) assign inputs to groups freely. Their columns are sorted by
     group, which makes groups runs of columns.
     """
+    rounds_activations: bool = False
+    """Whether the matrix was made to be multiplied by integers of 8 bits."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,22 +62,21 @@ class GroupedStored:
     @property
     def layout(self) -> Hashable:
         order = None if self.order_K is None else self.order_K.numpy().tobytes()
-        return "grouped", self.bits, self.group, self.zeros_NG is not None, order
+        return "grouped", self.bits, self.group, self.zeros_NG is not None, order, self.rounds_activations
 
     def rows(self, order: Order) -> GroupedStored:
         index = torch.from_numpy(order)
         zeros = None if self.zeros_NG is None else self.zeros_NG[index]
-        return GroupedStored(self.codes_NK[index], self.scales_NG[index], zeros, self.bits, self.order_K)
+        return replace(self, codes_NK=self.codes_NK[index], scales_NG=self.scales_NG[index], zeros_NG=zeros)
 
     def join(self, others: Sequence[GroupedStored]) -> GroupedStored:
         parts = (self, *others)
         zeros = [part.zeros_NG for part in parts if part.zeros_NG is not None]
-        return GroupedStored(
-            torch.cat([part.codes_NK for part in parts]),
-            torch.cat([part.scales_NG for part in parts]),
-            torch.cat(zeros) if zeros else None,
-            self.bits,
-            self.order_K,
+        return replace(
+            self,
+            codes_NK=torch.cat([part.codes_NK for part in parts]),
+            scales_NG=torch.cat([part.scales_NG for part in parts]),
+            zeros_NG=torch.cat(zeros) if zeros else None,
         )
 
     def shard(self, dim: int, rank: int, size: int) -> GroupedStored:
@@ -83,7 +86,7 @@ class GroupedStored:
             return self._in_groups_of(unit)._columns(own)
         zeros = None if self.zeros_NG is None else self.zeros_NG[own.start : own.stop]
         codes, scales = (part[own.start : own.stop] for part in (self.codes_NK, self.scales_NG))
-        return GroupedStored(codes, scales, zeros, self.bits, self.order_K)
+        return replace(self, codes_NK=codes, scales_NG=scales, zeros_NG=zeros)
 
     def fill(self, out_NK: Tensor) -> None:
         device = out_NK.device
@@ -106,6 +109,9 @@ class GroupedStored:
             (N, K), bits = self.shape, 4 if self.bits <= 4 else 8
             sides = self.scales_NG.numel() * (2 if self.zeros_NG is None else 4)
             return OutlinedWeight(self.shape, f"int{self.bits}", N * K * bits // 8 + sides)
+        if self._is_rounding and form.device.type != "cpu" and has_scaled_kernel(form):
+            codes_NK, scales_N1 = (part.to(form.device).contiguous() for part in (self.codes_NK, self.scales_NG))
+            return ScaledWeight(ScaledValues(codes_NK, scales_N1, self.group), form.dtype)
         if packs_groups(form):
             packed = self.packed_groups(form.device)
             return None if packed is None else GroupedWeight(packed, form.dtype)
@@ -119,6 +125,12 @@ class GroupedStored:
         return BlockWeight(
             PackedBlocks.of_groups(f"int{self.bits}", self.shape, bits, self._numbers(bits, length), order)
         )
+
+    @property
+    def _is_rounding(self) -> bool:
+        """Whether kernels that round activations take it: with one scale for each output."""
+        is_plain = self.zeros_NG is None and self.order_K is None
+        return self.rounds_activations and is_plain and self.scales_NG.shape[1] == 1
 
     def packed_groups(self, device: torch.device) -> PackedGroups | None:
         """For ``ops.grouped_linear``, on this device; ``None`` if its kernels do not take such groups."""
@@ -150,14 +162,15 @@ class GroupedStored:
             parts = [None if part is None else part[:, place_K] for part in parts]
         scales, zeros = parts
         assert scales is not None
-        return GroupedStored(codes_NK, scales, zeros, self.bits)
+        return replace(self, codes_NK=codes_NK, scales_NG=scales, zeros_NG=zeros, order_K=None)
 
     def _columns(self, own: range) -> GroupedStored:
         """Whole groups of columns, of a matrix in the order of inputs."""
         first, count = own.start // self.group, len(own) // self.group
         scales, zeros = (None if part is None else part.narrow(1, first, count) for part in self._sides)
         assert scales is not None
-        return GroupedStored(self.codes_NK.narrow(1, own.start, len(own)), scales, zeros, self.bits)
+        codes_NK = self.codes_NK.narrow(1, own.start, len(own))
+        return replace(self, codes_NK=codes_NK, scales_NG=scales, zeros_NG=zeros)
 
     @property
     def _sides(self) -> tuple[Tensor, Tensor | None]:

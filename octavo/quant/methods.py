@@ -28,6 +28,11 @@ class QuantMethod(Protocol):
     complete. It is called with each module's name, because modules may be stored differently.
     """
 
+    @property
+    def has_fp8_cache_scales(self) -> bool:
+        """Whether scales of keys and values, if the checkpoint has any, are for a cache of FP8 numbers."""
+        ...
+
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
         """The matrix [N, K] of module ``name``. Raises ``CheckpointError``.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from octavo.quant.cache_scales import has_fp8_scales
 from octavo.quant.dummies import dummy_float4, dummy_scaled, is_quantised_dummy
 from octavo.quant.float4 import NVFP4_GROUP, read_nvfp4
 from octavo.quant.fp8 import read_fp8
@@ -38,13 +39,19 @@ class ModelOpt(Plain):
     algorithm: str
     kept: tuple[str, ...] = ()
     """``exclude_modules`` or ``ignore``, with wildcards; used for random weights alone."""
+    is_cache_fp8: bool = True
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> ModelOpt:
         """Read a ``quantization_config``. Raises ``CheckpointError``."""
         keys = QuantKeys(values)
         inner = keys.child("quantization") or keys
-        return cls(inner.word("quant_algo", ALGORITHMS), inner.names("exclude_modules") + inner.names("ignore"))
+        kept = inner.names("exclude_modules") + inner.names("ignore")
+        return cls(inner.word("quant_algo", ALGORITHMS), kept, has_fp8_scales(inner))
+
+    @property
+    def has_fp8_cache_scales(self) -> bool:
+        return self.is_cache_fp8
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
         block = BLOCK if self.algorithm == "FP8_PB_WO" else None

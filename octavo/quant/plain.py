@@ -28,6 +28,10 @@ class Plain:
             return BlockStored((part,))
         return DenseStored((part.t() if is_transposed else part,))
 
+    @property
+    def has_fp8_cache_scales(self) -> bool:
+        return True
+
     def stack(
         self, name: str, shape: tuple[int, int, int], tensors: Tensors, is_transposed: bool
     ) -> Sequence[StoredWeight]:

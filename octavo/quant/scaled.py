@@ -86,7 +86,7 @@ class ScaledStored:
     def pack(self, form: WeightFormat) -> LinearWeight | None:
         if form.packs and form.device.type == "meta":
             return OutlinedWeight(self.shape, "fp8", self.values_NK.numel() + 4 * self.shape[0] * self.scales.shape[1])
-        K, width, has_kernel = self.shape[1], self.block[1], self._has_kernel(form)
+        K, width, has_kernel = self.shape[1], self.block[1], has_scaled_kernel(form)
         is_rounding = has_kernel and form.device.type != "cpu" and self.rounds_activations and width >= K
         if packs_groups(form) and not is_rounding:
             packed = self.packed_groups(form.device)
@@ -97,9 +97,6 @@ class ScaledStored:
             return None
         values_NK = self.values_NK.view(torch.uint8).to(form.device).contiguous().view(torch.float8_e4m3fn)
         return ScaledWeight(ScaledValues(values_NK, self._by_row().scales.to(form.device), min(width, K)), form.dtype)
-
-    def _has_kernel(self, form: WeightFormat) -> bool:
-        return form.packs and scaled_linear.chosen(form.device.type, form.dtype) != REFERENCE
 
     def packed_groups(self, device: torch.device) -> PackedGroups | None:
         """For ``ops.grouped_linear``, on this device; ``None`` if its kernels do not take such blocks or numbers."""
@@ -117,6 +114,11 @@ class ScaledStored:
         return replace(self, scales=self.scales[rows_N], block=(1, self.block[1]))
 
 
+def has_scaled_kernel(form: WeightFormat) -> bool:
+    """Whether ``ops.scaled_linear`` has a kernel for this format."""
+    return form.packs and scaled_linear.chosen(form.device.type, form.dtype) != REFERENCE
+
+
 @dataclass(frozen=True, eq=False)
 class ScaledWeight:
     """A weight for ``ops.scaled_linear``."""
@@ -124,7 +126,10 @@ class ScaledWeight:
     values: ScaledValues
     dtype: torch.dtype
     """Of activations."""
-    format = "fp8"
+
+    @property
+    def format(self) -> str:
+        return "int8" if self.values.values_NK.dtype == torch.int8 else "fp8"
 
     @property
     def num_bytes(self) -> int:

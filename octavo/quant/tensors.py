@@ -106,6 +106,14 @@ class Tensors:
         if self.has(f"{module}.input_zero_point"):
             self._used.add(f"{module}.input_zero_point")
 
+    def cache_scales(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Scales of quantised keys, values or others of attention, in float32."""
+        if math.prod(shape) > MOST_CACHE_SCALES:
+            raise CheckpointError(f"tensor {name} has shape {list(shape)}; expected scales of heads at most")
+        scales = self.scales(name, shape)
+        self.check(scales > 0, f"tensor {name} has scales that are not positive")
+        return scales
+
     def leave_out(self, prefix: str) -> None:
         """Ignore tensors whose names start with ``prefix``."""
         self._used.update(name for name in self.names if name.startswith(prefix))
@@ -128,16 +136,12 @@ class Tensors:
             raise CheckpointError(f"{len(unexpected)} tensors that this architecture does not have: {shown}")
 
     def _leave_out_cache_scales(self) -> None:
-        """Check the scales of quantised keys and values, which are not used."""
+        """Check the scales of attention that no layer has read, which are not used."""
         names = [name for name in self.names - self._used if CACHE_SCALES.search(name)]
         for name in names:
-            shape = self.shape(name) or ()
-            if math.prod(shape) > MOST_CACHE_SCALES:
-                raise CheckpointError(f"tensor {name} has shape {list(shape)}; expected scales of heads at most")
-            scales = self.scales(name, shape)
-            self.check(scales > 0, f"tensor {name} has scales that are not positive")
+            self.cache_scales(name, self.shape(name) or ())
         if names:
-            logger.warning("%d scales of keys and values are not used: keys and values are cached unscaled", len(names))
+            logger.warning("%d scales of attention are not used, %s among them", len(names), min(names))
 
     def _found(self, name: str) -> str:
         kind, shape = self._source.describe(name)

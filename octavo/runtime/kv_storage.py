@@ -5,13 +5,15 @@ Shapes: L layers, P tensors of a layer (2: keys and values; 1: latents), N block
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec
 from octavo.ops.attention import LayerCache
+from octavo.ops.store_kv import KVScales
 
 
 class KVStorage:
@@ -30,11 +32,16 @@ class KVStorage:
         dtype: torch.dtype,
         device: torch.device,
         num_draft_layers: int = 0,
+        scales: Mapping[int, KVScales] = MappingProxyType({}),
     ) -> None:
-        """``num_blocks`` has one count per group; the last ``num_draft_layers`` layers are those of a drafter."""
+        """``num_blocks`` has one count per group; the last ``num_draft_layers`` layers are those of a drafter.
+
+        ``scales`` are those of layers whose keys and values are stored scaled.
+        """
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
+        self.is_scaled = bool(scales)
         self.pools: list[list[Tensor]] = []
         caches: dict[int, LayerCache] = {}
         for index, (group, count) in enumerate(zip(groups, num_blocks, strict=True)):
@@ -45,11 +52,15 @@ class KVStorage:
             pool = []
             for (P, K, H), layers in alike.items():
                 pool.append(torch.empty(len(layers), P, count, K, block_size, H, dtype=dtype, device=device))
-                caches |= {i: LayerCache(part[0], part[-1], index) for i, part in zip(layers, pool[-1], strict=True)}
+                for i, part in zip(layers, pool[-1], strict=True):
+                    caches[i] = LayerCache(part[0], part[-1], index, scales.get(i))
             self.pools.append(pool)
         every = [caches[i if spec.shared_with is None else spec.shared_with] for i, spec in enumerate(specs)]
         self.layers = every[: len(every) - num_draft_layers]
         self.draft_layers = every[len(self.layers) :]
+        for cache in self.draft_layers:  # a drafter that rested reads what it has not written
+            cache.keys.zero_()
+            cache.values.zero_()
 
     @property
     def num_groups(self) -> int:

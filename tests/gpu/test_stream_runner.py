@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
 from tests.gpu.checkpoints import write_checkpoint
@@ -97,6 +99,38 @@ def test_an_8_bit_cache_runs_and_stays_close(checkpoint: Path) -> None:
     expected = generate(checkpoint, some, params, dtype="bfloat16", num_kv_blocks=200)
     found = generate(checkpoint, some, params, dtype="bfloat16", num_kv_blocks=200, kv_cache_dtype="fp8")
     assert sum(a == b for a, b in zip(found, expected, strict=True)) >= 16
+
+
+def test_scales_of_an_8_bit_cache_hold_keys_and_values_that_it_could_not(checkpoint: Path, tmp_path: Path) -> None:
+    """Keys of thousands and values of ten-thousandths; with drafts of a suffix, every kind of step occurs."""
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for part, factor in {"k_norm": 2000, "q_norm": 1 / 2000, "v_proj": 1e-4, "o_proj": 1e4}.items():
+        for layer in range(4):
+            tensors[f"model.layers.{layer}.self_attn.{part}.weight"] *= factor
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    some = [prompt * 3 for prompt in prompts(32, 60)]
+
+    def answers(**settings: Any) -> list[list[int]]:
+        save_file(tensors, tmp_path / "model.safetensors")
+        return generate(tmp_path, some, params, dtype="bfloat16", num_kv_blocks=400, **settings)
+
+    expected = answers()
+    unscaled = answers(kv_cache_dtype="fp8")
+    for layer in range(4):
+        tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.full((2, 1, 1), 36.0)
+        tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor(4e-6)
+    drafts = {"method": "ngram", "num_speculative_tokens": 4}
+    kinds: list[dict[str, Any]] = [{}, {"enforce_eager": True}, {"speculative_config": drafts}]
+    scaled = [answers(kv_cache_dtype="fp8", **settings) for settings in kinds]
+    alike = [count_alike(found, expected) for found in (unscaled, *scaled)]
+    assert alike[0] < 8, alike
+    assert min(alike[1:]) >= 16, alike
+
+
+def count_alike(found: list[list[int]], expected: list[list[int]]) -> int:
+    """Answers whose first token is the same."""
+    return sum(a[0] == b[0] for a, b in zip(found, expected, strict=True))
 
 
 EXTRAS: list[dict[str, Any]] = [

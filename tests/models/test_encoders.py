@@ -132,7 +132,6 @@ def test_other_arithmetic_is_refused_by_name(tmp_path: Path, changes: dict[str, 
         ({"max_num_batched_tokens": MAX_LEN - 1}, "max_num_batched_tokens"),
         ({"max_itl": 1.0}, "max_itl"),
         ({"tpot_target": 1.0, "scheduling_policy": "deadline"}, "tpot_target"),
-        ({"decode_interval": 2}, "decode_interval"),
         ({"speculative_config": '{"method": "ngram"}'}, "speculative_config"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -135,3 +136,18 @@ def test_a_module_is_read_to_the_bit(case: str, dtype: torch.dtype) -> None:
         codes = stored.codes_NK[:, : stored.group].int()
         assert codes.min() >= -(1 << (stored.bits - 1))
         assert codes.max() < 1 << (stored.bits - 1)
+
+
+@pytest.mark.parametrize(("activations", "rounds"), [("int", True), ("float", False), (None, False)])
+def test_integers_made_for_integer_activations_are_known_as_such(activations: str | None, rounds: bool) -> None:
+    """Through everything that is done with a matrix before it is packed."""
+    config, written, expected = write("int-quantized", {"num_bits": 8, "strategy": "channel"}, (32, 64), torch.float32)
+    given = {"type": activations, "num_bits": 8, "strategy": "token", "dynamic": True}
+    config["config_groups"]["group_0"]["input_activations"] = given if activations else None
+    stored = CompressedTensors.read(config).matrix(NAME, (32, 64), Tensors(module(NAME, written)), False)
+    assert isinstance(stored, GroupedStored)
+    parts = [stored.shard(dim, rank, 2) for dim in range(2) for rank in range(2)]
+    parts += [stored.rows(np.arange(32)[::-1].copy()), stored.join([stored])]
+    assert [part.rounds_activations for part in (stored, *parts)] == [rounds] * 7
+    halves = torch.cat([part.dense(WeightFormat(torch.float32, CPU)) for part in parts[2:4]], dim=1)
+    assert torch.equal(halves, expected)

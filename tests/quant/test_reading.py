@@ -151,7 +151,7 @@ def test_scales_of_keys_and_values_are_checked_and_left_out(caplog: pytest.LogCa
     names = ("self_attn.k_scale", "self_attn.attn.v_scale", "self_attn.k_proj.k_scale", "self_attn.v_proj.output_scale")
     scales = {f"model.layers.0.{name}": torch.tensor(0.3) for name in names}
     Tensors(InMemory(scales)).finish()
-    assert "4 scales of keys and values are not used" in caplog.text
+    assert "4 scales of attention are not used, model.layers.0.self_attn.attn.v_scale among them" in caplog.text
     for wrong, message in ((float("nan"), "infinite or not numbers"), (-1.0, "not positive")):
         with pytest.raises(CheckpointError, match=message):
             Tensors(InMemory({**scales, "model.layers.0.self_attn.k_scale": torch.tensor(wrong)})).finish()

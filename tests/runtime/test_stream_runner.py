@@ -18,7 +18,7 @@ import torch
 
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
-from octavo.engine.graph_choice import GraphChoice
+from octavo.engine.graph_choice import SECONDS_BETWEEN_CAPTURES, GraphChoice
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.engine.step_encoder import NOT_NUMBERS
@@ -451,9 +451,9 @@ def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are() -> 
 
     def fit(shape: StepShape, compiled: tuple[StepShape, ...] = ()) -> StepShape:
         graphs._captured, graphs._compiled = set(first), list(compiled)
-        found: StepShape = graphs.fit(shape)
-        assert found in graphs, "what a step runs through is captured by then"
-        return found
+        found, has_graph = graphs.fit(shape)
+        assert (found in graphs) is has_graph, "what a step runs through is captured by then"
+        return found  # type: ignore[no-any-return]
 
     assert fit(small) == StepShape(64, 64, 1)
     assert fit(mixed) == StepShape(512, 64, 512)
@@ -467,6 +467,9 @@ def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are() -> 
     graphs._next_capture = 0.0
     assert fit(small, compiled) == small
     assert fit(small, compiled) == StepShape(16, 16, 1), "the next capture may come a second later"
+    assert graphs.fit(small_extra._replace(has_adapters=True))[1] is False, "nothing holds it: it runs without a graph"
+    graphs._last_capture -= SECONDS_BETWEEN_CAPTURES
+    assert graphs.fit(small_extra._replace(has_adapters=True))[1] is True
 
 
 def test_steps_with_extras_go_on_when_there_are_shapes_to_bring_them_to() -> None:

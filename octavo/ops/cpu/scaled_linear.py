@@ -26,6 +26,8 @@ def scaled_linear_numba(
     N, K = weight.values_NK.shape
     if weight.group % LANES and weight.group < K:
         raise ValueError(f"scaled_linear: groups of {weight.group} inputs; they must be multiples of {LANES}")
+    if weight.values_NK.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"scaled_linear: a weight of {weight.values_NK.dtype}; it must be float8_e4m3fn")
     values = weight.values_NK.view(torch.uint8)
     rows = WeightRows(E4M3, whole_vectors(values), (N, K), weight.scales_NG.contiguous(), weight.group)
     return multiply_rows("scaled_linear", x_TK, rows, bias_N, norm_K, eps, residual_TN, activation)

@@ -33,7 +33,7 @@ def attention_triton(
     if rows.max_query_len == 1 and not is_invariant() and not heads.shares_cache:
         return decode_attention(qkv_TW, heads, cos_TR, sin_TR, cache, rows)
     slot_mapping_T, block_tables_SB = rows.of(cache)
-    q_TNH = rotate_store(qkv_TW, heads, cos_TR, sin_TR, cache.keys, cache.values, slot_mapping_T)
+    q_TNH = rotate_store(qkv_TW, heads, cos_TR, sin_TR, cache.keys, cache.values, slot_mapping_T, cache.scales)
     out_TNH = torch.empty_like(q_TNH)
     is_by_row = rows.single is not None and not is_invariant()
     has_single = len(rows.seq_lens_S) > 1 and not is_invariant()
@@ -57,6 +57,7 @@ def attention_triton(
         heads.window,
         heads.softcap,
         heads.sinks_N,
+        cache.scales,
         skip_single=has_single,
         out=out_TNH,
     )

@@ -24,7 +24,7 @@ from torch import Tensor
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.triton.configs.decode_attention import DecodeConfig, config_for
 from octavo.ops.triton.launch import after_predecessor, counters, launch
-from octavo.ops.triton.own_row import load_angles, load_heads, load_norm, turned
+from octavo.ops.triton.own_row import divided, load_angles, load_heads, load_norm, load_scales, turned
 from octavo.ops.triton.split_sums import LOG2_E, add_parts, leave_part, store_heads
 
 MAX_HEAD_DIM = 256
@@ -91,6 +91,7 @@ def run_decode_attention(
         *((heads.q_norm_H, heads.k_norm_H) if prologue else (None, None)),
         keys,
         values,
+        *(cache.scales or (None, None)),
         block_tables_SB,
         *((rows.cu_seqlens_q, rows.seq_lens_S) if single is None else single),
         heads.sinks_N,
@@ -145,12 +146,12 @@ def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfi
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     x: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor, q_norm: tl.tensor, k_norm: tl.tensor,
-    k_cache: tl.tensor, v_cache: tl.tensor, tables: tl.tensor, cu_seqlens: tl.tensor, seq_lens: tl.tensor,
-    sinks: tl.tensor, out: tl.tensor, parts: tl.tensor, logs: tl.tensor, counters: tl.tensor, scale: tl.tensor,
-    cap: tl.tensor, eps: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor, angle_stride: tl.tensor,
-    table_stride: tl.tensor, block_stride: tl.tensor, HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BY_ROW: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
-    R: tl.constexpr, GP: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
+    k_cache: tl.tensor, v_cache: tl.tensor, k_scales: tl.tensor, v_scales: tl.tensor, tables: tl.tensor,
+    cu_seqlens: tl.tensor, seq_lens: tl.tensor, sinks: tl.tensor, out: tl.tensor, parts: tl.tensor, logs: tl.tensor,
+    counters: tl.tensor, scale: tl.tensor, cap: tl.tensor, eps: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor,
+    angle_stride: tl.tensor, table_stride: tl.tensor, block_stride: tl.tensor, HEAD_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BY_ROW: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, GP: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, PROLOGUE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
     AT_ONCE: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -171,6 +172,7 @@ def _decode_kernel(
     k = tl.load(k_cache + at + tile, mask=is_stored, other=0.0)
     v = tl.load(v_cache + at + tile, mask=is_stored, other=0.0)
     d_RD, d_TD = tl.broadcast_to(d[None, :], [ROWS, HP]), tl.broadcast_to(d[None, :], [TILE, HP])
+    k_scale, v_scale = load_scales(k_scales, v_scales, kv_head)
     q_weights, k_weights = load_norm(q_norm, d_RD, H, R), load_norm(k_norm, d, H, R)
     if PROLOGUE:
         after_predecessor(PDL)
@@ -179,7 +181,7 @@ def _decode_kernel(
     q_heads = load_heads(x + ((kv_head * G + r) * H)[:, None], (r < G)[:, None] & is_active, d_RD, H, R)
     if PROLOGUE:
         k_head = load_heads(x + (K * G + kv_head) * H, is_active, d, H, R)
-        v_own = tl.load(x + (K * G + K + kv_head) * H + d_TD, mask=is_own & is_active, other=0.0).to(v.dtype)
+        v_own = tl.load(x + (K * G + K + kv_head) * H + d_TD, mask=is_own & is_active, other=0.0)
         q_angles = load_angles(cos, sin, row * angle_stride, is_active, d_RD, R)
         k_angles = load_angles(cos, sin, row * angle_stride, is_active, d, R)
         slot = tl.load(slots + row, mask=is_active, other=-1)
@@ -189,18 +191,18 @@ def _decode_kernel(
     q = q_heads[0]
     if PROLOGUE:
         q = turned(q_heads, q_norm, q_weights, q_angles, eps, H, 1)
-        k_own = turned(k_head, k_norm, k_weights, k_angles, eps, H, 0).to(k.dtype)
-        k, v = tl.where(is_own, k_own, k), tl.where(is_own, v_own, v)
+        k_own = divided(turned(k_head, k_norm, k_weights, k_angles, eps, H, 0), k_scales, k_scale).to(k.dtype)
+        k, v = tl.where(is_own, k_own, k), tl.where(is_own, divided(v_own, v_scales, v_scale).to(v.dtype), v)
         to = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SLOT_STRIDE + kv_head * HEAD_STRIDE
         tl.store(k_cache + to + d, k_own, mask=(d < H) & (slot >= 0) & (split == num_runs - 1))
         tl.store(v_cache + to + d_TD, v, mask=is_own & (slot >= 0))
-    sums = _walk(
+    peak, total, acc = _walk(
         q.to(x.dtype.element_ty), k, v, k_cache + tile, v_cache + tile, tables, begin, last, seen_from, length,
-        scale, cap, block_stride, SLOT_STRIDE, BLOCK_SIZE, H, WINDOW, CAPPED, DOT, STAGES,
+        scale * k_scale, cap, block_stride, SLOT_STRIDE, BLOCK_SIZE, H, WINDOW, CAPPED, DOT, STAGES,
     )  # fmt: skip
     _finish(
-        out + row * out_stride, parts, logs, counters, sums, sinks, split, num_runs, seq.to(tl.int64) * K + kv_head,
-        kv_head * G, r, d, G, GP, H, HP, SPLITS, AT_ONCE,
+        out + row * out_stride, parts, logs, counters, (peak, total, acc * v_scale), sinks, split, num_runs,
+        seq.to(tl.int64) * K + kv_head, kv_head * G, r, d, G, GP, H, HP, SPLITS, AT_ONCE,
     )  # fmt: skip
 
 

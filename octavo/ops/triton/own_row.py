@@ -22,6 +22,23 @@ def load_norm(weight: tl.tensor, d: tl.tensor, H: tl.constexpr, R: tl.constexpr)
 
 
 @triton.jit
+def load_scales(k_scales: tl.tensor, v_scales: tl.tensor, kv_head: tl.tensor) -> tl.tensor:
+    """What the keys and values in the cache of a kv head are to be multiplied by."""
+    k_scale, v_scale = 1.0, 1.0
+    if k_scales is not None:
+        k_scale, v_scale = tl.load(k_scales + kv_head), tl.load(v_scales + kv_head)
+    return k_scale, v_scale
+
+
+@triton.jit
+def divided(x: tl.tensor, scales: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Keys or values as their cache holds them: divided by ``scale``, if there are ``scales``."""
+    if scales is not None:
+        x = x.to(tl.float32) * (1 / scale)
+    return x
+
+
+@triton.jit
 def load_heads(start: tl.tensor, is_head: tl.tensor, d: tl.tensor, H: tl.constexpr, R: tl.constexpr) -> tl.tensor:
     """The heads that begin at ``start``, and the elements that theirs are turned with, in float32."""
     own = tl.load(start + d, mask=is_head & (d < H), other=0.0).to(tl.float32)

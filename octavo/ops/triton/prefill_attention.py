@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.store_kv import KVScales
 from octavo.ops.triton.launch import after_predecessor, launch
+from octavo.ops.triton.own_row import load_scales
 from octavo.ops.triton.split_sums import LOG2_E
 
 MAX_HEAD_DIM = 256
@@ -60,6 +62,7 @@ def prefill_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks_N: Tensor | None = None,
+    scales: KVScales | None = None,
     skip_single: bool = False,
     out: Tensor | None = None,
     config: Config | None = None,
@@ -85,6 +88,7 @@ def prefill_attention(
     launch(
         _prefill_kernel, (K, T // (rows // group) + min(S, MAX_SPARE)),
         q_TNH, k_cache, v_cache, out_TNH, block_tables_SB, cu_seqlens_q, seq_lens_S, sinks_N,
+        *(scales or (None, None)),
         1.0 if softcap else LOG2_E.value * scale, cap_in, LOG2_E.value * softcap, window, S,
         q_TNH.stride(0), out_TNH.stride(0), block_tables_SB.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2],
         GROUP=group, H=H, HEAD_BLOCK=head_block, BLOCK_SIZE=block_size, ROWS=rows, KEYS=config.keys,
@@ -98,12 +102,13 @@ def prefill_attention(
 @triton.jit(do_not_specialize=["S", "table_stride"])
 def _prefill_kernel(
     q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor,
-    cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, sinks_ptr: tl.tensor, scale: tl.tensor, cap_in: tl.tensor,
-    cap_out: tl.tensor, window: tl.tensor, S: tl.tensor, q_stride: tl.tensor, out_stride: tl.tensor,
-    table_stride: tl.tensor, k_block_stride: tl.tensor, k_head_stride: tl.tensor, v_block_stride: tl.tensor,
-    v_head_stride: tl.tensor, GROUP: tl.constexpr, H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr, SKIP_SINGLE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, sinks_ptr: tl.tensor, k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor, scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor, window: tl.tensor, S: tl.tensor,
+    q_stride: tl.tensor, out_stride: tl.tensor, table_stride: tl.tensor, k_block_stride: tl.tensor,
+    k_head_stride: tl.tensor, v_block_stride: tl.tensor, v_head_stride: tl.tensor, GROUP: tl.constexpr,
+    H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SEQUENCES: tl.constexpr, SKIP_SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute the tiles of one kv head, those of a sequence from its last rows, which see most keys, to its first."""
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -114,6 +119,8 @@ def _prefill_kernel(
     h_H = tl.arange(0, HEAD_BLOCK)
     head_M = kv_head * GROUP + row_M % GROUP
     at_MH = head_M[:, None] * H + h_H[None, :]
+    k_scale, v_scale = load_scales(k_scale_ptr, v_scale_ptr, kv_head)
+    scale, cap_in = (scale, cap_in * k_scale) if HAS_SOFTCAP else (scale * k_scale, cap_in)
     after_predecessor(PDL)
     first_peak_M = tl.full([ROWS], NO_SCORE, tl.float32)
     first_sum_M = tl.zeros([ROWS], tl.float32)
@@ -147,7 +154,7 @@ def _prefill_kernel(
             tables_ptr + s.to(tl.int64) * table_stride, k_block_stride, v_block_stride, scale, cap_in, cap_out, window,
             H, HEAD_BLOCK, BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP, STAGES)
         # fmt: on
-        out_MH = (acc_MH / sum_M[:, None]).to(out_ptr.dtype.element_ty)
+        out_MH = (acc_MH / sum_M[:, None] * v_scale).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + token_M[:, None].to(tl.int64) * out_stride + at_MH, out_MH, mask=is_in_MH)
 
 

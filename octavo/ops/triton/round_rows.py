@@ -1,4 +1,4 @@
-"""Rows rounded to 8-bit floating-point numbers with a scale each, and the end of a product of such rows.
+"""Rows rounded to numbers of 8 bits with a scale each, and the end of a product of such rows.
 
 Shapes: T rows, K inputs, N outputs.
 """
@@ -14,8 +14,8 @@ from octavo.ops.linear import Activation
 from octavo.ops.triton.gates import gated
 from octavo.ops.triton.launch import after_predecessor, launch
 
-LARGEST = tl.constexpr(448.0)
-"""Of e4m3 numbers."""
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+"""Numbers that the largest of a row becomes."""
 SMALLEST_SCALE = tl.constexpr(1e-30)
 """Of rows of zeros."""
 BLOCK = 1024
@@ -24,7 +24,7 @@ BLOCK = 1024
 @triton.jit
 def round_kernel(
     x_ptr: tl.tensor, norm_ptr: tl.tensor, values_ptr: tl.tensor, scales_ptr: tl.tensor, eps: tl.tensor,
-    K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row, after RMSNorm if there is a norm."""
     t = tl.program_id(0).to(tl.int64)
@@ -38,18 +38,22 @@ def round_kernel(
         x = x * tl.rsqrt(tl.sum(x * x, 0) / K + eps) * norm
     scale = tl.maximum(tl.max(tl.abs(x), 0) / LARGEST, SMALLEST_SCALE)
     values = tl.clamp(x / scale, -LARGEST, LARGEST)
+    if values_ptr.dtype.element_ty == tl.int8:
+        values = tl.floor(values + 0.5)
     tl.store(values_ptr + t * K + k, values.to(values_ptr.dtype.element_ty), mask=mask)
     tl.store(scales_ptr + t, scale)
 
 
-def round_rows(x_TK: Tensor, norm_K: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """``rms_norm(x)`` as numbers in e4m3 [T, K] and float32 scales [T, 1]: ``value * scale`` is what was rounded."""
+def round_rows(x_TK: Tensor, norm_K: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``rms_norm(x)`` as numbers of this type, float8_e4m3fn or int8, [T, K], and float32 scales [T, 1]:
+    ``value * scale`` is what was rounded."""
     T, K = x_TK.shape
-    values_TK = torch.empty(T, K, dtype=torch.float8_e4m3fn, device=x_TK.device)
+    values_TK = torch.empty(T, K, dtype=dtype, device=x_TK.device)
     scales_T1 = torch.empty(T, 1, dtype=torch.float32, device=x_TK.device)
     block = triton.next_power_of_2(K)
     warps = min(max(block // 512, 1), 16)
-    launch(round_kernel, (T,), x_TK, norm_K, values_TK, scales_T1, eps, K=K, BLOCK=block, num_warps=warps)
+    sizes = {"K": K, "LARGEST": LARGEST[dtype], "BLOCK": block}
+    launch(round_kernel, (T,), x_TK, norm_K, values_TK, scales_T1, eps, **sizes, num_warps=warps)
     return values_TK, scales_T1
 
 

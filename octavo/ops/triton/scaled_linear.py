@@ -64,7 +64,7 @@ def scaled_linear_triton(
     if T == 0:
         return x_TK.new_empty(0, N if activation is None else N // 2)
     residual_TN = None if residual_TN is None else residual_TN.contiguous()
-    values_TK, x_scales_T1 = round_rows(x_TK.contiguous(), norm_K, eps)
+    values_TK, x_scales_T1 = round_rows(x_TK.contiguous(), norm_K, eps, weight.values_NK.dtype)
     if T > FEW_ROWS and not is_invariant() and K % LIBRARY_MULTIPLE == N % LIBRARY_MULTIPLE == 0:
         return _by_library(values_TK, x_scales_T1, weight, bias_N, residual_TN, activation, x_TK.dtype)
     config, block_t, in_turn = _config(T, N, K, activation is not None, x_TK.device)
@@ -102,13 +102,18 @@ def _by_library(
     activation: Activation | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The products by cuBLAS, which applies the scales where nothing else follows.
+    """The products by cuBLAS, which applies the scales of FP8 numbers where nothing else follows.
 
-    Its products in bfloat16 without scales are faster for some rows, and round no more than those with scales.
+    Its products in bfloat16 without scales are faster for some rows, and round no more than those with scales. Those of
+    integers are exact, of 32 bits.
     """
-    is_last = bias_N is None and residual_TN is None and activation is None and dtype == torch.bfloat16
+    is_int8 = values_TK.dtype == torch.int8
+    is_last = not is_int8 and bias_N is None and residual_TN is None and activation is None and dtype == torch.bfloat16
     if is_compiling():  # there is nothing to compile in it
-        y_TN = x_scales_T1.new_empty(len(values_TK), len(weight.values_NK), dtype=torch.bfloat16)
+        shape = len(values_TK), len(weight.values_NK)
+        y_TN = x_scales_T1.new_empty(shape, dtype=torch.int32 if is_int8 else torch.bfloat16)
+    elif is_int8:
+        y_TN = torch._int_mm(values_TK, weight.values_NK.T)
     elif is_last:
         y_TN = _multiply(values_TK, weight.values_NK, x_scales_T1, weight.scales_NG.T, ScalingType.RowWise)
     else:

@@ -101,8 +101,8 @@ def _sum_chunks(
     STAGES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Products of chunks ``first`` to ``last`` of the columns: the outputs or gates, the ups, and x's squares."""
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    SUM: tl.constexpr = tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32
+    acc, up = tl.zeros([BLOCK_N, BLOCK_T], SUM), tl.zeros([BLOCK_N, BLOCK_T], SUM)
     squares = tl.zeros([BLOCK_T, BLOCK_K // 8], tl.float32)
     for chunk in tl.range(first, last, num_stages=STAGES):
         k = chunk * BLOCK_K
@@ -114,12 +114,12 @@ def _sum_chunks(
             wide = x.to(tl.float32)
             squares += tl.sum(tl.reshape(wide * wide, [BLOCK_T, BLOCK_K // 8, 8]), 2)
             x = (wide * norm[None, :]).to(x.dtype)
-        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee", out_dtype=SUM)
         if GATED:
             last_row = 2 * num_outputs - 1
             weight = weight_tile(weight_ptr, weight_tiles, num_outputs + n, last_row, k, K, BLOCK_N, BLOCK_K, EVEN_K)
-            up = tl.dot(weight, tl.trans(x), up, input_precision="ieee")
-    return acc, up, tl.sum(squares, 1)
+            up = tl.dot(weight, tl.trans(x), up, input_precision="ieee", out_dtype=SUM)
+    return acc.to(tl.float32), up.to(tl.float32), tl.sum(squares, 1)
 
 
 @triton.jit

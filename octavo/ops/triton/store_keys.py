@@ -16,4 +16,5 @@ def store_keys_triton(
 ) -> None:
     """See ``ops.store_keys``."""
     kv_TW = qkv_TW[:, -2 * heads.num_kv_heads * heads.head_dim :]
-    rotate_store(kv_TW, heads._replace(num_heads=0), cos_TR, sin_TR, cache.keys, cache.values, slot_mapping_T)
+    places = cache.keys, cache.values, slot_mapping_T, cache.scales
+    rotate_store(kv_TW, heads._replace(num_heads=0), cos_TR, sin_TR, *places)

@@ -14,6 +14,7 @@ from octavo.ops.apply_rope import apply_rope
 from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows, attention
 from octavo.ops.paged_attention import paged_attention
 from octavo.ops.rms_norm import rms_norm
+from octavo.ops.store_kv import KVScales
 from octavo.ops.triton.attention import attention_triton
 from octavo.ops.triton.launch import invariant
 from tests.triton_interpreter import DEVICE
@@ -37,9 +38,9 @@ class Contexts:
         self.angles = [torch.rand(length, H // 2, generator=generator) * 6 for length in lengths]
         self.tables = torch.randperm(NUM_BLOCKS, generator=generator)[: len(lengths) * 8].int().view(len(lengths), 8)
 
-    def cache(self, dtype: torch.dtype = torch.float32) -> LayerCache:
+    def cache(self, dtype: torch.dtype = torch.float32, scales: KVScales | None = None) -> LayerCache:
         keys = torch.full((NUM_BLOCKS, K, BLOCK_SIZE, H), float("nan"), device=DEVICE).to(dtype)
-        return LayerCache(keys, keys.clone())
+        return LayerCache(keys, keys.clone(), scales=scales)
 
     def step(
         self, run: Callable[..., Tensor], heads: HeadLayout, cache: LayerCache, spans: list[tuple[int, int]]
@@ -131,6 +132,41 @@ def test_steps_over_an_8_bit_cache() -> None:
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
     for a, b in zip(cache[:2], expected_cache[:2], strict=True):
         torch.testing.assert_close(a.float(), b, rtol=2**-3, atol=2**-9, equal_nan=True)
+
+
+def scales_of_heads() -> KVScales:
+    return KVScales(torch.tensor([0.02, 5.0], device=DEVICE), torch.tensor([30.0, 0.3], device=DEVICE))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("run", [attention.reference, attention_triton])
+def test_scales_of_a_cache_change_what_it_holds_and_not_the_results(run: Callable[..., Tensor], softcap: float) -> None:
+    contexts, heads = Contexts([100, 100, 100]), make_heads()._replace(softcap=softcap)
+    cache, expected_cache = contexts.cache(scales=scales_of_heads()), contexts.cache()
+    at = [0, 0, 0]
+    for counts in ((20, 1, 35), (1, 1, 1), (1, 5, 0)):
+        spans = [(start, start + count) for start, count in zip(at, counts, strict=True)]
+        at = [end for _, end in spans]
+        expected = contexts.step(attention.reference, heads, expected_cache, spans)
+        for a, b in zip(contexts.step(run, heads, cache, spans), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+    for a, b, scale_K in zip(cache[:2], expected_cache[:2], scales_of_heads(), strict=True):
+        torch.testing.assert_close(a * scale_K[:, None, None], b, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("run", [attention.reference, attention_triton])
+def test_scales_keep_large_and_small_numbers_in_an_8_bit_cache(run: Callable[..., Tensor]) -> None:
+    """Keys of a thousandth and values of hundreds of thousands; each stored number is off by 1/16 at most."""
+    contexts, heads = Contexts([60, 60, 60]), make_heads()._replace(k_norm_H=None, q_norm_H=None, scale=1000.0)
+    for rows in contexts.qkv:
+        rows[:, N * H : (N + K) * H] *= 1e-3
+        rows[:, (N + K) * H :] *= 1e5
+    scales = KVScales(*(torch.full((K,), scale, device=DEVICE) for scale in (1e-5, 1e3)))
+    exact, cache = contexts.cache(), contexts.cache(torch.float8_e4m3fn, scales)
+    for spans in ([(0, 40), (0, 20), (0, 1)], [(40, 41), (20, 21), (1, 2)]):
+        expected = contexts.step(attention.reference, heads, exact, spans)
+        for a, b in zip(contexts.step(run, heads, cache, spans), expected, strict=True):
+            assert (a - b).norm() < 0.1 * b.norm()
 
 
 def test_rows_are_the_same_in_any_step_where_asked_for() -> None:

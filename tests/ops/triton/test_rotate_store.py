@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention import HeadLayout
+from octavo.ops.store_kv import KVScales
 from octavo.ops.triton.rotate_store import rotate_store
 
 ROUNDING = {torch.float32: 2**-21, torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float8_e4m3fn: 2**-3}
@@ -114,6 +115,21 @@ def test_a_row_without_slot_among_all_padded(device: str) -> None:
 
 def test_float8_cache(device: str) -> None:
     check(head_layout(), device, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
+
+
+def test_keys_and_values_are_divided_by_the_scale_of_their_head(device: str) -> None:
+    T, N, K, H = 9, 4, 10, 64
+    qkv, angles = torch.randn(T, (N + 2 * K) * H, device=device), torch.rand(T, 20, device=device) * 6
+    scales = KVScales(*(torch.rand(2, K, device=device) * 9 + 0.1))
+    slots = torch.tensor([3, -1, *range(20, 27)], device=device)
+    heads = HeadLayout(N, K, H, 1.0, *torch.rand(2, H, device=device), norm_eps=1e-5)
+    plain, scaled = (torch.zeros(2, 3, K, 16, H, device=device).unbind() for _ in range(2))
+    given = qkv, heads, angles.cos(), angles.sin()
+    queries = rotate_store(*given, *plain, slots)
+    assert torch.equal(rotate_store(*given, *scaled, slots, scales), queries)
+    for without, stored, scale_K in zip(plain, scaled, scales, strict=True):
+        assert without[0].any()
+        torch.testing.assert_close(stored * scale_K[:, None, None], without, rtol=1e-5, atol=0)
 
 
 def test_numbers_beyond_float8_are_clamped(device: str) -> None:

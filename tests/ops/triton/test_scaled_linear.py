@@ -1,4 +1,4 @@
-"""FP8 weights times rows rounded to FP8: every part, tiles that are not full, and the same bits for a row."""
+"""Weights of 8 bits times rows rounded to their type: every part, tiles not full, the same bits for a row."""
 
 from __future__ import annotations
 
@@ -18,22 +18,30 @@ if DEVICE == "cuda":
     SHAPES += [(1, 6144, 4096), (64, 4096, 2048), (90, 520, 100), (300, 6144, 4096)]
 
 
-def random_values(N: int, K: int) -> ScaledValues:
-    values_NK = torch.randn(N, K, device=DEVICE).to(torch.float8_e4m3fn)
+NUMBERS = [torch.float8_e4m3fn, torch.int8]
+
+
+def random_values(N: int, K: int, number: torch.dtype = torch.float8_e4m3fn) -> ScaledValues:
+    spread = 40 if number == torch.int8 else 1
+    values_NK = (torch.randn(N, K, device=DEVICE) * spread).clamp(-128, 127).to(number)
     return ScaledValues(values_NK, torch.rand(N, 1, device=DEVICE) * 0.02 + 0.01, K)
 
 
-def rounded(x_TK: Tensor, norm_K: Tensor | None = None) -> Tensor:
+def rounded(x_TK: Tensor, number: torch.dtype, norm_K: Tensor | None = None) -> Tensor:
     """Rows as they are rounded, in float64."""
     x_TK = x_TK.float()
     if norm_K is not None:
         x_TK = x_TK * torch.rsqrt(x_TK.square().mean(1, keepdim=True) + EPS) * norm_K.float()
-    scales_T1 = x_TK.abs().amax(1, keepdim=True) / 448
-    return (x_TK / scales_T1).to(torch.float8_e4m3fn).double() * scales_T1.double()
+    scales_T1 = x_TK.abs().amax(1, keepdim=True) / (127 if number == torch.int8 else 448)
+    x_TK = x_TK / scales_T1
+    return (x_TK.round() if number == torch.int8 else x_TK.to(number)).double() * scales_T1.double()
 
 
 def expected(x_TK: Tensor, weight: ScaledValues, given: dict[str, Tensor | None], activation: str | None) -> Tensor:
-    y_TN = rounded(x_TK, given["norm_K"]) @ (weight.values_NK.double() * weight.scales_NG.double()).T
+    y_TN = (
+        rounded(x_TK, weight.values_NK.dtype, given["norm_K"])
+        @ (weight.values_NK.double() * weight.scales_NG.double()).T
+    )
     if given["bias_N"] is not None:
         y_TN += given["bias_N"].double()
     if activation is not None:
@@ -45,10 +53,13 @@ def expected(x_TK: Tensor, weight: ScaledValues, given: dict[str, Tensor | None]
 @pytest.mark.parametrize("parts", ["plain", "norm and silu", "bias and residual"])
 @pytest.mark.parametrize(("T", "N", "K"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_are_those_of_rounded_rows(dtype: torch.dtype, T: int, N: int, K: int, parts: str) -> None:
+@pytest.mark.parametrize("number", NUMBERS)
+def test_products_are_those_of_rounded_rows(
+    number: torch.dtype, dtype: torch.dtype, T: int, N: int, K: int, parts: str
+) -> None:
     torch.manual_seed(T)
     wanted = PARTS.get(parts, {})
-    activation, weight = wanted.get("activation"), random_values(N, K)
+    activation, weight = wanted.get("activation"), random_values(N, K, number)
     outputs = N // 2 if activation else N
     x_TK = torch.randn(T, K, device=DEVICE, dtype=dtype)
     given = {
@@ -63,13 +74,15 @@ def test_products_are_those_of_rounded_rows(dtype: torch.dtype, T: int, N: int, 
     assert error < 6e-3, f"{float(error):.1e}"  # cuBLAS sums with fewer bits; a number at the edge may round otherwise
 
 
-def test_a_row_of_zeros_gives_zeros() -> None:
-    assert not scaled_linear_triton(torch.zeros(3, 64, device=DEVICE).bfloat16(), random_values(32, 64)).any()
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_row_of_zeros_gives_zeros(number: torch.dtype) -> None:
+    assert not scaled_linear_triton(torch.zeros(3, 64, device=DEVICE).bfloat16(), random_values(32, 64, number)).any()
 
 
-def test_invariant_rows_have_the_same_bits_in_any_company() -> None:
+@pytest.mark.parametrize("number", NUMBERS)
+def test_invariant_rows_have_the_same_bits_in_any_company(number: torch.dtype) -> None:
     sizes = (700, 6144, 1024) if DEVICE == "cuda" else (70, 64, 128)
-    x_TK, weight = torch.randn(sizes[0], sizes[2], device=DEVICE).bfloat16(), random_values(*sizes[1:])
+    x_TK, weight = torch.randn(sizes[0], sizes[2], device=DEVICE).bfloat16(), random_values(*sizes[1:], number)
     with invariant():
         whole = scaled_linear_triton(x_TK, weight, activation="silu")
         for T in (1, 2, 16, 63, 64, sizes[0] - 10):
