@@ -13,7 +13,7 @@ _UPSTREAM = frozenset({"upstream", "upstream_command", "upstream_api_key"})
 _SCHEDULER = frozenset(
     {
         *("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "policy_ageing", "ttft_target"),
-        *("tpot_target", "tenant_weights", "turn_tokens", "preemption_victim", "decode_interval", "max_itl"),
+        *("tpot_target", "tenant_weights", "turn_tokens", "preemption_victim", "max_itl"),
         "step_log",
     }
 )

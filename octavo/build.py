@@ -30,7 +30,6 @@ from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
 from octavo.engine.kernel_tuning import TuningPlan
-from octavo.engine.mixed_steps import settle_mixed_steps
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.engine.step_runner import BlockMessages, StepRunner
@@ -97,7 +96,7 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None, tuning: Tu
         drafting = load_drafter(method, config, Target(loaded, model_config, checkpoint, form))
         phases.done("weights")
         limits, budget = _settle(config, model_config, form, kv_dtype, loaded.bytes_by_format, ranks, drafting)
-        storage = _storage(model_config, limits, kv_dtype, device, collective.size, drafting.cache)
+        storage = _storage(model_config, loaded, limits, kv_dtype, device, collective.size, drafting.cache)
         drafter, vocab_size = drafting.start(storage), model_config.vocab_size
         most = step_limits(limits, method, drafter)
         parts = pooling, adapters, collective, drafter, _rule(method)
@@ -110,7 +109,7 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None, tuning: Tu
     sizes = limits, budget, collective.size
     info = _info(model_config, loaded, form, *sizes, eos_ids, defaults)
     grammars = make_grammars(config.model, path, info.eos_token_ids)
-    scheduler = _scheduler(config, limits, 0 if device.type == "cpu" else budget.weights, method)
+    scheduler = _scheduler(config, limits, method)
     _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
     depth = DEPTH[device.type] if config.scheduler.async_scheduling else 1
@@ -169,7 +168,7 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
         loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form, collective)
         gc.collect()
         limits = settle(memory.free_memory(device, config.cache.gpu_memory_utilization))
-        storage = _storage(model_config, limits, kv_dtype, device, collective.size)
+        storage = _storage(model_config, loaded, limits, kv_dtype, device, collective.size)
         vocab_size = model_config.vocab_size
         method = parse_speculative_config(config.speculative.speculative_config)
         parts = pooling, adapters, collective, None, _rule(method)
@@ -270,6 +269,7 @@ def _read_model(
 
 def _storage(
     model: ModelConfig,
+    loaded: LoadedModel,
     limits: memory.Limits,
     dtype: torch.dtype,
     device: torch.device,
@@ -278,7 +278,11 @@ def _storage(
 ) -> KVStorage:
     specs = *rank_cache(model.cache, num_ranks), *draft_specs
     sizes = limits.groups, limits.num_blocks, limits.block_size
-    return KVStorage(specs, *sizes, dtype, device, num_draft_layers=len(draft_specs))
+    is_fp8 = dtype == torch.float8_e4m3fn
+    if loaded.kv_scales and not is_fp8:
+        logger.info("the checkpoint has scales for an FP8 KV cache, which kv_cache_dtype fp8 uses")
+    scales = loaded.kv_scales if is_fp8 else {}
+    return KVStorage(specs, *sizes, dtype, device, num_draft_layers=len(draft_specs), scales=scales)
 
 
 def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
@@ -297,16 +301,17 @@ def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage, config: Eng
     """What cached keys and values depend on besides the checkpoint, as a string that is equal in every process."""
     drafter = f"\n{config.speculative.speculative_config}" if storage.draft_layers else ""
     ranks = f" {info.tensor_parallel_size} ranks" if info.tensor_parallel_size > 1 else ""
+    scaled = " scaled" if storage.is_scaled else ""
     weights = f"{form.dtype} {form.packs} {form.quantization} {form.quantizes_head}"
-    return f"{weights} {info.kernels}\n{storage.dtype}\n{storage.device.type}{ranks}{drafter}"
+    return f"{weights} {info.kernels}\n{storage.dtype}{scaled}\n{storage.device.type}{ranks}{drafter}"
 
 
-def _scheduler(config: EngineConfig, limits: memory.Limits, bytes_on_gpu: int, method: Method | None) -> Scheduler:
+def _scheduler(config: EngineConfig, limits: memory.Limits, method: Method | None) -> Scheduler:
     return Scheduler(
         _cache(config.cache, limits),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        settings=settle_mixed_steps(config.scheduler, bytes_on_gpu),
+        settings=config.scheduler,
         speculation=None if method is None else _speculation(method),
     )
 

@@ -46,7 +46,10 @@ class ModelSettings:
         "a toy or an instant answer without a model, or an upstream server with the OpenAI API",
         BACKENDS,
     )
-    model: str = setting(DEFAULT_MODEL, "model folder, GGUF file, Hugging Face id, or 'smollm2-135m'")
+    model: str = setting(
+        DEFAULT_MODEL,
+        "model folder, GGUF file, Hugging Face id, owner/name:Q4_K_M for a GGUF file there, or 'smollm2-135m'",
+    )
     tokenizer: str | None = setting(None, "tokenizer folder or file; default: the model's own")
     chat_template: str | None = setting(None, "chat template file; default: the model's own")
     generation_config: str = setting(
@@ -106,6 +109,7 @@ class ModelSettings:
     )
     seed: int = setting(0, "seed of dummy weights, and of LLM requests without a seed of their own")
     revision: str | None = setting(None, "branch, tag or commit of a Hugging Face model")
+    offline: bool = setting(False, "fetch nothing: models must be on this machine; the same as HF_HUB_OFFLINE=1")
     download_dir: str | None = setting(None, "folder of downloaded models; default: the user's cache folder")
     grpc_worker: str | None = setting(None, "address HOST:PORT of the worker that computes, for backend grpc")
     grpc_timeout: float = setting(
@@ -122,7 +126,7 @@ class CacheSettings:
     kv_cache_memory: float | None = setting(None, "GiB of memory for the KV cache; default: by device", low=0.001)
     kv_cache_dtype: str = setting(
         "auto",
-        "data type of cached keys and values; fp8 is float8_e4m3fn without scales, on a GPU",
+        "data type of cached keys and values; fp8 is float8_e4m3fn, scaled where the checkpoint has scales, on a GPU",
         ("auto", "float32", "bfloat16", "float16", "fp8"),
     )
     gpu_memory_utilization: float = setting(0.9, "fraction of the GPU's memory to use, weights included", low=0.01)
@@ -150,12 +154,6 @@ class SchedulerSettings:
     max_num_batched_tokens: int | None = setting(
         None, "token budget of a step; longer prompts are computed in chunks; default: by device", low=1
     )
-    max_num_mixed_tokens: int | None = setting(
-        None,
-        "token budget of mixed prefill and decode steps while few sequences decode; default: 384 for large models on "
-        "a GPU, else max_num_batched_tokens",
-        low=1,
-    )
     scheduling_policy: str = setting("fcfs", "order in which requests are served", POLICY_NAMES)
     policy_ageing: float | None = setting(
         None,
@@ -179,11 +177,6 @@ class SchedulerSettings:
         "auto",
         "which sequence is preempted when blocks run out; auto is the policy's own choice",
         ("auto", "youngest", "cheapest", "largest"),
-    )
-    decode_interval: int | None = setting(
-        None,
-        "prefill priority: while prompts are pending, decode only in every N-th step; default: 1",
-        low=1,
     )
     async_scheduling: bool = setting(True, "on a GPU, schedule and launch the next step while one is computed")
     max_itl: float | None = setting(
@@ -358,11 +351,6 @@ def _check_policy(scheduler: SchedulerSettings, cache: CacheSettings) -> None:
     for name, policies in OWNERS.items():
         if getattr(scheduler, name) is not None and policy not in policies:
             raise ConfigError(f"{name} needs scheduling_policy {' or '.join(policies)}; it is {policy}")
-    for name in ("max_itl", "tpot_target"):
-        if scheduler.decode_interval is not None and getattr(scheduler, name) is not None:
-            raise ConfigError(
-                f"decode_interval and {name}: one delays decoding in favour of prompts, the other forbids it"
-            )
     if policy == "longest-prefix" and not cache.enable_prefix_caching:
         raise ConfigError("scheduling_policy longest-prefix needs enable_prefix_caching: it sorts by cached tokens")
 

@@ -205,7 +205,7 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
     """``Sequence.num_rejected`` when this was planned."""
     num_proposed: int = 0
     """Drafts that the executor's drafter, if there is one, makes for the next step, at most; with 0 it only fills its
-    cache."""
+    cache, and with ``NO_DRAFTER`` it does not run."""
 
     @property
     def settled_start(self) -> int:

@@ -28,6 +28,7 @@ from octavo.text.tokenizer import load_tokenizer
 from octavo.types import Request
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.hub import resolve_model
+from octavo_bench.offline import checked_step
 from octavo_bench.report import spread
 
 TEXTS = ("engine/scheduler.py", "types.py")
@@ -174,11 +175,9 @@ def serve(engine: Engine, requests: list[Request], gap: float) -> tuple[Visit, d
         if not engine.has_work:
             time.sleep(max(0.0, arrivals[todo[-1].id] - now))
             continue
-        outputs = engine.step()
+        outputs = checked_step(engine)
         now = time.perf_counter()
         for output in outputs:
-            if output.error is not None:
-                raise ConfigError(f"a request failed: {output.error}")
             if output.request_id in visit.last:
                 visit.gaps.append(now - visit.last[output.request_id])
             visit.first.setdefault(output.request_id, now)

@@ -16,14 +16,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, SchedulerSettings
 from octavo.engine.engine import Engine
 from octavo.engine.spare_time import SpareTime
+from octavo.engine.step_budget import StepBudget
 from octavo.engine.step_times import REST, StepWork, TimedRunner
 from octavo.errors import ConfigError
 from octavo.sim.clock import START
@@ -107,7 +108,9 @@ class Driver:
         """What clients saw, and the steps."""
         self.sleep(1.2 * REST)  # a simulation begins after a pause, too
         self.steps = Steps()
-        self.engine.spare_time = SpareTime()  # nor does a simulation know any yet
+        self.engine.spare_time = SpareTime()  # nor does a simulation know any yet, or what steps cost
+        scheduler, known = self.engine.scheduler, self.engine.scheduler.step_budget
+        scheduler.step_budget = StepBudget(SchedulerSettings(max_itl=known.max_itl), known.most, known.waiting)
         self.num_served += 1
         ledger = Ledger(Targets())
         live: dict[int, RequestProgress] = {}
@@ -244,8 +247,6 @@ def compare(driver: Driver, info: EngineInfo, config: EngineConfig, count: int, 
         raise ConfigError(f"num_prompts must be at least 2 and rounds at least 1; they are {count} and {rounds}")
     parts, every = measure(driver, info, count, rounds)
     cost = fit(every.works, every.seconds)
-    mixed = driver.engine.scheduler.step_budget.mixed_steps.most_mixed  # by default it hangs on the model
-    config = replace(config, scheduler=replace(config.scheduler, max_num_mixed_tokens=mixed))
     pools: dict[str, dict[str, list[Pool]]] = {}
     for part in parts:
         near: CostModel = cost.as_of(part.near.works, part.near.seconds)

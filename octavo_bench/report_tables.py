@@ -101,7 +101,9 @@ def _machine(machine: Mapping[str, Any]) -> str:
 
 
 def number(value: object) -> str:
-    """A figure with three to four significant digits; the median of a spread; anything else as it is."""
+    """A figure with three to four significant digits; the median of a spread; "-" for none; anything else as it is."""
+    if value is None:
+        return "-"
     if isinstance(value, Mapping) and "median" in value:
         value = value["median"]
     if not isinstance(value, float):

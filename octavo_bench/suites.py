@@ -10,7 +10,7 @@ from octavo.config import EngineConfig, to_flat
 from octavo.engine.engine import Engine
 from octavo.errors import ConfigError
 from octavo.types import EngineInfo, Request
-from octavo_bench.offline import build_prepared, random_requests
+from octavo_bench.offline import build_prepared, checked_step, random_requests
 from octavo_bench.report import spread
 from octavo_bench.suite_sizes import Sizes
 
@@ -51,10 +51,7 @@ class Bench:
             self.engine.add(request)
         found, most = 0, 0
         while self.engine.has_work:
-            for output in self.engine.step():
-                if output.error is not None:
-                    raise ConfigError(f"a request failed: {output.error}")
-                found += len(output.tokens)
+            found += sum(len(output.tokens) for output in checked_step(self.engine))
             most = max(most, self.engine.stats().num_used_blocks)
         seconds = time.perf_counter() - start
         if found != wanted:

@@ -7,7 +7,7 @@ import time
 from octavo.engine.engine import Engine
 from octavo.errors import ConfigError
 from octavo.types import EngineInfo
-from octavo_bench.offline import random_requests
+from octavo_bench.offline import checked_step, random_requests
 
 Figures = dict[str, float]
 
@@ -23,10 +23,7 @@ def run_all(engine: Engine, info: EngineInfo, prompts: int, input_len: int, outp
     tokens, steps = 0, 0
     start = time.perf_counter()
     while engine.has_work:
-        for output in engine.step():
-            tokens += len(output.tokens)
-            if output.error is not None:
-                raise ConfigError(f"a request failed: {output.error}")
+        tokens += sum(len(output.tokens) for output in checked_step(engine))
         steps += 1
     seconds = time.perf_counter() - start
     if tokens != prompts * output_len:

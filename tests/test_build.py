@@ -126,10 +126,3 @@ def test_async_scheduling_can_be_disabled(
     config = EngineConfig.from_flat({"model": str(folder), "device": "cpu", "num_kv_blocks": 40, **settings})
     engine, _ = build_engine(config)
     assert engine.depth == depth
-
-
-def test_mixed_steps_have_the_full_token_budget_on_a_cpu(folder: Path) -> None:
-    flat = {"model": str(folder), "device": "cpu", "num_kv_blocks": 40, "max_num_batched_tokens": 48}
-    for more, most in (({}, 48), ({"max_num_mixed_tokens": 9}, 9)):
-        engine, _ = build_engine(EngineConfig.from_flat({**flat, **more}))
-        assert engine.scheduler.step_budget.mixed_steps.most_mixed == most

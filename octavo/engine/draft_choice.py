@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from octavo.engine.acceptance import AcceptanceRates
+from octavo.engine.drafter_use import DrafterUse
 from octavo.engine.proposer import Guess
 from octavo.engine.step_costs import StepCosts
+from octavo.steps.shapes import NO_DRAFTER
 from octavo.types import Plan, Sampled, Sequence
 
 MARGIN = 0.01
@@ -34,6 +36,7 @@ class DraftChoice:
         self.costs = StepCosts()
         self.drafting_costs = StepCosts(self.costs.drift) if on_device else self.costs
         """Of steps at whose end a drafter makes as many drafts of a sequence as the step verifies."""
+        self.drafter_use = DrafterUse(self.costs) if on_device else None
         self.rates = AcceptanceRates(max_drafts)
         self._num_steps = 0
         self._pause = 0
@@ -83,15 +86,21 @@ class DraftChoice:
 
     def learn(self, plan: Plan, sampled: list[Sampled]) -> None:
         """Record which drafts of a committed plan were accepted."""
+        if self.drafter_use is not None and _only_decodes(plan):
+            self.drafter_use.learn(plan, sampled)
         for item, result in zip(plan, sampled, strict=True):
             if item.samples and result.tokens and not item.is_stale:
                 self.rates.learn(item.seq, len(item.drafts), len(result.tokens) - 1)
 
     def note_step(self, plan: Plan, seconds: float) -> None:
         """Record the duration of a step; those with prompts are left out."""
-        if all(len(item.tokens) == 1 for item in plan):
+        if _only_decodes(plan):
+            if self.drafter_use is not None:
+                self.drafter_use.note_step(plan, seconds)
             num_proposed = max([item.num_proposed for item in plan], default=0)
             num_verified = [len(item.drafts) for item in plan]
+            if num_proposed == NO_DRAFTER:
+                return
             if self.drafting_costs is self.costs or not num_proposed:
                 self.costs.note(len(plan) + sum(num_verified), seconds)
             elif num_proposed == max(num_verified):
@@ -100,3 +109,7 @@ class DraftChoice:
     def forget(self, seq: Sequence) -> None:
         """``seq`` has ended."""
         self.rates.forget(seq)
+
+
+def _only_decodes(plan: Plan) -> bool:
+    return all(len(item.tokens) == 1 for item in plan)

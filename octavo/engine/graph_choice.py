@@ -56,6 +56,7 @@ class GraphChoice:
         self._captured: set[StepShape] = set()
         self._compiled: list[StepShape] = []
         self._next_capture = float("inf")
+        self._last_capture = float("-inf")
         self._has_extra_kernels = threading.Event()
         """Steps with extras wait for this event, for a second or two after startup."""
         self._has_extra_kernels.set()
@@ -70,21 +71,28 @@ class GraphChoice:
         shape, has_graph = padded_shape(*sizes[:3], self._limits[0], kind, sizes.num_drafts)
         if not (sizes.is_plain and has_graph and self._uses_graphs):
             return shape, False
-        return self.fit(shape), True
+        return self.fit(shape)
 
-    def fit(self, shape: StepShape) -> StepShape:
-        """The shape to pad a step to: its own, or a larger one that is captured, or compiled and so quick to capture.
+    def fit(self, shape: StepShape) -> tuple[StepShape, bool]:
+        """The shape to pad a step to, and whether it runs through a graph: its own shape, or a larger one that is
+        captured, or compiled and so quick to capture. Without any, it runs eagerly if there was a capture just now.
 
         Captures that delay a step are at least ``SECONDS_BETWEEN_CAPTURES`` apart, to keep them unnoticeable.
         """
         if shape in self._captured:
-            return shape
-        if time.monotonic() >= self._next_capture:
-            self._next_capture = time.monotonic() + SECONDS_BETWEEN_CAPTURES
+            return shape, True
+        now = time.monotonic()
+        if now >= self._next_capture:
+            self._next_capture = now + SECONDS_BETWEEN_CAPTURES
         else:
-            shape = min((known for known in (*self._captured, *self._compiled) if known.holds(shape)), default=shape)
-        self._captured.add(shape)
-        return shape
+            known = min((known for known in (*self._captured, *self._compiled) if known.holds(shape)), default=None)
+            if known is None and now < self._last_capture + SECONDS_BETWEEN_CAPTURES:
+                return shape, False
+            shape = known or shape
+        if shape not in self._captured:
+            self._captured.add(shape)
+            self._last_capture = now
+        return shape, True
 
     # ---- compiling and capturing, at startup and in the background
 

@@ -139,10 +139,8 @@ class Scheduler:
             self._preempt_for_waiting()
         plan: Plan = []
         num_behind = len(self.running)
-        budget, prompts_only = self.step_budget.of_step(
-            num_behind, len(self.cut), lambda: bool(self.cut) or self._next_admissible() is not None
-        )
-        total_budget = budget
+        num_free = self.max_num_seqs - num_behind - len(self.leaving)
+        budget = total_budget = self.step_budget.of_step(num_behind, len(self.cut), num_free)
         chosen, num_reserved = self._reserve_budget(budget) if self.cut else (None, 0)
         budget -= num_reserved
         self.cut = []
@@ -153,8 +151,6 @@ class Scheduler:
             num_tokens = len(seq.tokens) - start
             if num_tokens <= 0 or start == seq.max_computed_tokens or seq.status is not RUNNING:
                 continue  # all is in flight, or just preempted
-            if prompts_only and num_tokens == 1 and start >= seq.num_prompt_tokens:
-                continue
             if num_tokens > budget - num_behind:
                 if seq is chosen:
                     budget, num_reserved = budget + num_reserved, 0
@@ -166,7 +162,6 @@ class Scheduler:
             num_taken = num_tokens + len(drafts)
             if start + num_taken > seq.capacity and not self._reserve_blocks(seq, start + num_taken):
                 # All sequences behind are younger and in flight. Left out of this step, they are idle at the retry.
-                self.step_budget.interval.end()
                 rest = budget + num_reserved
                 break
             self._look_ahead(seq, start + num_taken)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.proposer import NO_GUESS, Guess, Proposer
-from octavo.steps.shapes import MAX_DRAFTS
+from octavo.steps.shapes import MAX_DRAFTS, NO_DRAFTER
 from octavo.types import Plan, Sampled, Sequence, Status
 
 Drafts = Mapping[Sequence, tuple[int, ...]]
@@ -23,7 +23,8 @@ class Speculation:
         self.choice = choice
         self._on_device = proposer.num_lookahead > 0
         self.num_proposed = max_drafts if self._on_device else 0
-        """Drafts of a sequence that the executor's drafter makes at the end of the step that is being planned."""
+        """Drafts of a sequence that the executor's drafter makes at the end of the step that is being planned;
+        ``NO_DRAFTER``: it does not run."""
 
     @property
     def num_lookahead(self) -> int:
@@ -38,7 +39,10 @@ class Speculation:
         """
         if self.choice is None:
             return {seq: guess.tokens for seq in running if (guess := self._guess(seq)).tokens}
-        num_made, pauses = self.num_proposed if self._on_device else self.max_drafts, self.choice.pauses
+        if self.choice.drafter_use is not None and not self.choice.drafter_use.runs():
+            self.num_proposed = NO_DRAFTER
+            return NO_DRAFTS
+        num_made, pauses = max(0, self.num_proposed) if self._on_device else self.max_drafts, self.choice.pauses
         num_measured = self.max_drafts if self._on_device and self.choice.measures_next else 0
         if pauses:
             self.num_proposed = num_measured
@@ -78,5 +82,6 @@ class Speculation:
 
 
 def num_proposed(speculation: Speculation | None) -> int:
-    """Drafts that the executor's drafter, if it has one, makes at the end of the step that is being planned."""
+    """Drafts that the executor's drafter, if it has one, makes at the end of the step that is being planned; or
+    ``NO_DRAFTER``."""
     return MAX_DRAFTS if speculation is None else speculation.num_proposed

@@ -1,46 +1,128 @@
-"""Token budget of a step, and whether it is prefill-only, from all settings and policies that limit steps."""
+"""Token budget of a step, chosen by the measured cost of steps.
+
+While sequences decode, pending prompts can be computed beside them in steps of any size. Small steps may be cheaper,
+since a step of decodes reads all weights anyway; large ones finish prompts sooner, share fixed costs, and may use
+better kernels. Which is better depends on the model, the device and the load, so it is measured.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from math import inf
+
+import numpy as np
 
 from octavo.config import SchedulerSettings
-from octavo.engine.interval import DecodeInterval
-from octavo.engine.mixed_steps import MixedSteps
-from octavo.engine.pace import Pace
 from octavo.engine.policies.policy import Policy
+from octavo.engine.step_model import Array, Load, StepModel, load_of
 from octavo.types import Plan
+
+MARGIN = 0.9
+"""Predicted time of a step, at most, as a share of the limit: step times vary."""
+LEAST_CHUNK = 16
+"""Prompt tokens that a step may always compute, so that prompts finish."""
+MOST_GROWTH = 2
+"""Under a limit a step is at most so much larger than any before it: what larger ones take is not known."""
+WAITING_WEIGHT = 1.5
+"""Cost of a sequence that waits for its prompt, relative to its share of a decode step: users wait for first tokens."""
+TOLERANCE = 0.01
+"""Of all budgets whose cost of a prompt token is within this of the least, the smallest is taken, for even streams."""
+NUM_FIRST_TRIALS, STEPS_BETWEEN_FIRST_TRIALS = 2, 2
+"""Each budget is tried so often at first, in every so many steps."""
+DECODES_BETWEEN_SAMPLES = 4
+"""Steps of decodes alone are alike: each so many-th is learned from, which saves the host time."""
+STEPS_BETWEEN_TRIALS = 32
+"""Later the next smaller and the next larger budget are tried in turn, once in so many steps."""
 
 
 class StepBudget:
-    """At most ``max_num_batched_tokens``; fewer in mixed steps, and under a limit on ITL.
+    """Chooses the budget that computes prompts at the least cost, at most ``max_num_batched_tokens``.
 
-    ``waiting`` is the policy, which may have ITL targets of its own.
+    With d sequences that decode and p that wait for their prompts, a step of c prompt tokens adds its time to that of
+    a step of decodes alone, and delays p sequences by one more step. So the cost of a prompt token is
+    ``(seconds(step) - seconds(decodes) + WAITING_WEIGHT * seconds(decodes) * p / (d + p)) / c``. In a closed loop of
+    N = d + p clients, with a weight of 1, least cost is most tokens per second.
+
+    Under a limit on ITL a step is not predicted to take longer than that. ``waiting`` is the policy, which may have ITL
+    targets of its own.
     """
 
     def __init__(self, settings: SchedulerSettings, max_num_batched_tokens: int, waiting: Policy) -> None:
         self.waiting = waiting
-        self.mixed_steps = MixedSteps(settings.max_num_mixed_tokens, max_num_batched_tokens)
-        self.interval = DecodeInterval(settings.decode_interval or 1)
-        self.pace = Pace(settings.max_itl) if settings.max_itl or waiting.has_targets else None
+        self.most = max_num_batched_tokens
+        self.max_itl = settings.max_itl or inf
+        self.model = StepModel(max_num_batched_tokens)
+        self._context = 0
+        """Context of the last step."""
+        self._position = 0
+        """Where the furthest prompt of the last step ended."""
+        self._most_rows = 0
+        """Rows of the largest step so far."""
+        self._anyone_waits_for_tokens = False
+        self._num_steps = 0
+        self._num_choices = 0
+        self._num_trials = Counter[int]()
 
-    def of_step(self, num_running: int, num_cut: int, prompts_can_go: Callable[[], bool]) -> tuple[int, bool]:
-        """Token budget of the next step, and whether decodes are left out of it; to be called exactly once per step.
+    def of_step(self, num_running: int, num_cut: int, num_free: int) -> int:
+        """Token budget of the next step, at least one for each running sequence; to be called exactly once per step.
 
-        ``num_cut`` of the running sequences are still in prefill. ``prompts_can_go`` returns whether any prompt can be
-        computed; it is called only if needed.
+        ``num_cut`` of the running sequences are still in prefill, and ``num_free`` more sequences may run.
         """
-        prompts_only = self.interval.leaves_out(prompts_can_go)
-        budget = self.mixed_steps.budget(num_running, num_running if prompts_only else num_cut, len(self.waiting))
-        if self.pace is not None:
-            budget = self.pace.budget(num_running, budget, self.waiting.seconds_left())
-        return budget, prompts_only
+        if not num_running or not self._anyone_waits_for_tokens:
+            return self.most
+        limit = MARGIN * min([self.max_itl, *self.waiting.seconds_left()])
+        num_pending = num_cut + min(len(self.waiting), num_free)
+        chooses = num_pending > 0 and num_cut < num_running and self.model.is_ready
+        if not chooses and limit == inf:
+            return self.most
+        curve = self.model.curve(num_running, self._context, self._position)
+        budget = self._cheapest(curve, num_running, num_running - num_cut, num_pending) if chooses else self.most
+        if limit < inf:
+            num_rows = min(int(np.interp(limit, curve, self.model.knots)), MOST_GROWTH * self._most_rows)
+            budget = min(budget, max(num_rows, num_running + LEAST_CHUNK))
+        return budget
+
+    def _cheapest(self, curve: Array, num_running: int, num_decoding: int, num_pending: int) -> int:
+        """The budget with the least cost of a prompt token, by the predicted seconds at each knot; or one to try."""
+        is_enough = self.model.knots >= num_running + LEAST_CHUNK
+        budgets, seconds = self.model.knots[is_enough], curve[is_enough]
+        if len(budgets) < 2:
+            return self.most
+        alone = self.model.seconds(Load(num_decoding, num_decoding, self._context))
+        delay = WAITING_WEIGHT * alone * num_pending / (num_decoding + num_pending)
+        costs = (np.maximum(seconds - alone, 0) + delay) / (budgets - num_decoding)
+        best = int(np.argmax(costs <= (1 + TOLERANCE) * costs.min()))
+        return int(budgets[self._tried(best, budgets)])
+
+    def _tried(self, best: int, budgets: Array) -> int:
+        """``best``, or now and then the number of another budget, so that its cost is known."""
+        self._num_choices += 1
+        if self._num_choices % STEPS_BETWEEN_FIRST_TRIALS == 0:
+            rarest = min(range(len(budgets)), key=lambda number: self._num_trials[int(budgets[number])])
+            if self._num_trials[int(budgets[rarest])] < NUM_FIRST_TRIALS:
+                self._num_trials[int(budgets[rarest])] += 1
+                return rarest
+        number, phase = divmod(self._num_choices, STEPS_BETWEEN_TRIALS)
+        if phase == 0:
+            return min(max(best + (1 if number % 2 else -1), 0), len(budgets) - 1)
+        return best
 
     def admits(self, num_running: int) -> bool:
         """Whether one more sequence may run in addition to ``num_running`` others."""
-        return self.pace is None or self.pace.admits(num_running, self.waiting.targets())
+        limit = MARGIN * min([self.max_itl, *self.waiting.targets()])
+        if num_running == 0 or limit == inf:
+            return True
+        return self.model.seconds(Load(num_running + 1, num_running + 1, self._context)) <= limit
 
     def learn(self, plan: Plan, num_tokens: int, seconds: float) -> None:
         """Record that a step over ``plan``, of ``num_tokens`` in total, took ``seconds``."""
-        if self.pace is not None:
-            self.pace.learn(plan, num_tokens, seconds)
+        self._anyone_waits_for_tokens = any(item.samples for item in plan)
+        self._num_steps += 1
+        if num_tokens == len(plan) and self.model.is_ready and self._num_steps % DECODES_BETWEEN_SAMPLES:
+            return
+        load = load_of(plan)
+        self._context = load.context
+        self._most_rows = max(self._most_rows, load.rows)
+        if load.has_prompt:
+            self._position = max([item.start + len(item.tokens) for item in plan if len(item.tokens) > 1])
+        self.model.learn(load, seconds)

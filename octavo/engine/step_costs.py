@@ -76,6 +76,10 @@ class StepCosts:
             return above
         return least[1] + (num_rows - least[0]) / (known[at] - least[0]) * (above - least[1])
 
+    def covers(self, num_rows: int) -> bool:
+        """Whether steps of as many rows, or of more, have run."""
+        return bool(self._known) and num_rows <= self._known[-1]
+
 
 def _class_of(num_rows: int) -> int:
     """The least number of rows of the class that ``num_rows`` is in."""

@@ -27,7 +27,7 @@ from octavo.steps.messages import (
     TokenLists,
 )
 from octavo.steps.reports import HEAD, as_rows
-from octavo.steps.shapes import ChooseShape, Kind, Sizes, StepShape
+from octavo.steps.shapes import NO_DRAFTER, ChooseShape, Kind, Sizes, StepShape
 from octavo.types import Masks, Plan, Sampled, Scheduled, Sequence, TokenLogprobs
 
 NOT_NUMBERS = "the model's logits are not finite numbers"
@@ -90,10 +90,11 @@ class StepEncoder:
             counts = [count + drafts for count, drafts in zip(counts, num_drafts, strict=True)]
         needs = int(np.bitwise_or.reduce(batch.needs[of_seq]))
         has_extras, needs_rows = bool(needs & Needs.EXTRAS), bool(needs & Needs.ROWS)
-        num_proposed = 0
+        num_proposed = NO_DRAFTER
         if self.has_drafter:  # a step that verifies drafts makes as many: there are no graphs of steps that do not
             num_proposed = max([max(item.num_proposed, len(item.drafts)) for item in plan], default=0)
-        kind = Kind(has_extras, self._uses_lora(plan, has_extras), self.has_drafter, num_proposed)
+        runs_drafter = num_proposed != NO_DRAFTER
+        kind = Kind(has_extras, self._uses_lora(plan, has_extras), runs_drafter, max(0, num_proposed))
         is_plain = not needs & (Needs.MASKS | Needs.ROWS)
         sizes = Sizes(sum(counts), len(plan), max(counts, default=1), total, is_plain)
         shape, uses_graph = self.choose_shape(sizes, kind)

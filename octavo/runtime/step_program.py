@@ -71,6 +71,7 @@ class StepProgram:
         """Compute a step of this shape. Without a ``message``, reports have the maximum width and the step depends on
         its tensors alone, so that it can be captured in a graph."""
         rows, extras, vocabulary = step.rows, step.extras, self.state.vocabulary
+        draft = self._draft if shape.has_drafter else None
         if extras is not None:
             self.state.remember(step, extras)
         indices_R = None if shape.is_verification else step.logits_indices_R
@@ -78,12 +79,12 @@ class StepProgram:
             indices_R = (rows.cu_seqlens_q[1:] - 1).clamp(min=0)
         # Adapter numbers cover all rows of a step, so with adapters the last layer keeps all rows.
         keeps_all = step.adapters_T is not None or (message is not None and message.needs_all_rows)
-        keeps_all = keeps_all or (self._draft is not None and self._draft.needs_output)
+        keeps_all = keeps_all or (draft is not None and draft.needs_output)
         if indices_R is not None and not keeps_all:
             rows = replace(rows, logits_indices_R=indices_R)
         with self._adapted(step):
             x_TD = self._forward(step.token_ids_T, step.positions_T, rows)
-        if message is not None and not message.is_sampled and self._draft is None:
+        if message is not None and not message.is_sampled and draft is None:
             return Computed(None, None, None, x_TD)
         x_RD = x_TD if indices_R is rows.logits_indices_R else x_TD[indices_R]
         logits_RV = self.model.logits(x_RD)
@@ -101,7 +102,7 @@ class StepProgram:
         if step.logits_indices_R is not None and step.cu_samples is not None:
             num_accepted_S = ops.accept_drafts(tokens_R, step.token_ids_T, step.logits_indices_R, step.cu_samples)
         reports_RW = self._reports(logits_RV, tokens_R, extras, message)
-        drafts_SK = None if self._draft is None else self._draft(step, shape, tokens_R, num_accepted_S, x_TD)
+        drafts_SK = None if draft is None else draft(step, shape, tokens_R, num_accepted_S, x_TD)
         return Computed(tokens_R, num_accepted_S, reports_RW, x_TD, drafts_SK)
 
     def _reports(

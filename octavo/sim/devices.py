@@ -31,6 +31,11 @@ class Device(NamedTuple):
     is_measured: bool
     """Whether fractions and overhead were measured on it; otherwise those of an H200 are assumed."""
 
+    @property
+    def peak(self) -> float:
+        """16-bit operations a second by the data sheet."""
+        return self.arithmetic / ARITHMETIC_SHARE
+
 
 def _device(name: str, memory_gb: float, tb_s: float, tflop_s: float, link_gb_s: float) -> Device:
     """A device by its data sheet."""

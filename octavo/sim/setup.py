@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config import EngineConfig
-from octavo.engine.mixed_steps import settle_mixed_steps
 from octavo.errors import ConfigError
 from octavo.sim.cost_model import CostModel, Roofline, num_blocks_of
 from octavo.sim.devices import Device, find_device
@@ -66,7 +65,7 @@ class SimulationSpec:
             self.tensor_parallel,
             self.router,
             cache,
-            settle_mixed_steps(scheduler, shape.matrix_weights * weight_bytes / self.tensor_parallel),
+            scheduler,
         )
 
     def _cost(self, shape: Shape, device: Device, weight_bytes: float) -> CostModel:

@@ -43,6 +43,23 @@ def _qwen3(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> dict[
     return _llama(layers, hidden, heads, 8, 128, ffn, **{**names, **rope, **more})
 
 
+def _gemma3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
+    names = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "rms_norm_eps": 1e-6}
+    return _llama(
+        layers, hidden, heads, kv_heads, 256, ffn,
+        **names,
+        tie_word_embeddings=True,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=256,
+        vocab_size=262_144,
+        max_position_embeddings=32_768,
+        rope_theta=1_000_000.0,
+        rope_local_base_freq=10_000.0,
+        sliding_window=512,
+        sliding_window_pattern=6,
+    )  # fmt: skip
+
+
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     names = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
@@ -112,8 +129,12 @@ def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, Any]:
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12_288),
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tie_word_embeddings=True),
+    "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, tie_word_embeddings=True),
+    "qwen3-4b": _qwen3(36, 2560, 32, 9728, tie_word_embeddings=True),
     "llama-3.1-8b": _llama3(32, 4096, 128, 14_336, 8.0),
     "llama-3.2-1b": _llama3(16, 2048, 64, 8192, 32.0, tie_word_embeddings=True),
+    "llama-3.2-3b": _llama3(28, 3072, 128, 8192, 32.0, tie_word_embeddings=True, num_attention_heads=24),
+    "gemma-3-1b": _gemma3(26, 1152, 4, 1, 6912),
     "qwen3-30b-a3b": _qwen3(
         48,
         2048,

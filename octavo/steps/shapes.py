@@ -100,6 +100,8 @@ MIXED_DRAFTS_FACTOR = 4
 """Drafts of graphs with prefill are powers of this; those of other graphs are powers of 2."""
 MAX_DRAFTS = 32
 """Most drafts of a sequence in a step."""
+NO_DRAFTER = -1
+"""In place of the number of drafts that a drafter makes: it does not run."""
 
 
 def all_drafts(makes_drafts: bool) -> int:
@@ -116,18 +118,25 @@ def padded_drafts(num_drafts: int, factor: int = 2) -> int:
 
 
 def kinds(with_adapters: bool, has_drafter: bool = False) -> list[Kind]:
-    """All kinds of steps. With adapters, every step with extras uses LoRA kernels: such steps are rare."""
-    plain = Kind(has_drafter=has_drafter, num_proposed=all_drafts(has_drafter))
-    own = [plain._replace(has_adapters=True)] if with_adapters else []
-    found = [plain, *own, plain._replace(has_extras=True, has_adapters=with_adapters)]
-    return found + [kind._replace(num_proposed=0) for kind in found] if has_drafter else found
+    """All kinds of steps. With adapters, every step with extras uses LoRA kernels: such steps are rare.
+
+    A drafter may make drafts in a step, or only fill its cache, or rest.
+    """
+    own = [PLAIN._replace(has_adapters=True)] if with_adapters else []
+    found = [PLAIN, *own, PLAIN._replace(has_extras=True, has_adapters=with_adapters)]
+    if not has_drafter:
+        return found
+    filling = [kind._replace(has_drafter=True) for kind in found]
+    return [kind._replace(num_proposed=MAX_DRAFTS) for kind in filling] + filling + found
 
 
 def padded_shape(
     num_rows: int, num_seqs: int, max_query_len: int, max_num_seqs: int, kind: Kind = PLAIN, num_drafts: int = 0
 ) -> tuple[StepShape, bool]:
-    """The padded shape of a step, and whether it has a CUDA graph. Its drafter makes all of its drafts or none."""
-    kind = kind._replace(num_proposed=all_drafts(kind.num_proposed > 0))
+    """The padded shape of a step, and whether it has a CUDA graph. Its drafter makes all of its drafts or none; beside
+    prompts it makes all, so that there are fewer graphs."""
+    makes_drafts = kind.num_proposed > 0 or (kind.has_drafter and max_query_len > 1)
+    kind = kind._replace(num_proposed=all_drafts(makes_drafts))
     if num_drafts and num_rows == num_seqs + num_drafts:
         return verification_shape(num_seqs, num_drafts, max_num_seqs, kind), True
     if num_drafts:
@@ -213,7 +222,8 @@ def first_shapes(
         shapes |= {shape._replace(has_adapters=True) for shape in _largest(shapes)}
     if max_drafts:
         shapes.add(verification_shape(max_num_seqs, max_num_seqs * max_drafts, max_num_seqs))
-    return sorted((_with_drafter(shape, has_drafter) for shape in shapes), reverse=True)
+    plain = {shape for shape in shapes if has_drafter and not shape.num_drafts}
+    return sorted({*plain, *(_with_drafter(shape, has_drafter) for shape in shapes)}, reverse=True)
 
 
 def next_shapes(max_num_seqs: int, max_drafts: int = 0, has_drafter: bool = False) -> list[StepShape]:

@@ -9,7 +9,7 @@ from typing import Any
 from octavo.cli.settings import add_flag, load_config
 from octavo.config import EngineConfig, settings
 from octavo_bench.cli.arguments import with_folder
-from octavo_bench.cli.results import add_results, check_results, finish
+from octavo_bench.cli.results import add_results, begin, finish
 
 OFFERED = ("model", "load_format", "device", "seed", "revision", "download_dir", "kv_cache_dtype", "max_num_seqs")
 """Settings that are the same for every engine of the table; all others are the table's own."""
@@ -48,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
     from octavo_bench.report import keep
     from octavo_bench.report_tables import ablation
 
-    check_results(args)
+    begin(args)
     config = with_folder(load_config(EngineConfig, args))
     given = {name: value for name in (*SIZES, "gap") if (value := getattr(args, name)) is not None}
     if config.scheduler.max_num_seqs is not None:

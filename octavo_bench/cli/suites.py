@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.cli.settings import add_settings, load_config
 from octavo.config import EngineConfig, cache_dir
 from octavo.errors import ConfigError
-from octavo_bench.cli.results import add_results, check_results, finish
+from octavo_bench.cli.results import add_results, begin, finish
 
 if TYPE_CHECKING:
     from octavo_bench.suite_sizes import Sizes
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo_bench.report import keep
     from octavo_bench.suite_sizes import FULL, SMALL
 
-    check_results(args)
+    begin(args)
     wanted = args.suites.split(",")
     if unknown := [name for name in wanted if name not in SUITES]:
         raise ConfigError(f"suites: {unknown[0]!r} is not one of {', '.join(SUITES)}")

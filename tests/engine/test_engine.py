@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from octavo.engine import step_budget
 from octavo.engine.engine import Engine
 from octavo.engine.proposer import NO_GUESS, Guess
 from octavo.engine.speculation import Speculation
@@ -140,7 +141,8 @@ def busy_engine(num_seen: int, num_waiting: int) -> Engine:
     return engine
 
 
-def test_step_cost_does_not_depend_on_requests_seen_or_waiting() -> None:
+def test_step_cost_does_not_depend_on_requests_seen_or_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_budget, "DECODES_BETWEEN_SAMPLES", 1)
     fresh = busy_engine(0, 0)
     costs = [count_lines(fresh.step) for _ in range(4)]
     assert costs[0] > 100

@@ -38,10 +38,6 @@ def test_an_unknown_policy_is_refused() -> None:
         ({"ttft_target": 1.0, "scheduling_policy": "fair"}, "ttft_target needs scheduling_policy deadline"),
         ({"tpot_target": 0.1}, "tpot_target needs scheduling_policy deadline; it is fcfs"),
         ({"tpot_target": 0.0, "scheduling_policy": "deadline"}, "tpot_target: must be at least"),
-        (
-            {"tpot_target": 0.1, "scheduling_policy": "deadline", "decode_interval": 2},
-            "decode_interval and tpot_target: one delays",
-        ),
         ({"turn_tokens": 4}, "turn_tokens needs scheduling_policy decode-round-robin"),
         ({"policy_ageing": 4.0}, "policy_ageing needs scheduling_policy priority or"),
         ({"scheduling_policy": "longest-prefix", "enable_prefix_caching": False}, "needs enable_prefix_caching"),

@@ -157,7 +157,7 @@ def test_a_step_with_a_prompt_is_not_taken_for_a_measure() -> None:
     engine = settled(device, num_requests=2)
     known = engine.spare_time.during(engine.in_flight[0][0])
     for number in range(20):  # from here on every step has a prompt in it
-        ask(engine, 100 + number, prompt=250, tokens=1)
+        ask(engine, 100 + number, prompt=40, tokens=1)
         engine.step()
     assert engine.spare_time.during(engine.in_flight[0][0]) == pytest.approx(known)
 

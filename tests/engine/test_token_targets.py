@@ -9,7 +9,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from octavo_bench.virtual import RequestProgress, StepCost, VirtualEngine
 from tests.engine.making import make_engine, make_request
-from tests.engine.test_pace import RoughCost
+from tests.engine.test_max_itl import RoughCost
 
 EVEN = StepCost()
 DEADLINE = SchedulerSettings(scheduling_policy="deadline")
@@ -58,15 +58,15 @@ def test_the_tightest_target_of_decoding_sequences_is_met(depth: int, cost: Step
 
 def test_prompts_are_not_chunked_while_targets_allow() -> None:
     """Deadlines are of the average: who is ahead of them can bear a long step, unless no step may be long."""
-    talker, prompt = ask(0, 3, 300, 1.0, target=0.010), ask(1, 2000, 2, 2.0)
-    progress = VirtualEngine(DEADLINE, max_num_batched_tokens=2048).serve([talker, prompt])
+    talker, prompt, measured = ask(0, 3, 300, 1.0, target=0.010), ask(1, 2000, 2, 2.0), ask(2, 1200, 1, 1.0)
+    progress = VirtualEngine(DEADLINE, max_num_batched_tokens=2048).serve([talker, prompt, measured])
     assert longest_gap(progress[0]) > 0.040
     assert tpot(progress[0]) <= 0.010
-    at_once = VirtualEngine(DEADLINE, max_num_batched_tokens=2048).serve([talker, ask(1, 2000, 2, 1.02)])
+    at_once = VirtualEngine(DEADLINE, max_num_batched_tokens=2048).serve([talker, measured, ask(1, 2000, 2, 1.06)])
     assert longest_gap(at_once[0], until=1.1) < 0.040, "there is less time yet"
     settings = SchedulerSettings(scheduling_policy="deadline", max_itl=0.012)
     limited = VirtualEngine(settings, max_num_batched_tokens=2048).serve([talker, prompt])
-    assert longest_gap(limited[0]) < 0.025, "the first chunk is sized without measurements"
+    assert longest_gap(limited[0]) < 0.025, "the first chunks are small, as nothing was measured"
 
 
 def test_other_policies_know_no_targets() -> None:

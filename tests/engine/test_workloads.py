@@ -49,10 +49,10 @@ FEATURES = {
     "largest victims and overlap": Features(tight=True, victim="largest", depth=2),
     "sliced": Features(max_itl=0.03),
     "sliced and fair": Features(max_itl=0.03, policy="fair", tight=True),
-    "prompts first": Features(decode_interval=4, depth=2),
-    "short mixed steps": Features(mixed=2, depth=2, drafts=True),
-    "tight and short mixed steps": Features(mixed=1, tight=True, fault_rate=0.03),
-    "tight and prompts first": Features(decode_interval=9, tight=True, drafts=True),
+    "varied": Features(varied=True, depth=2),
+    "varied, with drafts": Features(varied=True, depth=2, drafts=True),
+    "tight and varied, with faults": Features(varied=True, tight=True, fault_rate=0.03),
+    "tight and varied, with drafts": Features(varied=True, tight=True, drafts=True),
     "windows": Features(**WINDOWS),
     "windows, drafts and overlap": Features(**WINDOWS, drafts=True, depth=2),
     "windows, tight": Features(**WINDOWS, tight=True),
@@ -62,7 +62,7 @@ FEATURES = {
     "hybrid, drafts and overlap": Features(windows=1, drafts=True, depth=2),
     "hybrid, tight": Features(windows=1, tight=True),
     "hybrid, tight, faults and overlap": Features(windows=1, tight=True, fault_rate=0.03, depth=2),
-    "hybrid, no partial blocks, prompts first": Features(windows=1, parts=False, decode_interval=9, depth=2),
+    "hybrid, no partial blocks, varied": Features(windows=1, parts=False, varied=True, depth=2),
     "hybrid without prefix caching": Features(windows=1, prefix_caching=False, depth=2, aborts=True, drafts=True),
     "two windows": Features(windows=2, full_attention=False, drafts=True, depth=2),
     "two windows, tight": Features(windows=2, full_attention=False, tight=True, fault_rate=0.03, depth=2),
@@ -98,7 +98,7 @@ def serve(seed: int, features: Features) -> None:
             offload.close()
     num_steps, stats = len(run.runner.plans), run.engine.stats()
     chosen = {**vars(features), "eviction": run.workload.eviction, "watermark": run.workload.watermark > 0}
-    chosen |= {name: chosen[name] not in (None, 0) for name in ("fault_rate", "max_itl", "decode_interval", "mixed")}
+    chosen |= {name: chosen[name] not in (None, 0) for name in ("fault_rate", "max_itl")}
     happened["steps"] += num_steps
     steps_with.update(dict.fromkeys(chosen.items(), num_steps))
     happened.update(
@@ -165,8 +165,7 @@ any_workload = given(
         policy=st.sampled_from(POLICY_NAMES),
         victim=st.sampled_from(["auto", "youngest", "cheapest", "largest"]),
         max_itl=st.sampled_from([None, 0.03, 0.2]),
-        decode_interval=st.sampled_from([None, 1, 3, 20]),
-        mixed=st.sampled_from([None, 1, 2, 9]),
+        varied=st.booleans(),
         prefix_caching=st.booleans(),
         parts=st.booleans(),
         tiers=st.sampled_from(["none", "host", "disk"]),

@@ -16,6 +16,7 @@ from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
+from octavo.engine.step_budget import StepBudget
 from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Request, Sequence
 from tests.oracle import (
@@ -45,9 +46,8 @@ class Features:
     policy: str = "fcfs"
     victim: str = "auto"
     max_itl: float | None = None
-    decode_interval: int | None = None
-    mixed: int | None = None
-    """Most tokens of a mixed step with a small decode batch, above one for each sequence."""
+    varied: bool = False
+    """Whether the token budget of each step is drawn by chance, as costs could have it."""
     prefix_caching: bool = True
     parts: bool = True
     """Whether blocks are reused in part."""
@@ -217,6 +217,16 @@ def _random_request(rng: random.Random, request_id: int, prompt: list[int], uses
     return request
 
 
+class VariedBudget(StepBudget):
+    """Any budget that costs could lead to."""
+
+    rng = random.Random(3)
+
+    def of_step(self, num_running: int, num_cut: int, num_free: int) -> int:
+        most = super().of_step(num_running, num_cut, num_free)
+        return self.rng.randint(min(num_running + 1, most), most)
+
+
 class Run:
     """One workload being served."""
 
@@ -249,8 +259,6 @@ class Run:
                     scheduling_policy=features.policy,
                     preemption_victim=features.victim,
                     max_itl=features.max_itl,
-                    decode_interval=features.decode_interval,
-                    max_num_mixed_tokens=self._most_mixed(),
                     turn_tokens=3 if features.policy == "decode-round-robin" else None,
                 ),
                 speculation=self._speculation(),
@@ -260,6 +268,11 @@ class Run:
             grammars=ToyGrammars(self.grammar_users),
             depth=features.depth,
         )
+        if features.varied:
+            scheduler = self.engine.scheduler
+            settings = SchedulerSettings(max_itl=features.max_itl)
+            scheduler.step_budget = VariedBudget(settings, self.workload.max_num_batched_tokens, scheduler.waiting)
+            VariedBudget.rng.seed(seed)
         self.now = 1.0
         self.records = {request.id: Record() for request in self.workload.requests}
         self.aborted: set[int] = set()
@@ -303,11 +316,6 @@ class Run:
         record = self.records.get(request_id)
         if record is not None and request_id < num_added and (record.last is None or record.last.finish_reason is None):
             self.aborted.add(request_id)
-
-    def _most_mixed(self) -> int | None:
-        if self.features.mixed is None:
-            return None
-        return min(self.workload.max_num_seqs + self.features.mixed, self.workload.max_num_batched_tokens)
 
     def _check_last_plan(self) -> None:
         if self.runner.plans:

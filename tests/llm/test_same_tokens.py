@@ -99,8 +99,3 @@ def test_a_block_longer_than_any_context(tiny_checkpoint: Path, plainly: dict[fl
 def test_a_block_that_does_not_fit_is_refused_with_the_reason(tiny_checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="blocks of 1000000000 tokens"):
         LLM(tiny_checkpoint, **{**SETTINGS, "block_size": 10**9})
-
-
-def test_prompts_first(tiny_checkpoint: Path, plainly: dict[float, Said]) -> None:
-    found, _ = said(tiny_checkpoint, GREEDY, **SETTINGS, decode_interval=5)
-    assert found == plainly[0]

@@ -55,9 +55,6 @@ MUTANTS = [
     Mutant("engine/suspects.py", "for items in (members[half:], members[:half]):", "for items in (members[:half],):"),
     Mutant("engine/suspects.py", "if is_trial and self._tried.failed_alone:", "if is_trial:"),
     # Prefill priority, and drafts.
-    Mutant("engine/interval.py", "self._num_without < self.interval - 1", "self._num_without < self.interval"),
-    Mutant("engine/interval.py", "self._num_without + 1 if leaves_out else 0", "self._num_without + 1"),
-    Mutant(SCHEDULER, "bool(self.cut) or self._next_admissible() is not None", "bool(self.cut or self.waiting)"),
     Mutant(SCHEDULER, "if not (waiting and self._can_admit) or waiting.is_closed(self.running):", "if not waiting:"),
     Mutant(
         "engine/ngram.py",
@@ -91,11 +88,11 @@ MUTANTS = [
     Mutant(POLICIES + "fair.py", "key=lambda seq: (seq.account.counter, -seq.order[0])", "key=lambda seq: seq.order"),
     Mutant(POLICIES + "round_robin.py", "if self._had_its_turn(seq):", "if False:"),
     Mutant("engine/victims.py", "return min(candidates, key", "return max(candidates, key"),
-    Mutant("engine/mixed_steps.py", "num_cut < num_running", "num_cut <= num_running"),
-    Mutant("engine/mixed_steps.py", " and num_waiting <= FEW_WAITING", ""),
-    Mutant("engine/mixed_steps.py", "num_running + 1), self.most)", "num_running), self.most)"),
-    Mutant("engine/pace.py", "self._bound(targets) - self.predict(0, num_running)", "self._bound(targets)"),
-    Mutant("engine/pace.py", "num_running + max(LEAST_CHUNK, num_chunk_tokens)", "num_running + num_chunk_tokens"),
+    Mutant("engine/step_budget.py", "num_pending > 0 and num_cut < num_running and ", "num_cut < num_running and "),
+    Mutant("engine/step_budget.py", "np.maximum(seconds - alone, 0) + delay", "np.maximum(seconds - alone, 0)"),
+    Mutant("engine/step_budget.py", "np.maximum(seconds - alone, 0) + delay", "seconds + delay"),
+    Mutant("engine/step_budget.py", "max(num_rows, num_running + LEAST_CHUNK)", "num_rows"),
+    Mutant("engine/step_model.py", "seconds = min(seconds, OUTLIER * expected) or seconds", "pass"),
     # Blocks.
     Mutant("cache/kv_cache.py", "least = (len(seq.tokens) - 1) // self", "least = len(seq.tokens) // self"),
     Mutant("cache/kv_cache.py", "if least == max(depths):", "if True:"),

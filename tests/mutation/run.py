@@ -26,9 +26,9 @@ from tests.mutation.mutants import MUTANTS, Mutant
 ROOT = Path(__file__).parents[2]
 TESTS = [
     *("tests/engine/test_waiting.py", "tests/engine/test_suspects.py", "tests/engine/test_stopping.py"),
-    *("tests/engine/test_interval.py", "tests/engine/test_ngram.py", "tests/engine/test_mixed_steps.py"),
+    *("tests/engine/test_step_model.py", "tests/engine/test_ngram.py", "tests/engine/test_step_budget.py"),
     "tests/engine/test_scheduler.py",
-    *("tests/engine/test_policies.py", "tests/engine/test_pace.py", "tests/engine/test_engine.py"),
+    *("tests/engine/test_policies.py", "tests/engine/test_max_itl.py", "tests/engine/test_engine.py"),
     *("tests/telemetry/test_explain.py", "tests/cache/test_kv_cache.py", "tests/cache/test_parts.py"),
     *("tests/cache", "tests/engine/test_offload.py", "tests/engine/test_workloads.py", "tests/engine/test_fairness.py"),
 ]

@@ -11,7 +11,6 @@ import pytest
 
 from octavo.cli import main
 from octavo.config import EngineConfig, SchedulerSettings
-from octavo.engine.mixed_steps import MIXED_TOKENS
 from octavo.engine.step_times import StepWork
 from octavo.sim.clock import START
 from octavo.sim.cost_model import CostModel
@@ -233,9 +232,7 @@ def test_a_target_for_each_token_is_kept(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_search_finds_the_least_number_of_devices() -> None:
-    from octavo.config import EngineConfig
     from octavo.sim.search import cheapest
-    from octavo.sim.setup import SimulationSpec
 
     spec = SimulationSpec("llama-3.1-8b", "h200", "single", 300, rate=60, input_len=2000)
     targets = Targets(ttft=0.5, itl=0.02)
@@ -247,14 +244,3 @@ def test_search_finds_the_least_number_of_devices() -> None:
     fewer = dataclasses.replace(spec, replicas=best.num_devices - 1)
     engine = EngineConfig.from_flat({"max_num_batched_tokens": 2048})
     assert Simulation(fewer.fleet(engine), fewer.clients(), targets).run()["good_share"] < 0.99
-
-
-@pytest.mark.parametrize(
-    ("model", "tensor_parallel", "most"),
-    [("llama-3.1-8b", 1, MIXED_TOKENS), ("llama-3.1-8b", 4, None), ("tiny", 1, None)],
-)
-def test_mixed_steps_of_few_decodes_are_bounded_as_on_a_gpu(model: str, tensor_parallel: int, most: int | None) -> None:
-    spec = SimulationSpec(model, "h200", "single", 10, rate=1, tensor_parallel=tensor_parallel)
-    assert spec.fleet(EngineConfig()).scheduler.max_num_mixed_tokens == most
-    settings = EngineConfig.from_flat({"max_num_mixed_tokens": 7})
-    assert spec.fleet(settings).scheduler.max_num_mixed_tokens == 7

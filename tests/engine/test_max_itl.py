@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from octavo.config import SchedulerSettings
-from octavo.engine.pace import LEAST_CHUNK, Pace
+from octavo.engine.step_budget import LEAST_CHUNK
 from octavo.sampling_params import SamplingParams
 from octavo.types import Plan, Request
 from octavo_bench.virtual import StepCost, VirtualEngine
@@ -65,31 +65,6 @@ def test_the_limit_is_used_up() -> None:
     _, _, fast = worst_gaps(0.020, StepCost())
     _, _, slow = worst_gaps(0.008, StepCost())
     assert fast > slow
-
-
-def test_it_learns_what_steps_take() -> None:
-    pace, rng = Pace(0.05), random.Random(2)
-    engine, _ = make_engine(max_num_seqs=64, max_num_batched_tokens=640, num_blocks=4096)
-    for number in range(64):
-        engine.add(make_request(number, prompt=9))
-    plan = engine.scheduler.schedule()
-    for _ in range(600):
-        some = plan[: rng.randrange(1, 65)]
-        num_chunk = rng.randrange(500)
-        pace.learn(some, len(some) + num_chunk, 0.004 + 2e-5 * num_chunk + 3e-5 * len(some))
-    for num_chunk, count in ((0, 1), (0, 64), (400, 8), (200, 32)):
-        assert pace.predict(num_chunk, count) == pytest.approx(0.004 + 2e-5 * num_chunk + 3e-5 * count, rel=0.1)
-
-
-def test_a_single_slow_step_is_not_believed() -> None:
-    pace = Pace(0.05)
-    engine, _ = make_engine()
-    engine.add(make_request(0))
-    plan = engine.scheduler.schedule()
-    for _ in range(50):
-        pace.learn(plan, 1, 0.01)
-    pace.learn(plan, 1, 10.0)
-    assert pace.predict(0, 1) < 0.03
 
 
 def test_a_prompt_alone_is_not_sliced() -> None:

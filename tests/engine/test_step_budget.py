@@ -1,0 +1,93 @@
+"""Token budgets that are chosen by the cost of steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from octavo.config import SchedulerSettings
+from octavo.engine.step_budget import NUM_FIRST_TRIALS, STEPS_BETWEEN_FIRST_TRIALS, STEPS_BETWEEN_TRIALS
+from octavo.sampling_params import SamplingParams
+from octavo.types import Plan, Request
+from octavo_bench.virtual import RequestProgress, StepCost, VirtualEngine
+
+MOST = 2048
+
+
+@dataclass(frozen=True)
+class CheapRows(StepCost):
+    """Rows up to ``free`` cost nothing, as while weights are read."""
+
+    free: int = 256
+
+    def seconds(self, plan: Plan) -> float:
+        rows = sum(len(item.tokens) for item in plan)
+        return self.base + self.per_token * max(0, rows - self.free) + self.per_sequence * len(plan)
+
+
+class Recorder(VirtualEngine):
+    """Records the rows of each step that computes prompts beside decodes."""
+
+    def __init__(self, cost: StepCost, settings: SchedulerSettings) -> None:
+        super().__init__(settings, cost=cost, num_blocks=1 << 13, max_num_batched_tokens=MOST, depth=2)
+        self.sizes: list[int] = []
+        learn = self.engine.scheduler.note_step
+
+        def note(plan: Plan, seconds: float) -> None:
+            lengths = [len(item.tokens) for item in plan]
+            if min(lengths) == 1 < max(lengths):
+                self.sizes.append(sum(lengths))
+            learn(plan, seconds)
+
+        self.engine.scheduler.note_step = note  # type: ignore[method-assign]
+
+
+def serve(cost: StepCost, settings: SchedulerSettings | None = None) -> tuple[list[int], dict[int, RequestProgress]]:
+    """Sizes of mixed steps while 16 sequences decode and long prompts come one by one."""
+    engine = Recorder(cost, settings or SchedulerSettings())
+    talkers = [Request(n, [n, 1, 2], SamplingParams(), 2000, arrival=1.0) for n in range(16)]
+    prompts = [Request(100 + n, [5000 + n] * 4096, SamplingParams(), 2, arrival=1.5 + n / 4) for n in range(32)]
+    told = engine.serve([*talkers, *prompts], until=9.5)
+    return engine.sizes, told
+
+
+def usual(sizes: list[int]) -> int:
+    """The most frequent size once all have been tried."""
+    late = sizes[len(sizes) // 2 :]
+    return max(set(late), key=late.count)
+
+
+@pytest.mark.parametrize("free", [128, 256, 512])
+def test_prompts_are_computed_where_rows_are_free(free: int) -> None:
+    sizes, _ = serve(CheapRows(free=free))
+    assert usual(sizes) == free
+
+
+def test_steps_are_full_where_each_has_a_price() -> None:
+    sizes, _ = serve(StepCost(base=0.02))
+    assert usual(sizes) == MOST
+
+
+def test_other_budgets_are_tried_rarely() -> None:
+    sizes, _ = serve(CheapRows())
+    first = NUM_FIRST_TRIALS * STEPS_BETWEEN_FIRST_TRIALS * 12
+    others = [size for size in sizes[first:] if size > 256]
+    assert 0 < len(others) < 3 * len(sizes) / STEPS_BETWEEN_TRIALS
+
+
+def test_the_limit_on_itl_holds_whatever_is_cheapest() -> None:
+    _, told = serve(StepCost(base=0.02), SchedulerSettings(max_itl=0.04))
+    gaps = [gap for n in range(16) for gap, at in zip(told[n].gaps, told[n].token_times, strict=False) if at > 4]
+    assert sorted(gaps)[int(len(gaps) * 0.99)] <= 0.04
+
+
+def test_equal_times_lead_to_equal_budgets() -> None:
+    assert serve(CheapRows())[0] == serve(CheapRows())[0]
+
+
+def test_with_nobody_decoding_steps_are_full() -> None:
+    engine = Recorder(CheapRows(), SchedulerSettings())
+    engine.serve([Request(n, [n] * 4096, SamplingParams(), 1, arrival=1.0) for n in range(8)])
+    assert not engine.sizes
+    assert engine.engine.stats().num_steps == 8 * 4096 // MOST
