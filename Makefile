@@ -14,7 +14,7 @@ FUNCTIONS ?= bfcl-eval==2026.3.23
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: serve test check timing test-clients compose-check docs docs-serve lint clean
+.PHONY: serve test check timing fuzz test-clients compose-check docs docs-serve lint clean
 
 serve: $(VENV)/.run  ## serve MODEL on HOST:PORT; more flags in ARGS
 	@exec $(BIN)/octavo serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -32,6 +32,9 @@ check: lint  ## style, types, and the tests of all that decides and serves, in s
 
 timing: $(VENV)/.dev  ## tests that compare times, on a machine that has nothing else to do
 	$(BIN)/python -m pytest -m timing $(ARGS)
+
+fuzz: $(VENV)/.fuzz  ## fuzz what reads untrusted input, for some 20 minutes; targets and limits in ARGS
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 test-clients: $(VENV)/.dev $(CLIENTS)/.done  ## drive a server with other projects' clients: docs/clients.md
 	OCTAVO_CLIENTS=$(abspath $(CLIENTS)) OCTAVO_PROJECTS=$(abspath $(PROJECTS)) $(BIN)/python -m pytest tests/clients $(ARGS)
@@ -66,6 +69,10 @@ $(VENV)/.run: pyproject.toml | $(BIN)/python
 
 $(VENV)/.dev: $(VENV)/.run
 	$(PIP) install -e ".[test,lint]"
+	@touch $@
+
+$(VENV)/.fuzz: $(VENV)/.dev
+	$(PIP) install -e ".[test,fuzz]"
 	@touch $@
 
 # The documents are built without what the engine needs.

@@ -36,6 +36,9 @@ other requests. The test in the child process applies these limits too."""
 WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,40}"
 """Between two tokens of JSON: a space, or a newline and indentation; bounded, so a model cannot emit blanks forever."""
 
+_VERY_NEGATIVE = re.compile(r"-9223372036854775\d{3}(?!\d)")
+"""Whole numbers that as floating point may be -2**63: as a ``const``, llguidance 1.9 dies of one with SIGSEGV."""
+
 Mask = npt.NDArray[np.uint8]
 """Bit ``id % 8`` of byte ``id // 8`` says whether a token is allowed."""
 
@@ -71,6 +74,8 @@ def make_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
 def normalised(text: str) -> str:
     """``text`` with every part rewritten to a form that llguidance reads. Raises ``GrammarError``."""
+    if any(float(number) == -(2.0**63) for number in _VERY_NEGATIVE.findall(text)):
+        raise GrammarError("cannot be used: it has the number -2**63, or one that rounds to it")
     try:
         return text_of([_normalised_part(part) for part in parts_of(text)])
     except FormError as error:

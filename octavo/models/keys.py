@@ -201,7 +201,7 @@ class ConfigKeys:
         values = self.get(key)
         if values is None:
             return None
-        if not isinstance(values, list | tuple) or len(values) != count or not set(values) <= set(allowed):
+        if not isinstance(values, list | tuple) or len(values) != count or not all(v in allowed for v in values):
             raise wrong(key, values, f"a list of {count}, each one of {', '.join(allowed)}")
         return tuple(values)
 

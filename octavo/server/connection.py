@@ -11,8 +11,9 @@ from typing import Any
 
 import httptools
 from starlette.responses import Response
+from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from octavo.errors import RequestError, Unavailable
@@ -61,6 +62,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_received = 0
         """Bytes of an incomplete head, overcounted by at most one packet."""
         self._num_unread_bytes = 0
+        self._running: RequestResponseCycle | None = None
+        """The request that the application answers now, or answered last."""
 
     # --- transport callbacks ---
 
@@ -78,6 +81,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._share.resize(0)
+        # uvicorn tells only the last of several pipelined requests.
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -150,6 +157,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_headers = self._num_head_bytes = self._num_pending_bytes = self._num_unread_bytes = 0
         self._deadline = self.loop.time() + MESSAGE_SECONDS
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._num_pending_bytes = 0

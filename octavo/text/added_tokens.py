@@ -11,6 +11,8 @@ from tokenizers import AddedToken
 
 from octavo.errors import CheckpointError
 
+MAX_DIGITS = 10
+"""Of a token's id."""
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
@@ -28,7 +30,7 @@ def declared_tokens(config: Mapping[str, Any], added: Mapping[str, Any], folder:
         raise CheckpointError(f"{where}: expected an object of token ids, found {type(decoder).__name__}")
     tokens = {}
     for key, value in decoder.items():
-        if not str(key).isdecimal():
+        if not str(key).isdecimal() or len(str(key)) > MAX_DIGITS:
             raise CheckpointError(f"{where}: {str(key)[:100]!r} is not a token id")
         tokens[int(key)] = _token(value, f"{where}: {key}")
     return dict(sorted(tokens.items()))

@@ -93,7 +93,10 @@ def _read_object(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(_read_text(file, MAX_CONFIG_BYTES))
+        text = _read_text(file, MAX_CONFIG_BYTES)
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # perhaps an unpaired surrogate, which is no text: raises UnicodeEncodeError
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise

@@ -21,6 +21,8 @@ from octavo.errors import CheckpointError
 
 SPACE_MARK = "\u2581"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+MAX_TOKEN_ID = 1 << 24
+"""Bounds the memory of the table of all tokens, to 128 MiB; the largest vocabularies have 2**18 tokens."""
 _SENTENCEPIECE_STEPS = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
 
 
@@ -38,11 +40,14 @@ def token_bytes_table(backend: tokenizers.Tokenizer, origin: object) -> list[byt
     """Bytes of each token, by id; empty for ids that the vocabulary does not use.
 
     Raises ``CheckpointError``, naming ``origin`` and the decoder, when the decoder is of another kind
-    (CTC, ...): its text is not the concatenation of its tokens.
+    (CTC, ...): its text is not the concatenation of its tokens. Or if an id is above ``MAX_TOKEN_ID``.
     """
     spell = _speller(backend, origin)
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    largest = max(vocabulary.values(), default=-1)
+    if largest > MAX_TOKEN_ID:
+        raise CheckpointError(f"{origin}: the tokenizer has a token with the id {largest}; the limit is {MAX_TOKEN_ID}")
+    table = [b""] * (largest + 1)
     for token, index in vocabulary.items():
         table[index] = spell(token)
     return table

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from octavo.child_worker import RENDERED
+from octavo.child_worker import REFUSED, RENDERED
 from octavo.grammar import forms, tester
 from octavo.grammar.compiler import GrammarCompiler, Refused
 from octavo.grammar.matchers import compile_matcher, fill_mask, new_mask
@@ -98,6 +98,17 @@ def test_what_explodes_is_refused_in_bounded_time(name: str) -> None:
             compiler.close()
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("number", ["-9223372036854775808", "-9223372036854775296"])
+def test_numbers_that_end_the_process_of_llguidance_are_refused(number: str) -> None:
+    """With SIGSEGV, so this test ends pytest if they are not."""
+    schema = {"enum": ["a", int(number)]}
+    for form in (forms.json_schema(schema), forms.grammar('start: %json {"const": ' + number + "}")):
+        kind, reason = trial().serve(forms.grammar_text(form))
+        assert (kind, reason) == (REFUSED, "cannot be used: it has the number -2**63, or one that rounds to it")
+    larger = forms.json_schema({"const": int(number) + 1024})
+    assert trial().serve(forms.grammar_text(larger))[0] == RENDERED
 
 
 @pytest.mark.parametrize("name", [*BOMBS, *LARGE])

@@ -160,6 +160,11 @@ def test_the_older_keys_of_qwen_say_which_layers_have_windows() -> None:
         read(architectures=["LlamaForCausalLM"], layer_types=["full_attention", "sliding_attention"])
 
 
+def test_kinds_of_layers_that_are_no_words_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="layer_types"):
+        read(architectures=["Gemma2ForCausalLM"], layer_types=["full_attention", ["full_attention"]])
+
+
 def test_unknown_keys_are_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     read(frobnication=3)
     assert "frobnication" in caplog.text

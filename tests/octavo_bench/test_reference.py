@@ -34,7 +34,7 @@ def own_cells(page: str) -> str:
 
 @pytest.mark.parametrize("page", GUIDES)
 def test_settings_that_a_guide_names_exist(page: str) -> None:
-    text = re.sub(r"octavo (?:bench|simulate|explain) [^\n`]*", "", own_cells(page))
+    text = re.sub(r"(?:octavo (?:bench|simulate|explain)|make fuzz) [^\n`]*", "", own_cells(page))
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
     assert named <= KNOWN | set(FLAGS_OF_OTHERS), named - KNOWN
     assert not named & set(ADVICE)

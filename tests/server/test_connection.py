@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from octavo.server import connection
 from octavo.server.http import MAX_UNFINISHED_HEADS
 from tests.server.conftest import Served
+from tests.server.in_process import InProcessEngine
 from tests.server.raw import request_bytes
 
 MiB = 1 << 20
@@ -269,3 +271,20 @@ def test_an_offer_that_closes(served: Served) -> None:
     with connect(served) as client:
         client.sendall(GET + b"Connection: close, Upgrade\r\nUpgrade: h2c\r\n\r\n")
         assert rest(client).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_client_that_leaves_between_pipelined_requests(
+    serve_app: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The request that is computed ends, the other one never begins, and neither is an error of the server."""
+    engine = InProcessEngine(runs=False)
+    served = serve_app(engine)
+    with connect(served) as client:
+        client.sendall(COMPLETION + COMPLETION)
+        while not engine.live:
+            time.sleep(0.005)
+    deadline = time.monotonic() + 10
+    while engine.live and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert len(engine.aborted) == len(engine.requests) == 1
+    assert not caplog.records

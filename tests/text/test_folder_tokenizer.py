@@ -158,7 +158,11 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path, text: str) -> None:
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, "\udcff"])
+TOO_LONG_FOR_INT = '{"added_tokens_decoder": {"%s": "a"}}' % ("1" * 5000)
+NO_TEXT = r'{"added_tokens_decoder": {"262": "\ud800"}}'
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, "\udcff", NO_TEXT, TOO_LONG_FOR_INT])
 def test_a_damaged_config_is_refused(tmp_path: Path, text: str) -> None:
     write_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_bytes(text.encode("utf-8", "surrogateescape"))

@@ -51,6 +51,13 @@ def test_ids_that_are_left_out_have_no_bytes() -> None:
     assert token_bytes_table(made, "here") == [b"a", b"", b"", b"b"]
 
 
+def test_an_id_that_needs_all_memory_is_refused() -> None:
+    made = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 2**31}, []))
+    made.decoder = decoders.ByteLevel()
+    with pytest.raises(CheckpointError, match=r"here: .* id 2147483648"):
+        token_bytes_table(made, "here")
+
+
 @pytest.mark.parametrize(
     ("decoder", "named"),
     [

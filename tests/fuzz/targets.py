@@ -1,0 +1,18 @@
+"""The targets of fuzzing, by name."""
+
+from __future__ import annotations
+
+import importlib
+
+from tests.fuzz.target import Target
+
+FILES = ("gguf", "safetensors", "model_config", "tokenizer", "journal", "names")
+PROGRAMS = ("template", "grammar")
+HTTP = ("http_requests", "http_several_models", "http_bytes")
+NAMES = (*FILES, *PROGRAMS, *HTTP)
+
+
+def load(name: str) -> Target:
+    """The target of module ``tests.fuzz.NAME``, ready to read."""
+    target: Target = importlib.import_module(f"tests.fuzz.{name}").make()
+    return target

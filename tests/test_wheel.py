@@ -1,0 +1,56 @@
+"""The wheel: what is in it, and what it says of itself."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+from email import message_from_string
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("octavo", "octavo_bench")
+MAX_BYTES = 3_000_000
+
+wheel_builder = pytest.importorskip("hatchling.builders.wheel")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    builder = wheel_builder.WheelBuilder(str(ROOT))
+    (path,) = builder.build(directory=str(tmp_path_factory.mktemp("wheel")), versions=["standard"])
+    return zipfile.ZipFile(path)
+
+
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    return message_from_string(wheel.read(name).decode())
+
+
+def test_it_has_the_files_of_the_packages_and_no_others(wheel: zipfile.ZipFile) -> None:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PACKAGES]
+    tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if tracked.returncode:
+        pytest.skip("not a clone of the repository")
+    wanted = {name for name in tracked.stdout.splitlines() if (ROOT / name).exists()}
+    found = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert found == wanted
+    assert {"py", "json", "html", "css", "js", "svg", "proto", "binpb"} <= {name.rpartition(".")[2] for name in found}
+
+
+def test_it_is_small_and_has_the_licence(wheel: zipfile.ZipFile) -> None:
+    assert sum(entry.compress_size for entry in wheel.infolist()) < MAX_BYTES
+    (licence,) = (name for name in wheel.namelist() if "/licenses/" in name)
+    assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
+
+
+def test_it_runs_without_extras_and_says_which_there_are(wheel: zipfile.ZipFile) -> None:
+    described = metadata(wheel)
+    needed = [line for line in described.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert not any(line.startswith(("triton", "ray", "transformers", "matplotlib", "opentelemetry")) for line in needed)
+    pages = (ROOT / "docs/quickstart.md").read_text()
+    for_development = {"test", "lint", "docs", "browser", "fuzz"}
+    for extra in set(described.get_all("Provides-Extra", [])) - for_development:
+        assert f"[{extra}]" in pages, f"docs/quickstart.md does not say what the extra {extra} is for"
