@@ -17,8 +17,12 @@ HELP = "fetch a model of the Hugging Face Hub, or the default model"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, and where it comes from and goes to."""
-    parser.add_argument("name", metavar="MODEL", help="Hugging Face id, such as Qwen/Qwen3-8B, or smollm2-135m")
-    add_some_settings(parser, ["revision", "download_dir", "load_format"])
+    parser.add_argument(
+        "name",
+        metavar="MODEL",
+        help="Hugging Face id, such as Qwen/Qwen3-8B, owner/name:Q4_K_M for a GGUF file, or smollm2-135m",
+    )
+    add_some_settings(parser, ["revision", "download_dir", "load_format", "offline"])
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from octavo.config import DEFAULT_MODEL, ModelSettings
 from octavo.errors import ConfigError
+from octavo.weights.hub_gguf import fetch_gguf, parse_hub_gguf
 
 FETCHED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model"]
@@ -21,7 +24,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.A
 
 
 def resolve_model(settings: ModelSettings, patterns: Sequence[str] | None = None) -> Path:
-    """The folder or file of ``settings.model``: an existing path, the default model, or an id on the Hugging Face hub.
+    """The folder or file of ``settings.model``: an existing path, the default model, an id on the Hugging Face hub,
+    or such an id with the quantisation of a GGUF file.
 
     Fetches files that are not local yet; from the hub, those that match ``patterns``, by default those of the load
     format. Raises ``ConfigError`` if the model is none of these or cannot be fetched.
@@ -33,13 +37,19 @@ def resolve_model(settings: ModelSettings, patterns: Sequence[str] | None = None
     if name == DEFAULT_MODEL:
         folder = Path(settings.download_dir).expanduser() if settings.download_dir else None
         # Imported late, with its progress bar: explicitly named models do not need it.
-        from octavo.weights.default_model import fetch_default_model
+        from octavo.weights.default_model import SMOLLM2_135M, fetch_default_model, models_dir
 
+        if is_offline(settings) and not ((folder or models_dir()) / SMOLLM2_135M.file_name).is_file():
+            raise ConfigError(f"model: {name!r} is not on this machine, and offline it is not fetched")
         return fetch_default_model(folder)
+    if (gguf := parse_hub_gguf(name)) is not None:
+        with _hub_errors(name):
+            return fetch_gguf(gguf, settings)
     looks_like_path = name.startswith((".", "/", "~")) or path.suffix.lower() in (".gguf", ".safetensors")
     if looks_like_path or not _HUB_ID.fullmatch(name):
         raise ConfigError(
-            f"model: {name!r} does not exist, and is not '{DEFAULT_MODEL}' or an id on the hub like owner/name"
+            f"model: {name!r} does not exist, and is not '{DEFAULT_MODEL}' or an id on the hub like owner/name "
+            "or owner/name:Q4_K_M"
         )
     if patterns is None:
         patterns = PYTORCH_FILES if settings.load_format == "pt" else FETCHED_FILES
@@ -47,24 +57,37 @@ def resolve_model(settings: ModelSettings, patterns: Sequence[str] | None = None
     return _fetch_from_hub(settings, list(patterns))
 
 
-def _fetch_from_hub(settings: ModelSettings, patterns: list[str]) -> Path:
-    # Imported late: the import is slow, and local models do not need it.
-    import httpx
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+def is_offline(settings: ModelSettings) -> bool:
+    """Whether nothing may be fetched, by the settings or by the variable of the hub's library."""
+    return settings.offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
-    try:
+
+def _fetch_from_hub(settings: ModelSettings, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download  # imported late: slow, and local models do not need it
+
+    with _hub_errors(settings.model):
         folder = snapshot_download(
             settings.model,
             revision=settings.revision,
             cache_dir=settings.download_dir,
             allow_patterns=patterns,
             ignore_patterns=IGNORED_FILES,
+            local_files_only=is_offline(settings),
         )
+    return Path(folder)
+
+
+@contextlib.contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    """Raise the errors of the hub's library as ``ConfigError``."""
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        yield
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"model: {settings.model!r} does not exist here, and the Hugging Face hub does not give it ({lines[0]}). "
+            f"model: {name!r} does not exist here, and the Hugging Face hub does not give it ({lines[0]}). "
             "Give the path of a folder or of a GGUF file, or check the name, the network and the access rights"
         ) from error
-    return Path(folder)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import difflib
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.config import DEFAULT_MODEL, ModelSettings
 from octavo.errors import ConfigError
 from octavo.weights.default_model import SMOLLM2_135M, models_dir
+from octavo.weights.hub_gguf import is_part, quantisation_of
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,18 @@ class LocalModel:
     num_bytes: int
     changed: float
     """When it was downloaded, in seconds since the epoch."""
+    blob: Path | None = None
+    """The file in the cache of the hub that ``path`` links to."""
 
     def remove(self) -> None:
         """Delete its files. Raises ``ConfigError``."""
         try:
-            if self.folder is None:
-                self.path.unlink(missing_ok=True)
-            else:
+            if self.folder is not None:
                 shutil.rmtree(self.folder)
+                return
+            self.path.unlink(missing_ok=True)
+            if self.blob is not None:
+                self.blob.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(f"{self.name}: cannot be removed from {error.filename}: {error.strerror}") from error
 
@@ -74,19 +80,26 @@ def _default_model(settings: ModelSettings) -> list[LocalModel]:
     return [LocalModel(DEFAULT_MODEL, path, None, facts.st_size, facts.st_mtime)]
 
 
-def _of_the_hub(settings: ModelSettings) -> list[LocalModel]:
+def _of_the_hub(settings: ModelSettings) -> Iterator[LocalModel]:
+    """A model for each repository, and for each GGUF file of one, whose name has its quantisation."""
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
         repos = scan_cache_dir(hub_folder(settings)).repos
     except CacheNotFound:
-        return []
-    return [
-        LocalModel(repo.repo_id, revision.snapshot_path, repo.repo_path, repo.size_on_disk, repo.last_modified)
-        for repo in repos
-        if repo.repo_type == "model" and repo.revisions
-        for revision in [repo.refs.get(settings.revision or "main") or max(repo.revisions, key=_age)]
-    ]
+        return
+    for repo in repos:
+        if repo.repo_type != "model" or not repo.revisions:
+            continue
+        revision = repo.refs.get(settings.revision or "main") or max(repo.revisions, key=_age)
+        for file in revision.files:
+            if (quantisation := quantisation_of(file.file_name)) is not None and not is_part(file.file_name):
+                name = f"{repo.repo_id}:{quantisation}"
+                facts = file.size_on_disk, file.blob_last_modified
+                yield LocalModel(name, file.file_path, None, *facts, file.blob_path)
+        if not all(file.file_name.endswith(".gguf") for file in revision.files):
+            facts = repo.size_on_disk, repo.last_modified
+            yield LocalModel(repo.repo_id, revision.snapshot_path, repo.repo_path, *facts)
 
 
 def _age(revision: object) -> float:

