@@ -6,7 +6,8 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,8 +30,9 @@ COMMANDS = {
     "/system [TEXT]": 'show the system prompt, or replace it; /system "" removes it',
     "/save FILE": "keep the conversation in a JSON file",
     "/load FILE": "continue the conversation of such a file",
+    "/model [NAME]": "show the models of the server, or go on with another one",
     "/reset": "clear the conversation, except the system prompt",
-    "/exit": "quit; so does the end of the input (Ctrl-D)",
+    "/exit": "quit; so do /quit and the end of the input (Ctrl-D)",
 }
 QUOTES = '"""'
 HELP_ON_LINES = f"{QUOTES} begins a message of several lines and ends it; so does \\ at the end of a line continue it."
@@ -57,6 +59,14 @@ class Partner(Protocol):
         """Stream the answer to a conversation; raise ``RequestError`` on failure."""
         ...
 
+    def models(self) -> list[str]:
+        """The names of the models to choose from; raises ``RequestError`` on failure."""
+        ...
+
+    def choose(self, model: str) -> None:
+        """Let another model answer. Raises ``ConfigError`` or ``RequestError``."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -77,6 +87,12 @@ class LocalChat:
         prompt = self._llm.render_chat(messages)
         for piece in self._llm.stream(prompt, self._params):
             yield piece.text
+
+    def models(self) -> list[str]:
+        return [self.name]
+
+    def choose(self, model: str) -> None:
+        raise ConfigError(f"this process has one model; `octavo chat {model}` begins a chat with another")
 
     def close(self) -> None:
         self._llm.close()
@@ -113,10 +129,10 @@ def converse(partner: Partner, system: str | None) -> None:
         import readline  # noqa: F401  (importing it gives input() line editing and history)
     conversation = Conversation(system)
     while (text := _ask()) is not None:
-        if text == "/exit":
+        if text in ("/exit", "/quit"):
             return
         if text.startswith("/"):
-            _obey(text, conversation)
+            _obey(text, conversation, partner)
         elif content := text.removeprefix(QUOTES).strip("\n"):
             conversation.turns.append({"role": "user", "content": content})
             answer = _answer(partner, conversation.messages)
@@ -126,7 +142,7 @@ def converse(partner: Partner, system: str | None) -> None:
                 conversation.turns.append({"role": "assistant", "content": answer})
 
 
-def _obey(line: str, conversation: Conversation) -> None:
+def _obey(line: str, conversation: Conversation, partner: Partner) -> None:
     """Execute a command other than /exit."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
@@ -139,6 +155,10 @@ def _obey(line: str, conversation: Conversation) -> None:
                 if rest:
                     conversation.system = "" if rest == '""' else rest
                 note(f"system prompt: {conversation.system or 'none'}")
+            case "/model":
+                if rest:
+                    partner.choose(rest)
+                note(f"talking to {partner.name}; there are {', '.join(partner.models())}")
             case "/reset":
                 conversation.turns.clear()
                 note("conversation cleared")
@@ -152,7 +172,7 @@ def _obey(line: str, conversation: Conversation) -> None:
                 note(f"loaded {len(conversation.messages)} messages from {rest}")
             case _:
                 note(f"{command} is not a command; {HINT}")
-    except ConfigError as error:
+    except (ConfigError, RequestError) as error:
         note(f"error: {error}")
 
 
@@ -181,19 +201,36 @@ def _read_line(prompt: str) -> str | None:
 
 def _answer(partner: Partner, messages: list[dict[str, str]]) -> str | None:
     """Write the answer as it arrives and return it; partial after Ctrl-C, ``None`` after an error."""
-    answer = ""
-    try:
-        with contextlib.closing(partner.reply(messages)) as pieces:
-            for piece in pieces:
-                answer += piece
-                write(piece)
-    except KeyboardInterrupt:
-        write("\n")
-        note("stopped")
-        return answer
-    except RequestError as error:
-        write("\n" if answer else "")
-        note(f"error: {error}")
-        return None
-    write("\n")
+    answer, began, times = "", time.perf_counter(), list[float]()
+    with _output() as show:
+        try:
+            with contextlib.closing(partner.reply(messages)) as pieces:
+                for piece in pieces:
+                    times.append(time.perf_counter() - began)
+                    answer += piece
+                    show(piece)
+        except KeyboardInterrupt:
+            show("\n")
+            note("stopped")
+            return answer
+        except RequestError as error:
+            show("\n" if answer else "")
+            note(f"error: {error}")
+            return None
+        show("\n")
+    if sys.stdout.isatty() and len(times) > 1:
+        rate = (len(times) - 1) / max(times[-1] - times[0], 1e-9)
+        note(f"first token after {times[0]:.2f} s, then about {rate:.0f} tokens/s")
     return answer
+
+
+@contextlib.contextmanager
+def _output() -> Iterator[Callable[[str], None]]:
+    """What shows pieces of an answer: rendered Markdown on a terminal, else the text as it is."""
+    if not sys.stdout.isatty():
+        yield write
+        return
+    from octavo.cli.markdown import MarkdownWriter
+
+    with MarkdownWriter() as writer:
+        yield writer.write

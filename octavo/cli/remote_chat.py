@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 from octavo.client import Client
-from octavo.errors import Unavailable
+from octavo.errors import ConfigError, Unavailable
 
 
 class RemoteChat:
@@ -30,6 +30,16 @@ class RemoteChat:
             for piece in pieces:
                 if piece.text:
                     yield piece.text
+
+    def models(self) -> list[str]:
+        """The models that the server lists."""
+        return self._client.models()
+
+    def choose(self, model: str) -> None:
+        """Let another model of the server answer. Raises ``ConfigError`` if the server lists no such model."""
+        if model not in (names := self.models()):
+            raise ConfigError(f"the server has no model {model!r}; there are {', '.join(names)}")
+        self.model = model
 
     def close(self) -> None:
         self._client.close()

@@ -14,8 +14,13 @@ def write(text: str) -> None:
     Model output is untrusted: on a terminal, control characters are dropped, because they could move the cursor,
     change the title or inject input. A file or a pipe gets the text unchanged.
     """
-    sys.stdout.write(text.translate(_CONTROL) if sys.stdout.isatty() else text)
+    sys.stdout.write(without_control(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def without_control(text: str) -> str:
+    """A text without control characters other than line feeds and tabs."""
+    return text.translate(_CONTROL)
 
 
 def note(text: str) -> None:

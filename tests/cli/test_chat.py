@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from octavo.cli import chat, main
+from octavo.cli.markdown import MarkdownWriter, split_blocks
 from octavo.cli.terminal import write
 from tests.cli.fake_server import DONE, FakeServer, event, running
 from tests.llm.tiny import write_checkpoint
@@ -147,6 +150,33 @@ def test_files_of_other_kinds_are_neither_loaded_nor_overwritten(
         assert file.read_text() == content
 
 
+def test_another_model_can_answer(fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.answers = [[event(content="1"), DONE], [event(content="2"), DONE]]
+    assert say(["Hi", "/model", "/model third", "/model second", "Ho", "/quit", "never"], fake.url) == 0
+    assert [body["model"] for body in fake.bodies] == ["first", "second"]
+    shown = capsys.readouterr().err
+    assert f"talking to first at {fake.url}/v1; there are first, second" in shown
+    assert "the server has no model 'third'; there are first, second" in shown
+
+
+def test_blocks_end_at_empty_lines_outside_of_code() -> None:
+    text = "# Title\n\nOne\ntwo\n\n```py\na\n\nb\n```\n\nrest"
+    assert split_blocks(text) == (["# Title", "One\ntwo", "```py\na\n\nb\n```"], "rest")
+    assert split_blocks("```\na\n\nb") == ([], "```\na\n\nb")
+
+
+def test_a_terminal_shows_rendered_markdown_without_control_characters() -> None:
+    shown = io.StringIO()
+    with MarkdownWriter(Console(file=shown, force_terminal=True, color_system=None, width=60)) as writer:
+        for piece in ("Some **bo", "ld** text\x1b]0;title\x07.\n", "\n- one\n- t", "wo"):
+            writer.write(piece)
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue()).splitlines()]
+    assert "Some bold text]0;title." in lines
+    assert " • two" in lines
+    assert "\x07" not in shown.getvalue()
+    assert "\x1b]" not in shown.getvalue()
+
+
 def test_the_url_may_end_in_v1_and_the_model_may_be_named(fake: FakeServer, say: Say) -> None:
     fake.answers = [[DONE]]
     assert say(["Hi"], fake.url + "/v1/", "--model", "second") == 0
@@ -244,6 +274,12 @@ class Interrupted:
                 raise KeyboardInterrupt
         finally:
             self.num_closed += 1
+
+    def models(self) -> list[str]:
+        return [self.name]
+
+    def choose(self, model: str) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         pass
