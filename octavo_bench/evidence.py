@@ -14,6 +14,7 @@ from typing import Any
 
 import octavo
 from octavo.errors import ConfigError
+from octavo_bench.gpu_watch import GpuWatch
 from octavo_bench.report import portable_command
 
 COMMANDS = {
@@ -32,8 +33,8 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"evidence: {folder} is not an empty folder")
 
 
-def write_evidence(record: Mapping[str, Any], folder: Path) -> None:
-    """Fill the folder."""
+def write_evidence(record: Mapping[str, Any], folder: Path, watch: GpuWatch | None = None) -> None:
+    """Fill the folder; ``watch``: what watched the GPUs meanwhile."""
     from octavo_bench.plots import draw
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,11 +46,23 @@ def write_evidence(record: Mapping[str, Any], folder: Path) -> None:
     for name, command in COMMANDS.items():
         if output := _output(command):
             (folder / name).write_text(output)
+    if watch is not None and watch.samples:
+        write_trace(watch, folder / "gpu_trace.csv")
     if find_spec("matplotlib") is not None:
         try:
             draw(record, folder / "plot.svg")
         except ConfigError as error:  # a record without figures
             print(f"octavo: {error}", file=sys.stderr)
+
+
+def write_trace(watch: GpuWatch, path: Path) -> None:
+    """Write what the driver said of the GPUs: as a table, or drawn over time if ``path`` ends like a plot."""
+    if path.suffix == ".csv":
+        watch.write(path)
+    else:
+        from octavo_bench.plots import draw_gpus
+
+        draw_gpus(watch, path)
 
 
 def _output(command: list[str]) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from octavo_bench.paced_engine import MAX_MODEL_LEN, MAX_NUM_SEQS
 from octavo_bench.server_process import ServerProcess, free_port
 from octavo_bench.stream_reader import Ask, Streamed, completion, read_streams
 
@@ -26,7 +27,9 @@ READY_SECONDS = 300.0
 START_SECONDS = 0.3
 """After which others come."""
 INSTANT_TOKENS = 1000
-"""Of a stream when steps take no time."""
+"""Of a stream when steps take no time, at most."""
+INSTANT_TOTAL = 100_000
+"""Of all streams then: some seconds of work."""
 MODEL_NAME = "paced"
 PACED_VLLM = "octavo_bench.paced_vllm.PacedExecutor"
 STEP_VARIABLE = "OCTAVO_PACED_STEP_MS"
@@ -84,23 +87,40 @@ def schemas(rate: float, seconds: float, seed: int) -> Iterator[Ask]:
 
 
 class FrontProcess:
-    """A front process before a paced engine, and what it used so far; of vLLM when ``peer`` is its interpreter."""
+    """A process that serves streams of an engine that is a clock, and what it used so far."""
 
-    def __init__(self, step_ms: float, model: Path, peer: str | None = None) -> None:
-        self.port = free_port()
-        if peer is None:
-            command = [sys.executable, "-m", "octavo_bench.front_process", str(self.port), str(step_ms), str(model)]
-            self.server = ServerProcess(command, f"http://127.0.0.1:{self.port}")
-            return
-        settings = f"""--served-model-name {MODEL_NAME} --load-format dummy --max-model-len 4096 --max-num-seqs 256
-            --max-num-batched-tokens 8192 --no-enable-prefix-caching --disable-uvicorn-access-log
-            --no-enable-log-requests --disable-log-stats --distributed-executor-backend {PACED_VLLM}"""
-        command = [peer, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(self.port)]
+    def __init__(self, port: int, server: ServerProcess) -> None:
+        self.port = port
+        self.server = server
+
+    @classmethod
+    def of_octavo(cls, step_ms: float, model: Path) -> FrontProcess:
+        """Octavo's, before a paced engine."""
+        port = free_port()
+        command = [sys.executable, "-m", "octavo_bench.front_process", str(port), str(step_ms), str(model)]
+        return cls(port, ServerProcess(command, f"http://127.0.0.1:{port}"))
+
+    @classmethod
+    def of_proxy(cls, upstream: FrontProcess) -> FrontProcess:
+        """Octavo's proxy, before a server that runs already."""
+        port = free_port()
+        options = f"--backend openai --upstream {upstream.server.url} --port {port} --log-level error"
+        command = [sys.executable, "-m", "octavo", "serve", *options.split()]
+        return cls(port, ServerProcess(command, f"http://127.0.0.1:{port}"))
+
+    @classmethod
+    def of_vllm(cls, step_ms: float, model: Path, python: str) -> FrontProcess:
+        """vLLM's, before a paced executor of its own; ``python`` is an interpreter that has it."""
+        port = free_port()
+        settings = f"""--served-model-name {MODEL_NAME} --load-format dummy --max-model-len {MAX_MODEL_LEN}
+            --max-num-seqs {MAX_NUM_SEQS} --max-num-batched-tokens 8192 --no-enable-prefix-caching
+            --disable-uvicorn-access-log --no-enable-log-requests --disable-log-stats
+            --distributed-executor-backend {PACED_VLLM}"""
+        command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port)]
         root = str(Path(__file__).parents[1])
         env = {**os.environ, "PYTHONPATH": root, STEP_VARIABLE: str(step_ms), "HF_HUB_OFFLINE": "1"}
-        log = Path(os.devnull)
-        url = f"http://127.0.0.1:{self.port}"
-        self.server = ServerProcess([*command, *settings.split()], url, "/health", log=log, env=env)
+        url = f"http://127.0.0.1:{port}"
+        return cls(port, ServerProcess([*command, *settings.split()], url, "/health", log=Path(os.devnull), env=env))
 
     def __enter__(self) -> FrontProcess:
         self.server.wait_ready(READY_SECONDS)
@@ -173,23 +193,29 @@ class Plan(NamedTuple):
     loads: Loads = Loads()
 
 
-def measure(plan: Plan, model: Path, peer: str | None = None) -> dict[str, Any]:
-    """Medians and all single runs; of the two engines in turns when there is a ``peer``, vLLM's interpreter."""
+def measure(plan: Plan, model: Path, peer: str | None = None, has_proxy: bool = False) -> dict[str, Any]:
+    """Medians and all single runs, of one server after the other in turns.
+
+    With ``has_proxy`` also through a proxy to Octavo's server; ``peer``: an interpreter that has vLLM.
+    """
     medians, runs = [], []
     for step_ms in plan.steps_ms:
-        tokens = round(plan.seconds * 1e3 / step_ms) if step_ms else INSTANT_TOKENS
         with contextlib.ExitStack() as servers:
-            fronts = {"octavo": servers.enter_context(FrontProcess(step_ms, model))}
+            fronts = {"octavo": servers.enter_context(FrontProcess.of_octavo(step_ms, model))}
+            if has_proxy:
+                fronts["proxy"] = servers.enter_context(FrontProcess.of_proxy(fronts["octavo"]))
             if peer is not None:
-                fronts["vllm"] = servers.enter_context(FrontProcess(step_ms, model, peer))
+                fronts["vllm"] = servers.enter_context(FrontProcess.of_vllm(step_ms, model, peer))
             for streams in plan.streams:
+                instant = min(INSTANT_TOKENS, INSTANT_TOTAL // streams)
+                tokens = round(plan.seconds * 1e3 / step_ms) if step_ms else instant
                 found: dict[tuple[str, str], list[dict[str, Any]]] = {}
                 for number in range(plan.rounds):
                     for load, others in plan.loads.asks(plan.seconds, number):
                         for engine, front in fronts.items():
                             found.setdefault((engine, load), []).append(front.measure(streams, tokens, others))
                 for (engine, load), rows in found.items():
-                    place = {"engine": engine, "step_ms": step_ms, "streams": streams, "load": load}
+                    place = {"engine": engine, "pace": f"{step_ms:g} ms", "streams": streams, "load": load}
                     runs += [{**place, **row} for row in rows]
                     medians.append({**place, **median_of(rows, found[engine, "none"])})
     return {"plan": {**plan._asdict(), "loads": plan.loads._asdict()}, "rows": medians, "runs": runs}

@@ -1,15 +1,54 @@
-"""What the driver says of the GPUs while something is measured: a figure taken at low clocks is another figure."""
+"""What the driver says of the GPUs while something is measured: a figure taken at low clocks is another figure.
+
+The driver's own program, ``nvidia-smi``, reads NVML and writes a line for each GPU at each interval.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import csv
+import math
 import shutil
 import statistics
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-QUERY = "clocks.sm,clocks.mem,power.draw,memory.used,temperature.gpu"
+MILLISECONDS = 500
+"""Between samples; the driver itself averages utilisation over up to a second."""
+STOP_SECONDS = 10
+FIGURES = {
+    "utilization.gpu": "utilization_percent",
+    "utilization.memory": "memory_utilization_percent",
+    "clocks.sm": "sm_mhz",
+    "clocks.mem": "memory_mhz",
+    "power.draw": "power_w",
+    "memory.used": "memory_mib",
+    "temperature.gpu": "temperature_c",
+}
+"""Columns of ``nvidia-smi`` with the names and units they have here."""
+SUMMARY: dict[str, dict[str, Callable[[Sequence[float]], float]]] = {
+    "utilization_percent": {"mean": statistics.mean, "max": max},
+    "memory_utilization_percent": {"mean": statistics.mean, "max": max},
+    "sm_mhz": {"median": statistics.median, "min": min},
+    "memory_mhz": {"median": statistics.median},
+    "power_w": {"median": statistics.median, "max": max},
+    "memory_mib": {"max": max},
+    "temperature_c": {"max": max},
+}
+
+
+class Sample(NamedTuple):
+    """What the driver said of one GPU at one time."""
+
+    time: float
+    """``time.monotonic()``"""
+    gpu: int
+    figures: dict[str, float]
+    """By the names in ``FIGURES``; ``nan`` for what this GPU does not report."""
 
 
 def gpus() -> list[str]:
@@ -22,42 +61,66 @@ def gpus() -> list[str]:
 
 
 class GpuWatch:
-    """Clocks, power, memory and temperature of the first GPU, once a second until closed; nothing without one."""
+    """Utilisation, clocks, power, memory and temperature of every GPU of this machine; nothing without one."""
 
-    def __init__(self) -> None:
-        self._samples: list[tuple[float, list[float]]] = []
+    def __init__(self, milliseconds: int = MILLISECONDS) -> None:
+        self.samples: list[Sample] = []
+        self.start = time.monotonic()
+        """When the watch began."""
         self._process: subprocess.Popen[str] | None = None
         if gpus():
-            command = ["nvidia-smi", "-i", "0", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", "-lms", "1000"]
+            query = f"--query-gpu=index,{','.join(FIGURES)}"
+            command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", str(milliseconds)]
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            threading.Thread(target=self._read, daemon=True).start()
+            self._reader = threading.Thread(target=self._read, daemon=True)
+            self._reader.start()
 
     def _read(self) -> None:
         assert self._process is not None
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with contextlib.suppress(ValueError):
-                self._samples.append((time.monotonic(), [float(value) for value in line.split(",")]))
+            with contextlib.suppress(ValueError):  # a line that is cut short
+                index, *values = line.split(",")
+                figures = dict(zip(FIGURES.values(), map(_number, values), strict=True))
+                self.samples.append(Sample(time.monotonic(), int(index), figures))
 
-    def since(self, start: float) -> dict[str, float]:
-        """Medians and extremes from ``start`` (``time.monotonic()``) until now; empty without samples."""
-        rows = [values for taken, values in self._samples if taken >= start]
+    def since(self, start: float, gpu: int = 0) -> dict[str, float]:
+        """Number of samples of a GPU from ``start`` (``time.monotonic()``) until now, with the means, medians and
+        extremes in ``SUMMARY``; empty without samples."""
+        rows = [sample.figures for sample in self.samples if sample.time >= start and sample.gpu == gpu]
         if not rows:
             return {}
-        sm, memory_clock, power, memory, temperature = zip(*rows, strict=True)
-        return {
-            "samples": len(rows),
-            "sm_mhz_median": statistics.median(sm),
-            "sm_mhz_min": min(sm),
-            "memory_mhz_median": statistics.median(memory_clock),
-            "power_w_median": statistics.median(power),
-            "power_w_max": max(power),
-            "memory_mib_max": max(memory),
-            "temperature_c_max": max(temperature),
-        }
+        found: dict[str, float] = {"samples": len(rows)}
+        for name, statistic in SUMMARY.items():
+            if values := [row[name] for row in rows if not math.isnan(row[name])]:
+                found |= {f"{name}_{kind}": round(compute(values), 1) for kind, compute in statistic.items()}
+        return found
+
+    def summary(self) -> list[dict[str, float]]:
+        """``since`` the beginning, for each GPU."""
+        return [{"gpu": gpu, **self.since(self.start, gpu)} for gpu in sorted({one.gpu for one in self.samples})]
+
+    def write(self, path: Path) -> None:
+        """Write all samples as CSV: seconds since the beginning, the GPU's index, and its figures."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="") as file:
+            lines = csv.writer(file)
+            lines.writerow(["seconds", "gpu", *FIGURES.values()])
+            for taken, gpu, figures in self.samples:
+                shown = ("" if math.isnan(value) else f"{value:g}" for value in figures.values())
+                lines.writerow([f"{taken - self.start:.3f}", gpu, *shown])
 
     def close(self) -> None:
         """Stop asking."""
         if self._process is not None:
             self._process.terminate()
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=STOP_SECONDS)
+            self._reader.join(STOP_SECONDS)
+
+
+def _number(text: str) -> float:
+    """``nan`` for "[N/A]" and what else is there instead of a number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -32,11 +32,13 @@ from octavo.ops.sample import SampleParams
 from octavo.ops.scaled_linear import ScaledValues
 from octavo.ops.stacked_lora import LowRankStack
 from octavo.ops.stage_step import LastResults, StagedRows
+from octavo.ops.store_kv import KVScales
 from octavo.ops.triton.gemv import GemvConfig, gemv
 
 Call = Callable[[], object]
 DTYPES = (torch.bfloat16, torch.float32)
 PACKED: tuple[Number, ...] = ("int4", "uint4", "int8", "e4m3")
+EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)
 BLOCK_SIZE = 16
 SINGLE, RAGGED = ([1, 1, 0, 1], [1, 40, 0, 17]), ([5, 1, 0, 19], [5, 40, 0, 33])
 """Rows and contexts of some sequences, one of them padding."""
@@ -122,8 +124,8 @@ def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         gated = functools.partial(ops.grouped_linear, x, weight, None, norm, 1e-6, None, "silu")
         yield f"grouped_linear {number} {T} gated", gated
         yield f"invariant grouped_linear {number} {T}", functools.partial(_invariantly, plain)
-    scaled = ScaledValues(make.floats(208, 256).to(torch.float8_e4m3fn), make.floats(208, 1), 256)
-    for T in (1, 40, 90):
+    eights = [ScaledValues(make.floats(208, 256).to(kind), make.floats(208, 1), 256) for kind in EIGHT_BITS]
+    for scaled, T in itertools.product(eights, (1, 40, 90)):
         x, norm, residual = make.floats(T, 256, dtype=dtype), make.floats(256, dtype=dtype), make.floats(T, 208)
         plain = functools.partial(ops.scaled_linear, x, scaled, residual_TN=residual.to(dtype))
         yield f"scaled_linear {T}", plain
@@ -155,12 +157,15 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         T, (N, K) = len(rows.groups[0].slot_mapping_T), (6, 2)
         norm, sinks = make.floats(H, dtype=dtype), make.floats(N)
         angles = make.floats(T, H // 2)
-        cache = LayerCache(make.cache(12, K, H, cache_dtype), make.cache(12, K, H, cache_dtype))
+        scaled = [None] if cache_dtype == dtype else [None, KVScales(make.floats(K), make.floats(K))]
+        caches = make.cache(12, K, H, cache_dtype), make.cache(12, K, H, cache_dtype)
         qkv = make.floats(T, (N + 2 * K) * H, dtype=dtype)
-        for heads in (
+        kinds = (
             HeadLayout(N, K, H, 0.1, norm, norm, 1e-6),
             HeadLayout(N, K, H, 0.1, window=20, softcap=5.0, sinks_N=sinks),
-        ):
+        )
+        for heads, scales in itertools.product(kinds, scaled):
+            cache = LayerCache(*caches, scales=scales)
             plain = functools.partial(ops.attention, qkv, heads, angles, angles, cache, rows)
             yield f"attention {max(lens[0])} {H} {cache_dtype}", plain
             yield f"invariant attention {max(lens[0])} {H} {cache_dtype}", functools.partial(_invariantly, plain)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo.errors import ConfigError
 
@@ -14,43 +15,60 @@ PARTS = 32
 """The limit is found to this part of the longest context."""
 TRY_SECONDS = 600
 BLOCK_SIZE = 16
+CHUNK = 512
+"""Prompt tokens of a step."""
 DECODE = 4
+
+
+class Try(NamedTuple):
+    """What came of serving one sequence."""
+
+    reason: str
+    """Why it was not served; "" if it was."""
+    peak_memory_mib: float | None = None
+    """Most memory of the process, or of torch on a GPU."""
 
 
 def memory_limit(
     model: Sequence[str], gib: float | None, longest: int, report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The longest context, up to ``longest`` tokens, of one sequence that is served, and all tries.
+    """The longest context, up to ``longest`` tokens, of one sequence that is served, and a row for each try.
 
     ``model``: flags that name the model. A try may have ``gib`` GiB of data in host memory; ``None``: all there is.
     Raises ``ConfigError`` if the shortest does not fit.
     """
-    tries: list[dict[str, Any]] = []
+    tries: dict[int, Try] = {}
 
     def is_served(parts: int) -> bool:
         length = longest * parts // PARTS
-        reason = _try_length(model, gib, length)
-        tries.append({"context": length, "reason": reason})
-        report(f"{length} tokens: {reason or 'served'}")
-        return not reason
+        done = tries[length] = _try_length(model, gib, length)
+        report(f"{length} tokens: {done.reason or 'served'}")
+        return not done.reason
 
     least, most = (PARTS, PARTS) if is_served(PARTS) else (0, PARTS)
     while most - least > 1:
         middle = (least + most) // 2
         least, most = (middle, most) if is_served(middle) else (least, middle)
     if least == 0:
-        raise ConfigError(f"limit: {longest // PARTS} tokens do not fit: {tries[-1]['reason']}")
-    return {"longest_context": longest * least // PARTS, "tries": tries}
+        shortest = longest // PARTS
+        raise ConfigError(f"limit: {shortest} tokens do not fit: {tries[shortest].reason}")
+    rows = [
+        {"context": length, "peak_memory_mib": done.peak_memory_mib, "failed": done.reason}
+        for length, done in sorted(tries.items())
+    ]
+    return {"longest_context": longest * least // PARTS, "rows": rows}
 
 
-def _try_length(model: Sequence[str], gib: float | None, length: int) -> str:
-    """Why a sequence of this length was not served; "" if it was."""
+def _try_length(model: Sequence[str], gib: float | None, length: int) -> Try:
+    """Raises ``ConfigError`` for a length that the model refuses, whatever memory there is."""
 
     def restrict() -> None:
         if gib is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30),) * 2)
 
-    work = {"sequences": 1, "prompt": length - 2 * DECODE - 4, "decode": DECODE, "rounds": 1}
+    # Steps of the prompt and two more may each add a token before those that are timed.
+    prompt = length - DECODE - 2 - -(-length // CHUNK)
+    work = {"sequences": 1, "prompt": prompt, "decode": DECODE, "rounds": 1, "max-num-batched-tokens": CHUNK}
     sizes = {"max-model-len": length, "num-kv-blocks": -(-length // BLOCK_SIZE), "block-size": BLOCK_SIZE}
     flags = [text for name, value in {**work, **sizes}.items() for text in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "octavo", "bench", "offline", *model, *flags]
@@ -59,7 +77,10 @@ def _try_length(model: Sequence[str], gib: float | None, length: int) -> str:
             command, preexec_fn=restrict, capture_output=True, text=True, timeout=TRY_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"no result after {TRY_SECONDS} s"
+        return Try(f"no result after {TRY_SECONDS} s")
     if ended.returncode == 0:
-        return ""
-    return (ended.stderr.strip().splitlines() or [f"it ended with {ended.returncode}"])[-1][:200]
+        return Try("", round(json.loads(ended.stdout)["result"]["peak_memory_bytes"] / 2**20, 1))
+    reason = (ended.stderr.strip().splitlines() or [f"it ended with {ended.returncode}"])[-1][:200]
+    if "max_model_len" in reason:  # no limit of memory
+        raise ConfigError(f"limit: {length} tokens: {reason.removeprefix('octavo: error: ')}")
+    return Try(reason)

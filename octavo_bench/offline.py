@@ -16,7 +16,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.graph_choice import PREPARING
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
-from octavo.types import EngineInfo, Request
+from octavo.types import EngineInfo, Output, Request
 
 CPU_STEP_TOKENS = 512
 """Tokens of a step on a CPU: throughput is measured, and nobody waits for a first token meanwhile."""
@@ -48,27 +48,39 @@ def random_requests(
     ]
 
 
+def checked_step(engine: Engine) -> list[Output]:
+    """One step. Raises ``ConfigError`` for a request that fails, such as for want of memory: no figure may count it."""
+    outputs = engine.step()
+    for output in outputs:
+        if output.error is not None:
+            raise ConfigError(f"a request failed: {output.error}")
+    return outputs
+
+
 def time_prefill(engine: Engine, requests: Sequence[Request]) -> float:
-    """Prompt tokens per second, first token of each sequence included."""
+    """Prompt tokens per second, first token of each sequence included. Raises ``ConfigError`` if a request fails."""
     for request in requests:
         engine.add(request)
     start = time.perf_counter()
     while engine.has_work:
-        engine.step()
+        checked_step(engine)
     return sum(len(request.prompt_tokens) for request in requests) / (time.perf_counter() - start)
 
 
 def time_decode(engine: Engine, requests: Sequence[Request], steps: int) -> float:
-    """Output tokens per second over ``steps`` steps in which every sequence advances by one token."""
+    """Output tokens per second over ``steps`` steps in which every sequence advances by one token.
+
+    Raises ``ConfigError`` if a request fails.
+    """
     for request in requests:
         engine.add(request)
     started: set[int] = set()
     while len(started) < len(requests):
-        started.update(output.request_id for output in engine.step() if output.tokens)
+        started.update(output.request_id for output in checked_step(engine) if output.tokens)
     tokens = 0
     start = time.perf_counter()
     for _ in range(steps):
-        tokens += sum(len(output.tokens) for output in engine.step())
+        tokens += sum(len(output.tokens) for output in checked_step(engine))
     seconds = time.perf_counter() - start
     for request in requests:
         engine.abort(request.id)

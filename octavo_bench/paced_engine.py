@@ -16,7 +16,7 @@ from octavo.types import EngineInfo, Masks, Plan, Sampled
 from octavo_bench.overhead import InstantStep, build_instant_engine
 
 MAX_MODEL_LEN = 4096
-MAX_NUM_SEQS = 256
+MAX_NUM_SEQS = 1024
 
 
 class PacedRunner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,17 @@ STYLE: Any = {
 }
 
 
-def check_plot(path: Path) -> None:
-    """Raise ``ConfigError`` if no plot can be drawn to ``path``, so that nobody measures for nothing."""
+def check_plot(path: Path, flag: str = "plot", formats: Sequence[str] = FORMATS) -> None:
+    """Raise ``ConfigError`` if no plot can be drawn to ``path``, so that nobody measures for nothing.
+
+    ``formats``: endings that the flag takes.
+    """
     if path.suffix not in FORMATS:
-        raise ConfigError(f"plot: {path.name!r} must end with {' or '.join(FORMATS)}")
+        raise ConfigError(f"{flag}: {path.name!r} must end with {' or '.join(formats)}")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise ConfigError("plot: needs matplotlib; `pip install 'octavo[plots]'` installs it") from None
+        raise ConfigError(f"{flag}: needs matplotlib; `pip install 'octavo[plots]'` installs it") from None
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
+from octavo_bench.gpu_watch import GpuWatch, gpus
 from octavo_bench.plot_style import COLOURS, GREY, drawing
 from octavo_bench.record_figures import OWN, Figure, figures
 from octavo_bench.report_tables import number
@@ -16,6 +17,8 @@ from octavo_bench.report_tables import number
 MAX_PANELS = 4
 MAX_BARS = 40
 """Of a panel; what comes later is left out, and the title says so."""
+TRACED = {"utilization_percent": "utilisation, %", "memory_mib": "memory in use, MiB", "power_w": "power, W"}
+"""Figures of a GPU that are drawn over time."""
 LATENCIES = {"ttft": "time to first token, ms", "tpot": "time per output token, ms"}
 
 
@@ -79,6 +82,21 @@ def _bars(record: Mapping[str, Any], path: Path) -> None:
             _panel(axes, name, part)
         for axes in places[len(panels) :]:
             axes.set_visible(False)
+
+
+def draw_gpus(watch: GpuWatch, path: Path) -> None:
+    """Write a plot of the GPUs over time as SVG or PNG: utilisation, memory and power, a line for each GPU."""
+    indices = sorted({sample.gpu for sample in watch.samples})
+    with drawing(path, "GPUs during the measurement", "; ".join(gpus()), 4.6 * len(TRACED), 3.2) as figure:
+        for axes, (name, label) in zip(figure.subplots(1, len(TRACED)), TRACED.items(), strict=True):
+            for index in indices:
+                own = [sample for sample in watch.samples if sample.gpu == index]
+                seconds = [sample.time - watch.start for sample in own]
+                colour = COLOURS[index % len(COLOURS)]
+                axes.plot(seconds, [sample.figures[name] for sample in own], color=colour, label=f"GPU {index}")
+            axes.set(xlabel="seconds", ylabel=label, ylim=(0, None))
+        if len(indices) > 1:
+            axes.legend()
 
 
 def _panel(axes: Any, name: str, found: Sequence[Figure]) -> None:

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 HIGHER = re.compile(
-    r"tok_s|tok/s|throughput|tokens_per_second|requests_s|goodput|times_better|ratio|speedup|tb_s|tflop_s"
+    r"tok_s|tok/s|throughput|tokens_per_second|requests_s|goodput|times_better|ratio|speedup|tb_s|[gt]flop_s|mfu"
+    r"|context_tokens"
 )
-LOWER = re.compile(r"(_|\b)(ms|us|s|seconds|microseconds|mj|tpot|ttft|itl)(_|\b)")
+LOWER = re.compile(r"(_|\b)(ms|us|s|seconds|microseconds|mj|mib|tpot|ttft|itl)(_|\b)")
 ENGINES = ("octavo", "peer", "vllm", "published")
 OWN = ("", "octavo")
 """As which engine Octavo appears."""
-NOT_ROWS = ("runs", "visits", "kernels")
+NOT_ROWS = ("runs", "visits", "kernels", "gpus")
 """Lists of a record that say more about the figures of others."""
 
 

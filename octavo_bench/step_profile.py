@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from octavo.engine.engine import Engine
 from octavo.ops import dispatch
 from octavo.types import EngineInfo, Request
-from octavo_bench.offline import check_fit, random_requests
+from octavo_bench.offline import check_fit, checked_step, random_requests
 from octavo_bench.report import spread
 from octavo_bench.timeline import OP, STEP, spans_of, summarise
 
@@ -39,7 +39,7 @@ class StepProfiler:
         check_fit(self._info, batch, context + length)
         with self._running(batch, context, length):
             for _ in range(WARM_UP_STEPS):
-                self._engine.step()
+                checked_step(self._engine)
             times = [self._timed() for _ in range(steps)]
             found = self._profiled(f"decode_{batch}x{context}", steps, self._engine.step)
         return {"kind": "decode", "batch": batch, "context": context, **_with_wall(found, times)}
@@ -67,14 +67,14 @@ class StepProfiler:
             self._engine.add(request)
         started: set[int] = set()
         while len(started) < batch:
-            started.update(output.request_id for output in self._engine.step() if output.tokens)
+            started.update(output.request_id for output in checked_step(self._engine) if output.tokens)
         try:
             yield
         finally:
             for request in requests:
                 self._engine.abort(request.id)
             while self._engine.has_work:
-                self._engine.step()
+                checked_step(self._engine)
 
     def _make(self, tokens: int) -> Request:
         (request,) = random_requests(1, tokens, 1, self._info.vocab_size, self._next_id, self._next_id)
@@ -84,11 +84,11 @@ class StepProfiler:
     def _prompt(self, request: Request) -> None:
         self._engine.add(request)
         while self._engine.has_work:
-            self._engine.step()
+            checked_step(self._engine)
 
     def _timed(self) -> float:
         start = time.perf_counter()
-        self._engine.step()
+        checked_step(self._engine)
         return (time.perf_counter() - start) * 1e3
 
     def _profiled(self, name: str, steps: int, step: Callable[[], object]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from octavo.build import build_engine
 from octavo.config import EngineConfig, to_flat
 from octavo.engine.engine import Engine
 from octavo.errors import ConfigError
-from octavo_bench.offline import check_fit, random_requests, time_decode, time_prefill
+from octavo_bench.offline import check_fit, checked_step, random_requests, time_decode, time_prefill
 from octavo_bench.report import spread
 
 Figures = dict[str, float]
@@ -34,7 +34,9 @@ LENGTHS = ("input_len", "output_len")
 def sweep(
     config: EngineConfig, work: Work, vary: str, values: Sequence[Any], rounds: int, report: Report
 ) -> Iterator[dict[str, Any]]:
-    """A row for each value: throughput, steps, preemptions, blocks. In turns, each time with a fresh engine.
+    """A row for each value: throughput, preemptions, blocks, and the most tokens of context that they held at once.
+
+    In turns, each time with a fresh engine.
 
     Raises ``ConfigError`` for a setting that there is not.
     """
@@ -59,14 +61,15 @@ def _served(config: EngineConfig, work: Work) -> Figures:
     for request in random_requests(2, work.input_len, WARM_UP_TOKENS, info.vocab_size, 1 << 20, seed=1):
         engine.add(request)
     while engine.has_work:
-        engine.step()
+        checked_step(engine)
     for request in random_requests(*work, info.vocab_size, 1, seed=2):
         engine.add(request)
-    tokens, most_blocks, empty_share = 0, 0, 0.0
+    tokens, most_blocks, empty_share, most_context = 0, 0, 0.0, 0
     start = time.perf_counter()
     while engine.has_work:
-        tokens += sum(len(output.tokens) for output in engine.step())
+        tokens += sum(len(output.tokens) for output in checked_step(engine))
         stats = engine.stats()
+        most_context = max(most_context, stats.num_used_blocks * info.block_size - stats.num_empty_slots)
         if stats.num_used_blocks > most_blocks:
             most_blocks = stats.num_used_blocks
             empty_share = stats.num_empty_slots / (most_blocks * info.block_size)
@@ -76,6 +79,7 @@ def _served(config: EngineConfig, work: Work) -> Figures:
         "blocks": info.num_kv_blocks,
         "most_used_blocks": most_blocks,
         "empty_slots_percent": 100 * empty_share,
+        "context_tokens": most_context,
         "output_tok_s": tokens / seconds,
         "total_tok_s": work.num_prompts * (work.input_len + work.output_len) / seconds,
     }

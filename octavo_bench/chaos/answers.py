@@ -21,16 +21,19 @@ class Answer:
         """Whether a stream's end marker arrived."""
         self.error: str | None = None
         """An event that reports an error."""
+        self.response_id = ""
+        """Of a stream of ``/v1/responses``."""
         self._seen: set[str] = set()
         self._choices: dict[int, dict[str, Any]] = {}
         self._usage: Any = None
+        self._deltas = ""
 
     def content(self) -> Any:
         """Everything that must be the same each time."""
         return {"choices": {index: self._choices[index] for index in sorted(self._choices)}, "usage": self._usage}
 
     def take_event(self, event: bytes) -> None:
-        """Take one server-sent event. Raises ``Repeated`` for an event of this id that arrived before."""
+        """Take one server-sent event. Raises ``Repeated`` for an event that arrived before, or out of order."""
         fields = dict(line.split(": ", 1) for line in event.decode().splitlines() if not line.startswith(":"))
         data = fields.get("data")
         if data is None:
@@ -42,13 +45,29 @@ class Answer:
         if "error" in parsed:
             self.error = data[:300]
             return
-        if id := fields.get("id"):
+        if "sequence_number" in parsed:
+            self._take_response_event(parsed)
+        elif id := fields.get("id"):
             if id in self._seen:
                 raise Repeated(f"the event {id}")
             self._seen.add(id)
             self.last_id = id
         self.num_events += 1
         self.take(parsed)
+
+    def _take_response_event(self, event: dict[str, Any]) -> None:
+        """Its sequence number is the id; the texts are the final response's, and those of the deltas."""
+        number = event["sequence_number"]
+        if number != int(self.last_id or -1) + 1:
+            raise Repeated(f"the event {number} after the event {self.last_id or 'before the first'}")
+        self.last_id = str(number)
+        self._deltas += event.get("delta", "")
+        if response := event.get("response"):
+            self.response_id = response["id"]
+            self.is_done = response["status"] not in ("queued", "in_progress")
+            if self.is_done:
+                self.take(response)
+                self._choices[0]["deltas"] = self._deltas
 
     def take(self, data: dict[str, Any]) -> None:
         """Take a whole answer, or a chunk of one. Raises ``Repeated`` for a second end of a choice."""

@@ -83,11 +83,14 @@ class _Following:
         """Events after which it goes away; 0: it stays."""
         self._pauses = 8 if manner == "slow" else 0
         self._answer = Answer()
+        self._response_id = ""
+        """Of a background response whose stream is read."""
         self._counts = [0, 0, 0]
         self._losses = excuses.losses - bool(excuses.is_losing)
 
     async def run(self) -> Followed:
-        attempt: Callable[[], Any] = self._background if self._asked.body.get("background") else self._attempt
+        is_polled = self._asked.body.get("background") and not self._asked.is_streamed
+        attempt: Callable[[], Any] = self._background if is_polled else self._attempt
         while True:
             self._counts[0] += 1
             breaks = self._excuses.breaks - bool(self._excuses.is_breaking)
@@ -97,15 +100,19 @@ class _Following:
             except ConnectionFailed:
                 self._counts[1] += breaks == self._excuses.breaks
                 await asyncio.sleep(RETRY_SECONDS)
-            if not (self._asked.is_streamed and self._asked.is_durable):
+            if not self._asked.is_resumable:
                 self._answer = Answer()
 
     async def _attempt(self) -> bool:
         """Send the request; returns whether its answer is complete. Raises ``ConnectionFailed`` and ``Failed``."""
-        headers = list(self._headers)
-        if self._answer.last_id:
-            headers.append((b"last-event-id", self._answer.last_id.encode()))
-        async with self._connections.request("POST", self._asked.path, headers, self._data) as connection:
+        headers, last = list(self._headers), self._answer.last_id
+        method, path, data = "POST", self._asked.path, self._data
+        if self._response_id:
+            after = f"&starting_after={last}" if last else ""
+            method, path, data = "GET", f"{RESPONSES}/{self._response_id}?stream=true{after}", b""
+        elif last:
+            headers.append((b"last-event-id", last.encode()))
+        async with self._connections.request(method, path, headers, data) as connection:
             if connection.status != 200:
                 return await self._refused(connection)
             if not self._asked.is_streamed:
@@ -116,6 +123,7 @@ class _Following:
     async def _stream(self, connection: Connection) -> bool:
         async for event in events(connection):
             self._answer.take_event(event)
+            self._response_id = self._answer.response_id or self._response_id
             if self._answer.error is not None:
                 return await self._failed_stream()
             if self._answer.is_done:
@@ -150,7 +158,8 @@ class _Following:
             await asyncio.sleep(_retry_after(connection))
             return False
         is_excused = self._losses != self._excuses.losses
-        if connection.status == 409 and '"stream_unknown"' in body and is_excused:
+        is_unknown = '"stream_unknown"' in body or '"stream_changed"' in body
+        if connection.status == 409 and is_unknown and is_excused:
             self._answer = Answer()
             self._counts[2] += 1
             return False

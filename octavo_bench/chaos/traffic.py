@@ -36,6 +36,11 @@ class Asked(NamedTuple):
         """Whether it continues after a restart of the server if it has an idempotency key."""
         return self.path in (COMPLETIONS, CHAT)
 
+    @property
+    def is_resumable(self) -> bool:
+        """Whether a client gets the rest of its stream when it reconnects."""
+        return self.is_streamed and (self.is_durable or bool(self.body.get("background")))
+
 
 def make_requests(count: int, seed: int) -> list[Asked]:
     """``count`` requests, all of them different, the kinds in turn."""
@@ -61,6 +66,7 @@ def _one_of_each(number: int, rng: random.Random) -> Iterator[Asked]:
     yield Asked("whole", COMPLETIONS, {**plain, "max_tokens": rng.randrange(16, 800)})
     background = {**_response(prompt, rng), "background": True, "max_output_tokens": rng.randrange(16, 800)}
     yield Asked("background", RESPONSES, background)
+    yield Asked("background_stream", RESPONSES, {**background, "stream": True})
     yield Asked("tools_stream", CHAT, {**tools, **streamed})
     yield Asked("choices", COMPLETIONS, {**sampled, "n": 2, "frequency_penalty": 0.5, "stream": True})
     yield Asked("schema", CHAT, {**messages, "response_format": schema, "max_tokens": 100})

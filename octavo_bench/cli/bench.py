@@ -14,7 +14,7 @@ from octavo.cli.settings import add_settings
 from octavo.config import DEFAULT_MODEL, EngineConfig, cache_dir
 from octavo_bench.cli import ablation, chaos, deciding, drafts, peer, quality, serve, suites, sweeps, tools
 from octavo_bench.cli.arguments import engine_config, numbers, reals, require_cuda
-from octavo_bench.cli.results import add_results, check_results, finish
+from octavo_bench.cli.results import add_results, begin, finish
 from octavo_bench.report import spread
 
 NAME = "bench"
@@ -43,6 +43,7 @@ def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     offline = kinds.add_parser("offline", help="prefill and decode tokens per second, in this process")
     add_settings(offline, EngineConfig)
     peer.add_work(offline)
+    _add_peak(offline)
     offline.set_defaults(measure=_offline)
     yield offline
 
@@ -52,6 +53,7 @@ def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     throughput.add_argument("--input-len", type=int, default=512, help="prompt tokens of each")
     throughput.add_argument("--output-len", type=int, default=256, help="output tokens of each")
     throughput.add_argument("--rounds", type=int, default=3, help="runs; medians are reported")
+    _add_peak(throughput)
     throughput.set_defaults(measure=_throughput)
     yield throughput
 
@@ -71,6 +73,15 @@ def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     fidelity.add_argument("--rounds", type=int, default=5, help="parts of each workload; all together are compared")
     fidelity.set_defaults(measure=_fidelity)
     yield fidelity
+
+
+def _add_peak(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--peak",
+        type=float,
+        metavar="TFLOP/S",
+        help="of the device, for model FLOPs utilisation; default: dense 16-bit arithmetic by the GPU's data sheet",
+    )
 
 
 def _add_kernels(kinds: Any) -> Iterator[argparse.ArgumentParser]:
@@ -120,6 +131,7 @@ def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     front.add_argument("--burst", type=int, default=1, help="newcomers that come together")
     front.add_argument("--schemas", type=float, default=0.0, help="as a load: requests a second with hostile schemas")
     front.add_argument("--rounds", type=int, default=1)
+    front.add_argument("--proxy", action="store_true", help="also through `octavo serve --backend openai`, in turns")
     front.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM, whose server is measured in turns")
     front.set_defaults(measure=_front)
     yield front
@@ -133,23 +145,28 @@ def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and do with the result what the flags say."""
-    check_results(args)
+    begin(args)
     return finish(args, args.measure(args))
 
 
 def _offline(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.offline import OfflineBench, bench_config
+    from octavo_bench.utilisation import Utilisation
 
     config = engine_config(args)
     bench = OfflineBench(bench_config(config, args.sequences))
+    used = Utilisation.of(config, bench.info.device, args.peak)
     rows = []
     for count in args.sequences:
         bench.run(count, args.prompt, 4)
         runs = [bench.run(count, args.prompt, args.decode) for _ in range(args.rounds)]
+        for run in runs:
+            run |= used.prefill(run["prefill_tok_s"], args.prompt)
+            run |= used.decode(run["decode_tok_s"], args.prompt + args.decode / 2)
         figures = {name: spread([run[name] for run in runs]) for name in runs[0]}
         rows.append({"sequences": count, "prompt": args.prompt, "decode": args.decode, **figures})
         print(f"octavo: {count} sequences measured", file=sys.stderr)
-    return {**_engine(config, bench.info), "rows": rows}
+    return {**_engine(config, bench.info), "peak_tflops": used.peak, "rows": rows}
 
 
 def _engine(config: EngineConfig, info: Any) -> dict[str, Any]:
@@ -180,6 +197,7 @@ def _peak_memory(device: str) -> int:
 def _throughput(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.offline import build_prepared
     from octavo_bench.throughput import run_all
+    from octavo_bench.utilisation import Utilisation
 
     config = _without_prefix_cache(engine_config(args))
     engine, info = build_prepared(config)
@@ -187,9 +205,13 @@ def _throughput(args: argparse.Namespace) -> dict[str, Any]:
     run_all(engine, info, min(args.num_prompts, info.max_num_seqs), args.input_len, min(args.output_len, 16), 1)
     firsts = range(args.num_prompts, args.num_prompts * (args.rounds + 1), args.num_prompts)
     runs = [run_all(engine, info, args.num_prompts, *work, first + 1) for first in firsts]
+    used = Utilisation.of(config, info.device, args.peak)
+    for run in runs:
+        run |= used.requests(run["requests_s"], *work)
     figures = {name: spread([run[name] for run in runs]) for name in runs[0]}
     asked = {"num_prompts": args.num_prompts, "input_len": args.input_len, "output_len": args.output_len}
-    return {**_engine(config, info), **asked, "preemptions": engine.stats().num_preemptions, **figures}
+    more = {"peak_tflops": used.peak, "preemptions": engine.stats().num_preemptions}
+    return {**_engine(config, info), **asked, **more, **figures}
 
 
 def _without_prefix_cache(config: EngineConfig) -> EngineConfig:
@@ -260,7 +282,7 @@ def _front(args: argparse.Namespace) -> dict[str, Any]:
 
     loads = Loads(args.newcomers, args.burst, args.schemas)
     plan = Plan(args.streams, args.steps_ms, args.seconds, args.rounds, loads)
-    return measure(plan, model_folder("llama-3.2-1b", cache_dir() / "shapes"), args.vllm)
+    return measure(plan, model_folder("llama-3.2-1b", cache_dir() / "shapes"), args.vllm, args.proxy)
 
 
 def _startup(args: argparse.Namespace) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo_bench.evidence import check_folder, write_evidence
-from octavo_bench.plot_style import check_plot
+from octavo_bench.evidence import check_folder, write_evidence, write_trace
+from octavo_bench.gpu_watch import GpuWatch, gpus
+from octavo_bench.plot_style import FORMATS, check_plot
 from octavo_bench.report import keep
 
 EXIT_WORSE = 1
@@ -23,12 +24,20 @@ def add_results(parser: argparse.ArgumentParser, with_output: bool = True) -> No
     results = parser.add_argument_group("results")
     if with_output:
         results.add_argument("--output", type=Path, metavar="FILE", help="also write the record, as JSON, to this file")
+        results.add_argument(
+            "--gpu-trace",
+            type=Path,
+            metavar="FILE",
+            help="write utilisation, memory, power, clocks and temperature of this machine's GPUs over time, as .csv, "
+            ".svg or .png",
+        )
     results.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png; needs octavo[plots]")
     results.add_argument(
         "--evidence",
         type=Path,
         metavar="DIR",
-        help="fill this empty folder with record, plot, packages, machine, and the commit and changes of the code",
+        help="fill this empty folder with record, plot, packages, machine, GPU trace, and the commit and changes of "
+        "the code",
     )
     results.add_argument("--baseline", type=Path, metavar="RECORD", help="a record of the same command")
     results.add_argument(
@@ -45,6 +54,17 @@ def add_results(parser: argparse.ArgumentParser, with_output: bool = True) -> No
         metavar="FIGURE",
         help="figures that --fail-under compares, or parts of their names; default: throughput",
     )
+
+
+def begin(args: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` for flags that could only fail after the measurement; then watch the GPUs, if asked."""
+    if args.gpu_trace is not None:
+        if args.gpu_trace.suffix != ".csv":
+            check_plot(args.gpu_trace, "gpu_trace", (".csv", *FORMATS))
+        if not gpus():
+            raise ConfigError("gpu_trace: nvidia-smi finds no GPU on this machine")
+    check_results(args)
+    args.gpu_watch = GpuWatch() if args.gpu_trace is not None or args.evidence is not None else None
 
 
 def check_results(args: argparse.Namespace) -> None:
@@ -68,20 +88,26 @@ def check_results(args: argparse.Namespace) -> None:
 def finish(args: argparse.Namespace, result: Mapping[str, Any], shown: str | None = None) -> int:
     """Print the record, or ``shown`` in its place, and do what the flags say; returns the exit code. Raises
     ``ConfigError``."""
+    if args.gpu_watch is not None:
+        args.gpu_watch.close()
+        if summary := args.gpu_watch.summary():
+            result = {**result, "gpus": summary}
+        if args.gpu_trace is not None:
+            write_trace(args.gpu_watch, args.gpu_trace)
     text = keep(args.kind, result, args.output)
     print(text if shown is None else shown)
-    return conclude(args, json.loads(text))
+    return conclude(args, json.loads(text), args.gpu_watch)
 
 
-def conclude(args: argparse.Namespace, record: Mapping[str, Any]) -> int:
-    """Draw a record and compare it; returns the exit code. Raises ``ConfigError``."""
+def conclude(args: argparse.Namespace, record: Mapping[str, Any], watch: GpuWatch | None = None) -> int:
+    """Draw a record and compare it; returns the exit code. ``watch``: what watched the GPUs. Raises ``ConfigError``."""
     from octavo_bench.gate import compare, differences, read_record
     from octavo_bench.plots import draw
 
     if args.plot is not None:
         draw(record, args.plot)
     if args.evidence is not None:
-        write_evidence(record, args.evidence)
+        write_evidence(record, args.evidence, watch)
     if args.fail_under is None:
         return 0
     baseline = None if args.baseline is None else read_record(args.baseline)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.cli.settings import positive
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import numbers, reals
-from octavo_bench.cli.results import add_results, check_results, finish
+from octavo_bench.cli.results import add_results, begin, finish
 
 if TYPE_CHECKING:
     from octavo_bench.serve_load import Target, Work
@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
     from octavo_bench.serve_figures import parse_goodput, write_csv
     from octavo_bench.serve_load import Load, Target, Work
 
-    check_results(args)
+    begin(args)
     _check(args)
     loads = [Load(rate=rate) for rate in args.request_rate or ()]
     loads = loads or [Load(concurrency=count) for count in args.concurrency or [1 if args.sweep else 16]]

@@ -10,7 +10,7 @@ from typing import Any
 from octavo.cli.settings import add_settings, load_config, positive
 from octavo.config import EngineConfig
 from octavo_bench.cli.arguments import engine_config, numbers
-from octavo_bench.cli.results import add_results, check_results, finish
+from octavo_bench.cli.results import add_results, begin, finish
 
 
 def add_kinds(kinds: Any) -> None:
@@ -60,7 +60,7 @@ def _value(text: str) -> int | float | str:
 def _sweep(args: argparse.Namespace) -> int:
     from octavo_bench.sweep import Work, sweep
 
-    check_results(args)
+    begin(args)
     config = engine_config(args)
     work = Work(args.num_prompts, args.input_len, args.output_len)
     vary, values = args.vary.replace("-", "_"), [_value(text) for text in args.values.split(",")]
@@ -71,7 +71,7 @@ def _sweep(args: argparse.Namespace) -> int:
 def _recompute(args: argparse.Namespace) -> int:
     from octavo_bench.sweep import without_cache
 
-    check_results(args)
+    begin(args)
     config = engine_config(args)
     rows = list(without_cache(config, args.lengths, args.tokens, args.rounds))
     return finish(args, {"model": Path(config.model.model).name, "rows": rows})
@@ -80,8 +80,8 @@ def _recompute(args: argparse.Namespace) -> int:
 def _limit(args: argparse.Namespace) -> int:
     from octavo_bench.memory_limit import memory_limit
 
-    check_results(args)
+    begin(args)
     model = load_config(EngineConfig, args).model
     flags = ["--model", model.model, "--load-format", model.load_format, "--device", model.device]
     found = memory_limit(flags, args.memory, args.longest, _say)
-    return finish(args, {"model": Path(model.model).name, "rows": [{"memory": args.memory or "all", **found}]})
+    return finish(args, {"model": Path(model.model).name, "memory": args.memory or "all", **found})

@@ -1,4 +1,4 @@
-"""`octavo bench shape`, `roofline`, `lora`, `report` and `gpu`: what goes with measuring."""
+"""`octavo bench shape`, `roofline`, `lora`, `switch`, `report` and `gpu`: what goes with measuring."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import numbers
-from octavo_bench.cli.results import add_results, check_results, conclude, finish
+from octavo_bench.cli.results import add_results, begin, check_results, conclude, finish
 
 
 def add_kinds(kinds: Any) -> None:
@@ -38,6 +38,18 @@ def add_kinds(kinds: Any) -> None:
     lora.add_argument("--rounds", type=int, default=3, help="in which the numbers of adapters take turns")
     add_results(lora)
     lora.set_defaults(run=_lora)
+
+    switch = kinds.add_parser(
+        "switch", help="several models on one port: right answers, memory held, times of a switch"
+    )
+    switch.add_argument("models", nargs="+", metavar="MODEL", help="a model as for `octavo serve`; tiny: a random one")
+    switch.add_argument("--models-memory-budget", type=float, required=True, help="GiB that all may take together")
+    switch.add_argument("--kv-cache-memory", type=float, default=0.25, help="GiB of KV cache of each model")
+    switch.add_argument("--requests", type=int, default=300, help="over all models, in random order")
+    switch.add_argument("--concurrency", type=int, default=4, help="requests at once")
+    switch.add_argument("--rounds", type=int, default=5, help="switches to each model, of which medians are reported")
+    add_results(switch)
+    switch.set_defaults(run=_switch)
 
     report = kinds.add_parser("report", help="the tables of raw JSON files, as Markdown")
     report.add_argument("files", nargs="*", type=Path, metavar="FILE")
@@ -85,12 +97,25 @@ def _lora(args: argparse.Namespace) -> int:
     from octavo_bench.lora import step_times
     from octavo_bench.report import spread
 
-    check_results(args)
+    begin(args)
     work = {"sequences": args.sequences, "rank": args.rank, "steps": args.steps, "rounds": args.rounds}
     with tempfile.TemporaryDirectory() as folder:
         times = step_times(args.model, Path(folder), args.adapters, args.sequences, args.rank, args.steps, args.rounds)
     rows = [{"adapters": count, "step_ms": spread(ms), "least_ms": round(min(ms), 3)} for count, ms in times.items()]
     return finish(args, {"model": args.model.name, **work, "rows": rows})
+
+
+def _switch(args: argparse.Namespace) -> int:
+    import tempfile
+
+    from octavo_bench.switch import measure, write_tiny_model
+
+    begin(args)
+    flags = ["--kv-cache-memory", str(args.kv_cache_memory)]
+    with tempfile.TemporaryDirectory() as folder:
+        models = [str(write_tiny_model(Path(folder) / "tiny")) if model == "tiny" else model for model in args.models]
+        result = measure(models, flags, args.models_memory_budget, args.requests, args.concurrency, args.rounds)
+    return finish(args, result)
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -13,12 +13,14 @@ from tests.clients.conftest import FOLDER, MODEL
 from tests.conftest import Server, start_server
 
 KEY = "a-key"
+CONTEXT = 2048
+"""Tokens at which an answer without a limit ends within a client's timeout, on two busy cores."""
 
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[Server]:
     """A server that asks for a key, as the APIs describe themselves."""
-    server = start_server(MODEL, key=KEY)
+    server = start_server(MODEL, "--max-model-len", str(CONTEXT), key=KEY)
     yield server
     server.stop()
 

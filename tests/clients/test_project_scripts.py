@@ -10,24 +10,28 @@ import ast
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import MODEL
-from tests.conftest import Server
+from tests.clients.conftest import MODEL, program_of
+from tests.conftest import Server, start_server
 
 PROJECTS = os.environ.get("OCTAVO_PROJECTS", "")
+LOAD_TESTS_PORT = 8000
+"""A constant in the load tests of llm-inference-engine."""
 
 
-def run_script(name: str, *arguments: object, cwd: Path, **env: str) -> str:
+def run_script(name: str, *arguments: object, cwd: Path, python: str | Path = sys.executable, **env: str) -> str:
     """Run a script to its end; returns what it printed. Skips when its project is not there."""
     script = Path(PROJECTS or "/nonexistent") / name
     if not script.is_file():
         pytest.skip(f"there is no clone with {name}; give its folder: make test-clients PROJECTS=FOLDER")
-    command = [sys.executable, str(script.resolve()), *map(str, arguments)]
+    command = [str(python), str(script.resolve()), *map(str, arguments)]
     ended = subprocess.run(
         command, cwd=cwd, env={**os.environ, **env}, stdout=-1, stderr=subprocess.STDOUT, text=True, timeout=600
     )
@@ -61,3 +65,46 @@ def test_the_serving_benchmark_of_infer(server: Server, tmp_path: Path, workload
     )
     (found,) = json.loads(report.read_text())["workloads"]
     assert (found["successful_requests"], found["failed_requests"]) == (4, 0)
+
+
+@pytest.fixture(scope="module")
+def server_8000() -> Iterator[Server]:
+    """Another server of `make serve`, on the port that the load tests ask."""
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", LOAD_TESTS_PORT)) == 0:
+            pytest.skip(f"port {LOAD_TESTS_PORT} is taken")
+    server = start_server(MODEL, "--port", str(LOAD_TESTS_PORT))
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("prompt", ["short", "medium", "long"])
+def test_the_load_test_of_llm_inference_engine(server_8000: Server, tmp_path: Path, prompt: str) -> None:
+    report, levels = tmp_path / "report.json", (1, 4, 8)
+    run_script(
+        *("llm-inference-engine/benchmarks/load/load_test.py", "--concurrency", *levels),
+        *("--prompt", prompt, "--out", report),
+        cwd=tmp_path,
+        python=program_of("main", "python"),
+    )
+    found = json.loads(report.read_text())
+    assert [(row["total_requests"], row["failed"]) for row in found] == [(level, 0) for level in levels]
+    alone = found[0]["total_tokens"]
+    assert 0 < alone <= 50
+    assert [row["total_tokens"] for row in found] == [alone * level for level in levels]  # decoding is greedy
+    assert server_8000.get("/stats").json()["cache"]["used_pages"] == 0
+
+
+def test_the_arrival_patterns_of_llm_inference_engine(server_8000: Server, tmp_path: Path) -> None:
+    """It imports ``pynvml``; without a GPU its figures of utilisation are empty."""
+    report = tmp_path / "report.json"
+    run_script(
+        *("llm-inference-engine/benchmarks/load/load_v.py", "--num_requests", 8),
+        *("--poisson_rate", 4, "--steady_interval", 0.3, "--out", report),
+        cwd=tmp_path,
+        python=program_of("main", "python"),
+    )
+    found = json.loads(report.read_text())
+    assert [row["pattern"] for row in found] == ["burst", "steady", "poisson"]
+    assert [(row["total_requests"], row["failed"]) for row in found] == [(8, 0)] * 3
+    assert server_8000.get("/stats").json()["cache"]["used_pages"] == 0

@@ -17,10 +17,11 @@ import pytest
 from octavo.cli import main, parse_arguments
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.types import Masks, Plan, Sampled
 from octavo_bench import gpu
 from octavo_bench.dummy_models import write_model
-from octavo_bench.offline import build_prepared
-from octavo_bench.overhead import build_instant_engine, decode_step_milliseconds
+from octavo_bench.offline import build_prepared, random_requests, time_decode, time_prefill
+from octavo_bench.overhead import InstantStep, build_instant_engine, decode_step_milliseconds
 
 Measure = Callable[..., dict[str, Any]]
 
@@ -56,9 +57,10 @@ def test_every_timed_step_decodes_every_sequence() -> None:
 
 
 def test_front(measured: Measure) -> None:
-    record = measured("front", "--streams", "4", "--seconds", "0.5", "--steps-ms", "10", "--schemas", "20")
+    record = measured("front", "--streams", "4", "--seconds", "0.5", "--steps-ms", "10", "--schemas", "20", "--proxy")
     rows, runs = record["result"]["rows"], record["result"]["runs"]
-    assert [(row["step_ms"], row["load"]) for row in rows] == [(10.0, "none"), (10.0, "schemas")]
+    cases = [(row["engine"], row["load"]) for row in rows]
+    assert cases == [(engine, load) for load in ("none", "schemas") for engine in ("octavo", "proxy")]
     assert all(run["tokens"] == 200 and run["gap_ms"]["max"] >= run["gap_ms"]["p99"] > 0 for run in runs)
     assert all(0.5 <= row["events_per_token"] <= 1.02 and row["front_cpu_us_per_token"] > 0 for row in rows)
 
@@ -97,6 +99,23 @@ def test_runs_that_would_wait_for_room_are_refused(tiny: tuple[str, ...], capsys
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("timed", [time_prefill, functools.partial(time_decode, steps=2)])
+def test_a_request_that_fails_ends_the_measurement(timed: Callable[..., float]) -> None:
+    """For want of memory, say: it would be waited for without an end."""
+
+    class Failing(InstantStep):
+        def sample(self, masks: Masks) -> list[Sampled]:
+            return [Sampled([], error="no memory") for _ in self.plan]
+
+    class Runner:
+        def submit(self, plan: Plan) -> Failing:
+            return Failing(plan)
+
+    engine = build_instant_engine(2, tokens=64, runner=Runner())
+    with pytest.raises(ConfigError, match="a request failed: no memory"):
+        timed(engine, random_requests(2, 8, 8, 1000, 1, seed=1))
+
+
 def test_throughput(measured: Measure, tiny: tuple[str, ...]) -> None:
     work = ("--num-prompts", "6", "--input-len", "12", "--output-len", "5", "--max-num-seqs", "4")
     result = measured("throughput", *tiny, *work, "--rounds", "2")["result"]
@@ -104,6 +123,9 @@ def test_throughput(measured: Measure, tiny: tuple[str, ...]) -> None:
     assert result["output_tok_s"]["median"] == pytest.approx(5 * result["requests_s"]["median"], rel=0.01)
     assert result["total_tok_s"]["median"] == pytest.approx(17 * result["requests_s"]["median"], rel=0.01)
     assert result["output_tok_s"]["runs"] == 2
+    assert result["gflop_s"]["median"] > 0
+    assert result["peak_tflops"] is None, "of a CPU nothing is known"
+    assert "mfu_percent" not in result
 
 
 def test_profile(measured: Measure, tiny: tuple[str, ...], tmp_path: Path) -> None:

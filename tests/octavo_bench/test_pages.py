@@ -99,3 +99,21 @@ def test_figures_of_formats_are_those_of_the_records() -> None:
     )
     for name, figure in theirs.items():
         assert f"| `{name}` | {number(ours[name])} | {number(figure)} |" in page
+
+
+def test_what_shows_the_features_of_other_projects_exists() -> None:
+    root, text = DOCS.parent, (DOCS / "seeds.md").read_text()
+    paths = re.findall(r"`((?:tests|octavo|deploy|docs)/[^` ]*|\.github/[^`]*)`", text)
+    assert len(paths) > 50
+    assert [path for path in paths if not (root / path).exists()] == []
+    functions = set(re.findall(r"`(test_\w+)`", text))
+    written = set(re.findall(r"def (test_\w+)", "".join(file.read_text() for file in root.glob("tests/**/test_*.py"))))
+    assert len(functions) > 5
+    assert functions <= written
+
+
+def test_the_commands_for_the_features_of_other_projects_parse() -> None:
+    commands = re.findall(r"`(octavo bench [a-z-]+ [^`]+)`", (DOCS / "seeds.md").read_text())
+    assert len(commands) > 10
+    for command in commands:
+        build_parser().parse_args(shlex.split(command)[1:])

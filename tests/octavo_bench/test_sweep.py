@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from octavo.cli import main
 from octavo.errors import ConfigError
 from octavo_bench import memory_limit as memory
 from octavo_bench.dummy_models import write_model
-from octavo_bench.memory_limit import PARTS, memory_limit
+from octavo_bench.memory_limit import PARTS, Try, memory_limit
 
 WORK = ("--num-prompts", "3", "--input-len", "20", "--output-len", "4", "--rounds", "1", "--num-kv-blocks", "40")
 
@@ -31,6 +32,8 @@ def test_a_setting_and_a_length_are_swept(tmp_path: Path) -> None:
     small, large = ({name: row[name]["median"] for name in row if name != "block_size"} for row in rows)
     assert small["most_used_blocks"] > large["most_used_blocks"]
     assert small["empty_slots_percent"] < large["empty_slots_percent"]
+    assert small["context_tokens"] == large["context_tokens"]
+    assert 60 <= large["context_tokens"] <= 72
     assert small["output_tok_s"] > 0 == small["preemptions"]
     assert [row["input_len"] for row in run(tmp_path, "sweep", "--vary", "input_len", "--values", "4,8", *WORK)] == [
         4,
@@ -63,13 +66,32 @@ def test_evidence_never_mixes_with_other_files(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize("limit", [8192, 5000, 256])
 def test_the_limit_is_found_by_trying(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_try_length", lambda model, gib, length: "" if length <= limit else "no memory")
+    monkeypatch.setattr(memory, "_try_length", lambda model, gib, length: Try("" if length <= limit else "no memory"))
     found = memory_limit([], None, 8192, lambda line: None)
     assert limit - 8192 // PARTS < found["longest_context"] <= limit
-    assert len(found["tries"]) <= 6
+    assert len(found["rows"]) <= 6
+    assert all(bool(row["failed"]) == (row["context"] > limit) for row in found["rows"])
 
 
 def test_a_limit_that_nothing_is_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_try_length", lambda model, gib, length: "no memory")
+    monkeypatch.setattr(memory, "_try_length", lambda model, gib, length: Try("no memory"))
     with pytest.raises(ConfigError, match="256 tokens do not fit: no memory"):
         memory_limit([], None, 8192, lambda line: None)
+
+
+def test_a_whole_context_is_served_and_drawn(tmp_path: Path) -> None:
+    """Prompts of many steps, too: each may add a token before those that are timed."""
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "limit.svg"
+    (row,) = run(tmp_path, "limit", "--longest", "4096", "--plot", str(plot))
+    assert row["context"] == 4096
+    assert 50 < row["peak_memory_mib"] < 5000
+    assert "peak memory" in plot.read_text()
+
+
+def test_what_a_model_refuses_is_no_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = "octavo: error: max_model_len: 10000 is more than the model's 8192\n"
+    ended = subprocess.CompletedProcess([], 2, stdout="", stderr=refusal)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: ended)
+    with pytest.raises(ConfigError, match="limit: 10000 tokens: max_model_len: 10000 is more"):
+        memory_limit([], None, 10000, lambda line: None)
