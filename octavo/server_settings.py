@@ -50,6 +50,15 @@ class ServerSettings:
     allow_runtime_lora_updating: bool = setting(
         False, "allow clients to load LoRA adapters from folders of this machine, and to unload them"
     )
+    enable_sleep_mode: bool = setting(
+        False, "let clients end the engine process with POST /sleep until the next request or POST /wake_up"
+    )
+    models_memory_budget: float | None = setting(
+        None,
+        "GiB of memory that several models may take together; those used least recently sleep until asked for; "
+        "default: no bound",
+        low=0.001,
+    )
     unknown_fields: str = setting(
         "warn",
         "request fields that have no effect: warn names them in a header, reject refuses the request, ignore is silent",
@@ -118,3 +127,6 @@ class ServerSettings:
     log_level: str = setting("info", "lowest level that is logged", ("debug", "info", "warning", "error"))
     log_format: str = setting("text", "format of the log on standard error", ("text", "json"))
     access_log: bool = setting(True, "log each request: client, method, path, status, seconds and id")
+    otlp_traces_endpoint: str | None = setting(
+        None, "URL to send OpenTelemetry traces to, by OTLP over HTTP, such as http://127.0.0.1:4318; default: none"
+    )

@@ -1,9 +1,10 @@
-"""``octavo serve [MODEL]``: the OpenAI-compatible server."""
+"""``octavo serve [MODEL ...]``: the OpenAI-compatible server."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from octavo.cli.settings import add_settings, load_config, secret_warnings
 from octavo.config import ServeConfig
@@ -20,7 +21,7 @@ COMMON = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every setting of the engine and the server."""
-    add_settings(parser, ServeConfig, COMMON)
+    add_settings(parser, ServeConfig, COMMON, takes_several=True)
     for flag, level in (("--verbose", "debug"), ("--quiet", "warning")):
         parser.add_argument(
             *(flag[1:3], flag), dest="log_level", action="store_const", const=level, help=f"log level {level}"
@@ -29,9 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
-    config = load_config(ServeConfig, args)
+    configs = [_config(args, model) for model in (args.model_argument, *args.other_models)]
     for warning in secret_warnings(args):
         print(f"octavo: warning: {warning}", file=sys.stderr)
     from octavo.server import serving
 
-    return serving.run(config)
+    return serving.run(configs[0], others=configs[1:])
+
+
+def _config(args: argparse.Namespace, model: str | None) -> ServeConfig:
+    """The settings of one model, given as a model or as NAME=MODEL."""
+    name, equals, named = (model or "").partition("=")
+    given = {**vars(args), "model_argument": model}
+    if equals and not Path(model or "").exists():
+        given |= {"model_argument": named, "served_model_name": name}
+    return load_config(ServeConfig, argparse.Namespace(**given))

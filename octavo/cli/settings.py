@@ -45,19 +45,25 @@ def variable_name(name: str) -> str:
 
 
 def add_settings(
-    parser: argparse.ArgumentParser, config_class: type[EngineConfig], common: Collection[str] = ()
+    parser: argparse.ArgumentParser,
+    config_class: type[EngineConfig],
+    common: Collection[str] = (),
+    takes_several: bool = False,
 ) -> None:
     """Add ``[MODEL]``, ``--config`` and a flag for each setting of ``config_class``, grouped by owner.
 
-    Short help shows the ``common`` ones alone. Values stay text until ``load_config``, so that every source is checked
-    by the same code.
+    With ``takes_several`` further models are ``other_models``. Short help shows the ``common`` settings alone.
+    Values stay text until ``load_config``, so that every source is checked by the same code.
     """
-    parser.usage = f"{parser.prog} [MODEL] [options]"
+    parser.usage = f"{parser.prog} [MODEL{' ...' if takes_several else ''}] [options]"
     parser.epilog = (
         f"Every setting can also be given as an environment variable, such as {variable_name('max_num_seqs')}=8, "
         "or in the YAML file of --config. Flags override the environment, which overrides the file."
     )
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+    if takes_several:
+        help = "more models behind this port; also NAME=MODEL"
+        parser.add_argument("other_models", nargs="*", metavar="...", help=help)
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file of settings by name; settings of other commands are ignored"
     )

@@ -28,6 +28,7 @@ from octavo.ray.request_router import OctavoRequestRouter
 from octavo.ray.settings import FleetSettings, parse
 from octavo.server.app import create_app
 from octavo.server.model_name import with_local_model
+from octavo.server.tracing import make_tracing
 from octavo.telemetry.logs import log_to_stderr
 from octavo.text.tokenizer import load_tokenizer
 
@@ -49,6 +50,7 @@ class Ingress:
         config = await asyncio.to_thread(with_local_model, ServeConfig.from_flat(settings))
         log_to_stderr(config.server.log_level, config.server.log_format)
         self._engine = FleetEngine(config, engines, max_replicas)
+        self._engine.tracing = make_tracing(config.server, self._engine.metrics.model_name)
         await self._engine.start()
         tokenizer = await asyncio.to_thread(load_tokenizer, Path(config.model.tokenizer or config.model.model))
         self._app = create_app(config, self._engine, tokenizer)
@@ -60,6 +62,8 @@ class Ingress:
     def __del__(self) -> None:
         if hasattr(self, "_app"):
             self._app.state.services.close()
+            if self._engine.tracing is not None:
+                self._engine.tracing.close()
 
 
 def application(args: Mapping[str, Any]) -> serve.Application:

@@ -17,7 +17,7 @@ from octavo.config import ServeConfig
 from octavo.errors import InvalidParameter, RequestFailed, Unavailable
 from octavo.ray.messages import Answer, decode_answer, decode_info, encode
 from octavo.server.adapters import AdapterTable
-from octavo.server.engine_client import OutputListener
+from octavo.server.engine_client import OutputListener, SleepMode
 from octavo.server.engine_stats import summed
 from octavo.server.journal import RequestJournal
 from octavo.server.live_request import LiveRequest, adapters_of
@@ -51,7 +51,7 @@ class FleetEngine(RequestJournal):
         self.kv_events = KVEventRing()
         self.failure: str | None = None
         self.pid: int | None = None
-        self.num_restarts = 0
+        self.num_restarts = self.sleep_level = 0
         self.last_answer = time.monotonic()
         self._info: EngineInfo | None = None
         self._handle = handle
@@ -94,6 +94,13 @@ class FleetEngine(RequestJournal):
     def cache_views(self) -> list[CacheView]:
         """None: the replicas' caches are not viewed from here."""
         return []
+
+    async def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None:
+        """Raises ``Unavailable``: Ray decides how many replicas there are."""
+        raise Unavailable("Replicas of Ray do not sleep; its autoscaling ends idle ones.")
+
+    async def wake_up(self) -> None:
+        """Replicas are always awake."""
 
     def _condition(self) -> Condition:
         self.metrics.stats = self.stats

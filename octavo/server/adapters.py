@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.config import ModelSettings, parse_lora_modules
-from octavo.errors import ConfigError, ModelNotFound
+from octavo.errors import ConfigError, ModelNotFound, OctavoError
+from octavo.server import wire
+from octavo.server.engine_link import EngineLink
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_DEATHS = 2
 """After this many consecutive engine deaths while loading an adapter, the next process skips it."""
+
+logger = logging.getLogger("octavo.server")
 
 
 @dataclass
@@ -53,6 +59,21 @@ class AdapterTable:
         """Stop serving an adapter that the current engine process could not load."""
         self.paths.pop(name, None)
 
+    async def load_all_again(self, link: EngineLink) -> None:
+        """Load what the previous engine process had; leave out what fails. Raises ``OctavoError`` if it ends."""
+        for name, adapter in list(self.known.items()):
+            error = await _load_again(link, name, adapter)
+            if link.closed.is_set():
+                adapter.deaths += 1
+                raise OctavoError(f"the engine process ended while it loaded the adapter {name}")
+            if name not in self.known:  # unloaded meanwhile
+                await link.change_adapter(wire.UnloadAdapter(link.generation, name))
+            elif error:
+                logger.error("the adapter %s is left out: %s", name, error)
+                self.leave_out(name)
+            else:
+                self.take_back(name)
+
     def check(self, name: str) -> None:
         """Raise ``ModelNotFound`` for an adapter that was left out."""
         if name in self.known and name not in self.paths:
@@ -66,6 +87,20 @@ class AdapterTable:
         """
         content = self.known[name].digest if name in self.known else ""
         return f"{content}:{salt}" if self.is_enabled else salt
+
+
+async def _load_again(link: EngineLink, name: str, adapter: Adapter) -> str:
+    """Load an adapter into another engine process if its files are unchanged; return the error message, or ""."""
+    if adapter.deaths >= MAX_DEATHS:
+        adapter.deaths = 0  # retried at the next restart
+        return "engine processes die while they load it"
+    try:
+        content = await asyncio.to_thread(digest, adapter.path)
+    except ConfigError as error:
+        return str(error)
+    if content != adapter.digest:
+        return f"{adapter.path}: its files have changed since it was loaded"
+    return await link.change_adapter(wire.LoadAdapter(link.generation, name, adapter.path))
 
 
 def digest(path: str) -> str:

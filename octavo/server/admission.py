@@ -87,6 +87,11 @@ class Admission:
         # Unbounded, tokenisation would starve the event loop of cores and of the GIL.
         self._tokenising = asyncio.Semaphore(max(1, (os.cpu_count() or 1) // 2))
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there is room for one more sequence."""
+        return self.engine.num_live + self._num_reserved < self.engine.info.max_num_seqs + self.max_num_queued_reqs
+
     def check_room(self, count: int = 1) -> None:
         """Raise ``QueueFull`` unless there is room for ``count`` more sequences."""
         room = self.engine.info.max_num_seqs + self.max_num_queued_reqs

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,7 +16,7 @@ from starlette.responses import Response
 
 from octavo.config import ServeConfig
 from octavo.errors import RequestError
-from octavo.server import admin, explanations, probes
+from octavo.server import admin, explanations, probes, sleep
 from octavo.server.admission import Admission
 from octavo.server.allowed_hosts import AllowedHosts
 from octavo.server.anthropic import messages
@@ -25,7 +26,7 @@ from octavo.server.body_receiver import BodyReceiver
 from octavo.server.console import files as console
 from octavo.server.console import live
 from octavo.server.durable.journal import Journal
-from octavo.server.engine_client import EngineClient
+from octavo.server.engine_client import EngineClient, Monitored
 from octavo.server.errors import on_http_exception, on_request_error
 from octavo.server.keys import Keys
 from octavo.server.middleware import RequestMiddleware
@@ -36,7 +37,9 @@ from octavo.server.ollama import models as ollama_models
 from octavo.server.openai import adapters, chat, embeddings, models, scoring, tokenize
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint, openapi_document
+from octavo.server.responses import conversations
 from octavo.server.responses import endpoints as responses
+from octavo.server.responses.background import BackgroundResponses
 from octavo.server.services import Services
 from octavo.server.store import Store
 from octavo.server_settings import ServerSettings
@@ -50,6 +53,7 @@ PARTS = (
     chat,
     messages,
     responses,
+    conversations,
     files,
     batches,
     embeddings,
@@ -60,6 +64,7 @@ PARTS = (
     probes,
     live,
     explanations,
+    sleep,
     admin,
     generate,
     infer,
@@ -69,9 +74,26 @@ PARTS = (
 )
 
 
-def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None) -> Starlette:
-    """The application for ``engine``, which may be started later. Raises ``ConfigError`` for an unreadable chat
-    template."""
+class Served(NamedTuple):
+    """A model as the front process has it."""
+
+    config: ServeConfig
+    engine: EngineClient
+    tokenizer: Tokenizer | None
+
+
+def create_app(
+    config: ServeConfig,
+    engine: EngineClient,
+    tokenizer: Tokenizer | None,
+    others: Sequence[Served] = (),
+    group: Monitored | None = None,
+) -> Starlette:
+    """The application for ``engine``, which may be started later, and for the models of ``others``, if any.
+
+    ``group`` is what the monitoring endpoints of a server of several models report on. Raises ``ConfigError`` for an
+    unreadable chat template.
+    """
     endpoints = [endpoint for part in PARTS for endpoint in part.ENDPOINTS]
     endpoints += console.ENDPOINTS if config.server.console else []
     endpoints.append(Endpoint("GET", "/openapi.json", _document, "This document"))
@@ -79,18 +101,38 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
     app = Starlette(
         routes=endpoints,
         middleware=outer_middleware(
-            config.server, keys, engine.metrics, is_open=console.is_open if config.server.console else None
+            config.server, keys, (group or engine).metrics, is_open=console.is_open if config.server.console else None
         ),
         lifespan=_life,
         exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )
     # The redirect's target would contain the Host header, which the client controls.
     app.router.redirect_slashes = False
-    app.state.live_view = live.LiveView(engine)
+    siblings: list[Services] = []
+    shared = {
+        "body_receiver": BodyReceiver(config.server.max_request_bytes),
+        "store": _store(config.server),
+        "jobs": BackgroundJobs(),
+        "keys": keys,
+        "group": group,
+        "siblings": siblings,
+    }
+    every = [_services(each, shared, bool(others)) for each in (Served(config, engine, tokenizer), *others)]
+    siblings += every if others else []
+    app.state.services = every[0]
+    app.state.live_views = {each.model_name: live.LiveView(each.engine) for each in every}
+    return app
+
+
+def _services(served: Served, shared: dict[str, Any], is_one_of_several: bool) -> Services:
+    config, engine, tokenizer = served
+    settings, names = config.server, served_model_names(config)
     chat_template = load_chat_template(config.model, tokenizer)
     special_ids = tokenizer.special_ids_by_text() if tokenizer is not None else {}
-    settings = config.server
-    app.state.services = Services(
+    journal = None if settings.journal is None else Path(settings.journal).expanduser()
+    if journal is not None and is_one_of_several:
+        journal /= names[0].replace("/", "--")
+    return Services(
         config=config,
         engine=engine,
         tokenizer=tokenizer,
@@ -98,15 +140,11 @@ def create_app(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer |
         message_format=find_format(
             settings.tool_call_parser, settings.reasoning_parser, chat_template.source, special_ids
         ),
-        admission=Admission(engine, tokenizer, config.server),
-        body_receiver=BodyReceiver(settings.max_request_bytes),
-        store=_store(settings),
-        jobs=BackgroundJobs(),
-        keys=keys,
-        journal=_journal(config, engine, tokenizer),
-        model_names=served_model_names(config),
+        admission=Admission(engine, tokenizer, settings),
+        journal=None if journal is None else Journal(journal, settings.journal_retention, config, engine, tokenizer),
+        model_names=names,
+        **shared,
     )
-    return app
 
 
 @contextlib.asynccontextmanager
@@ -116,9 +154,10 @@ async def _life(app: Starlette) -> AsyncIterator[None]:
     services: Services = app.state.services
     services.jobs.start("deletion of what has expired", services.store.keep_tidy())
     app.state.batches = batches.Batches(app, [endpoint for part in PARTS for endpoint in part.ENDPOINTS])
-    if services.journal is not None:
-        await services.journal.resume()
-    await responses.resume_responses(app)
+    for journal in services.journals:
+        await journal.resume()
+    app.state.background_responses = BackgroundResponses(app)
+    await app.state.background_responses.resume()
     await app.state.batches.resume()
     yield
     await services.jobs.close()
@@ -130,7 +169,13 @@ def outer_middleware(
     """The middleware of every application: request ids, hosts, API keys and CORS."""
     hosts = AllowedHosts(settings)
     outermost = Middleware(
-        RequestMiddleware, keys=keys, hosts=hosts, metrics=metrics, is_logged=settings.access_log, is_open=is_open
+        RequestMiddleware,
+        keys=keys,
+        hosts=hosts,
+        metrics=metrics,
+        is_logged=settings.access_log,
+        is_traced=settings.otlp_traces_endpoint is not None,
+        is_open=is_open,
     )
     if settings.allowed_origins is None:
         return [outermost]
@@ -148,13 +193,6 @@ def _store(settings: ServerSettings) -> Store:
     return Store(folder, settings.retention_hours * 3600)
 
 
-def _journal(config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None) -> Journal | None:
-    settings = config.server
-    if settings.journal is None:
-        return None
-    return Journal(Path(settings.journal).expanduser(), settings.journal_retention, config, engine, tokenizer)
-
-
 async def _document(request: Request) -> Response:
-    endpoints = [endpoint for part in PARTS for endpoint in part.ENDPOINTS]
+    endpoints = (route for route in request.app.routes if isinstance(route, Endpoint))
     return json_response(openapi_document(endpoints, probes.version()), {})

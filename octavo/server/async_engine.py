@@ -2,7 +2,8 @@
 
 Every accepted request is kept here with its output until it ends. When the engine process dies or hangs, the
 supervisor starts another, and all live requests are resubmitted as prompt + output so far; listeners only notice a
-pause. Everything here runs on one event loop.
+pause. While the engine sleeps it has no process; requests wait, and the first one wakes it. Everything here runs on one
+event loop.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import time
 from collections.abc import Mapping
 
 from octavo.config import EngineConfig, ServeConfig, to_flat
-from octavo.errors import ConfigError, InvalidParameter, OctavoError, RequestError, RequestFailed, Unavailable
+from octavo.errors import InvalidParameter, RequestError, RequestFailed, Unavailable
 from octavo.server import wire
-from octavo.server.adapters import MAX_DEATHS, Adapter, AdapterTable, digest
+from octavo.server.adapters import AdapterTable
 from octavo.server.crash_isolation import CrashIsolation
-from octavo.server.engine_client import KVEventSink, OutputListener
+from octavo.server.engine_client import KVEventSink, OutputListener, SleepMode
 from octavo.server.engine_link import EngineLink
 from octavo.server.engine_stats import TotalStats
 from octavo.server.journal import RequestJournal
@@ -75,6 +76,16 @@ class AsyncEngine(RequestJournal):
         self._info: EngineInfo | None = None
         self._has_engine = False
         """Between the supervisor's ``on_up`` and ``on_down``."""
+        self.sleep_level = 0
+        """0 while the engine is awake; else that of the last ``sleep``, until an engine process is ready again."""
+        self.on_wanted = self.start_waking
+        """Called for each request that arrives while the engine sleeps."""
+        self.is_waking = False
+        self.last_used = self.since = self.wake_seconds = 0.0
+        """Monotonic times of the last request's arrival and of when it woke, and how long the last waking took."""
+        self._holds_new = False
+        """Between the call of ``sleep`` and its end: new requests wait, running ones are finished."""
+        self._changing_sleep = asyncio.Lock()
         self._changing_adapters = asyncio.Lock()
         self._is_draining = False
         self._total_stats = TotalStats()
@@ -96,14 +107,63 @@ class AsyncEngine(RequestJournal):
         await self._supervisor.start()
 
     async def stop(self, timeout: float) -> None:
-        """Drain: reject new requests, wait up to ``timeout`` seconds for live ones, then stop the engine process."""
+        """Drain: reject new requests, wait up to ``timeout`` seconds for live ones, then stop the engine process.
+
+        Requests that wait for a sleeping engine fail at once.
+        """
         self._is_draining = True
         deadline = time.monotonic() + timeout
-        while self._live and time.monotonic() < deadline:
+        while self._live and (self.is_waking or not self.sleep_level) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         for live in list(self._live.values()):
             self._fail(live, Unavailable("The server shut down before this request was finished."))
         await self._supervisor.stop(STOP_GRACE)
+
+    async def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None:
+        """End the engine process, and with it what it holds in memory, until ``wake_up`` or the next request.
+
+        ``mode`` is what becomes of running requests: they are finished first, or end with ``Unavailable``, or continue
+        from where they are when the engine wakes. Requests that arrive meanwhile wait, and then wake the engine.
+        """
+        async with self._changing_sleep:
+            if self.sleep_level and not self.is_waking:
+                self.sleep_level = level
+                return
+            self._holds_new = True
+            try:
+                if mode == "abort":
+                    for live in list(self._live.values()):
+                        self._fail(live, Unavailable("The model was put to sleep before this request was finished."))
+                while mode == "wait" and any(live.is_submitted for live in self._live.values()):
+                    await asyncio.sleep(DRAIN_POLL_SECONDS)
+                await self._supervisor.sleep(STOP_GRACE)
+                self._on_end()
+                self._isolation.hold_all(self._live.values())
+                self.sleep_level, self.is_waking, self.failure = level, False, None
+                logger.info("%s sleeps", self.metrics.model_name)
+            finally:
+                self._holds_new = False
+                self._isolation.holds_back = True
+                self._admit_waiting()
+        if self._live and mode != "keep":
+            self.on_wanted()
+
+    async def wake_up(self) -> None:
+        """Wait until an engine process is ready, starting one if the engine sleeps. Raises ``Unavailable``."""
+        async with self._changing_sleep:
+            if self.sleep_level:
+                self.on_wanted()
+        while self.sleep_level:
+            if self.failure is not None or self._is_draining:
+                raise Unavailable("The engine does not start now.", retry_after=5)
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
+    def start_waking(self) -> None:
+        """Start an engine process if the engine sleeps; ``sleep_level`` is 0 when it is ready."""
+        if self.sleep_level and not self.is_waking and not self._is_draining:
+            self.is_waking, self.since = True, time.monotonic()
+            logger.info("%s wakes: %d requests wait", self.metrics.model_name, self.num_live)
+            self._supervisor.wake()
 
     # --- state ---
 
@@ -120,7 +180,9 @@ class AsyncEngine(RequestJournal):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request accepted now would be scheduled without waiting for a restart."""
+        """Whether a request accepted now would be scheduled without waiting for a restart; a sleeping engine wakes."""
+        if self.sleep_level:
+            return self._accepts
         return self._accepts and self._is_up and self.seconds_since_progress < READY_SECONDS
 
     @property
@@ -156,7 +218,8 @@ class AsyncEngine(RequestJournal):
         return self._has_engine and link is not None and link.is_ready
 
     def _condition(self) -> Condition:
-        return Condition(self.num_live, self.is_ready, self.seconds_since_progress, *adapters_of(self._live.values()))
+        adapters = adapters_of(self._live.values())
+        return Condition(self.num_live, self.is_ready, self.seconds_since_progress, *adapters, self.sleep_level)
 
     # --- requests ---
 
@@ -164,7 +227,7 @@ class AsyncEngine(RequestJournal):
         """Accept a request; ``listener`` is then guaranteed a final output or error, also across engine restarts.
 
         Raises ``Unavailable`` when not started, draining or failed, and ``InvalidParameter`` for a request that
-        cannot be encoded. While the engine process restarts, requests are accepted and wait.
+        cannot be encoded. While the engine process restarts or sleeps, requests are accepted and wait.
         """
         if not self._accepts:
             what = "The server takes no requests now." if self.failure is None else "The engine does not start now."
@@ -172,13 +235,16 @@ class AsyncEngine(RequestJournal):
         if request.id in self._live:
             raise ValueError(f"request id {request.id} is in use")
         live = LiveRequest(request, listener, Timing(request.arrival or time.monotonic()))
-        if self._is_up and not self._isolation.holds_back:
+        if self._is_up and not self._holds_new and not self._isolation.holds_back:
             try:
                 self._submit(live)
             except wire.FrameError as error:
                 raise InvalidParameter("request", str(error)) from None
             live.is_submitted = True
         self._keep(live)
+        self.last_used = time.monotonic()
+        if self.sleep_level:
+            self.on_wanted()
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
         """End a request without notifying its listener; an id that is not live is ignored.
@@ -194,10 +260,11 @@ class AsyncEngine(RequestJournal):
     # --- adapters ---
 
     async def load_adapter(self, name: str, path: str, content: str) -> None:
-        """Load an adapter, so that requests can name it; see ``AdapterTable.add``.
+        """Load an adapter, so that requests can name it; see ``AdapterTable.add``. Wakes the engine.
 
         Raises ``InvalidParameter`` if the engine rejects it, and ``Unavailable`` while the engine restarts.
         """
+        await self.wake_up()
         async with self._changing_adapters:
             if name in self.adapters.paths:
                 raise InvalidParameter("lora_name", f"An adapter called '{name}' is loaded already.")
@@ -213,7 +280,7 @@ class AsyncEngine(RequestJournal):
         while any(live.request.adapter == name for live in self._live.values()):
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         async with self._changing_adapters:
-            if name not in self.adapters.paths:
+            if name not in self.adapters.paths and not self.sleep_level:
                 link = self._ready_link()
                 await link.change_adapter(wire.UnloadAdapter(link.generation, name))
 
@@ -221,37 +288,12 @@ class AsyncEngine(RequestJournal):
         """Load the previous process's adapters into a restarted engine process; drop those that fail to load."""
         if self._info is None:
             return  # the first process loads the configured adapters while it builds the engine
-        for name, adapter in list(self.adapters.known.items()):
-            error = await self._load_again(link, name, adapter)
-            if link.closed.is_set():
-                adapter.deaths += 1
-                raise OctavoError(f"the engine process ended while it loaded the adapter {name}")
-            if name not in self.adapters.known:  # unloaded meanwhile
-                await link.change_adapter(wire.UnloadAdapter(link.generation, name))
-            elif error:
-                logger.error("the adapter %s is left out: %s", name, error)
-                self.adapters.leave_out(name)
-            else:
-                self.adapters.take_back(name)
+        await self.adapters.load_all_again(link)
         for live in list(self._live.values()):
             try:
                 self.adapters.check(live.request.adapter)
             except RequestError as error:
                 self._fail(live, error)
-
-    @staticmethod
-    async def _load_again(link: EngineLink, name: str, adapter: Adapter) -> str:
-        """Reload an adapter if its files are unchanged; return the error message, or ""."""
-        if adapter.deaths >= MAX_DEATHS:
-            adapter.deaths = 0  # retried at the next restart
-            return "engine processes die while they load it"
-        try:
-            content = await asyncio.to_thread(digest, adapter.path)
-        except ConfigError as error:
-            return str(error)
-        if content != adapter.digest:
-            return f"{adapter.path}: its files have changed since it was loaded"
-        return await link.change_adapter(wire.LoadAdapter(link.generation, name, adapter.path))
 
     def _ready_link(self) -> EngineLink:
         link = self._supervisor.link
@@ -271,7 +313,7 @@ class AsyncEngine(RequestJournal):
 
     def _admit_waiting(self) -> None:
         """Submit the live requests that crash isolation now lets into the engine."""
-        if self._isolation.holds_back and self._is_up:
+        if self._isolation.holds_back and self._is_up and not self._holds_new:
             for live in self._isolation.admit(self._live.values()):
                 self._replay(live)
 
@@ -287,8 +329,13 @@ class AsyncEngine(RequestJournal):
 
     def on_up(self, info: EngineInfo) -> None:
         """An engine process is ready: submit the live requests."""
-        if self._info is not None:
+        if self._info is not None and not self.sleep_level:
             self.metrics.restarts += 1
+        now = time.monotonic()
+        if self.is_waking:
+            self.wake_seconds = now - self.since
+        self.since = now
+        self.sleep_level, self.is_waking = 0, False
         self._info = self.metrics.info = info
         if self.adapters.is_enabled:
             self._engine_settings["lora_modules"] = None  # ``prepare`` loads them into the next process
@@ -297,15 +344,18 @@ class AsyncEngine(RequestJournal):
 
     def on_down(self, is_from_outside: bool) -> None:
         """The engine process ended: fail requests found to be the cause; the others wait for the next process."""
+        self._on_end()
+        for live in self._isolation.on_death(self._live.values(), is_from_outside):
+            self.metrics.poison_requests += 1
+            logger.error("request %d ends: %d engine processes ended with it", live.id, live.num_deaths)
+            self._fail(live, RequestFailed("The engine fails whenever it computes this request."))
+
+    def _on_end(self) -> None:
         self._has_engine, self._cache_view = False, None
         self.metrics.hangs = self._supervisor.num_hangs
         for sink in self._kv_event_sinks:
             sink.clear()
         self.metrics.stats = self._total_stats.settle(self.stats)
-        for live in self._isolation.on_death(self._live.values(), is_from_outside):
-            self.metrics.poison_requests += 1
-            logger.error("request %d ends: %d engine processes ended with it", live.id, live.num_deaths)
-            self._fail(live, RequestFailed("The engine fails whenever it computes this request."))
 
     def on_failed_restart(self, reason: str, count: int) -> None:
         """An engine start failed: live requests keep waiting; from ``PATIENCE`` failures on, new ones are rejected."""

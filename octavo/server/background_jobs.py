@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -70,7 +70,9 @@ async def retry_while_unavailable(attempt: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(refusal.retry_after or RETRY_SECONDS)
 
 
-def inner_request(app: Starlette, path: str, body: bytes, caller: Caller) -> Request:
+def inner_request(
+    app: Starlette, path: str, body: bytes, caller: Caller, more_headers: Iterable[tuple[bytes, bytes]] = ()
+) -> Request:
     """A request made by the server itself, for the handlers that serve clients."""
     is_read = False
 
@@ -81,7 +83,7 @@ def inner_request(app: Starlette, path: str, body: bytes, caller: Caller) -> Req
         is_read = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *more_headers]
     scope = {
         "type": "http",
         "method": "POST",

@@ -64,6 +64,13 @@ class CrashIsolation:
         self.holds_back = is_closed or len(entering) < len(waiting)
         return entering
 
+    def hold_all(self, everyone: Iterable[LiveRequest]) -> None:
+        """The engine process was ended on purpose: mark all requests as not submitted, without evidence."""
+        for live in everyone:
+            live.is_submitted = live.has_advanced = False
+        self._on_trial = None
+        self.holds_back = True
+
     def on_death(self, everyone: Iterable[LiveRequest], is_from_outside: bool) -> list[LiveRequest]:
         """Record an engine death: mark all requests as not submitted, and return those found to be the cause.
 

@@ -22,7 +22,7 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.routing.prefixes import CachedPrefixes, PromptQuery
 from octavo.routing.routers import make_router
 from octavo.server.async_engine import AsyncEngine
-from octavo.server.engine_client import OutputListener, Progress
+from octavo.server.engine_client import OutputListener, Progress, SleepMode
 from octavo.server.engine_stats import summed
 from octavo.server.timelines import KVEventRing, Timelines
 from octavo.telemetry.cache_view import CacheView
@@ -64,6 +64,13 @@ class DataParallelEngine:
         """Drain all engines, then stop them."""
         await asyncio.gather(*(engine.stop(timeout) for engine in self.engines))
 
+    async def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None:
+        """Put all engines to sleep, as ``AsyncEngine.sleep`` does; each wakes when it gets a request."""
+        await asyncio.gather(*(engine.sleep(level, mode) for engine in self.engines))
+
+    async def wake_up(self) -> None:
+        await asyncio.gather(*(engine.wake_up() for engine in self.engines))
+
     # --- state ---
 
     @property
@@ -81,6 +88,11 @@ class DataParallelEngine:
     @property
     def stats(self) -> EngineStats:
         return summed(engine.stats for engine in self.engines)
+
+    @property
+    def sleep_level(self) -> int:
+        """0 while any engine is awake."""
+        return min(engine.sleep_level for engine in self.engines)
 
     @property
     def is_ready(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from octavo.cache.kv_events import KVEvent
 from octavo.errors import RequestError
@@ -12,6 +12,9 @@ from octavo.server.timelines import KVEventRing, Timelines
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Output, Request
+
+SleepMode = Literal["wait", "abort", "keep"]
+"""What becomes of running requests when an engine is put to sleep: see ``AsyncEngine.sleep``."""
 
 
 class Progress(NamedTuple):
@@ -85,6 +88,13 @@ class EngineClient(Monitored, Protocol):
         """The latest view of each engine's KV cache, if any; asks the engines for the next ones."""
         ...
 
+    @property
+    def sleep_level(self) -> int:
+        """0 while the engine is awake."""
+        ...
+
+    async def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None: ...
+    async def wake_up(self) -> None: ...
     def next_id(self) -> int: ...
     def add(self, request: Request, listener: OutputListener) -> None: ...
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None: ...

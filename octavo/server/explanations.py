@@ -10,7 +10,7 @@ from octavo.server.errors import HTTPRefusal, UnsupportedParameter, printable
 from octavo.server.keys import caller_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
-from octavo.server.services import services_of
+from octavo.server.services import asked_services_of, services_of
 
 
 async def timeline(request: Request) -> Response:
@@ -24,7 +24,7 @@ async def timeline(request: Request) -> Response:
 
 async def kv_events(request: Request) -> Response:
     """Prefix-cache insertions and evictions after event number ``after``."""
-    services = services_of(request)
+    services = asked_services_of(request)
     if not services.config.cache.enable_kv_events:
         raise UnsupportedParameter("kv_events", "Events of the KV cache need a server with --enable-kv-events.")
     after = request.query_params.get("after", "0")

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from octavo.errors import RequestError, RequestFailed
 from octavo.server.engine_client import Progress
 from octavo.server.live_request import LiveRequest
+from octavo.server.timelines import Timelines
+from octavo.server.tracing import TRACE_HEADERS, Tracing
 from octavo.telemetry.metrics import Metrics
 from octavo.types import FinishReason, Output
 
@@ -20,12 +22,16 @@ class RequestJournal:
     """Live requests with their output so far: the part that every ``EngineClient`` with requests of its own shares."""
 
     metrics: Metrics
+    timelines: Timelines
 
     def __init__(self) -> None:
+        self.tracing: Tracing | None = None
+        """Makes a span of each request."""
         self.num_live_of: Counter[str] = Counter()
         """Number of live requests by tenant."""
         self._live: dict[int, LiveRequest] = {}
-        self._ids = itertools.count(1)
+        self.ids = itertools.count(1)
+        """Of requests; the engines of one server share them."""
 
     @property
     def num_live(self) -> int:
@@ -41,9 +47,11 @@ class RequestJournal:
 
     def next_id(self) -> int:
         """A request id unique within this server."""
-        return next(self._ids)
+        return next(self.ids)
 
     def _keep(self, live: LiveRequest) -> None:
+        if self.tracing is not None:
+            live.trace_headers = TRACE_HEADERS.get()
         self._live[live.id] = live
         self.num_live_of[live.request.tenant] += 1
 
@@ -58,6 +66,8 @@ class RequestJournal:
         if not self.num_live_of[request.tenant]:
             del self.num_live_of[request.tenant]
         self.metrics.observe_end(live.timing, reason, len(request.prompt_tokens), len(live.tokens), request.max_tokens)
+        if self.tracing is not None:
+            self.tracing.end(live, reason, self.timelines)
 
     def _fail(self, live: LiveRequest, error: RequestError) -> None:
         """End a request with an error, and notify its listener."""

@@ -26,8 +26,8 @@ from octavo.server_settings import ServerSettings
 ADMIN_PREFIX = "/admin/"
 REPORTS_PREFIX = "/v1/requests/"
 """Reports on single requests: a key reads those of its own requests, the admin key those of all."""
-SHARED_PATHS = frozenset({"/metrics", "/stats", "/stats/live", "/v1/kv_events"})
-"""Reports over all keys' requests: with several keys, only the admin key may read them."""
+SHARED_PATHS = frozenset({"/metrics", "/stats", "/stats/live", "/v1/kv_events", "/sleep", "/wake_up"})
+"""What concerns all keys' requests: with several keys, only the admin key may use it."""
 CALLER = "octavo.caller"
 """Key of the ASGI scope; the middleware sets it."""
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
@@ -122,7 +122,7 @@ class Keys:
         if found is None:
             raise AuthenticationError("Incorrect API key provided.")
         if is_shared and len(self._entries) > 1:
-            message = f"{path} reports on the requests of all keys, so it needs the admin key."
+            message = f"{path} concerns the requests of all keys, so it needs the admin key."
             raise HTTPRefusal(403, message, "permission_denied")
         return found
 

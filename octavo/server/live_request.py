@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -37,6 +37,8 @@ class LiveRequest:
     """Weight of the engine deaths since its last progress; see ``octavo.server.crash_isolation``."""
     total_evidence: int = 0
     """Weight of all engine deaths during its lifetime."""
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers of the trace that its HTTP request is part of; see ``octavo.server.tracing``."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.output_tokens)

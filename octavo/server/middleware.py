@@ -24,6 +24,7 @@ from octavo.server.generation import ClientGone
 from octavo.server.http import WRITE_PIECE
 from octavo.server.keys import CALLER, Keys
 from octavo.server.pacing import RequestPacer
+from octavo.server.tracing import TRACE_HEADERS
 from octavo.telemetry.metrics import Metrics
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -46,6 +47,7 @@ class RequestMiddleware:
         hosts: AllowedHosts,
         metrics: Metrics,
         is_logged: bool,
+        is_traced: bool,
         is_open: Callable[[str, str], bool] | None = None,
     ) -> None:
         """``is_open`` says of a method and a path whether they need no API key; by default, none is without."""
@@ -55,6 +57,7 @@ class RequestMiddleware:
         self._keys = keys
         self._hosts = hosts
         self._is_logged = is_logged
+        self._is_traced = is_traced
         self._pacer = RequestPacer()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,6 +74,8 @@ class RequestMiddleware:
         request_id = _request_id(headers)
         start = time.monotonic()
         status = 0
+        if self._is_traced:
+            TRACE_HEADERS.set({name: headers[name] for name in ("traceparent", "tracestate") if name in headers})
 
         async def send_named(message: Message) -> None:
             nonlocal status

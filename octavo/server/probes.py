@@ -13,7 +13,7 @@ from octavo.config import to_flat
 from octavo.errors import Unavailable
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
-from octavo.server.services import Services, common_services_of, services_of
+from octavo.server.services import Services, asked_services_of, common_services_of
 from octavo.setting import SECRETS
 from octavo.telemetry.metrics import CONTENT_TYPE
 from octavo.types import EngineInfo
@@ -29,7 +29,7 @@ def version() -> str:
 
 async def health(request: Request) -> Response:
     services = common_services_of(request)
-    engine, limit = services.engine, services.config.server.health_fail_after
+    engine, limit = services.monitored, services.config.server.health_fail_after
     if engine.failure is not None:
         raise Unavailable("The engine does not start; it is tried again.")
     if limit is not None and engine.seconds_since_progress > limit:
@@ -38,27 +38,30 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    engine = common_services_of(request).engine
+    engine = common_services_of(request).monitored
     if not engine.is_ready:
         raise Unavailable(f"The engine is not ready: last sign of life {engine.seconds_since_progress:.1f} s ago.")
     return json_response({"ready": True}, {})
 
 
 async def metrics(request: Request) -> Response:
-    return Response(common_services_of(request).engine.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+    return Response(common_services_of(request).monitored.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def stats(request: Request) -> Response:
-    engine = services_of(request).engine
+    services = asked_services_of(request)
+    engine = services.engine
     return json_response(
         {
-            **_short_stats(services_of(request)),
+            **_short_stats(services),
             **msgspec.structs.asdict(engine.stats),
             "num_live": engine.num_live,
             "num_restarts": engine.num_restarts,
             "is_ready": engine.is_ready,
             "seconds_since_progress": round(engine.seconds_since_progress, 3),
             "engine_pid": engine.pid,
+            "is_sleeping": engine.sleep_level > 0,
+            "memory": engine.info.memory,
         },
         {},
     )
@@ -109,12 +112,7 @@ def _resolved(info: EngineInfo) -> dict[str, int]:
 
 async def load(request: Request) -> Response:
     """The number of live requests, for least-loaded routing; vLLM's format."""
-    return json_response({"server_load": common_services_of(request).engine.num_live}, {})
-
-
-async def is_sleeping(request: Request) -> Response:
-    """Routers of vLLM fleets ask; an engine of Octavo never sleeps."""
-    return json_response({"is_sleeping": False}, {})
+    return json_response({"server_load": common_services_of(request).monitored.num_live}, {})
 
 
 async def get_version(request: Request) -> Response:
@@ -133,5 +131,4 @@ COMMON_ENDPOINTS = [
 ENDPOINTS = [
     *COMMON_ENDPOINTS,
     Endpoint("GET", "/stats", stats, "Gauges and counters as JSON"),
-    Endpoint("GET", "/is_sleeping", is_sleeping, "Whether the engine sleeps: never"),
 ]

@@ -42,7 +42,7 @@ class CommonServices(Protocol):
     @property
     def config(self) -> ServeConfig: ...
     @property
-    def engine(self) -> Monitored: ...
+    def monitored(self) -> Monitored: ...
     @property
     def keys(self) -> Keys: ...
 
@@ -65,11 +65,21 @@ class Services:
     """Of durable requests, if there shall be any."""
     model_names: tuple[str, ...]
     """API names of the model; responses contain the first."""
+    group: Monitored | None = None
+    """All models of a server of several."""
+    siblings: list[Services] = field(default_factory=list)
+    """On a server of several models, the services of each, these included."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def warm_up(self) -> None:
-        """Do one-time work before the first request. Raises ``ConfigError`` for an invalid configured chat template; an
-        invalid template of the model only disables chat."""
+        """Do one-time work of all models before the first request.
+
+        Raises ``ConfigError`` for an invalid configured chat template; an invalid one of a model only disables chat.
+        """
+        for each in self.every:
+            each._warm_up_model()
+
+    def _warm_up_model(self) -> None:
         if self.tokenizer is not None:
             Detokenizer(self.tokenizer)
             _ = self.tokenizer.packed_tokens
@@ -83,11 +93,42 @@ class Services:
 
     def close(self) -> None:
         """Stop the child processes, and close the database."""
-        self.chat_template.close()
-        self.admission.grammars.close()
+        for each in self.every:
+            each.chat_template.close()
+            each.admission.grammars.close()
+        for journal in self.journals:
+            journal.close()
         self.store.close()
-        if self.journal is not None:
-            self.journal.close()
+
+    @property
+    def monitored(self) -> Monitored:
+        """What the monitoring endpoints read."""
+        return self.group or self.engine
+
+    @property
+    def every(self) -> list[Services]:
+        """The services of each model of this server."""
+        return self.siblings or [self]
+
+    @property
+    def journals(self) -> list[Journal]:
+        """The journals of all models of this server."""
+        return [each.journal for each in self.every if each.journal is not None]
+
+    def of_model(self, name: str) -> Services:
+        """The services of the model or adapter of this name; the first model's if there is none, or no name.
+
+        The tag ``:latest``, which Ollama's clients add, may be missing.
+        """
+        for each in self.siblings:
+            if name in each.served_names or name.removesuffix(":latest") in each.served_names:
+                return each
+        return self
+
+    def check_room(self) -> None:
+        """Raise ``QueueFull`` if no model of this server has room for a request."""
+        if not any(each.admission.has_room for each in self.every):
+            self.admission.check_room()
 
     @property
     def model_name(self) -> str:
@@ -104,7 +145,8 @@ class Services:
         if self.config.server.accept_any_model:
             return
         if name and name not in self.model_names and name not in self.engine.adapters.paths:
-            served = ", ".join(f"`{printable(each)}`" for each in self.served_names[:MAX_SHOWN_MODELS])
+            names = [each for model in self.every for each in model.served_names]
+            served = ", ".join(f"`{printable(each)}`" for each in names[:MAX_SHOWN_MODELS])
             message = f"The model `{printable(name)}` does not exist. This server serves {served}."
             raise ModelNotFound(message, param="model")
 
@@ -146,13 +188,21 @@ class Services:
         request: Request,
         decoder: BodyDecoder[Body],
         without_effect: Callable[[Body, Services], list[str]] = lambda body, services: [],
-    ) -> tuple[Body, dict[str, str]]:
-        """The validated body, and response headers that report ignored fields. Raises ``RequestError``.
+    ) -> tuple[Services, Body, dict[str, str]]:
+        """The services of the body's model, the validated body, and response headers that report ignored fields.
 
-        ``without_effect`` returns the fields of a body that have no effect for this model or request.
+        ``without_effect`` returns the fields of a body that have no effect for this model or request. Raises
+        ``RequestError``.
         """
-        body, ignored_fields = await self.body_receiver.read_json(request, decoder, self.engine.info.max_model_len)
-        return body, self._headers_for([*ignored_fields, *without_effect(body, self)])
+        services, body, ignored_fields = await self.decoded(request, decoder)
+        return services, body, self._headers_for([*ignored_fields, *without_effect(body, services)])
+
+    async def decoded(self, request: Request, decoder: BodyDecoder[Body]) -> tuple[Services, Body, list[str]]:
+        """The services of the body's model, the body, and the names of ignored fields. Raises ``RequestError``."""
+        longest = max(each.engine.info.max_model_len for each in self.every)
+        body, ignored_fields = await self.body_receiver.read_json(request, decoder, longest)
+        name = getattr(body, "model", "") or getattr(body, "name", "")  # Ollama's older name
+        return self.of_model(name), body, ignored_fields
 
     def _headers_for(self, ignored_fields: list[str]) -> dict[str, str]:
         """Response headers that report ignored fields. Raises ``UnknownParameter`` if the policy rejects them."""
@@ -166,6 +216,15 @@ class Services:
 
 def services_of(request: Request) -> Services:
     services: Services = request.app.state.services
+    return services
+
+
+def asked_services_of(request: Request) -> Services:
+    """The services of the model that the query parameter ``model`` names, or of the first. Raises ``ModelNotFound``."""
+    name = request.query_params.get("model", "")
+    services = services_of(request).of_model(name)
+    if services.siblings:
+        services.check_model(name)
     return services
 
 

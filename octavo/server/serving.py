@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,6 +26,8 @@ from octavo.server.async_engine import AsyncEngine
 from octavo.server.data_parallel import DataParallelEngine
 from octavo.server.kv_publisher import KVEventPublisher, parse_kv_events_config
 from octavo.server.model_name import with_local_model
+from octavo.server.several_models import ModelGroup
+from octavo.server.tracing import Tracing, make_tracing
 from octavo.server_settings import ServerSettings
 from octavo.telemetry.logs import log_to_stderr
 from octavo.telemetry.phases import Phases
@@ -42,10 +45,10 @@ MAX_OPEN_FILES = 65536
 logger = logging.getLogger("octavo.server")
 
 
-def run(config: ServeConfig, engine_argv: list[str] | None = None) -> int:
+def run(config: ServeConfig, engine_argv: list[str] | None = None, others: Sequence[ServeConfig] = ()) -> int:
     """Serve until a signal stops the server; return the exit code. Raises ``ConfigError`` and ``CheckpointError``.
 
-    ``engine_argv`` replaces the default command of the engine process.
+    ``engine_argv`` replaces the default command of the engine process. ``others`` has the settings of further models.
     """
     log_to_stderr(config.server.log_level, config.server.log_format)
     _raise_file_limit()
@@ -55,7 +58,7 @@ def run(config: ServeConfig, engine_argv: list[str] | None = None) -> int:
         _listening_socket(config.server.host, config.server.port) as listener,
         asyncio.Runner(loop_factory=_new_event_loop) as runner,
     ):
-        return runner.run(_Serving(config.server, listener, make_front(config, engine_argv)).run())
+        return runner.run(_Serving(config.server, listener, make_front(config, engine_argv, others)).run())
 
 
 class Startable(Protocol):
@@ -85,25 +88,31 @@ class Front(Protocol):
 class EngineFront:
     """An application in front of one or several engine processes."""
 
-    def __init__(self, config: ServeConfig, engine_argv: list[str] | None) -> None:
-        self._config = with_local_model(config)
-        self.engine, self._publishers = make_engine(self._config, engine_argv)
+    def __init__(self, config: ServeConfig, engine_argv: list[str] | None, others: Sequence[ServeConfig] = ()) -> None:
+        self._configs = [with_local_model(each) for each in (config, *others)]
+        self._publishers: list[KVEventPublisher] = []
+        self.engine: AsyncEngine | DataParallelEngine | ModelGroup
+        if others:
+            self.engine = ModelGroup(self._configs, engine_argv)
+        else:
+            self.engine, self._publishers = make_engine(self._configs[0], engine_argv)
+        self._tracings: list[Tracing] = []
+        for engine in _engines(self.engine):
+            engine.tracing = make_tracing(config.server, engine.metrics.model_name)
+            self._tracings += [] if engine.tracing is None else [engine.tracing]
         self._services: Services | None = None
 
     def load(self) -> Starlette:
         """Build the application and warm it up."""
         phases = Phases()
-        from octavo.backends.vocabulary import word_tokenizer
-        from octavo.server.app import create_app
-        from octavo.text.tokenizer import load_tokenizer
+        from octavo.server.app import Served, create_app
 
         phases.done("imports of the front process")
-        settings = self._config.model
-        if settings.backend in WITHOUT_MODEL:
-            tokenizer: Tokenizer | None = word_tokenizer()
-        else:
-            tokenizer = load_tokenizer(Path(settings.tokenizer or settings.model))
-        app = create_app(self._config, self.engine, tokenizer)
+        group = self.engine if isinstance(self.engine, ModelGroup) else None
+        engines = self.engine.engines if isinstance(self.engine, ModelGroup) else [self.engine]
+        tokenizers = map(_tokenizer, self._configs)
+        first, *others = map(Served, self._configs, engines, tokenizers)
+        app = create_app(*first, others, group)
         services: Services = app.state.services
         self._services = services
         services.warm_up()
@@ -121,12 +130,14 @@ class EngineFront:
             self._services.close()
         for publisher in self._publishers:
             publisher.close()
+        for tracing in self._tracings:
+            tracing.close()
 
 
-def make_front(config: ServeConfig, engine_argv: list[str] | None) -> Front:
+def make_front(config: ServeConfig, engine_argv: list[str] | None, others: Sequence[ServeConfig] = ()) -> Front:
     """What the backend of the settings serves."""
     if config.model.backend != "openai":
-        return EngineFront(config, engine_argv)
+        return EngineFront(config, engine_argv, others)
     from octavo.server.proxy.front import ProxyFront
 
     return ProxyFront(config)
@@ -225,10 +236,23 @@ def make_engine(
     events = None if settings is None else parse_kv_events_config(settings)
     publishers = []
     if events is not None:
-        for rank, each in enumerate(engine.engines if isinstance(engine, DataParallelEngine) else [engine]):
+        for rank, each in enumerate(_engines(engine)):
             publishers.append(KVEventPublisher(events, rank))
             each.send_kv_events_to(publishers[-1])
     return engine, publishers
+
+
+def _engines(engine: AsyncEngine | DataParallelEngine | ModelGroup) -> list[AsyncEngine]:
+    return [engine] if isinstance(engine, AsyncEngine) else engine.engines
+
+
+def _tokenizer(config: ServeConfig) -> Tokenizer | None:
+    from octavo.backends.vocabulary import word_tokenizer
+    from octavo.text.tokenizer import load_tokenizer
+
+    if config.model.backend in WITHOUT_MODEL:
+        return word_tokenizer()
+    return load_tokenizer(Path(config.model.tokenizer or config.model.model))
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
@@ -269,7 +293,8 @@ def _startup_message(services: Services, url: str) -> str:
     body = json.dumps({"model": model, **asked, "max_tokens": 50})
     key = " -H 'Authorization: Bearer YOUR_KEY'" if services.keys.are_asked_for else ""
     curl = f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
-    return f"Serving {model} on {url}\nTry:\n  {curl}"
+    names = ", ".join(each.model_name for each in services.every)
+    return f"Serving {names} on {url}\nTry:\n  {curl}"
 
 
 def _raise_file_limit() -> None:

@@ -1,4 +1,4 @@
-"""Persistent storage of responses, files and batches in one SQLite database.
+"""Persistent storage of responses, conversations, files and batches in one SQLite database.
 
 Each item belongs to an owner, the name of an API key, and is visible only to that owner. Without a folder the database
 is in memory and lost at exit.
@@ -57,6 +57,7 @@ CREATE TRIGGER item_changed AFTER UPDATE ON items
     BEGIN UPDATE total SET bytes = bytes + length(new.value) - length(old.value); END;
 """
 """The size of all values, which triggers keep, so that no write has to sum."""
+_GET = "SELECT CAST(value AS BLOB) FROM items WHERE kind = ? AND id = ? AND owner = ? AND created >= ?"
 
 logger = logging.getLogger(__name__)
 
@@ -116,10 +117,28 @@ class Store:
         kept = list(items)
         await self._write(lambda: self._put_all(owner, kept, instead_of))
 
+    async def update(
+        self, kind: str, id: str, owner: str, change: Callable[[bytes], bytes], also: Iterable[StoredItem] = ()
+    ) -> bytes | None:
+        """Replace a value by what ``change`` makes of it, and store ``also``, both or none; returns the new value.
+
+        ``None`` if ``owner`` has no such item or it expired; ``also`` is stored then. ``change`` is called in the
+        thread, maybe more than once; nothing is stored if it raises.
+        """
+        further = list(also)
+
+        def work() -> bytes | None:
+            found = self._database.execute(_GET, (kind, id, owner, self._oldest())).fetchone()
+            value = None if found is None else change(bytes(found[0]))
+            changed = [] if value is None else [StoredItem(kind, id, value)]
+            self._put_all(owner, [*changed, *further], None)
+            return value
+
+        return await self._write(work)
+
     async def get(self, kind: str, id: str, owner: str) -> bytes | None:
         """The value, or ``None`` if ``owner`` has no such item or it expired."""
-        sql = "SELECT CAST(value AS BLOB) FROM items WHERE kind = ? AND id = ? AND owner = ? AND created >= ?"
-        row = await self._read(sql, kind, id, owner, self._oldest())
+        row = await self._read(_GET, kind, id, owner, self._oldest())
         return bytes(row[0][0]) if row else None
 
     async def delete(self, kind: str, id: str, owner: str) -> bool:

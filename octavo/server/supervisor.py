@@ -66,7 +66,7 @@ class Supervisor:
         environment: Mapping[str, str],
     ) -> None:
         self.link: EngineLink | None = None
-        """The current engine process, ready or not; ``None`` before the first."""
+        """The current engine process, ready or not; ``None`` before the first and after ``sleep``."""
         self.num_hangs = 0
         self.generation = 0
         self._argv = argv
@@ -100,11 +100,24 @@ class Supervisor:
 
     async def stop(self, grace: float) -> None:
         """Ask the engine process to end; kill it after ``grace`` seconds."""
+        await self._end(grace)
+        self._reserve.close()
+
+    async def sleep(self, grace: float) -> None:
+        """End the engine process as ``stop`` does, or the attempts to start one, until ``wake``."""
+        await self._end(grace)
+        self.link = None
+
+    def wake(self) -> None:
+        """Start an engine process again after ``sleep``, with retries until one is ready."""
+        self._fruitless = 0
+        self._tasks = [asyncio.create_task(self._wake()), asyncio.create_task(self._watch())]
+
+    async def _end(self, grace: float) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._reserve.close()
-        link = self.link
+        link, self._tasks = self.link, []
         if link is None:
             return
         link.send(wire.Stop(link.generation))
@@ -113,6 +126,10 @@ class Supervisor:
             link.kill()
             await link.wait_exit(KILL_SECONDS)
         link.disconnect()
+
+    async def _wake(self) -> None:
+        await self._restart()
+        await self._keep_running()
 
     async def _start_next(self, seconds: float | None) -> None:
         """Start an engine process and hand it to the owner; it must be ready within ``seconds``.
@@ -174,7 +191,7 @@ class Supervisor:
                 self._owner.on_failed_restart(reason, count)
             else:
                 assert self.link is not None
-                logger.warning("engine process %s is up as generation %s", self.link.pid, self.link.generation)
+                logger.info("engine process %s is up as generation %s", self.link.pid, self.link.generation)
                 return
 
     async def _pause(self) -> None:

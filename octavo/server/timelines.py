@@ -24,6 +24,7 @@ class Timelines:
     def __init__(self) -> None:
         self._events: OrderedDict[int, list[Event]] = OrderedDict()
         self._names: OrderedDict[str, list[int]] = OrderedDict()
+        self._names_by_id: OrderedDict[int, str] = OrderedDict()
         self._owners: OrderedDict[int, str] = OrderedDict()
 
     def add(self, events: Iterable[Event]) -> None:
@@ -50,6 +51,18 @@ class Timelines:
         self._names[name] = list(request_ids)
         if len(self._names) > MAX_REQUESTS:
             self._names.popitem(last=False)
+        for request_id in request_ids:
+            self._names_by_id[request_id] = name
+            if len(self._names_by_id) > MAX_REQUESTS:
+                self._names_by_id.popitem(last=False)
+
+    def name_of(self, request_id: int) -> str:
+        """The response id registered for a request, or ""."""
+        return self._names_by_id.get(request_id, "")
+
+    def events_of(self, request_id: int) -> Sequence[Event]:
+        """The recorded events of a request."""
+        return self._events.get(request_id, ())
 
     def report(self, name: str, reader: str | None = None) -> list[dict[str, Any]] | None:
         """The timeline of each choice of the response ``name``, or of request number ``name``. ``None`` if unknown,

@@ -30,6 +30,8 @@ class Condition:
     """LoRA adapters of requests that were scheduled."""
     waiting_adapters: frozenset[str] = frozenset()
     """LoRA adapters of requests that were not scheduled yet."""
+    sleep_level: int = 0
+    """0 while the engine is awake."""
 
 
 @dataclass(slots=True)

@@ -102,11 +102,11 @@ class Metrics(Counts, Collector):
     def _sleep_state(self) -> Metric:
         family = GaugeMetricFamily(
             "vllm:engine_sleep_state",
-            "1 for the state that the engine is in; engines of Octavo are always awake.",
+            "1 for the state that the engine is in.",
             labels=[*self._names, "sleep_state"],
         )
-        for state in ("awake", "weights_offloaded", "discard_all"):
-            family.add_metric([*self._values, state], float(state == "awake"))
+        for level, state in enumerate(("awake", "weights_offloaded", "discard_all")):
+            family.add_metric([*self._values, state], float(level == self.condition().sleep_level))
         return family
 
     def _adapters(self) -> Metric:
@@ -146,7 +146,7 @@ class Metrics(Counts, Collector):
         ended.add_metric(["rejected"], sum(self.rejected.values()))
         yield ended
         choices = "Continuations per request, the parameter 'n'."
-        yield _family("vllm:request_params_n", choices, self._names, [(self._values, self.request_n)])
+        yield _family("vllm:request_params_n", choices, self._names, self._choices())
         cpu = CounterMetricFamily(
             "octavo_front_cpu_seconds", "CPU time of the front process, user and system.", labels=self._names
         )
@@ -165,6 +165,10 @@ class Metrics(Counts, Collector):
             [([handler], seconds) for handler, seconds in self.http_seconds.items()],
         )
 
+    def _choices(self) -> list[tuple[list[str], Histogram]]:
+        """Labels and continuations per request of each model."""
+        return [(self._values, self.request_n)]
+
 
 class FleetMetrics(Metrics):
     """The metrics of an HTTP server before several engines."""
@@ -177,6 +181,18 @@ class FleetMetrics(Metrics):
     def engines(self) -> Sequence[Metrics]:
         """The metrics of each engine."""
         return self._engines
+
+
+class ModelsMetrics(FleetMetrics):
+    """The metrics of an HTTP server of several models, which have labels of their own."""
+
+    def __init__(self, engines: Sequence[Metrics]) -> None:
+        super().__init__(",".join(engine.model_name for engine in engines), engines)
+        for engine in engines:
+            engine.journal = self.journal
+
+    def _choices(self) -> list[tuple[list[str], Histogram]]:
+        return [row for engine in self.engines for row in engine._choices()]
 
 
 def _family(

@@ -90,7 +90,7 @@ def test_the_whole_help_of_serve_is_grouped_and_shows_the_defaults(capsys: pytes
     with pytest.raises(SystemExit):
         main(["serve", "--help=all"])
     text = capsys.readouterr().out
-    assert text.startswith("usage: octavo serve [MODEL] [options]\n")
+    assert text.startswith("usage: octavo serve [MODEL ...] [options]\n")
     places = [text.index(f"\n{group} settings:\n") for group in ("model", "cache", "scheduler", "server")]
     assert places == sorted(places)
     assert "\n  The paged KV cache.\n" in text
@@ -138,7 +138,7 @@ def test_without_a_command_its_help_leads_on(capsys: pytest.CaptureFixture[str])
     ("argv", "message"),
     [
         (["serve", "--max-num-seq", "3"], "unknown argument '--max-num-seq'; did you mean --max-num-seqs?"),
-        (["serve", "model", "more"], "octavo serve: error: unknown argument 'more'\n"),
+        (["models", "model", "more"], "octavo models: error: unknown argument 'more'\n"),
         (["generate", "--temperature", "hot"], "argument --temperature: invalid float value: 'hot'"),
         (["srve"], "octavo: error: there is no command 'srve'; did you mean 'serve'?"),
         (["xyz"], "octavo: error: there is no command 'xyz'; commands are serve, chat,"),
@@ -214,7 +214,11 @@ def test_serve_hands_its_settings_to_the_server(monkeypatch: pytest.MonkeyPatch)
     from octavo.server import serving
 
     seen: list[ServeConfig] = []
-    monkeypatch.setattr(serving, "run", lambda config: seen.append(config) or 5)
+    monkeypatch.setattr(serving, "run", lambda config, others: seen.extend([config, *others]) or 5)
     monkeypatch.setattr(os, "environ", {})
     assert main(["serve", "some/model", "--port", "1"]) == 5
-    assert (seen[0].model.model, seen[0].server.port) == ("some/model", 1)
+    assert [(each.model.model, each.server.port) for each in seen] == [("some/model", 1)]
+    seen.clear()
+    assert main(["serve", "a/b", "c", "d=e/f", "--port", "1"]) == 5
+    named = [(each.model.model, each.server.served_model_name, each.server.port) for each in seen]
+    assert named == [("a/b", None, 1), ("c", None, 1), ("e/f", "d", 1)]

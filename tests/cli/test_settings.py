@@ -21,11 +21,11 @@ from octavo.setting import Setting
 SETTINGS = list(settings(ServeConfig))
 SAMPLES: dict[type, Any] = {int: 3, float: 0.5, str: "text"}
 EXCLUSIVE = {
-    *("num_kv_blocks", "enable_prefix_caching", "merge_lora", "decode_interval", "isolate_keys", "tenant_by", *OWNERS),
+    *("num_kv_blocks", "enable_prefix_caching", "merge_lora", "isolate_keys", "tenant_by", *OWNERS),
     *("data_parallel_size", "backend", "upstream", "upstream_command", "upstream_api_key"),
     *("grpc_worker", "grpc_timeout"),
 }
-"""Refused together with ``kv_cache_memory``, ``kv_offload_dir``, ``max_itl``, ``enable_kv_events`` or ``tenant_header``
+"""Refused together with ``kv_cache_memory``, ``kv_offload_dir``, ``enable_kv_events`` or ``tenant_header``
 (``enable_prefix_caching``: if off), or under policies or backends to which they do not apply."""
 
 
@@ -244,13 +244,6 @@ def test_json_may_be_a_mapping(tmp_path: Path) -> None:
     assert load(*write(tmp_path, text)).speculative.speculative_config == (
         '{"method": "ngram", "num_speculative_tokens": 2}'
     )
-
-
-def test_decode_interval_and_max_itl_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="decode_interval and max_itl"):
-        load("--decode-interval", "4", "--max-itl", "0.1")
-    with pytest.raises(ConfigError, match="decode_interval and tpot_target"):
-        load("--decode-interval", "4", "--scheduling-policy", "deadline", "--tpot-target", "0.1")
 
 
 def test_a_key_given_as_a_flag_is_warned_about() -> None:

@@ -71,8 +71,7 @@ async def running(timeout: float = 30.0, **knobs: Any) -> AsyncIterator[AsyncEng
     finally:
         await engine.stop(0)
         assert engine.num_live == 0
-        assert engine.pid is not None
-        assert not os.path.exists(f"/proc/{engine.pid}")
+        assert engine.pid is None or not os.path.exists(f"/proc/{engine.pid}")
 
 
 def send(engine: AsyncEngine, mark: int = 1, max_tokens: int = 40) -> tuple[Request, Recorder]:

@@ -57,6 +57,8 @@ class Knobs(msgspec.Struct, forbid_unknown_fields=True):
 
     step_seconds: float = 0.0
     max_num_seqs: int = 64
+    memory: int = 0
+    """Bytes that the engine says it takes."""
     start_error: str = ""
     """Name of the error class that building raises."""
     start_crash_after: str = ""
@@ -203,4 +205,4 @@ def build(config: EngineConfig) -> tuple[FakeEngine, EngineInfo]:
         open(knobs.start_crash_after, "w").close()
     if knobs.writes:
         threading.Thread(target=time.sleep, args=(3600,)).start()
-    return FakeEngine(knobs=knobs), INFO
+    return FakeEngine(knobs=knobs), make_info(memory={"weights": knobs.memory} if knobs.memory else {})

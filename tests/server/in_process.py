@@ -17,7 +17,7 @@ from octavo.backends.vocabulary import SPECIAL, TEMPLATE, byte_tokenizer  # noqa
 from octavo.config import ModelSettings
 from octavo.errors import QueueFull, RequestError, Unavailable
 from octavo.server.adapters import AdapterTable
-from octavo.server.engine_client import OutputListener, Progress
+from octavo.server.engine_client import OutputListener, Progress, SleepMode
 from octavo.server.timelines import KVEventRing, Timelines
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.metrics import Metrics
@@ -54,6 +54,9 @@ class InProcessEngine:
     failure: str | None = None
     max_num_seqs: int = 16
     num_restarts: int = 0
+    sleep_level: int = 0
+    sleep_modes: list[SleepMode] = field(default_factory=list)
+    """Of every call of ``sleep``."""
     pid: int | None = 4711
     seconds_since_progress: float = 0.0
     max_live: int = 0
@@ -105,6 +108,13 @@ class InProcessEngine:
 
     def cache_views(self) -> list[CacheView]:
         return self.views
+
+    async def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None:
+        self.sleep_level = level
+        self.sleep_modes.append(mode)
+
+    async def wake_up(self) -> None:
+        self.sleep_level = 0
 
     def next_id(self) -> int:
         return next(self._ids)

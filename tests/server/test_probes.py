@@ -43,10 +43,6 @@ def test_load_counts_unfinished_requests(serve_app: Any) -> None:
     assert served.client.get("/load").json() == {"server_load": 0}
 
 
-def test_an_engine_never_sleeps(served: Served) -> None:
-    assert served.client.get("/is_sleeping").json() == {"is_sleeping": False}
-
-
 def test_metrics_and_version(served: Served) -> None:
     response = served.client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -88,4 +84,8 @@ def test_the_openapi_document_says_what_may_be_null_and_how_it_fails(served: Ser
 def test_the_openapi_document_has_every_path(served: Served) -> None:
     paths = served.client.get("/openapi.json").json()["paths"]
     assert paths["/v1/models/{name}"]["get"]["parameters"][0]["name"] == "name"
-    assert {"/health", "/ready", "/metrics", "/v1/models", "/v1/completions"} <= paths.keys()
+    assert {"/health", "/ready", "/metrics", "/v1/models", "/v1/completions", "/openapi.json"} <= paths.keys()
+    for path, operations in paths.items():
+        if "{" not in path and not path.startswith("/admin"):  # that asks for a key first
+            allowed = served.client.options(path).headers["allow"].lower().split(", ")
+            assert set(allowed) - {"head", "options"} == operations.keys(), path

@@ -28,8 +28,8 @@ from octavo.server.sse import finished_choices
 
 async def create_message(request: Request) -> Response:
     services = services_of(request)
-    services.admission.check_room()
-    body, headers = await services.read(request, message_decoder, without_effect)
+    services.check_room()
+    services, body, headers = await services.read(request, message_decoder, without_effect)
     id = f"msg_{uuid.uuid4().hex}"
     reply = await begin_reply(services, message_chat_body(body, services), request, id)
     answer = MessageAnswer(reply, id, services.answering_name(body.model), wants_thinking(body))
@@ -41,7 +41,7 @@ async def create_message(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     services = services_of(request)
-    body, headers = await services.read(request, counted_decoder, without_effect)
+    services, body, headers = await services.read(request, counted_decoder, without_effect)
     services.check_model(body.model)
     chat = chat_body(body, services)
     source = conversation(chat.messages, chat, services, tools_of(chat, services)).prompt

@@ -8,6 +8,7 @@ Results are stored line by line, so another process can resume an unfinished bat
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 import uuid
@@ -21,11 +22,13 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
 from octavo.server.background_jobs import retry_while_unavailable
-from octavo.server.batches.files import CONTENT, items_of, new_file, page
+from octavo.server.batches.files import CONTENT, items_of, new_file
 from octavo.server.batches.runner import BadLine, Line, LineRunner, Outcome, read_lines
 from octavo.server.body_decoder import BodyDecoder
+from octavo.server.durable.serve import end_all, end_with_key
 from octavo.server.errors import NotFound, UnexpectedError, printable
 from octavo.server.keys import caller_of
+from octavo.server.openai.pages import page
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.services import Services, services_of
@@ -41,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
 """The API's batch object."""
+Work = Callable[[Batch, str], Awaitable[None]]
+"""What is done with an owner's batch."""
 
 
 class BatchBody(msgspec.Struct, kw_only=True):
@@ -57,7 +62,7 @@ decoder = BodyDecoder(BatchBody, {"output_expires_after": ()}, frozenset())
 
 async def create_batch(request: Request) -> Response:
     services, owner = services_of(request), caller_of(request).name
-    body, headers = await services.read(request, decoder)
+    services, body, headers = await services.read(request, decoder)
     served = request.app.state.batches.endpoints
     if body.endpoint not in served:
         raise InvalidParameter("endpoint", f"'endpoint' must be one of {', '.join(served)}.")
@@ -138,12 +143,13 @@ class Batches:
         """Resume batches that an earlier process left unfinished."""
         for row, batch in decoded(KIND, await self._services.store.list(KIND), dict):
             if batch["status"] not in DONE:
-                self._start(batch, row.owner)
+                is_cancelled = batch["status"] == "cancelling"
+                self._start(self._finish_cancelled if is_cancelled else self._answer_lines, batch, row.owner)
 
     async def begin(self, batch: Batch, owner: str) -> None:
         """Store a new batch, and start its job."""
         await self._services.store.put_all(owner, [_item(batch)])
-        self._start(batch, owner)
+        self._start(self._answer_lines, batch, owner)
 
     async def cancel(self, batch: Batch, owner: str) -> None:
         """Cancel a batch; results so far are kept."""
@@ -152,11 +158,11 @@ class Batches:
         if batch["status"] == "cancelling":
             await self._services.jobs.settle(batch["id"], self._do(self._finish_cancelled, batch, owner))
 
-    def _start(self, batch: Batch, owner: str) -> None:
+    def _start(self, work: Work, batch: Batch, owner: str) -> None:
         self.live[batch["id"]] = batch
-        self._services.jobs.start(batch["id"], self._do(self._answer_lines, batch, owner))
+        self._services.jobs.start(batch["id"], self._do(work, batch, owner))
 
-    async def _do(self, work: Callable[[Batch, str], Awaitable[None]], batch: Batch, owner: str) -> None:
+    async def _do(self, work: Work, batch: Batch, owner: str) -> None:
         """Run ``work`` on a batch; if it raises, the batch fails with that reason."""
         try:
             await work(batch, owner)
@@ -194,10 +200,13 @@ class Batches:
             await self._finish(batch, owner, "completed")
 
     async def _work_off(self, todo: Iterator[Line], batch: Batch, owner: str) -> None:
+        caller = self._services.keys.caller(owner)
         for line in todo:
-            outcome = await self._runner.run(line, owner)
+            key = f"{batch['id']}.{hashlib.blake2b(line.custom_id.encode(), digest_size=16).hexdigest()}"
+            outcome = await self._runner.run(line, caller, key)
             await self._put(owner, [StoredItem(_lines_kind(batch), line.custom_id, msgspec.json.encode(outcome))])
             _count(batch, outcome)
+            end_with_key(self._services, caller, key)
 
     async def _outcomes(self, batch: Batch, owner: str) -> list[tuple[Row, Outcome]]:
         kind = _lines_kind(batch)
@@ -226,6 +235,7 @@ class Batches:
             batch.update(kept)
             self.live.pop(batch["id"], None)
         else:
+            await self._put(owner, [_item(batch)])  # so that another process does not go on with it
             await self._finish(batch, owner, "cancelled")
 
     async def _end(self, batch: Batch, owner: str, status: str, names: dict[str, str], items: list[StoredItem]) -> None:
@@ -233,6 +243,7 @@ class Batches:
         ended: Batch = {**batch, **names}
         _mark(ended, status)
         await self._put(owner, [*items, _item(ended)], instead_of=_lines_kind(batch))
+        end_all(self._services, self._services.keys.caller(owner), f"{batch['id']}.")
         batch.update(ended)
         self.live.pop(batch["id"], None)
 

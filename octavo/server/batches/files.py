@@ -18,6 +18,7 @@ from starlette.responses import Response
 from octavo.errors import InvalidParameter
 from octavo.server.errors import HTTPRefusal, MissingParameter, NotFound, printable
 from octavo.server.keys import caller_of
+from octavo.server.openai.pages import page
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.services import services_of
@@ -107,24 +108,6 @@ ENDPOINTS = [
     Endpoint("GET", "/v1/files/{file_id}/content", file_content, "The bytes of a file"),
     Endpoint("DELETE", "/v1/files/{file_id}", delete_file, "Forget a file"),
 ]
-
-
-def page(request: Request, items: list[dict[str, Any]]) -> dict[str, Any]:
-    """One page of ``items``, by the query's ``limit`` and ``after``. Raises ``InvalidParameter``."""
-    after, limit = request.query_params.get("after"), request.query_params.get("limit", "100")
-    if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and 1 <= int(limit) <= 10_000):
-        raise InvalidParameter("limit", "'limit' must be a whole number from 1 to 10000.")
-    start = 0
-    if after:
-        start = 1 + next((i for i, item in enumerate(items) if item["id"] == after), len(items))
-    found = items[start : start + int(limit)]
-    return {
-        "object": "list",
-        "data": found,
-        "first_id": found[0]["id"] if found else None,
-        "last_id": found[-1]["id"] if found else None,
-        "has_more": start + len(found) < len(items),
-    }
 
 
 async def _value(request: Request, kind: str) -> bytes:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from octavo.errors import QueueFull, RequestError, Unavailable
 from octavo.server.background_jobs import inner_request, retry_while_unavailable
+from octavo.server.durable.serve import key_headers
 from octavo.server.errors import UnexpectedError, error_object
 from octavo.server.keys import Caller
 from octavo.server.openai.schema import Endpoint
@@ -95,25 +96,27 @@ class LineRunner:
     """Runs lines, at most ``max_num_seqs / 2`` at a time: the other half is reserved for clients."""
 
     def __init__(self, app: Starlette, endpoints: Mapping[str, Endpoint]) -> None:
-        services: Services = app.state.services
+        self._services: Services = app.state.services
         self._app = app
-        self._keys = services.keys
         self._endpoints = endpoints
-        self.num_places = max(1, services.engine.info.max_num_seqs // 2)
+        self.num_places = max(1, self._services.engine.info.max_num_seqs // 2)
         self._places = asyncio.Semaphore(self.num_places)
 
-    async def run(self, line: Line, owner: str) -> Outcome:
-        """Run ``line`` and return its outcome; waits while the server is full or shutting down."""
-        caller = self._keys.caller(owner)
+    async def run(self, line: Line, caller: Caller, key: str) -> Outcome:
+        """Run ``line`` and return its outcome; waits while the server is full or shutting down.
+
+        ``key`` is that of its request in the journal, if there is one.
+        """
         async with self._places:
-            response = await retry_while_unavailable(lambda: self._answer(line, caller))
+            response = await retry_while_unavailable(lambda: self._answer(line, caller, key))
         return Outcome(id=f"batch_req_{uuid.uuid4().hex}", custom_id=line.custom_id, response=response)
 
-    async def _answer(self, line: Line, caller: Caller) -> dict[str, Any]:
+    async def _answer(self, line: Line, caller: Caller, key: str) -> dict[str, Any]:
         status, body = 200, b""
         request_id = uuid.uuid4().hex
         try:
-            request = inner_request(self._app, line.url, bytes(line.body), caller)
+            headers = key_headers(self._services, caller, key)
+            request = inner_request(self._app, line.url, bytes(line.body), caller, headers)
             response: Response = await self._endpoints[line.url].endpoint(request)
             body = bytes(response.body)
         except (QueueFull, Unavailable):

@@ -18,6 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from octavo.server.engine_client import EngineClient
 from octavo.server.openai.rendering import encode_line
 from octavo.server.openai.schema import Endpoint
+from octavo.server.services import asked_services_of
 from octavo.server.sse import HEADERS
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.histogram import Histogram
@@ -110,7 +111,7 @@ def _sums(histograms: Any) -> dict[str, float]:
 
 
 async def watch(request: Request) -> Response:
-    view: LiveView = request.app.state.live_view
+    view: LiveView = request.app.state.live_views[asked_services_of(request).model_name]
     return StreamingResponse(view.watch(), headers=HEADERS)
 
 

@@ -101,7 +101,7 @@ class Journal:
             for payload in file.read(damage):
                 try:
                     items = decode(payload)
-                except (msgspec.MsgspecError, RecursionError) as error:
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                     logger.error("%s: a record cannot be read and is left out: %s", file.path, error)
                     damage.records += 1
                     continue
@@ -169,7 +169,7 @@ class Journal:
         if not (0 < len(key) <= MAX_KEY and key.isascii() and key.isprintable()):
             message = f"'Idempotency-Key' must have 1 to {MAX_KEY} printable ASCII characters."
             raise InvalidParameter("Idempotency-Key", message)
-        key = ":" + key  # so that no client has a key of the server's own requests
+        key = of_client(key)
         content = request.url.path.encode() + b"\0" + msgspec.json.encode(body)
         digest = hashlib.blake2b(content, digest_size=16).hexdigest()
         is_resumed = reader.HEADER in request.headers
@@ -198,7 +198,7 @@ class Journal:
                 return found.new_reader().generation
 
             generation = await admission.admit(client_request, begin)
-            await self._writer.synced()
+            await self.synced()
             return generation
         if found.begin.fingerprint != self._fingerprint:
             message = (
@@ -223,11 +223,25 @@ class Journal:
             raise
         return request
 
+    def can_continue(self, caller: Caller, key: str) -> bool:
+        """Whether ``admit_once`` continues a request of this key; one of a server that has changed is dropped."""
+        found = self._by_key.get((caller.name, key))
+        if found is None or found.begin.fingerprint == self._fingerprint:
+            return found is not None
+        self.cancel(caller, key)
+        return False
+
     def cancel(self, caller: Caller, key: str) -> None:
         """End the request of a key, if there is one."""
         if (request := self._by_key.get((caller.name, key))) is not None:
             request.cancel()
             self._forget(request.begin.number)
+
+    def cancel_all(self, caller: Caller, prefix: str) -> None:
+        """End all requests of the caller whose keys begin with ``prefix``."""
+        for owner, key in list(self._by_key):
+            if owner == caller.name and key.startswith(prefix):
+                self.cancel(caller, key)
 
     def _forget(self, number: int) -> None:
         request = self._requests.pop(number, None)
@@ -269,6 +283,11 @@ class Journal:
         if self._writer.num_bytes > max(ROLL_BYTES, 2 * self._snapshot_bytes):
             self._roll()
 
+    async def synced(self) -> None:
+        """Wait until all that was noted before is on disk, or failed to be."""
+        self._flush()
+        await self._writer.synced()
+
     def _roll(self) -> None:
         """Begin a new file with what is known now, so that the older ones can be deleted."""
         self._batch = []
@@ -289,6 +308,11 @@ class Journal:
         if batch:
             self._writer.append(partial(encode, batch))
         self._writer.close()
+
+
+def of_client(key: str) -> str:
+    """The journal's key for a header's: no client has a key of the server's own requests."""
+    return ":" + key
 
 
 def _reused() -> KeyReused:

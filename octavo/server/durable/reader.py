@@ -27,7 +27,7 @@ _ID = re.compile(rf"({_POINT}(?:-{_POINT})*)(?:\+(?:(u)|(\d{{1,5}})\.(\d{{1,9}})
 
 
 class StreamChanged(RequestError):
-    """The tokens before the client's position are not those that it received; the stream cannot be continued."""
+    """What is before the client's position may not be what it received; the stream cannot be continued."""
 
     status = 409
     code = "stream_changed"
@@ -93,10 +93,14 @@ class Reader:
         """Events to send before others."""
         self._position: Position | None = None
         self._writer: EventWriter | None = None
+        self._is_by_token = False
 
-    def begin(self, writer: EventWriter | None, position: Position | None = None) -> None:
-        """Take all output so far, and receive what follows; a stream's events come from ``writer``."""
-        self._writer, self._position = writer, position
+    def begin(self, writer: EventWriter | None, position: Position | None = None, is_by_token: bool = False) -> None:
+        """Take all output so far, and receive what follows; a stream's events come from ``writer``.
+
+        With ``is_by_token``, no more than one token is given to a choice at once.
+        """
+        self._writer, self._position, self._is_by_token = writer, position, is_by_token
         if position is not None:
             for index, point in enumerate(position.points):
                 self._stops[index] = [point.at] if point.at else []
@@ -117,6 +121,12 @@ class Reader:
 
     def on_output(self, index: int, output: Output) -> None:
         choice, stops = self._choices[index], self._stops[index]
+        if self._is_by_token:
+            last = max(len(output.tokens) - 1, 0)
+            for place in range(last):
+                self._take(choice, _part(output, place, place + 1))
+            self._take(choice, _part(output, last, None))
+            return
         room = stops[0] - choice.num_tokens if stops else 0
         if 0 < room < len(output.tokens):
             self._take(choice, _part(output, 0, room))

@@ -49,8 +49,8 @@ plain_decoder = BodyDecoder(PlainBody, {}, frozenset())
 
 async def generate(request: Request) -> Response:
     services, start = services_of(request), time.monotonic()
-    services.admission.check_room()
-    body, headers = await services.read(request, generate_decoder)
+    services.check_room()
+    services, body, headers = await services.read(request, generate_decoder)
     if not 1 <= len(body.prompt) <= MAX_PROMPT_CHARACTERS:
         raise InvalidParameter("prompt", f"'prompt' must have 1 to {MAX_PROMPT_CHARACTERS} characters.")
     if not 1 <= body.max_new_tokens <= MAX_NEW_TOKENS:
@@ -76,8 +76,8 @@ async def generate(request: Request) -> Response:
 
 async def generate_plainly(request: Request) -> Response:
     services = services_of(request)
-    services.admission.check_room()
-    body, headers = await services.read(request, plain_decoder)
+    services.check_room()
+    services, body, headers = await services.read(request, plain_decoder)
     for field, is_bad in (("prompt", not body.prompt.strip()), ("max_tokens", body.max_tokens < 1)):
         if is_bad:
             raise BadValue(field, f"'{field}' must not be empty." if field == "prompt" else f"'{field}' is below 1.")

@@ -47,8 +47,8 @@ decoder = BodyDecoder(InferBody, {}, frozenset())
 
 async def infer(request: Request) -> Response:
     services = services_of(request)
-    services.admission.check_room()
-    body, unknown = await services.body_receiver.read_json(request, decoder, services.engine.info.max_model_len)
+    services.check_room()
+    services, body, unknown = await services.decoded(request, decoder)
     if unknown:
         raise UnknownParameter(unknown)
     if not body.prompt:

@@ -69,15 +69,15 @@ decoder = BodyDecoder(TGIBody, {}, frozenset({"options"}))
 
 async def continue_text(request: Request) -> Response:
     services = services_of(request)
-    services.admission.check_room()
-    body, headers = await services.read(request, decoder)
+    services.check_room()
+    services, body, headers = await services.read(request, decoder)
     return await _answer(body, services, request, headers)
 
 
 async def stream_text(request: Request) -> Response:
     services = services_of(request)
-    services.admission.check_room()
-    body, headers = await services.read(request, decoder)
+    services.check_room()
+    services, body, headers = await services.read(request, decoder)
     return await _answer(msgspec.structs.replace(body, stream=True), services, request, headers)
 
 

@@ -36,10 +36,10 @@ from octavo.text.reader import Piece, Text
 
 async def chat(request: Request) -> Response:
     services, started = services_of(request), time.monotonic()
-    services.admission.check_room()
-    body, headers = await services.read(request, chat_decoder, without_effect)
+    services.check_room()
+    services, body, headers = await services.read(request, chat_decoder, without_effect)
     if not body.messages:
-        return _loaded(body, services, as_message({"content": ""}))
+        return await _loaded(body, services, as_message({"content": ""}))
     reply = await begin_reply(services, chat_body(body, services), request, f"ollama-{uuid.uuid4().hex}")
     answer = OllamaAnswer(reply.pieces, body.model, as_message, started)
     return await _answered(reply.generation, answer, body, headers, request)
@@ -47,10 +47,10 @@ async def chat(request: Request) -> Response:
 
 async def generate(request: Request) -> Response:
     services, started = services_of(request), time.monotonic()
-    services.admission.check_room()
-    body, headers = await services.read(request, generate_decoder, without_effect)
+    services.check_room()
+    services, body, headers = await services.read(request, generate_decoder, without_effect)
     if not body.prompt:
-        return _loaded(body, services, as_response({"content": ""}))
+        return await _loaded(body, services, as_response({"content": ""}))
     if body.raw or services.chat_template.source is None:
         generation = await _continuation(body, services, request)
         pieces = _plain_pieces(generation.choices[0])
@@ -84,9 +84,10 @@ def _plain_pieces(choice: Choice) -> Any:
     return pieces
 
 
-def _loaded(body: Common, services: Services, nothing: dict[str, Any]) -> Response:
-    """The answer to a request without a prompt, which only asks for the model to be loaded. It always is."""
+async def _loaded(body: Common, services: Services, nothing: dict[str, Any]) -> Response:
+    """The answer to a request without a prompt, which only asks for the model to be loaded."""
     services.check_model(served_name(body.model, services))
+    await services.engine.wake_up()
     return json_response({"model": body.model, "created_at": now(), **nothing, "done": True, "done_reason": "load"}, {})
 
 

@@ -74,20 +74,24 @@ async def version(request: Request) -> Response:
 
 
 async def list_tags(request: Request) -> Response:
-    services = services_of(request)
-    return json_response({"models": [_model(services, name) for name in services.served_names]}, {})
+    every = services_of(request).every
+    return json_response({"models": [_model(each, name) for each in every for name in each.served_names]}, {})
 
 
 async def list_loaded(request: Request) -> Response:
-    services = services_of(request)
+    awake = [each for each in services_of(request).every if not each.engine.sleep_level]
+    return json_response({"models": [_loaded(each, name) for each in awake for name in each.served_names]}, {})
+
+
+def _loaded(services: Services, name: str) -> dict[str, Any]:
     on_gpu = {} if services.engine.info.device == "cpu" else {"size_vram": _num_bytes(services)}
     loaded = {"expires_at": FOREVER, "size_vram": 0, **on_gpu, "context_length": services.engine.info.max_model_len}
-    return json_response({"models": [{**_model(services, name), **loaded} for name in services.served_names]}, {})
+    return {**_model(services, name), **loaded}
 
 
 async def show(request: Request) -> Response:
     services = services_of(request)
-    body, headers = await services.read(request, show_decoder)
+    services, body, headers = await services.read(request, show_decoder)
     services.check_model(served_name(body.model or body.name, services))
     info, template = services.engine.info, services.chat_template.source or ""
     can_generate = "generate" in info.tasks
@@ -117,7 +121,7 @@ async def show(request: Request) -> Response:
 async def pull(request: Request) -> Response:
     """The served model is there; others cannot be downloaded into a running server."""
     services = services_of(request)
-    body, headers = await services.read(request, pull_decoder)
+    services, body, headers = await services.read(request, pull_decoder)
     services.check_model(served_name(body.model or body.name, services))
     done = {"status": "success"}
     if not body.stream:
@@ -128,8 +132,8 @@ async def pull(request: Request) -> Response:
 
 async def embed(request: Request) -> Response:
     services, started = services_of(request), time.monotonic_ns()
-    services.admission.check_room()
-    body, headers = await services.read(request, embed_decoder)
+    services.check_room()
+    services, body, headers = await services.read(request, embed_decoder)
     check_dimensions(body.dimensions, services.engine.info.embedding_size)
     model = served_name(body.model, services)
     services.check_model(model)
@@ -147,8 +151,8 @@ async def embed(request: Request) -> Response:
 
 async def embeddings(request: Request) -> Response:
     services = services_of(request)
-    services.admission.check_room()
-    body, headers = await services.read(request, embeddings_decoder)
+    services.check_room()
+    services, body, headers = await services.read(request, embeddings_decoder)
     model = served_name(body.model, services)
     services.check_model(model)
     choices = await ask(services, request, "embed", model, prompts_of(body.prompt, "prompt"), "prompt")

@@ -41,7 +41,7 @@ unload_decoder = BodyDecoder(UnloadBody, {}, frozenset({"lora_int_id"}))
 
 async def load(request: Request) -> Response:
     services = services_of(request)
-    body, headers = await services.read(request, load_decoder)
+    services, body, headers = await services.read(request, load_decoder)
     _check_allowed(services)
     name, path = body.lora_name, body.lora_path
     if not 1 <= len(name) <= MAX_NAME or name != name.strip() or set(name) & set(",=") or not name.isprintable():
@@ -64,7 +64,7 @@ async def load(request: Request) -> Response:
 
 async def unload(request: Request) -> Response:
     services = services_of(request)
-    body, headers = await services.read(request, unload_decoder)
+    services, body, headers = await services.read(request, unload_decoder)
     _check_allowed(services)
     if body.lora_name not in services.engine.adapters.known:
         raise ModelNotFound(f"There is no adapter '{printable(body.lora_name)}'.", param="lora_name")

@@ -73,8 +73,8 @@ decoder = BodyDecoder(CompletionBody, _REFUSED, ACCEPTED, IGNORED)
 
 async def create_completion(request: Request) -> Response:
     services = services_of(request)
-    services.admission.check_room()
-    body, headers = await services.read(request, decoder, _without_effect)
+    services.check_room()
+    services, body, headers = await services.read(request, decoder, _without_effect)
     submitted = client_request(body, services, request)
     if body.use_beam_search:
         return json_response(await _found_by_beams(body, services, submitted, request), headers)

@@ -41,8 +41,8 @@ decoder = BodyDecoder(EmbeddingBody, {"truncate_prompt_tokens": (), "messages": 
 
 async def create_embeddings(request: Request) -> Response:
     services = services_of(request)
-    services.admission.check_room()
-    body, headers = await services.read(request, decoder)
+    services.check_room()
+    services, body, headers = await services.read(request, decoder)
     check_labels(services, body.model, body.priority, body.user)
     check_dimensions(body.dimensions, services.engine.info.embedding_size)
     choices = await ask(

@@ -212,8 +212,6 @@ def scheduling_fields(body: GenerationFields, services: Services, request: Reque
 def _check_target(name: str, seconds: float, scheduler: SchedulerSettings) -> None:
     if scheduler.scheduling_policy != "deadline":
         raise UnsupportedParameter(name, f"'{name}' needs a server with --scheduling-policy deadline.")
-    if name == "tpot_target" and scheduler.decode_interval is not None:
-        raise UnsupportedParameter(name, f"'{name}' needs a server without --decode-interval.")
     if not 0 < seconds <= MAX_TARGET:
         raise InvalidParameter(name, f"'{name}' must be above 0 and at most {MAX_TARGET:g}.")
 

@@ -18,18 +18,25 @@ from octavo.server.services import Services, services_of
 
 
 async def list_models(request: Request) -> Response:
-    services = services_of(request)
-    names = services.served_names
+    models = [(services, name) for services in services_of(request).every for name in services.served_names]
     if _is_anthropic(request):
-        models = [_anthropic_model(services, name) for name in names]
+        names = [name for _, name in models]
         # Always one page, regardless of 'limit': the operator's configuration bounds the number.
-        return json_response({"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}, {})
-    return json_response({"object": "list", "data": [_model(services, name) for name in names]}, {})
+        return json_response(
+            {
+                "data": [_anthropic_model(*each) for each in models],
+                "has_more": False,
+                "first_id": names[0],
+                "last_id": names[-1],
+            },
+            {},
+        )
+    return json_response({"object": "list", "data": [_model(*each) for each in models]}, {})
 
 
 async def retrieve_model(request: Request) -> Response:
-    services = services_of(request)
     name = request.path_params["name"]
+    services = services_of(request).of_model(name)
     services.check_model(name)
     return json_response(_anthropic_model(services, name) if _is_anthropic(request) else _model(services, name), {})
 

@@ -59,8 +59,8 @@ rerank_decoder = BodyDecoder(RerankBody, REFUSED, ACCEPTED)
 
 async def score(request: Request) -> Response:
     services = services_of(request)
-    services.admission.check_room()
-    body, headers = await services.read(request, score_decoder)
+    services.check_room()
+    services, body, headers = await services.read(request, score_decoder)
     check_labels(services, body.model, body.priority, body.user)
     pairs = pairs_of(body.text_1, body.text_2)
     scores, count = await _scores(services, request, pairs, ("text_1", "text_2"), body)
@@ -74,8 +74,8 @@ async def score(request: Request) -> Response:
 
 async def rerank(request: Request) -> Response:
     services = services_of(request)
-    services.admission.check_room()
-    body, headers = await services.read(request, rerank_decoder)
+    services.check_room()
+    services, body, headers = await services.read(request, rerank_decoder)
     check_labels(services, body.model, body.priority, body.user)
     if not body.documents:
         raise InvalidParameter("documents", "'documents' must not be empty.")

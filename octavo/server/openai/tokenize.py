@@ -17,7 +17,7 @@ from octavo.server.openai.chat import conversation
 from octavo.server.openai.fields import ACCEPTED
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
-from octavo.server.services import Services, services_of
+from octavo.server.services import Services, asked_services_of, services_of
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -49,7 +49,7 @@ detokenize_decoder = BodyDecoder(DetokenizeBody, {}, ACCEPTED | {"user"})
 
 async def tokenize(request: Request) -> Response:
     services = services_of(request)
-    body, headers = await services.read(request, tokenize_decoder)
+    services, body, headers = await services.read(request, tokenize_decoder)
     services.check_model(body.model)
     tokenizer = services.need_tokenizer("prompt" if body.messages is None else "messages")
     source, field, adds_special = _source(body, services)
@@ -80,7 +80,7 @@ def _source(body: TokenizeBody, services: Services) -> tuple[PromptSource, str, 
 
 async def detokenize(request: Request) -> Response:
     services = services_of(request)
-    body, headers = await services.read(request, detokenize_decoder)
+    services, body, headers = await services.read(request, detokenize_decoder)
     services.check_model(body.model)
     tokenizer = services.need_tokenizer("tokens")
     services.admission.check_in_vocabulary(body.tokens, "tokens")
@@ -90,7 +90,7 @@ async def detokenize(request: Request) -> Response:
 
 async def tokenizer_info(request: Request) -> Response:
     """Tokenizer metadata, for evaluation harnesses that use this server's tokenizer."""
-    services = services_of(request)
+    services = asked_services_of(request)
     tokenizer = services.need_tokenizer("tokenizer_info")
     info = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -38,6 +38,11 @@ class ProxyServices:
     keys: Keys
     body_receiver: BodyReceiver
 
+    @property
+    def monitored(self) -> Upstream:
+        """What the monitoring endpoints read."""
+        return self.engine
+
     def close(self) -> None:
         """Nothing is left open."""
 

@@ -15,9 +15,10 @@ from octavo.server.openai.fields import check_max_tokens
 from octavo.server.responses.items import Item, chat_messages
 from octavo.server.services import Services
 
+PATH = "/v1/responses"
+
 REFUSED: dict[str, tuple[Any, ...]] = {
     "context_management": (),
-    "conversation": (),
     "enable_response_messages": (),
     "previous_input_messages": (),
     "prompt": (),
@@ -44,6 +45,12 @@ class TextOptions(msgspec.Struct, kw_only=True, frozen=True):
     verbosity: str | None = None
 
 
+class ConversationName(msgspec.Struct, kw_only=True, frozen=True):
+    """The conversation of a response."""
+
+    id: str
+
+
 class StreamOptions(msgspec.Struct, kw_only=True):
     """Options for streams."""
 
@@ -67,6 +74,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     include: list[str] = []
     top_logprobs: int = 0
     previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
     store: bool = True
     background: bool = False
     stream: bool = False
@@ -78,6 +86,11 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     timeout: float | None = None
     priority: int = 0
     cache_salt: str = ""
+
+    @property
+    def conversation_id(self) -> str | None:
+        named = self.conversation
+        return named.id if isinstance(named, ConversationName) else named
 
 
 decoder = BodyDecoder(ResponseBody, refused_elsewhere(ResponseBody, ACCEPTED) | REFUSED, ACCEPTED, IGNORED)
@@ -103,9 +116,14 @@ def check(body: ResponseBody) -> None:
         raise UnsupportedParameter("stream_options", "'stream_options.include_obfuscation' is not supported.")
     if body.background and not body.store:
         raise InvalidParameter("background", "'background' needs 'store': the answer is fetched by its id.")
-    if body.background and body.stream:
-        raise UnsupportedParameter("stream", "'stream' is not supported with 'background'.")
-    if len(body.metadata) > 16:
+    if body.conversation is not None and body.previous_response_id is not None:
+        raise InvalidParameter("conversation", "'conversation' and 'previous_response_id' exclude each other.")
+    check_metadata(body.metadata)
+
+
+def check_metadata(metadata: dict[str, str]) -> None:
+    """Raise ``InvalidParameter`` for more pairs than the API allows."""
+    if len(metadata) > 16:
         raise InvalidParameter("metadata", "'metadata' takes at most 16 pairs.")
 
 

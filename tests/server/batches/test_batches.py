@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 import threading
@@ -319,6 +320,59 @@ def test_a_batch_outlives_the_process(tmp_path: Path) -> None:
         assert len(results(second, done.output_file_id)) == 10
         # Those that were done are not computed again.
         assert len(second.engine.requests) == 8
+    finally:
+        second.stop()
+
+
+@pytest.mark.parametrize("change", [{}, {"reasoning_parser": "none"}])
+def test_with_a_journal_lines_continue_where_they_were(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Unless the server has changed, whose tokens may be others."""
+    settings = {"state_dir": str(tmp_path / "state"), "journal": str(tmp_path / "journal")}
+    engine = InProcessEngine(max_num_seqs=4, runs=False)
+    first = Served(engine, byte_tokenizer(), settings)
+    batch = begin(first, lines(2, max_tokens=8))
+    while len(engine.requests) < 2:
+        time.sleep(0.005)
+    for _ in range(3):
+        first.call(engine.step)
+    first.stop()
+    second = Served(InProcessEngine(), byte_tokenizer(), settings | change)
+    try:
+        found = results(second, until_done(second, batch.id).output_file_id)
+        assert [line["body"]["choices"][0]["text"] for line in found.values()] == [ANSWER[:8]] * 2
+        known = [] if change else list(ANSWER[:3].encode())
+        assert [request.output_tokens for request in second.engine.requests] == [known] * 2
+        assert not second.app.state.services.journal._by_key
+    finally:
+        second.stop()
+
+
+def test_cancelling_ends_lines_of_the_journal(serve_app: Any, tmp_path: Path) -> None:
+    engine = InProcessEngine(max_num_seqs=4, runs=False)
+    served = serve_app(engine, journal=str(tmp_path))
+    batch = begin_and_do_two(served, engine)
+    assert engine.num_live
+    assert client(served).batches.cancel(batch.id).status == "cancelled"
+    assert engine.num_live == 0
+    assert not served.app.state.services.journal._by_key
+
+
+def test_cancelling_outlives_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = InProcessEngine(max_num_seqs=4, runs=False)
+    settings = {"state_dir": str(tmp_path)}
+    first = Served(engine, byte_tokenizer(), settings)
+    batch = begin_and_do_two(first, engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(batches_module.Batches, "_finish", lambda *args: asyncio.sleep(60))
+        patch.setattr(background_jobs, "SETTLE_SECONDS", 0.1)
+        assert client(first).batches.cancel(batch.id).status == "cancelling"
+        first.stop()
+    second = Served(InProcessEngine(), byte_tokenizer(), settings)
+    try:
+        done = until_done(second, batch.id)
+        assert done.status == "cancelled"
+        assert len(results(second, done.output_file_id)) == 2
+        assert not second.engine.requests
     finally:
         second.stop()
 

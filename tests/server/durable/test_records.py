@@ -23,6 +23,7 @@ BEGIN = Begin(
     shown_ids=[1, 2],
 )
 LEAVES = (None, -1, 0, 1, 2**40, "", "x", [], [9], {})
+NOT_UTF8 = msgspec.msgpack.encode([[4, "text"]]).replace(b"text", b"te\xfft")
 
 
 def changed(value: Any, rng: random.Random) -> Any:
@@ -40,7 +41,7 @@ def test_records_of_other_content_do_not_keep_a_server_from_starting(tmp_path: P
     whole = msgspec.msgpack.decode(encode([BEGIN, Tokens(1, 0, 0, [5, 6]), Tokens(1, 2, 1, [7])]))
     file = LogFile.next(tmp_path, 1)
     frames = [file.frame(msgspec.msgpack.encode(changed(whole, rng))) for _ in range(500)]
-    file.path.write_bytes(b"".join(frames))
+    file.path.write_bytes(b"".join([file.frame(NOT_UTF8), *frames]))
     with serving(tmp_path, runs=False) as served:
         assert served.app.state.services.journal._counts["damage"] > 100
 

@@ -319,12 +319,6 @@ def test_targets_for_the_first_token_and_those_after_it(serve_app: Any, name: st
     assert serve_app().complete(**{name: 0.5}).json()["error"]["param"] == name
 
 
-def test_a_target_for_each_token_excludes_steps_of_prompts_alone(serve_app: Any) -> None:
-    served = serve_app(scheduling_policy="deadline", decode_interval=4)
-    assert served.complete(ttft_target=0.5).status_code == 200
-    assert served.complete(tpot_target=0.5).json()["error"]["param"] == "tpot_target"
-
-
 @pytest.mark.parametrize("policy", ["warn", "reject", "ignore"])
 def test_unknown_fields(serve_app: Any, policy: str) -> None:
     served = serve_app(unknown_fields=policy)

@@ -13,7 +13,7 @@ import pytest
 
 from octavo.errors import RequestFailed
 from octavo.server import store as store_module
-from octavo.server.responses import endpoints
+from octavo.server.responses import background
 from tests.server.conftest import Served, execute, fill, make_room
 from tests.server.in_process import ANSWER, IM_END, InProcessEngine, byte_tokenizer
 from tests.server.openai.test_client import options
@@ -103,14 +103,6 @@ def test_a_response_is_kept_followed_and_forgotten(server: Served) -> None:
     with pytest.raises(openai.BadRequestError) as lost:
         api.responses.create(model="test", input="And?", previous_response_id=first.id)
     assert lost.value.code == "previous_response_not_found"
-
-
-def test_a_response_is_retrieved_whole(server: Served) -> None:
-    name = post(server).json()["id"]
-    for field in ("stream=true", "starting_after=3"):
-        refused = server.client.get(f"/v1/responses/{name}?{field}")
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field.partition("=")[0])
-    assert server.client.get(f"/v1/responses/{name}?stream=false").status_code == 200
 
 
 def test_a_response_with_store_false_is_not_stored(server: Served) -> None:
@@ -291,7 +283,7 @@ def test_what_a_job_does_not_foresee_ends_the_response(serve_app: Any, monkeypat
     async def boom(*args: Any) -> Any:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(endpoints, "begin_reply", boom)
+    monkeypatch.setattr(background, "begin_reply", boom)
     served = serve_app()
     ended = until_done(served, post(served, background=True).json()["id"])
     assert (ended["status"], ended["error"]["code"]) == ("failed", "server_error")
@@ -313,10 +305,10 @@ def test_what_a_job_does_not_foresee_ends_the_response(serve_app: Any, monkeypat
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"background": True, "store": False}, "background"),
-        ({"background": True, "stream": True}, "stream"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"conversation": "conv_1"}, "conversation"),
+        ({"conversation": {"name": "conv_1"}}, "conversation"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_other"}, "conversation"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"temperature": 101}, "temperature"),
         ({"previous_response_id": "resp_other"}, "previous_response_id"),

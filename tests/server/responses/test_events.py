@@ -1,0 +1,37 @@
+"""Events of any output: the same when they are rendered from what is stored, and from any event on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.server.responses.events import ResponseEvents, add_output, pieces_of
+from octavo.text.reader import Call, Piece, Text
+
+TEXTS = st.builds(Text, st.sampled_from(("content", "reasoning")), st.text(min_size=1, max_size=4))
+CALLS = st.builds(Call, st.just("add"), st.text(max_size=4))
+
+
+def begun() -> dict[str, Any]:
+    return {"id": "resp_1", "status": "queued", "output": []}
+
+
+def render(pieces: list[Piece], after: int, is_cut: bool) -> list[bytes]:
+    response = begun()
+    events = ResponseEvents(response, after)
+    parts = [events.begin(), *(events.frames([piece]) for piece in pieces)]
+    parts.append(events.close("incomplete" if is_cut else "completed"))
+    parts.append(events.last({**response, "status": "completed"}))
+    return [event for event in b"".join(parts).split(b"\n\n") if event]
+
+
+@given(st.lists(st.one_of(TEXTS, CALLS), max_size=12), st.integers(0, 30), st.booleans())
+def test_events_are_a_function_of_what_is_stored(pieces: list[Piece], after: int, is_cut: bool) -> None:
+    whole = render(pieces, -1, is_cut)
+    assert [b'"sequence_number":%d,' % number in event for number, event in enumerate(whole)] == [True] * len(whole)
+    assert render(pieces, after, is_cut) == whole[after + 1 :]
+    response = begun()
+    deltas = add_output(response, pieces, "incomplete" if is_cut else "completed")
+    assert render(list(pieces_of(response["output"], deltas)), -1, is_cut) == whole

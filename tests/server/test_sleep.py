@@ -1,0 +1,130 @@
+"""Engines that end their process while nobody needs them, over child processes without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from octavo.errors import Unavailable
+from octavo.server.async_engine import AsyncEngine
+from tests.server.child_engine import SLOW, assert_right, finish, kill, running, send, until
+from tests.server.in_process import InProcessEngine
+
+
+def process_of(engine: AsyncEngine) -> str:
+    return f"/proc/{engine.pid}"
+
+
+def test_a_sleeping_engine_has_no_process_and_a_request_wakes_it() -> None:
+    async def main() -> None:
+        async with running() as engine:
+            before = [send(engine) for _ in range(3)]
+            await finish(before)
+            process = process_of(engine)
+            await engine.sleep(2)
+            assert not os.path.exists(process)
+            assert (engine.pid, engine.sleep_level, engine.failure) == (None, 2, None)
+            assert engine.is_ready  # a request would be served
+            assert 'sleep_state="discard_all"} 1.0' in engine.metrics.render().decode()
+            after = [send(engine) for _ in range(3)]
+            await finish(after)
+            assert_right(before + after)
+            assert engine.sleep_level == engine.num_restarts == 0
+
+    asyncio.run(main())
+
+
+def test_running_requests_are_finished_and_later_ones_wait_and_wake_it() -> None:
+    async def main() -> None:
+        async with running(**SLOW) as engine:
+            process = process_of(engine)
+            first = send(engine, max_tokens=30)
+            await until(lambda: len(first[1].tokens) > 3)
+            falling_asleep = asyncio.create_task(engine.sleep())
+            await asyncio.sleep(0)
+            late = send(engine, max_tokens=5)
+            await finish([first])
+            assert not late[1].tokens
+            await finish([late])
+            await falling_asleep
+            assert not os.path.exists(process)
+            assert_right([first, late])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_running_requests_can_be_kept_or_ended(mode: Any) -> None:
+    async def main() -> None:
+        async with running(**SLOW) as engine:
+            stream = send(engine, max_tokens=60)
+            await until(lambda: len(stream[1].tokens) > 3)
+            await engine.sleep(mode=mode)
+            assert engine.sleep_level == 1
+            assert 3 < len(stream[1].tokens) < 60
+            await engine.wake_up()
+            assert engine.is_ready
+            await finish([stream])
+            if mode == "abort":
+                assert isinstance(stream[1].error, Unavailable)
+            else:
+                assert_right([stream])
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_while_it_falls_asleep_loses_nothing() -> None:
+    async def main() -> None:
+        async with running(**SLOW) as engine:
+            stream = send(engine, max_tokens=60)
+            await until(lambda: len(stream[1].tokens) > 3)
+            falling_asleep = asyncio.create_task(engine.sleep())
+            await asyncio.sleep(0)
+            kill(engine)
+            await falling_asleep
+            await finish([stream])
+            assert_right([stream])
+
+    asyncio.run(main())
+
+
+def test_it_may_be_stopped_asleep_and_while_it_wakes() -> None:
+    async def main() -> None:
+        for wakes in (False, True):
+            async with running() as engine:
+                await engine.sleep()
+                if wakes:
+                    engine.start_waking()
+                    await asyncio.sleep(0.01)
+                await engine.stop(0)
+                with pytest.raises(Unavailable):
+                    send(engine)
+                engine.start_waking()
+                assert not os.path.exists(process_of(engine))
+
+    asyncio.run(main())
+
+
+def test_the_routes(serve_app: Any) -> None:
+    engine = InProcessEngine()
+    client = serve_app(engine, enable_sleep_mode=True).client
+    assert client.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert client.post("/sleep").json() == {"is_sleeping": True}
+    assert client.post("/sleep?level=2&mode=abort").json() == {"is_sleeping": True}
+    assert (engine.sleep_level, engine.sleep_modes) == (2, ["wait", "abort"])
+    assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert client.post("/wake_up?tags=weights").json() == {"is_sleeping": False}
+    for query, field in (("level=3", "level"), ("mode=now", "mode")):
+        error = client.post(f"/sleep?{query}").json()["error"]
+        assert error["param"] == field
+        assert "must be one of" in error["message"]
+
+
+def test_clients_cannot_put_it_to_sleep_unless_allowed(served: Any) -> None:
+    for path in ("/sleep", "/wake_up"):
+        response = served.client.post(path)
+        assert response.status_code == 400
+        assert "--enable-sleep-mode" in response.json()["error"]["message"]
