@@ -144,8 +144,9 @@ class HTTPServer(uvicorn.Server):
             if self.config.is_ssl:
                 connection.shutdown()
             elif connection.is_idle:
-                take(connection.transport.get_extra_info("socket").fileno())
-                connection.transport.abort()
+                with contextlib.suppress(OSError):  # too many descriptors are open: later
+                    take(connection.transport.get_extra_info("socket").fileno())
+                    connection.transport.abort()
 
     def adopt(self, connection: socket.socket) -> None:
         """Serve a connection that another process has accepted."""

@@ -276,7 +276,8 @@ class _Serving:
         deadline = time.monotonic() + self.settings.shutdown_timeout
         while True:
             server.release_idle(successor.take)
-            if not (self.engine.num_live or server.server_state.connections) or time.monotonic() > deadline:
+            is_over = not (self.engine.num_live or server.server_state.connections) and successor.has_all
+            if is_over or time.monotonic() > deadline:
                 return
             await asyncio.sleep(HAND_OVER_SECONDS)
 

@@ -14,7 +14,6 @@ The connection between them ends with the predecessor. If it ends before ``READY
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
@@ -54,7 +53,10 @@ class Channel:
         self._loop.add_reader(self._socket, self._read, on_message)
 
     def send(self, message: bytes, descriptor: int = -1) -> None:
-        """Send a message soon. ``descriptor`` is closed once it was sent."""
+        """Send a message soon. ``descriptor`` is closed once it was sent, or if the other process has ended."""
+        if self.is_ended:
+            _close(descriptor)
+            return
         self._unsent.append((message, descriptor))
         self._write()
 
@@ -65,6 +67,10 @@ class Channel:
     @property
     def is_ended(self) -> bool:
         return self._ended.is_set()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
 
     def close(self) -> None:
         if self._ended.is_set():
@@ -80,8 +86,8 @@ class Channel:
     def _read(self, on_message: Callable[[bytes, int], None]) -> None:
         try:
             message, descriptor = _receive(self._socket)
-        except BlockingIOError:
-            return
+        except (BlockingIOError, ConnectionResetError):
+            return  # reset: the other process ended with a message unread; what it sent before can still be read
         except OSError:
             message, descriptor = b"", -1
         if message:
@@ -180,8 +186,12 @@ class Successor:
 
     def take(self, connection: int) -> None:
         """Give it a connection: the descriptor of its socket, which stays open here."""
-        with contextlib.suppress(OSError):  # it is closed already, or there are too many descriptors
-            self._channel.send(CONNECTION, os.dup(connection))
+        self._channel.send(CONNECTION, os.dup(connection))
+
+    @property
+    def has_all(self) -> bool:
+        """Whether it got all that was given to it."""
+        return not self._channel.has_unsent
 
 
 class TakeoverSocket:
