@@ -78,10 +78,13 @@ class Channel:
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
+        self._drop_unsent()
+        self._ended.set()
+
+    def _drop_unsent(self) -> None:
         for _, descriptor in self._unsent:
             _close(descriptor)
         self._unsent.clear()
-        self._ended.set()
 
     def _read(self, on_message: Callable[[bytes, int], None]) -> None:
         try:
@@ -106,10 +109,9 @@ class Channel:
             # Descriptors in transit are limited by the kernel (ETOOMANYREFS), as bytes are.
             if error.errno in (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS):
                 self._loop.add_writer(self._socket, self._write)
-            else:
-                self.close()
-        else:
-            self._loop.remove_writer(self._socket)
+                return
+            self._drop_unsent()  # the other process has ended; what it sent before can still be read
+        self._loop.remove_writer(self._socket)
 
 
 class Predecessor:

@@ -93,7 +93,10 @@ def test_keys_of_running_requests(tmp_path: Path, listener: socket.socket) -> No
     asyncio.run(main())
 
 
-def test_connections_arrive_although_a_question_stays_unread(tmp_path: Path, listener: socket.socket) -> None:
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_connections_arrive_although_a_question_does_not(
+    tmp_path: Path, listener: socket.socket, is_sent: bool
+) -> None:
     async def main() -> None:
         running = Running(tmp_path / "s", listener)
         predecessor = await found(tmp_path / "s")
@@ -103,8 +106,10 @@ def test_connections_arrive_although_a_question_stays_unread(tmp_path: Path, lis
         ours, client = socket.socketpair()
         running.successors[0].take(ours.fileno())
         ours.close()
+        if not is_sent:
+            running.socket.close()
         asked = asyncio.create_task(predecessor.has_request(tmp_path, "owner", "key"))
-        await asyncio.sleep(0)  # it is sent, and not read
+        await asyncio.sleep(0)  # the question is sent, and not read
         running.socket.close()
         assert await asked
         await until(lambda: adopted)
