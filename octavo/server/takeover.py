@@ -87,16 +87,21 @@ class Channel:
         self._unsent.clear()
 
     def _read(self, on_message: Callable[[bytes, int], None]) -> None:
-        try:
-            message, descriptor = _receive(self._socket)
-        except (BlockingIOError, ConnectionResetError):
-            return  # reset: the other process ended with a message unread; what it sent before can still be read
-        except OSError:
-            message, descriptor = b"", -1
-        if message:
-            on_message(message, descriptor)
-        else:
-            self.close()
+        while not self.is_ended:
+            try:
+                message, descriptor = _receive(self._socket)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                # The other process ended with a message unread. What it sent before can still be read, but only now:
+                # the event loop watches no socket that had an error.
+                continue
+            except OSError:
+                message, descriptor = b"", -1
+            if message:
+                on_message(message, descriptor)
+            else:
+                self.close()
 
     def _write(self) -> None:
         try:
