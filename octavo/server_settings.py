@@ -126,6 +126,11 @@ class ServerSettings:
     )
     log_level: str = setting("info", "lowest level that is logged", ("debug", "info", "warning", "error"))
     log_format: str = setting("text", "format of the log on standard error", ("text", "json"))
+    takeover_socket: str | None = setting(
+        None,
+        "Unix socket at which the next server that is started with it takes over the port, open connections and the "
+        "journal, for restarts without a gap; default: none",
+    )
     access_log: bool = setting(True, "log each request: client, method, path, status, seconds and id")
     otlp_traces_endpoint: str | None = setting(
         None, "URL to send OpenTelemetry traces to, by OTLP over HTTP, such as http://127.0.0.1:4318; default: none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ from octavo.server.responses import endpoints as responses
 from octavo.server.responses.background import BackgroundResponses
 from octavo.server.services import Services
 from octavo.server.store import Store
+from octavo.server.takeover import Predecessor
 from octavo.server_settings import ServerSettings
 from octavo.telemetry.metrics import Metrics
 from octavo.text.chat_template import load_chat_template
@@ -74,6 +76,9 @@ PARTS = (
 )
 
 
+logger = logging.getLogger("octavo.server")
+
+
 class Served(NamedTuple):
     """A model as the front process has it."""
 
@@ -88,11 +93,12 @@ def create_app(
     tokenizer: Tokenizer | None,
     others: Sequence[Served] = (),
     group: Monitored | None = None,
+    predecessor: Predecessor | None = None,
 ) -> Starlette:
     """The application for ``engine``, which may be started later, and for the models of ``others``, if any.
 
-    ``group`` is what the monitoring endpoints of a server of several models report on. Raises ``ConfigError`` for an
-    unreadable chat template.
+    ``group`` is what the monitoring endpoints of a server of several models report on. What ``predecessor`` leaves
+    unfinished is continued once it has ended. Raises ``ConfigError`` for an unreadable chat template.
     """
     endpoints = [endpoint for part in PARTS for endpoint in part.ENDPOINTS]
     endpoints += console.ENDPOINTS if config.server.console else []
@@ -117,14 +123,19 @@ def create_app(
         "group": group,
         "siblings": siblings,
     }
-    every = [_services(each, shared, bool(others)) for each in (Served(config, engine, tokenizer), *others)]
+    every = [
+        _services(each, shared, bool(others), predecessor) for each in (Served(config, engine, tokenizer), *others)
+    ]
     siblings += every if others else []
     app.state.services = every[0]
+    app.state.predecessor = predecessor
     app.state.live_views = {each.model_name: live.LiveView(each.engine) for each in every}
     return app
 
 
-def _services(served: Served, shared: dict[str, Any], is_one_of_several: bool) -> Services:
+def _services(
+    served: Served, shared: dict[str, Any], is_one_of_several: bool, predecessor: Predecessor | None
+) -> Services:
     config, engine, tokenizer = served
     settings, names = config.server, served_model_names(config)
     chat_template = load_chat_template(config.model, tokenizer)
@@ -132,6 +143,7 @@ def _services(served: Served, shared: dict[str, Any], is_one_of_several: bool) -
     journal = None if settings.journal is None else Path(settings.journal).expanduser()
     if journal is not None and is_one_of_several:
         journal /= names[0].replace("/", "--")
+    parts = settings.journal_retention, config, engine, tokenizer, predecessor
     return Services(
         config=config,
         engine=engine,
@@ -141,7 +153,7 @@ def _services(served: Served, shared: dict[str, Any], is_one_of_several: bool) -
             settings.tool_call_parser, settings.reasoning_parser, chat_template.source, special_ids
         ),
         admission=Admission(engine, tokenizer, settings),
-        journal=None if journal is None else Journal(journal, settings.journal_retention, config, engine, tokenizer),
+        journal=None if journal is None else Journal(journal, *parts),
         model_names=names,
         **shared,
     )
@@ -149,18 +161,33 @@ def _services(served: Served, shared: dict[str, Any], is_one_of_several: bool) -
 
 @contextlib.asynccontextmanager
 async def _life(app: Starlette) -> AsyncIterator[None]:
-    """Resume durable requests, background responses and batches that an earlier process left unfinished; delete what
-    expires."""
+    """Resume what an earlier process left unfinished; delete what expires."""
     services: Services = app.state.services
     services.jobs.start("deletion of what has expired", services.store.keep_tidy())
     app.state.batches = batches.Batches(app, [endpoint for part in PARTS for endpoint in part.ENDPOINTS])
     for journal in services.journals:
         await journal.resume()
     app.state.background_responses = BackgroundResponses(app)
-    await app.state.background_responses.resume()
-    await app.state.batches.resume()
+    if app.state.predecessor is None:
+        await _resume_jobs(app)
+    else:
+        services.jobs.start("takeover", _take_over(app, app.state.predecessor))
     yield
     await services.jobs.close()
+
+
+async def _resume_jobs(app: Starlette) -> None:
+    await app.state.background_responses.resume()
+    await app.state.batches.resume()
+
+
+async def _take_over(app: Starlette, predecessor: Predecessor) -> None:
+    """Once the predecessor has ended: continue its durable requests, background responses and batches."""
+    await predecessor.ended()
+    logger.info("the server before this one has ended")
+    for journal in app.state.services.journals:
+        await journal.take_over()
+    await _resume_jobs(app)
 
 
 def outer_middleware(

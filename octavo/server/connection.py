@@ -183,6 +183,15 @@ class BoundedProtocol(HttpToolsProtocol):
             # Free unread body bytes: the cycle lives as long as the connection.
             self.cycle.body = bytearray()
 
+    # --- takeover ---
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no part of a request was received since the last response was sent completely."""
+        is_between_requests = _is_idle(self) and not (self.cycle is not None and self.cycle.more_body)
+        is_unread = not (self._is_in_head or self._num_pending_bytes or self.transport.is_closing())
+        return is_between_requests and is_unread and not self.transport.get_write_buffer_size()
+
     # --- refusals ---
 
     def close_if_late(self, now: float) -> None:

@@ -129,6 +129,41 @@ class HTTPServer(uvicorn.Server):
             # uvicorn skips this on a forced exit; the lifespan task would then end with a traceback.
             await self.lifespan.shutdown()
 
+    def stop_accepting(self) -> None:
+        """Accept no more connections; the listening socket stays open in other processes."""
+        for server in self.servers:
+            server.close()
+
+    def release_idle(self, take: Callable[[int], None]) -> None:
+        """Close the connections without a request in progress, after ``take`` got the descriptor of their sockets.
+
+        TLS connections have a state that cannot be taken: they are closed, or end with their response.
+        """
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, BoundedProtocol)
+            if self.config.is_ssl:
+                connection.shutdown()
+            elif connection.is_idle:
+                with contextlib.suppress(OSError):  # too many descriptors are open: later
+                    take(connection.transport.get_extra_info("socket").fileno())
+                    connection.transport.abort()
+
+    def adopt(self, connection: socket.socket) -> None:
+        """Serve a connection that another process has accepted."""
+        task = asyncio.create_task(self._adopt(connection))
+        self.server_state.tasks.add(task)
+        task.add_done_callback(self.server_state.tasks.discard)
+
+    async def _adopt(self, connection: socket.socket) -> None:
+        def protocol() -> asyncio.Protocol:
+            return self.config.http_protocol_class(  # type: ignore[call-arg]
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):  # the client closed it
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

@@ -1,7 +1,8 @@
 """Lifecycle of a serving process: socket, engine, HTTP server, signals, drain.
 
 SIGTERM and SIGINT drain: ``/ready`` fails and new requests get 503, while running ones have ``shutdown_timeout``
-seconds to finish. A second signal stops the server at once.
+seconds to finish. A second signal stops the server at once. A successor (``octavo.server.takeover``) makes it drain,
+too, but gets the new requests.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -27,6 +29,7 @@ from octavo.server.data_parallel import DataParallelEngine
 from octavo.server.kv_publisher import KVEventPublisher, parse_kv_events_config
 from octavo.server.model_name import with_local_model
 from octavo.server.several_models import ModelGroup
+from octavo.server.takeover import Predecessor, Successor, TakeoverSocket, find_predecessor
 from octavo.server.tracing import Tracing, make_tracing
 from octavo.server_settings import ServerSettings
 from octavo.telemetry.logs import log_to_stderr
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer
 
 MAX_OPEN_FILES = 65536
+HAND_OVER_SECONDS = 0.02
+"""Interval at which idle connections are given to a successor."""
 
 logger = logging.getLogger("octavo.server")
 
@@ -54,11 +59,13 @@ def run(config: ServeConfig, engine_argv: list[str] | None = None, others: Seque
     _raise_file_limit()
     # Each text is tokenised in the calling thread; the library's thread pool only adds overhead.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    predecessor = _predecessor(config.server)
     with (
-        _listening_socket(config.server.host, config.server.port) as listener,
+        _listening_socket(config.server, predecessor) as listener,
         asyncio.Runner(loop_factory=_new_event_loop) as runner,
     ):
-        return runner.run(_Serving(config.server, listener, make_front(config, engine_argv, others)).run())
+        front = make_front(config, engine_argv, others)
+        return runner.run(_Serving(config.server, listener, front, predecessor).run())
 
 
 class Startable(Protocol):
@@ -77,11 +84,19 @@ class Front(Protocol):
 
     @property
     def engine(self) -> Startable: ...
-    def load(self) -> Starlette:
+    def load(self, predecessor: Predecessor | None) -> Starlette:
         """Import the HTTP stack and build the application, in a thread while the engine starts."""
         ...
 
     def startup_message(self, url: str) -> str: ...
+    def has_request(self, folder: str, owner: str, key: str) -> bool:
+        """Whether the journal in a folder has a request of this key."""
+        ...
+
+    async def leave_jobs(self) -> None:
+        """Stop batches, with which the successor continues."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -100,9 +115,15 @@ class EngineFront:
         for engine in _engines(self.engine):
             engine.tracing = make_tracing(config.server, engine.metrics.model_name)
             self._tracings += [] if engine.tracing is None else [engine.tracing]
-        self._services: Services | None = None
+        self._app: Starlette | None = None
 
-    def load(self) -> Starlette:
+    @property
+    def _services(self) -> Services:
+        assert self._app is not None
+        services: Services = self._app.state.services
+        return services
+
+    def load(self, predecessor: Predecessor | None) -> Starlette:
         """Build the application and warm it up."""
         phases = Phases()
         from octavo.server.app import Served, create_app
@@ -112,21 +133,28 @@ class EngineFront:
         engines = self.engine.engines if isinstance(self.engine, ModelGroup) else [self.engine]
         tokenizers = map(_tokenizer, self._configs)
         first, *others = map(Served, self._configs, engines, tokenizers)
-        app = create_app(*first, others, group)
-        services: Services = app.state.services
-        self._services = services
-        services.warm_up()
+        self._app = app = create_app(*first, others, group, predecessor)
+        self._services.warm_up()
         phases.done("tokenizer and chat template")
         return app
 
     def startup_message(self, url: str) -> str:
         """What is printed when the server is ready: an example request."""
-        assert self._services is not None
         return _startup_message(self._services, url)
+
+    def has_request(self, folder: str, owner: str, key: str) -> bool:
+        """Whether a journal has a request of this key."""
+        journals = (each for each in self._services.journals if str(each.folder.resolve()) == folder)
+        return any(journal.has_request(owner, key) for journal in journals)
+
+    async def leave_jobs(self) -> None:
+        """Stop batches."""
+        assert self._app is not None
+        await self._app.state.batches.stop()
 
     def close(self) -> None:
         """Stop child processes, and close what was published and stored."""
-        if self._services is not None:
+        if self._app is not None:
             self._services.close()
         for publisher in self._publishers:
             publisher.close()
@@ -146,10 +174,15 @@ def make_front(config: ServeConfig, engine_argv: list[str] | None, others: Seque
 class _Serving:
     """One serving process from start to exit code."""
 
-    def __init__(self, settings: ServerSettings, listener: socket.socket, front: Front) -> None:
+    def __init__(
+        self, settings: ServerSettings, listener: socket.socket, front: Front, predecessor: Predecessor | None
+    ) -> None:
         self.settings = settings
         self.listener = listener
         self.front = front
+        self.predecessor = predecessor
+        self.takeover: TakeoverSocket | None = None
+        self.has_successor = False
         self.engine = front.engine
         self.server: HTTPServer | None = None
         self.starting: asyncio.Task[HTTPServer] | None = None
@@ -171,6 +204,9 @@ class _Serving:
             if self.drain is None or self.drain.cancelled():  # cancelled before it began
                 await self.engine.stop(timeout=0)
             self.front.close()
+            for end in (self.predecessor, self.takeover):  # last: the successor then continues with the journal
+                if end is not None:
+                    end.close()
         return 0
 
     async def _start(self) -> HTTPServer:
@@ -186,7 +222,7 @@ class _Serving:
         return server
 
     def _load(self) -> HTTPServer:
-        app = self.front.load()
+        app = self.front.load(self.predecessor)
         from octavo.server.http import HTTPServer
 
         return HTTPServer(app, self.settings)
@@ -199,13 +235,26 @@ class _Serving:
     async def _announce(self, server: HTTPServer) -> None:
         while not server.started:
             await asyncio.sleep(0.01)
+        if self.predecessor is not None:
+            self.predecessor.start(server.adopt)
+        if self.settings.takeover_socket is not None:
+            self._wait_for_successor(Path(self.settings.takeover_socket))
         url = _url(self.listener, self.settings.ssl_certfile is not None)
         print(self.front.startup_message(url), flush=True)
+
+    def _wait_for_successor(self, path: Path) -> None:
+        try:
+            self.takeover = TakeoverSocket(path, self.listener, self.front.has_request, self._on_successor)
+        except OSError as error:
+            logger.error("takeover_socket: no server will be able to take over: %s: %s", path, error.strerror or error)
 
     def _on_signal(self) -> None:
         if self.server is None:
             assert self.starting is not None
             self.starting.cancel()
+        elif self.has_successor:
+            self.has_successor = False
+            logger.info("draining already: the next server has taken over")
         elif self.drain is None:
             logger.info("draining: %d requests have %g s", self.engine.num_live, self.settings.shutdown_timeout)
             self.drain = asyncio.create_task(self._drain(self.server))
@@ -214,9 +263,31 @@ class _Serving:
             self.server.should_exit = self.server.force_exit = True
             self.drain.cancel()
 
-    async def _drain(self, server: HTTPServer) -> None:
+    def _on_successor(self, successor: Successor) -> None:
+        if self.server is not None and self.drain is None:
+            self.has_successor = True
+            logger.info("the next server has taken over; %d requests are left", self.engine.num_live)
+            self.drain = asyncio.create_task(self._drain(self.server, successor))
+
+    async def _hand_over(self, server: HTTPServer, successor: Successor) -> None:
+        """Complete the running requests within ``shutdown_timeout``, and let ``successor`` have all others."""
+        server.stop_accepting()
+        await self.front.leave_jobs()
+        deadline = time.monotonic() + self.settings.shutdown_timeout
+        while True:
+            server.release_idle(successor.take)
+            is_over = not (self.engine.num_live or server.server_state.connections) and successor.has_all
+            if is_over or time.monotonic() > deadline:
+                return
+            await asyncio.sleep(HAND_OVER_SECONDS)
+
+    async def _drain(self, server: HTTPServer, successor: Successor | None = None) -> None:
+        timeout = self.settings.shutdown_timeout
         try:
-            await self.engine.stop(self.settings.shutdown_timeout)
+            if successor is not None:
+                await self._hand_over(server, successor)
+                timeout = 0
+            await self.engine.stop(timeout)
         except asyncio.CancelledError:
             await self.engine.stop(timeout=0)
         finally:
@@ -263,8 +334,22 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def _listening_socket(host: str, port: int) -> socket.socket:
-    """A socket bound before the model is loaded, so that a port in use fails early. Raises ``ConfigError``."""
+def _predecessor(settings: ServerSettings) -> Predecessor | None:
+    """The server whose place this one takes, if there is one. Raises ``ConfigError``."""
+    return None if settings.takeover_socket is None else find_predecessor(Path(settings.takeover_socket))
+
+
+def _listening_socket(settings: ServerSettings, predecessor: Predecessor | None) -> socket.socket:
+    """The predecessor's socket, or one bound before the model is loaded, so that a port in use fails early.
+
+    Raises ``ConfigError``.
+    """
+    host, port = settings.host, settings.port
+    if predecessor is not None:
+        taken = predecessor.listener.getsockname()[1]
+        if port not in (0, taken):
+            raise ConfigError(f"takeover_socket: the server there listens on port {taken}, and not on {port}")
+        return predecessor.listener
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

@@ -141,10 +141,16 @@ class Batches:
 
     async def resume(self) -> None:
         """Resume batches that an earlier process left unfinished."""
+        own = set(self.live)  # before the list is read: they may end meanwhile
         for row, batch in decoded(KIND, await self._services.store.list(KIND), dict):
-            if batch["status"] not in DONE:
+            if batch["status"] not in DONE and batch["id"] not in own | self.live.keys():
                 is_cancelled = batch["status"] == "cancelling"
                 self._start(self._finish_cancelled if is_cancelled else self._answer_lines, batch, row.owner)
+
+    async def stop(self) -> None:
+        """Leave the batches to the next process."""
+        for id in list(self.live):
+            await self._services.jobs.cancel(id)
 
     async def begin(self, batch: Batch, owner: str) -> None:
         """Store a new batch, and start its job."""

@@ -6,9 +6,10 @@ import asyncio
 import gc
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -18,7 +19,7 @@ from octavo.errors import ConfigError, InvalidParameter, ModelNotFound, RequestE
 from octavo.server.admission import Admission, ClientRequest
 from octavo.server.durable import reader
 from octavo.server.durable.fingerprint import fingerprint
-from octavo.server.durable.log import Damage, LogWriter, log_files
+from octavo.server.durable.log import Damage, LogFile, LogWriter, log_files
 from octavo.server.durable.records import Begin, Forgotten, Item, Tokens, Whole, decode, encode
 from octavo.server.durable.requests import DurableRequest, begin_of
 from octavo.server.engine_client import EngineClient
@@ -34,6 +35,8 @@ MAX_RETAINED_BYTES = 256 << 20
 """Ended requests are forgotten early, oldest first, when their output is more."""
 REPAIR_SECONDS = 5.0
 """Interval of attempts to write everything again after a write has failed."""
+LOCK_SECONDS = 0.05
+"""Interval of attempts to claim the folder of a predecessor that ends."""
 
 logger = logging.getLogger("octavo.server")
 
@@ -59,13 +62,28 @@ class ServerChanged(RequestError):
     code = "server_changed"
 
 
+class Predecessor(Protocol):
+    """A running server whose place this one takes."""
+
+    async def has_request(self, folder: Path, owner: str, key: str) -> bool: ...
+
+
 class Journal:
     """All durable requests of this server. Used on the event loop, except ``__init__`` and ``close``."""
 
     def __init__(
-        self, folder: Path, retention: float, config: ServeConfig, engine: EngineClient, tokenizer: Tokenizer | None
+        self,
+        folder: Path,
+        retention: float,
+        config: ServeConfig,
+        engine: EngineClient,
+        tokenizer: Tokenizer | None,
+        predecessor: Predecessor | None = None,
     ) -> None:
-        """Read the journal in ``folder``. Raises ``ConfigError`` if that fails or another server uses it."""
+        """Read the journal in ``folder``; if a predecessor still uses it, ``take_over`` does later.
+
+        Raises ``ConfigError`` if that fails, or if another server uses it.
+        """
         self.engine = engine
         self.tokenizer = tokenizer
         self._counts = engine.metrics.journal
@@ -80,24 +98,36 @@ class Journal:
         self._batch: list[Item] = []
         """Items noted since the last pass of the event loop."""
         self._snapshot_bytes = 0
+        self.folder = folder
+        self._predecessor = predecessor
         try:
-            self._writer = LogWriter(folder)
-            gc.disable()  # millions of new objects would make it run all the time
-            try:
-                self._recover(folder)
-            finally:
-                gc.enable()
+            self._writer = LogWriter(folder, is_shared=predecessor is not None)
+            # A predecessor begins no more than 2**32 requests, and has begun a file since its own start.
+            self._number = (self._writer.number + 1) << 32
+            if self._writer.is_locked:
+                self._requests = self._recover(log_files(folder))
         except BlockingIOError:
             raise ConfigError(f"journal: another server uses {folder}") from None
         except OSError as error:
             raise ConfigError(f"journal: {folder} cannot be used: {error.strerror or error}") from None
-        self._number = max(self._requests, default=0)
+        self._is_complete = asyncio.Event()
+        """Set once all requests of the folder are known: there is no predecessor, or it ended."""
 
     # --- recovery ---
 
-    def _recover(self, folder: Path) -> None:
+    def _recover(self, files: Sequence[LogFile]) -> dict[int, DurableRequest]:
+        """The requests in ``files``. Raises ``OSError``."""
+        requests: dict[int, DurableRequest] = {}
+        gc.disable()  # millions of new objects would make it run all the time
+        try:
+            self._read(files, requests)
+        finally:
+            gc.enable()
+        return requests
+
+    def _read(self, files: Sequence[LogFile], requests: dict[int, DurableRequest]) -> None:
         damage = Damage()
-        for file in log_files(folder):
+        for file in files:
             for payload in file.read(damage):
                 try:
                     items = decode(payload)
@@ -107,27 +137,47 @@ class Journal:
                     continue
                 for item in items:
                     if type(item) is not Tokens:
-                        self._restore(item)
-                    elif (request := self._requests.get(item.number)) is not None:
+                        self._restore(item, requests)
+                    elif (request := requests.get(item.number)) is not None:
                         request.restore_tokens(item)
         self._counts["damage"] += damage.records
         if damage.records:
-            logger.error("the journal in %s is damaged: %d gaps between records", folder, damage.records)
+            logger.error("the journal in %s is damaged: %d gaps between records", self.folder, damage.records)
         if damage.tail_bytes:
             logger.warning("%d bytes at the end of the journal were not written completely", damage.tail_bytes)
 
-    def _restore(self, item: Item) -> None:
+    def _restore(self, item: Item, requests: dict[int, DurableRequest]) -> None:
         if isinstance(item, Begin):
-            self._requests[item.number] = DurableRequest(self, item)
+            requests[item.number] = DurableRequest(self, item)
         elif isinstance(item, Forgotten):
-            self._requests.pop(item.number, None)
-        elif isinstance(item, Whole) and (request := self._requests.get(item.number)) is not None:
+            requests.pop(item.number, None)
+        elif isinstance(item, Whole) and (request := requests.get(item.number)) is not None:
             request.restore(item)
 
     async def resume(self) -> None:
         """Continue the requests that an earlier process left unfinished. The engine must be up."""
         self._fingerprint = await asyncio.to_thread(fingerprint, self._config, self.engine.info)
-        for number, request in list(self._requests.items()):
+        self._continue(self._requests.copy())
+        if self._writer.is_locked:
+            self._is_complete.set()
+        self._roll()
+        self._repair()
+
+    async def take_over(self) -> None:
+        """Continue the requests that the predecessor left unfinished, which has ended or is about to. Raises
+        ``OSError``."""
+        while not self._writer.is_locked and not self._writer.lock():
+            await asyncio.sleep(LOCK_SECONDS)
+        if self._is_complete.is_set():
+            return
+        files = self._writer.files_of_others()
+        self._continue(await asyncio.to_thread(self._recover, files))
+        self._roll(files)
+        self._is_complete.set()
+
+    def _continue(self, recovered: dict[int, DurableRequest]) -> None:
+        self._requests |= recovered
+        for number, request in recovered.items():
             begin = request.begin
             self._by_key[begin.owner, begin.key] = request
             if begin.fingerprint != self._fingerprint:
@@ -146,8 +196,17 @@ class Journal:
             self._counts["resumed_request"] += not request.is_ended
         if count := self._counts["resumed_request"]:
             logger.info("%d requests of the journal continue", count)
-        self._roll()
-        self._repair()
+
+    def has_request(self, owner: str, key: str) -> bool:
+        """Whether there is a request with this key."""
+        return (owner, key) in self._by_key
+
+    async def _ask_predecessor(self, owner: str, key: str) -> None:
+        """If a request of the predecessor has this key, wait until it is among those of this journal."""
+        if self._is_complete.is_set() or self._predecessor is None or self.has_request(owner, key):
+            return
+        if await self._predecessor.has_request(self.folder, owner, key):
+            await self._is_complete.wait()
 
     def _check_adapter(self, begin: Begin) -> None:
         """Raise ``ModelNotFound`` unless the request's adapter is served, with the same content."""
@@ -173,6 +232,7 @@ class Journal:
         content = request.url.path.encode() + b"\0" + msgspec.json.encode(body)
         digest = hashlib.blake2b(content, digest_size=16).hexdigest()
         is_resumed = reader.HEADER in request.headers
+        await self._ask_predecessor(caller_of(request).name, key)
         found = self._by_key.get((caller_of(request).name, key))
         if found is None and is_resumed:
             message = "The server has no request with this 'Idempotency-Key' any more, whose stream it could continue."
@@ -288,12 +348,12 @@ class Journal:
         self._flush()
         await self._writer.synced()
 
-    def _roll(self) -> None:
-        """Begin a new file with what is known now, so that the older ones can be deleted."""
+    def _roll(self, replaced: Sequence[LogFile] = ()) -> None:
+        """Begin a new file with what is known now, so that the older ones and ``replaced`` can be deleted."""
         self._batch = []
         records: list[Callable[[], bytes]] = [request.snapshot() for request in self._requests.values()]
         self._snapshot_bytes = self._retained_bytes
-        self._writer.roll(records)
+        self._writer.roll(records, replaced)
 
     def _repair(self) -> None:
         """From time to time: make the log complete again after a write failed, as on a full disk."""

@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,26 +118,32 @@ class LogWriter:
     lost; if they were a snapshot, the older files stay.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Create the folder if needed. Raises ``OSError``: ``BlockingIOError`` if another process writes there."""
+    def __init__(self, folder: Path, is_shared: bool = False) -> None:
+        """Create the folder if needed. Raises ``OSError``: ``BlockingIOError`` if another process writes there, and it
+        is not ``is_shared``. Then ``lock`` must succeed before that process's files are read."""
         make_private_folder(folder, lambda name: _NAME.fullmatch(name) is not None)
         self._folder_descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(self._folder_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._folder_descriptor)
-            raise
         self._folder = folder
+        self.is_locked = self.lock()
+        """Whether no other process writes in the folder."""
+        if not self.is_locked and not is_shared:
+            os.close(self._folder_descriptor)
+            raise BlockingIOError
         self.num_bytes = 0
         """Bytes written to the current file."""
         self.num_failures = 0
         """Groups that could not be written."""
         self.is_incomplete = False
         """Whether records are missing that were not part of a later snapshot."""
-        self._number = max((file.number for file in log_files(folder)), default=0)
+        self._files = log_files(folder) if self.is_locked else []
+        """What the next snapshot replaces."""
+        self.number = max((file.number for file in log_files(folder)), default=0)
+        """Of the newest file."""
         self._pending: list[Encode] = []
         self._snapshot: list[Encode] | None = None
         """First records of the next file, if one shall be begun."""
+        self._replaced: list[LogFile] = []
+        """Files of another writer that this snapshot replaces, too."""
         self._waiting: list[asyncio.Future[None]] = []
         self._wake = threading.Condition()
         self._is_closing = False
@@ -147,18 +153,34 @@ class LogWriter:
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
+    def lock(self) -> bool:
+        """Claim the folder, unless another process does; returns whether no other process writes there."""
+        try:
+            fcntl.flock(self._folder_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self.is_locked = True
+        return True
+
+    def files_of_others(self) -> list[LogFile]:
+        """The log files in the folder that no snapshot of this writer replaces."""
+        found = log_files(self._folder)
+        own = {file.path for file in self._files}  # after that, as the thread may begin a file
+        return [file for file in found if file.path not in own]
+
     def append(self, record: Encode) -> None:
         with self._wake:
             self._pending.append(record)
             self._wake.notify()
 
-    def roll(self, snapshot: list[Encode]) -> None:
-        """Begin a new file with ``snapshot``, then delete the older files.
+    def roll(self, snapshot: list[Encode], replaced: Sequence[LogFile] = ()) -> None:
+        """Begin a new file with ``snapshot``, then delete the older files of this writer, and ``replaced``.
 
-        ``snapshot`` must contain everything worth keeping of what was appended before.
+        ``snapshot`` must contain everything worth keeping of them, and of what was appended before.
         """
         with self._wake:
             self._snapshot, self._pending = snapshot, []
+            self._replaced += replaced
             self.num_bytes = 0
             self._wake.notify()
 
@@ -187,6 +209,9 @@ class LogWriter:
                 pending, self._pending = self._pending, []
                 waiting, self._waiting = self._waiting, []
                 snapshot, self._snapshot = self._snapshot, None
+                if snapshot is not None:
+                    self._files = [*self._files, *self._replaced]
+                    self._replaced = []
                 is_closing = self._is_closing
             try:
                 self._write(snapshot, pending)
@@ -217,7 +242,7 @@ class LogWriter:
 
     def _replace_files(self, snapshot: list[Encode]) -> None:
         """Write ``snapshot`` to a new file; once it is on disk, delete the older ones. If that fails, they stay."""
-        old, old_file, old_descriptor = log_files(self._folder), self._file, self._descriptor
+        old, old_file, old_descriptor = self._files, self._file, self._descriptor
         file = self._begin_file()
         try:
             self._append_all(snapshot)
@@ -225,17 +250,20 @@ class LogWriter:
             os.close(self._descriptor)
             file.path.unlink(missing_ok=True)
             self._file, self._descriptor = old_file, old_descriptor
+            self._files = old
             raise
         if old_descriptor >= 0:
             os.close(old_descriptor)
+        self._files = [file]
         for each in old:
             each.path.unlink(missing_ok=True)
         self.is_incomplete = False
 
     def _begin_file(self) -> LogFile:
         """Write to a new file from now on."""
-        self._number += 1
-        file = LogFile.next(self._folder, self._number)
+        self.number += 1
+        file = LogFile.next(self._folder, self.number)
+        self._files = [*self._files, file]
         descriptor = os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, FILE_MODE)
         self._file, self._descriptor = file, descriptor
         os.fsync(self._folder_descriptor)

@@ -7,6 +7,7 @@ from starlette.applications import Starlette
 from octavo.config import ServeConfig
 from octavo.server.proxy.app import create_proxy_app
 from octavo.server.proxy.upstream import Upstream
+from octavo.server.takeover import Predecessor
 
 
 class ProxyFront:
@@ -16,9 +17,16 @@ class ProxyFront:
         self.engine = Upstream(config)
         self._config = config
 
-    def load(self) -> Starlette:
+    def load(self, predecessor: Predecessor | None) -> Starlette:
         """Build the application."""
         return create_proxy_app(self._config, self.engine)
+
+    def has_request(self, folder: str, owner: str, key: str) -> bool:
+        """There is no journal."""
+        return False
+
+    async def leave_jobs(self) -> None:
+        """There are none."""
 
     def close(self) -> None:
         """Nothing is left open."""

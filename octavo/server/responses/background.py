@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import msgspec
@@ -32,6 +33,8 @@ class BackgroundResponses:
         self._app = app
         self._services: Services = app.state.services
         self.live: dict[str, LiveResponse] = {}
+        self._is_resumed = asyncio.Event()
+        """Set once what an earlier process left unfinished is in ``live``."""
 
     async def begin(self, caller: Caller, pending: Pending) -> LiveResponse:
         """Store a new response, and compute it. Raises ``StorageFull`` or ``StorageUnavailable``."""
@@ -42,8 +45,10 @@ class BackgroundResponses:
 
     async def resume(self) -> None:
         """Continue what an earlier process left unfinished."""
-        services = self._services
+        services, own = self._services, set(self.live)  # before the list is read: they may end meanwhile
         for row, pending in decoded(PENDING, await services.store.list(PENDING), Pending):
+            if row.id in own or row.id in self.live:
+                continue
             caller = services.keys.caller(row.owner)
             value = await services.store.get(KIND, row.id, row.owner)
             latest = [] if value is None else [row._replace(value=value)]
@@ -52,6 +57,7 @@ class BackgroundResponses:
                 services.jobs.start(record.id, self._keep_end(caller, LiveResponse(record)))
             else:
                 self._start(caller, pending)
+        self._is_resumed.set()
 
     def _start(self, caller: Caller, pending: Pending) -> LiveResponse:
         live = self.live[pending.record.id] = LiveResponse(pending.record)
@@ -60,6 +66,8 @@ class BackgroundResponses:
 
     async def cancel(self, caller: Caller, record: Record) -> Record:
         """End a response with what was computed of it; returns the response as it is then."""
+        if not record.is_finished:
+            await self._is_resumed.wait()
         live = self.live.get(record.id)
         if live is None or not await self._services.jobs.cancel(record.id):
             return record
@@ -74,6 +82,8 @@ class BackgroundResponses:
     async def delete(self, caller: Caller, name: str) -> bool:
         """Forget a response, and stop its computation; returns whether the caller has it."""
         services = self._services
+        if name not in self.live:
+            await self._is_resumed.wait()
 
         async def forget() -> bool:
             await services.store.delete(PENDING, name, caller.name)
