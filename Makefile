@@ -10,11 +10,12 @@ ARGS ?=
 TORCH ?= torch==2.13.0
 SCHEMAS ?= jsonschema==4.26.0
 FUNCTIONS ?= bfcl-eval==2026.3.23
+AXE ?= axe-core@4.14.1
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: serve test check timing fuzz test-clients compose-check docs docs-serve lint clean
+.PHONY: serve test check timing fuzz test-clients test-browser compose-check docs docs-serve lint clean
 
 serve: $(VENV)/.run  ## serve MODEL on HOST:PORT; more flags in ARGS
 	@exec $(BIN)/octavo serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -38,6 +39,9 @@ fuzz: $(VENV)/.fuzz  ## fuzz what reads untrusted input, for some 20 minutes; ta
 
 test-clients: $(VENV)/.dev $(CLIENTS)/.done  ## drive a server with other projects' clients: docs/clients.md
 	OCTAVO_CLIENTS=$(abspath $(CLIENTS)) OCTAVO_PROJECTS=$(abspath $(PROJECTS)) $(BIN)/python -m pytest tests/clients $(ARGS)
+
+test-browser: $(VENV)/.browser  ## drive the console with Chromium, which must be on the path; accessibility by axe-core where there is npm
+	OCTAVO_AXE=$$(ls $(VENV)/axe/node_modules/axe-core/axe.min.js 2>/dev/null) $(BIN)/python -m pytest tests/server/console $(ARGS)
 
 compose-check: $(VENV)/.dev  ## check what is in deploy/; every query of the dashboard with Prometheus, where there is one
 	$(BIN)/python -m pytest tests/deploy $(ARGS)
@@ -73,6 +77,11 @@ $(VENV)/.dev: $(VENV)/.run
 
 $(VENV)/.fuzz: $(VENV)/.dev
 	$(PIP) install -e ".[test,fuzz]"
+	@touch $@
+
+$(VENV)/.browser: $(VENV)/.dev
+	$(PIP) install -e ".[test,browser]"
+	-npm install --no-audit --no-fund --prefix $(VENV)/axe "$(AXE)"
 	@touch $@
 
 # The documents are built without what the engine needs.

@@ -47,8 +47,9 @@ def run(args: argparse.Namespace) -> int:
     except ValueError:
         raise InvalidParameter("tokens", f"--tokens: {args.tokens!r} is not a list of ids like 1,2,3") from None
     parted = None
-    print(f"{'after':<12}{'largest difference':>20}{'relative':>12}")
     for item in compare(config, tokens):
+        if item.what == "layer 0":  # no header above an error
+            print(f"{'after':<12}{'largest difference':>20}{'relative':>12}")
         is_first = parted is None and item.relative > TOLERANCE
         parted = item.what if is_first else parted
         print(f"{item.what:<12}{item.largest:>20.3g}{item.relative:>12.2g}{'  <- differs here' if is_first else ''}")

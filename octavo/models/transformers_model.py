@@ -50,13 +50,14 @@ class TransformersConfig(ModelConfig):
 
 
 def load_transformers(path: Path, form: WeightFormat, max_len: int | None) -> TransformersConfig:
-    """Load the model in the folder ``path``. Raises ``ConfigError`` without the library, and ``CheckpointError``."""
+    """Load a model from a folder or GGUF file. Raises ``ConfigError`` without the library, and ``CheckpointError``."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
         raise ConfigError("backend transformers needs the library: pip install 'octavo[transformers]'") from None
+    folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=form.dtype, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=form.dtype, local_files_only=True, **file)
     except (ValueError, OSError, ImportError, KeyError) as error:
         raise CheckpointError(f"{path}: transformers cannot load it: {str(error).splitlines()[0]}") from None
     model = model.to(form.device).eval().requires_grad_(False)

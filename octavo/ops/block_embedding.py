@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from octavo.ops.block_linear import PANEL, PackedBlocks
-from octavo.ops.dispatch import op
+from octavo.ops.dispatch import op_of_ids
 
 
-@op
+@op_of_ids
 def block_embedding(token_ids_T: Tensor, packed: PackedBlocks) -> Tensor:
     """Row ``token_ids[t]`` (int64) of the table [V, D] for each t, dequantised exactly; a new float32 tensor [T, D].
 

@@ -60,6 +60,8 @@ class Op(Generic[P, R]):
         functools.update_wrapper(self, reference)
         self.name = reference.__name__
         self.reference = reference
+        self.takes_ids = False
+        """Whether the first argument has ids or positions, which are int64 whatever the model's dtype is."""
         self.kernels: list[Kernel[P, R]] = []
         self._chosen: dict[tuple[str, torch.dtype], Callable[P, R]] = {}
 
@@ -145,9 +147,17 @@ def op(reference: Callable[P, R]) -> Op[P, R]:
     return made
 
 
+def op_of_ids(reference: Callable[P, R]) -> Op[P, R]:
+    """Like ``op``, for a function whose first argument has ids or positions."""
+    made = op(reference)
+    made.takes_ids = True
+    return made
+
+
 def choices(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Choice]:
-    """The choices for this device and dtype, for every imported op."""
-    return [choice for name in sorted(OPS.by_name) for choice in OPS.by_name[name].choices(device, dtype)]
+    """The choices for a model of this dtype on this device, for every imported op."""
+    ops = (OPS.by_name[name] for name in sorted(OPS.by_name))
+    return [choice for item in ops for choice in item.choices(device, torch.int64 if item.takes_ids else dtype)]
 
 
 @contextlib.contextmanager

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.ops.dispatch import op
+from octavo.ops.dispatch import op_of_ids
 
 
-@op
+@op_of_ids
 def embedding(token_ids_T: Tensor, table_VD: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Row ``token_ids[t]`` (int64) of the table for each t; a new tensor [T, D] in ``dtype``, or else the table's.
 

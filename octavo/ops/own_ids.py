@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.ops.dispatch import op
+from octavo.ops.dispatch import op_of_ids
 
 
-@op
+@op_of_ids
 def own_ids(token_ids_T: Tensor, first: int, count: int) -> Tensor:
     """For a rank with the rows ``first`` to ``first + count``: the index of each id among them (int64), 0 for others.
 

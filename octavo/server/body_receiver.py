@@ -25,6 +25,8 @@ PIECE_BYTES = 64 << 10
 PIECE_SECONDS = 0.002
 """Pause after each piece (64 to 320 KiB) of a large body, shared by all arriving bodies."""
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
+OF_BROWSERS = ("origin", "sec-fetch-site", "referer")
+"""Headers of which a browser sends at least one with every request that a page of another site makes it post."""
 DECODED = ("gzip", "x-gzip", "deflate")
 
 T = TypeVar("T")
@@ -47,10 +49,13 @@ class BodyReceiver:
         """Decode a JSON body with ``decoder``; see ``BodyDecoder.read``. Raises ``RequestError``.
 
         Other media types are rejected as a defence against cross-site requests: a web page can make a browser post a
-        form or plain text to this server, but not JSON.
+        form or plain text to this server, but not JSON. Ollama's clients may send any, as ``curl -d`` does in its
+        documentation, unless there is a sign of a browser.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != "application/json" and not media_type.endswith("+json"):
+        is_json = media_type == "application/json" or media_type.endswith("+json")
+        is_ollama = request.url.path.startswith("/api/") and not any(name in request.headers for name in OF_BROWSERS)
+        if not is_json and not is_ollama:
             message = "The body must be sent with 'Content-Type: application/json'."
             raise HTTPRefusal(400, message, "unsupported_media_type")
         return await self.read(request, lambda body: decoder.read(body, max_model_len))

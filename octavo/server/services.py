@@ -148,6 +148,8 @@ class Services:
             names = [each for model in self.every for each in model.served_names]
             served = ", ".join(f"`{printable(each)}`" for each in names[:MAX_SHOWN_MODELS])
             message = f"The model `{printable(name)}` does not exist. This server serves {served}."
+            if name.lower() in (each.lower() for each in names):
+                message += " Names are case-sensitive."
             raise ModelNotFound(message, param="model")
 
     def answering_name(self, requested: str) -> str:

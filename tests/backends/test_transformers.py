@@ -97,6 +97,18 @@ def test_what_transformers_cannot_load(tmp_path: Path) -> None:
         build_engine(EngineConfig.from_flat({**SETTINGS, "model": tmp_path}))
 
 
+@pytest.mark.slow
+@pytest.mark.model
+def test_a_gguf_file_is_read(default_model_path: Path) -> None:
+    """Weights are rounded otherwise than by Octavo's kernels, so only the first tokens are compared."""
+    asked = [[504, 3575, 282, 4649, 314]]  # "The capital of France is"
+    settings = {"model": default_model_path, "device": "cpu", "max_model_len": 128, "kv_cache_memory": 0.1}
+    engine, info = build_engine(EngineConfig.from_flat({**settings, "backend": "transformers"}))
+    own, _ = build_engine(EngineConfig.from_flat(settings))
+    assert info.architecture == "LlamaForCausalLM"
+    assert run(engine, asked)[0][:4] == run(own, asked)[0][:4]
+
+
 @pytest.mark.parametrize(("family", "cache"), [("cohere", "the paged KV cache"), ("mamba", "a cache of its own")])
 def test_the_command_says_how_a_model_is_served(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, cache: str

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from octavo.ops import dispatch
 from octavo.ops.dispatch import Choice, Op
+from octavo.ops.embedding import embedding
+from octavo.ops.rotary_angles import rotary_angles
 
 
 @pytest.fixture
@@ -68,6 +70,12 @@ def test_choices_give_the_reason(double: Op[[Tensor], Tensor]) -> None:
         Choice("double", "slow", True, ""),
         Choice("double", "reference", False, "slow is preferred"),
     ]
+
+
+def test_ops_of_ids_are_chosen_for_integers() -> None:
+    chosen = {choice.op: choice.reason for choice in dispatch.choices("cpu", torch.float32) if choice.kernel == "numba"}
+    for item in (embedding, rotary_angles):
+        assert "must be int64" not in chosen[item.name]
 
 
 def test_two_ops_of_one_name_are_a_mistake(double: Op[[Tensor], Tensor]) -> None:

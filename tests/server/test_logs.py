@@ -12,7 +12,20 @@ from typing import Any
 import pytest
 
 from octavo.server.access_log import logger as access_logger
-from octavo.telemetry.logs import JSONFormatter, current_format, current_level, log_to_stderr
+from octavo.telemetry.logs import (
+    DIM,
+    PLAIN,
+    RED,
+    TEXT,
+    TIME,
+    YELLOW,
+    ColourFormatter,
+    JSONFormatter,
+    current_format,
+    current_level,
+    has_colours,
+    log_to_stderr,
+)
 
 
 @pytest.fixture
@@ -87,3 +100,45 @@ def test_child_processes_get_level_and_format(monkeypatch: pytest.MonkeyPatch) -
         root.handlers.clear()
         log_to_stderr("error", form)
         assert (current_level(), current_format()) == ("ERROR", form)
+
+
+@pytest.mark.parametrize(
+    ("level", "status", "colour"),
+    [
+        (logging.DEBUG, 200, DIM),
+        (logging.INFO, 200, PLAIN),
+        (logging.INFO, 404, YELLOW),
+        (logging.INFO, 500, RED),
+        (logging.WARNING, None, YELLOW),
+        (logging.ERROR, None, RED),
+    ],
+)
+def test_colours_tell_what_went_wrong_and_change_no_text(level: int, status: int | None, colour: str) -> None:
+    record = logging.LogRecord("octavo.access", level, "", 0, "a: %s", ("b",), None)
+    if status is not None:
+        record.fields = {"status": status}
+    line = ColourFormatter().format(record)
+    assert f"{colour}{logging.getLevelName(level)[0]} octavo.access:{PLAIN} a: b" in line
+    assert re.sub(r"\x1b\[\d+m", "", line) == logging.Formatter(TEXT, TIME).format(record)
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "variables", "expected"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"TERM": "dumb"}, False),
+        (False, {"FORCE_COLOR": "1"}, True),
+        (True, {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
+    ],
+)
+def test_only_terminals_get_colours(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, variables: dict[str, str], expected: bool
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    assert has_colours() is expected

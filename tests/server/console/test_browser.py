@@ -1,4 +1,4 @@
-"""The console in a headless Chromium: `pip install octavo[browser]`, and Chromium on the path or `playwright install`.
+"""The console in a headless Chromium: `make test-browser`, with Chromium on the path or by `playwright install`.
 
 Skipped without them. With ``OCTAVO_AXE``, the path of axe-core's ``axe.min.js``, accessibility is checked, too.
 """
@@ -24,6 +24,7 @@ playwright = pytest.importorskip("playwright.sync_api")
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PHONE = {"width": 390, "height": 780}
+MOST_BYTES = 300_000
 HOSTILE = "<img src=x onerror=alert(1)>\n```\n<b>code</b>\n```\n- one\n- **two**\n"
 NUM_TOKENS = len(HOSTILE)
 VIEW = CacheView(1, [1, 3, SHARED, 1, CACHED, 2, FREE, 58], [PrefixView(-1, 3, 1), PrefixView(0, 1, 0)], False, 0.0)
@@ -168,6 +169,23 @@ def test_a_burst_is_seen_in_the_live_view(visit: Any, scheme: str, size: dict[st
     page.locator("#server-facts summary").click()
     assert page.inner_text("#served tbody td") == "test"
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    opened.check()
+
+
+def test_a_phone_shows_one_panel_at_a_time(visit: Any) -> None:
+    opened = visit(InProcessEngine(), viewport=PHONE)
+    page = opened.page
+    for panel, other in (("chat", "engine"), ("engine", "chat")):
+        page.locator(f"[data-panel={panel}]").click()
+        assert page.is_visible(f"#{panel}")
+        assert not page.is_visible(f"#{other}")
+    opened.check()
+
+
+def test_what_the_page_loads_is_small(visit: Any) -> None:
+    opened = visit(InProcessEngine())
+    sizes = opened.page.evaluate("performance.getEntries().map((entry) => entry.encodedBodySize ?? 0)")
+    assert 10_000 < sum(sizes) < MOST_BYTES
     opened.check()
 
 

@@ -177,3 +177,16 @@ def test_an_error_within_a_stream_is_a_line(serve_app: Any) -> None:
     engine = InProcessEngine(errors={3: RequestFailed("The engine failed.")})
     with pytest.raises(ollama.ResponseError, match="The engine failed"):
         list(client(serve_app(engine)).chat("test", MESSAGES, stream=True))
+
+
+@pytest.mark.parametrize("media_type", [None, "application/x-www-form-urlencoded", "text/plain"])
+def test_curl_needs_no_content_type_and_web_pages_do(server: Served, media_type: str | None) -> None:
+    """``curl URL -d BODY``, as in Ollama's documentation, sends the type of a form."""
+    body = json.dumps({"model": "test", "prompt": "Hi", "stream": False, "options": {"num_predict": 10}}).encode()
+    headers = {} if media_type is None else {"Content-Type": media_type}
+    answered = server.client.post("/api/generate", content=body, headers=headers)
+    assert answered.status_code == 200
+    assert answered.json()["response"] == ANSWER[:10]
+    for sign in ({"Origin": "null"}, {"Origin": server.url}, {"Sec-Fetch-Site": "cross-site"}, {"Referer": "x"}):
+        refused = server.client.post("/api/generate", content=body, headers=headers | sign)
+        assert (refused.status_code, "Content-Type" in refused.json()["error"]) == (400, True)

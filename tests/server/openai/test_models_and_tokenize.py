@@ -24,6 +24,8 @@ def test_models(served: Served) -> None:
     error = served.client.get("/v1/models/owner/other").json()["error"]
     assert error["message"] == "The model `owner/other` does not exist. This server serves `test`."
     assert error["code"] == "model_not_found"
+    message = served.client.get("/v1/models/Test").json()["error"]["message"]
+    assert message.endswith("This server serves `test`. Names are case-sensitive.")
 
 
 def test_a_name_with_slashes(serve_app: Any) -> None:

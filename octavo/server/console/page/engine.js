@@ -179,7 +179,7 @@ function drawPrefixes() {
     if (hasMore) box.append("…");
   }
   const count = last.caches.reduce((sum, cache) => sum + cache.prefixes.length, 0);
-  find("prefix-text").textContent = count ? `${count} chains of blocks; the blue part is in use` : "empty";
+  find("prefix-text").textContent = count ? `${count} ${count === 1 ? "chain" : "chains"} of blocks; the blue part is in use` : "empty";
 }
 
 export async function showTimeline(id) {
