@@ -12,14 +12,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import ContextLengthExceeded, InvalidParameter, RequestError
+from octavo.sampling_params import MAX_STOP_STRINGS
 from octavo.server.body_decoder import BodyDecoder, MalformedJSON
 from octavo.server.errors import UnsupportedParameter, tgi_error
 from octavo.server.generation import Choice, ChoiceUpdate
 from octavo.server.native.dialect import with_statuses
 from octavo.server.openai.completions import CompletionBody, client_request
-from octavo.server.openai.rendering import encode_line
+from octavo.server.openai.rendering import encode_line, json_response
 from octavo.server.openai.schema import Endpoint
-from octavo.server.services import Services, services_of
+from octavo.server.probes import version
+from octavo.server.services import Services, asked_services_of, services_of
 from octavo.server.sse import EventStream, finished_choices
 from octavo.text.tokenizer import Tokenizer
 
@@ -98,7 +100,27 @@ _STATUSES: dict[type[RequestError], int] = {
     MalformedJSON: 422,
 }
 
+
+async def info(request: Request) -> Response:
+    """What TGI's clients ask a server about itself, with its names."""
+    services = asked_services_of(request)
+    engine = services.engine.info
+    members = {
+        "model_id": services.model_name,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": engine.max_num_seqs + services.config.server.max_num_queued_reqs,
+        "max_best_of": 1,
+        "max_stop_sequences": MAX_STOP_STRINGS,
+        "max_input_tokens": engine.max_model_len - 1,
+        "max_total_tokens": engine.max_model_len,
+        "router": "octavo",
+        "version": version(),
+    }
+    return json_response(members, {})
+
+
 ENDPOINTS = [
+    Endpoint("GET", "/info", info, "Model and limits, as TGI says them"),
     Endpoint("POST", "/", with_statuses(continue_text, _STATUSES), "Continue a text, as TGI does", TGIBody),
     Endpoint(
         "POST",

@@ -38,6 +38,12 @@ def test_a_text_and_its_stream(server: Served, client: InferenceClient) -> None:
     assert full == "Hi" + ANSWER[:4]
 
 
+def test_the_server_describes_itself(server: Served) -> None:
+    info = server.client.get("/info").json()
+    assert info["model_id"] == server.app.state.services.model_name
+    assert info["max_input_tokens"] + 1 == info["max_total_tokens"] == server.engine.info.max_model_len
+
+
 def test_details(client: InferenceClient) -> None:
     answer = client.text_generation("Hi", max_new_tokens=30, details=True, stop=["answer"], seed=7)
     assert (answer.details.finish_reason, answer.details.seed) == ("stop_sequence", 7)
