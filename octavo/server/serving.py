@@ -28,6 +28,7 @@ from octavo.server.async_engine import AsyncEngine
 from octavo.server.data_parallel import DataParallelEngine
 from octavo.server.kv_publisher import KVEventPublisher, parse_kv_events_config
 from octavo.server.model_name import with_local_model
+from octavo.server.service_manager import ServiceManager
 from octavo.server.several_models import ModelGroup
 from octavo.server.takeover import Predecessor, Successor, TakeoverSocket, find_predecessor
 from octavo.server.tracing import Tracing, make_tracing
@@ -181,6 +182,7 @@ class _Serving:
         self.listener = listener
         self.front = front
         self.predecessor = predecessor
+        self.manager = ServiceManager()
         self.takeover: TakeoverSocket | None = None
         self.has_successor = False
         self.engine = front.engine
@@ -241,6 +243,7 @@ class _Serving:
             self._wait_for_successor(Path(self.settings.takeover_socket))
         url = _url(self.listener, self.settings.ssl_certfile is not None)
         print(self.front.startup_message(url), flush=True)
+        self.manager.ready()
 
     def _wait_for_successor(self, path: Path) -> None:
         try:
@@ -282,6 +285,7 @@ class _Serving:
             await asyncio.sleep(HAND_OVER_SECONDS)
 
     async def _drain(self, server: HTTPServer, successor: Successor | None = None) -> None:
+        self.manager.stopping()
         timeout = self.settings.shutdown_timeout
         try:
             if successor is not None:

@@ -1,0 +1,45 @@
+"""Tells systemd that the server is ready, that its event loop runs, and that it ends: the protocol of sd_notify(3).
+
+Without ``NOTIFY_SOCKET`` in the environment, as outside systemd, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+
+READY, ALIVE, STOPPING = b"READY=1", b"WATCHDOG=1", b"STOPPING=1"
+
+
+class ServiceManager:
+    """The service manager that started this process, if one did."""
+
+    def __init__(self) -> None:
+        address = os.environ.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        is_watched = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        microseconds = os.environ.get("WATCHDOG_USEC", "") if is_watched else ""
+        self._interval = int(microseconds) / 1e6 / 4 if microseconds.isdecimal() else 0.0
+        """Seconds between signs of life: systemd ends a process that gave none for four of them. 0: it does not."""
+
+    def ready(self) -> None:
+        """The server answers. From now on the event loop gives signs of life."""
+        self._send(READY)
+        if self._interval:
+            self._be_alive()
+
+    def stopping(self) -> None:
+        self._send(STOPPING)
+
+    def _be_alive(self) -> None:
+        self._send(ALIVE)
+        asyncio.get_running_loop().call_later(self._interval, self._be_alive)
+
+    def _send(self, state: bytes) -> None:
+        if not self._address:
+            return
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
+            sender.sendto(state, self._address)

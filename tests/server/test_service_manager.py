@@ -1,0 +1,75 @@
+"""What systemd is told, and that it is told nothing while the front process hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from octavo.server.service_manager import ServiceManager
+from tests.conftest import Server
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(str(tmp_path / "notify"))
+        receiver.settimeout(10)
+        yield receiver
+
+
+def drain(receiver: socket.socket) -> list[bytes]:
+    """All that has been told so far."""
+    found = []
+    receiver.setblocking(False)
+    try:
+        while True:
+            found.append(receiver.recv(100))
+    except BlockingIOError:
+        return found
+    finally:
+        receiver.settimeout(10)
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_gives_no_sign_of_life(
+    serve: Callable[..., Server], manager: socket.socket, tmp_path: Path
+) -> None:
+    environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "400000"}
+    server = serve("--backend", "instant", env=environment)
+    assert manager.recv(100) == b"READY=1"
+    assert [manager.recv(100) for _ in range(3)] == [b"WATCHDOG=1"] * 3
+    os.kill(server.process.pid, signal.SIGSTOP)
+    drain(manager)
+    time.sleep(0.5)
+    assert not drain(manager)
+    os.kill(server.process.pid, signal.SIGCONT)
+    assert manager.recv(100) == b"WATCHDOG=1"
+    assert server.stop() == 0
+    assert b"STOPPING=1" in drain(manager)
+
+
+def test_outside_systemd_nothing_is_told(monkeypatch: pytest.MonkeyPatch, manager: socket.socket) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    ServiceManager().stopping()
+    assert not drain(manager)
+
+
+def test_abstract_addresses_and_the_watch_on_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(f"\0octavo-test-{os.getpid()}")
+        monkeypatch.setenv("NOTIFY_SOCKET", f"@octavo-test-{os.getpid()}")
+        monkeypatch.setenv("WATCHDOG_USEC", "1000000")
+        monkeypatch.setenv("WATCHDOG_PID", "1")
+        ServiceManager().ready()  # needs no event loop, as nothing is repeated
+        assert drain(receiver) == [b"READY=1"]
+
+
+def test_a_manager_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))
+    ServiceManager().stopping()
