@@ -176,7 +176,7 @@ class _Serving:
     """One serving process from start to exit code."""
 
     def __init__(
-        self, settings: ServerSettings, listener: socket.socket, front: Front, predecessor: Predecessor | None
+        self, settings: ServerSettings, listener: socket.socket, front: Front, predecessor: Predecessor | None = None
     ) -> None:
         self.settings = settings
         self.listener = listener

@@ -16,7 +16,7 @@ from octavo.config import ServeConfig
 from octavo.sampling_params import SamplingParams
 from octavo.server.durable.journal import Journal
 from octavo.server.durable.log import Damage, LogFile, LogWriter, log_files
-from octavo.server.durable.records import Begin, decode_outputs, encode, item_of
+from octavo.server.durable.records import Begin, Head, Noted, encode
 from octavo.server.durable.requests import DurableRequest
 from octavo.types import Output, Request
 from tests.fuzz.target import Fault, Target
@@ -64,13 +64,13 @@ class JournalFolder(Target):
 
     def _check(self, request: DurableRequest) -> None:
         written: dict[int, list[int]] = {}
-        outputs = request._outputs if request._packed is None else decode_outputs(request._packed)
+        _, outputs = request._content()
         for index, output in outputs:
             written.setdefault(index, []).extend(output.tokens)
         for index, tokens in written.items():
-            right = self._answers[request.begin.key][index]
+            right = self._answers[request.head.key][index]
             if tokens != right[: len(tokens)]:
-                raise Fault(f"{request.begin.key} has tokens {tokens}, not {right}")
+                raise Fault(f"{request.head.key} has tokens {tokens}, not {right}")
 
 
 async def _write_journal(folder: Path) -> tuple[dict[str, list[list[int]]], LogFile]:
@@ -79,16 +79,16 @@ async def _write_journal(folder: Path) -> tuple[dict[str, list[list[int]]], LogF
     writer = LogWriter(folder)
     for number in range(1, 7):
         requests = [Request(index, [1, 2, 3], 40, SamplingParams()) for index in range(2)]
-        begin = Begin(number, "", f"key{number}", "body", "print", "u", 1, requests, [0, 1], ["a", None], [])
-        writer.append(partial(encode, [begin]))
+        head = Head(number, "", f"key{number}", "body", "print", "", "", len(requests))
+        writer.append(partial(encode, [(head, Begin("u", 1, requests, [0, 1], ["a", None], []))]))
         tokens: list[list[int]] = [[], []]
         places = [0, 0]
         for _ in range(20):
             index, new = rng.randrange(2), [rng.randrange(256) for _ in range(rng.randrange(1, 4))]
-            writer.append(partial(encode, [item_of(number, sum(places), index, Output(0, new))]))
+            writer.append(partial(encode, [Noted(number, sum(places), index, Output(0, new))]))
             tokens[index] += new
             places[index] += len(new)
-        answers[begin.key] = tokens
+        answers[head.key] = tokens
     await writer.synced()
     writer.close()
     (file,) = log_files(folder)

@@ -20,8 +20,9 @@ from octavo.server.admission import Admission, ClientRequest
 from octavo.server.durable import reader
 from octavo.server.durable.fingerprint import fingerprint
 from octavo.server.durable.log import Damage, LogFile, LogWriter, log_files
-from octavo.server.durable.records import Begin, Forgotten, Item, Tokens, Whole, decode, encode
-from octavo.server.durable.requests import DurableRequest, begin_of
+from octavo.server.durable.records import UNREADABLE, Forgotten, Head, Note, encode
+from octavo.server.durable.recovery import read_logs
+from octavo.server.durable.requests import DurableRequest, begin_of, head_of
 from octavo.server.engine_client import EngineClient
 from octavo.server.generation import Generation
 from octavo.server.keys import Caller, caller_of
@@ -32,7 +33,7 @@ MAX_KEY = 255
 ROLL_BYTES = 64 << 20
 """A file that is larger, and larger than twice what it must hold, is replaced by a new one."""
 MAX_RETAINED_BYTES = 256 << 20
-"""Ended requests are forgotten early, oldest first, when their output is more."""
+"""Ended requests are forgotten early, oldest first, when their prompts and outputs are more."""
 REPAIR_SECONDS = 5.0
 """Interval of attempts to write everything again after a write has failed."""
 LOCK_SECONDS = 0.05
@@ -95,7 +96,7 @@ class Journal:
         self._ended: dict[int, DurableRequest] = {}
         """Ended requests, oldest first."""
         self._retained_bytes = 0
-        self._batch: list[Item] = []
+        self._batch: list[Note] = []
         """Items noted since the last pass of the event loop."""
         self._snapshot_bytes = 0
         self.folder = folder
@@ -127,32 +128,17 @@ class Journal:
 
     def _read(self, files: Sequence[LogFile], requests: dict[int, DurableRequest]) -> None:
         damage = Damage()
-        for file in files:
-            for payload in file.read(damage):
-                try:
-                    items = decode(payload)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                    logger.error("%s: a record cannot be read and is left out: %s", file.path, error)
-                    damage.records += 1
-                    continue
-                for item in items:
-                    if type(item) is not Tokens:
-                        self._restore(item, requests)
-                    elif (request := requests.get(item.number)) is not None:
-                        request.restore_tokens(item)
+        for found in read_logs(files, damage):
+            try:
+                requests[found.head.number] = DurableRequest.restored(self, found, damage)
+            except UNREADABLE as error:
+                logger.error("a request of the journal cannot be read and is left out: %s", error)
+                damage.records += 1
         self._counts["damage"] += damage.records
         if damage.records:
             logger.error("the journal in %s is damaged: %d gaps between records", self.folder, damage.records)
         if damage.tail_bytes:
             logger.warning("%d bytes at the end of the journal were not written completely", damage.tail_bytes)
-
-    def _restore(self, item: Item, requests: dict[int, DurableRequest]) -> None:
-        if isinstance(item, Begin):
-            requests[item.number] = DurableRequest(self, item)
-        elif isinstance(item, Forgotten):
-            requests.pop(item.number, None)
-        elif isinstance(item, Whole) and (request := requests.get(item.number)) is not None:
-            request.restore(item)
 
     async def resume(self) -> None:
         """Continue the requests that an earlier process left unfinished. The engine must be up."""
@@ -178,14 +164,14 @@ class Journal:
     def _continue(self, recovered: dict[int, DurableRequest]) -> None:
         self._requests |= recovered
         for number, request in recovered.items():
-            begin = request.begin
-            self._by_key[begin.owner, begin.key] = request
-            if begin.fingerprint != self._fingerprint:
+            head = request.head
+            self._by_key[head.owner, head.key] = request
+            if head.fingerprint != self._fingerprint:
                 logger.warning("a request of the journal is not continued: code, model or settings have changed")
                 asyncio.get_running_loop().call_later(self._retention, self._forget, number)
                 continue
             try:
-                self._check_adapter(begin)
+                self._check_adapter(head)
                 request.submit()
             except Unavailable:  # this server ends already: the next one continues it
                 continue
@@ -208,12 +194,12 @@ class Journal:
         if await self._predecessor.has_request(self.folder, owner, key):
             await self._is_complete.wait()
 
-    def _check_adapter(self, begin: Begin) -> None:
+    def _check_adapter(self, head: Head) -> None:
         """Raise ``ModelNotFound`` unless the request's adapter is served, with the same content."""
-        first, adapters = begin.requests[0], self.engine.adapters
-        is_served = not first.adapter or first.adapter in adapters.paths
-        if not is_served or not first.cache_salt.startswith(adapters.salted(first.adapter, "")):
-            raise ModelNotFound(f"The adapter `{first.adapter}` is not served now, or has changed.", param="model")
+        adapters = self.engine.adapters
+        is_served = not head.adapter or head.adapter in adapters.paths
+        if not is_served or not head.cache_salt.startswith(adapters.salted(head.adapter, "")):
+            raise ModelNotFound(f"The adapter `{head.adapter}` is not served now, or has changed.", param="model")
 
     # --- requests ---
 
@@ -237,7 +223,7 @@ class Journal:
         if found is None and is_resumed:
             message = "The server has no request with this 'Idempotency-Key' any more, whose stream it could continue."
             raise StreamUnknown(message, param="Idempotency-Key")
-        if found is not None and found.begin.body != digest:
+        if found is not None and found.head.body != digest:
             raise _reused()
         return await self.admit_once(caller_of(request), key, digest, client_request, admission)
 
@@ -251,7 +237,7 @@ class Journal:
             def begin(prepared: Generation) -> Generation:
                 nonlocal found
                 found = self._by_key.get((caller.name, key))  # another connection may have been faster
-                if found is not None and found.begin.body != digest:
+                if found is not None and found.head.body != digest:
                     raise _reused()
                 if found is None:
                     found = self._begin(caller, key, digest, client_request, prepared)
@@ -260,7 +246,7 @@ class Journal:
             generation = await admission.admit(client_request, begin)
             await self.synced()
             return generation
-        if found.begin.fingerprint != self._fingerprint:
+        if found.head.fingerprint != self._fingerprint:
             message = (
                 "This request was begun by a server with another version, model or settings, whose text may differ, so "
                 "it cannot be continued. Send it again with another 'Idempotency-Key'."
@@ -272,21 +258,22 @@ class Journal:
         self, caller: Caller, key: str, digest: str, client_request: ClientRequest, prepared: Generation
     ) -> DurableRequest:
         self._number += 1
-        begin = begin_of(self._number, caller.name, key, digest, self._fingerprint, prepared, client_request)
-        request = DurableRequest(self, begin, caller.account)
-        self._requests[begin.number] = self._by_key[caller.name, key] = request
-        self.note(begin)
+        head = head_of(self._number, caller.name, key, digest, self._fingerprint, prepared)
+        begin = begin_of(prepared, client_request)
+        request = DurableRequest(self, head, begin, caller.account)
+        self._requests[head.number] = self._by_key[caller.name, key] = request
+        self.note((head, begin))
         try:
             request.submit()
         except BaseException:
-            self._forget(begin.number)
+            self._forget(head.number)
             raise
         return request
 
     def can_continue(self, caller: Caller, key: str) -> bool:
         """Whether ``admit_once`` continues a request of this key; one of a server that has changed is dropped."""
         found = self._by_key.get((caller.name, key))
-        if found is None or found.begin.fingerprint == self._fingerprint:
+        if found is None or found.head.fingerprint == self._fingerprint:
             return found is not None
         self.cancel(caller, key)
         return False
@@ -295,7 +282,7 @@ class Journal:
         """End the request of a key, if there is one."""
         if (request := self._by_key.get((caller.name, key))) is not None:
             request.cancel()
-            self._forget(request.begin.number)
+            self._forget(request.head.number)
 
     def cancel_all(self, caller: Caller, prefix: str) -> None:
         """End all requests of the caller whose keys begin with ``prefix``."""
@@ -308,14 +295,15 @@ class Journal:
         if request is None:
             return
         self.note(Forgotten(number))
-        if self._by_key.get((request.begin.owner, request.begin.key)) is request:
-            del self._by_key[request.begin.owner, request.begin.key]
+        head = request.head
+        if self._by_key.get((head.owner, head.key)) is request:
+            del self._by_key[head.owner, head.key]
         if self._ended.pop(number, None) is not None:
             self._retained_bytes -= request.size
 
     def ended(self, request: DurableRequest) -> None:
         """A request ended: it is kept for the retention time."""
-        number = request.begin.number
+        number = request.head.number
         if number not in self._requests:
             return
         self._ended[number] = request
@@ -326,15 +314,15 @@ class Journal:
 
     def failed(self, request: DurableRequest) -> None:
         """A request failed: its key can be used again."""
-        self._forget(request.begin.number)
+        self._forget(request.head.number)
 
     # --- the log ---
 
-    def note(self, item: Item) -> None:
-        """Record ``item``: one record for all items of a pass of the event loop."""
+    def note(self, note: Note) -> None:
+        """Record ``note``: one record for all items of a pass of the event loop."""
         if not self._batch:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._batch.append(item)
+        self._batch.append(note)
 
     def _flush(self) -> None:
         batch, self._batch = self._batch, []
@@ -352,7 +340,7 @@ class Journal:
         """Begin a new file with what is known now, so that the older ones and ``replaced`` can be deleted."""
         self._batch = []
         records: list[Callable[[], bytes]] = [request.snapshot() for request in self._requests.values()]
-        self._snapshot_bytes = self._retained_bytes
+        self._snapshot_bytes = sum(request.size for request in self._requests.values())
         self._writer.roll(records, replaced)
 
     def _repair(self) -> None:

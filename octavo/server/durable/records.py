@@ -1,16 +1,24 @@
-"""What the log of durable requests contains."""
+"""What the log of durable requests contains.
+
+Recovery reads many records and needs the content of few: what it does not look into is encoded once more, as bytes,
+and tokens, which are most of the log, are rows of five numbers.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 import msgspec
 
 from octavo.types import Output, Request
 
+ROW_BYTES = 20
+_MAX_UINT32 = 2**32 - 1
 
-class Begin(msgspec.Struct, array_like=True, tag=1, frozen=True):
-    """A request was accepted. Its choices are in the order of their indexes."""
+
+class Head(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What is needed of a request to find it, and to know whether it can be continued."""
 
     number: int
     """Identifies the request in the log."""
@@ -20,6 +28,15 @@ class Begin(msgspec.Struct, array_like=True, tag=1, frozen=True):
     body: str
     """Digest of the path and the body."""
     fingerprint: str
+    adapter: str
+    """Name of the LoRA adapter of all choices."""
+    cache_salt: str
+    num_choices: int
+
+
+class Begin(msgspec.Struct, array_like=True, frozen=True):
+    """What is needed of a request to compute it. Its choices are in the order of their indexes."""
+
     unique: str
     """The random part of the response's id."""
     created: int
@@ -37,23 +54,63 @@ class Begin(msgspec.Struct, array_like=True, tag=1, frozen=True):
             raise ValueError("choices and prompts do not belong together")
 
 
-class Tokens(msgspec.Struct, array_like=True, tag=2, frozen=True, gc=False):
-    """An output that is only tokens."""
+class Begun(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
+    """A request was accepted."""
+
+    head: Head
+    begin: bytes
+    """A ``Begin``, encoded."""
+
+    @property
+    def number(self) -> int:
+        return self.head.number
+
+
+class Ended(msgspec.Struct, array_like=True, tag=8, frozen=True, gc=False):
+    """A whole request."""
+
+    head: Head
+    begin: bytes
+    """A ``Begin``, encoded."""
+    outputs: bytes
+    """``Outputs``, encoded."""
+
+    @property
+    def number(self) -> int:
+        return self.head.number
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes in the log, less some hundred."""
+        return len(self.begin) + len(self.outputs)
+
+
+class Whole(msgspec.Struct, array_like=True, tag=6, frozen=True, gc=False):
+    """Any output of a choice."""
 
     number: int
     place: int
     """The sum of ``extent`` of the request's outputs before this one; recovery stops at a gap."""
     index: int
-    tokens: list[int]
+    extent: int
+    is_last: bool
+    output: bytes
+    """An ``Output``, encoded."""
 
 
-class Whole(msgspec.Struct, array_like=True, tag=3, frozen=True, gc=False):
-    """Any output."""
+class Rows(msgspec.Struct, array_like=True, tag=7, frozen=True, gc=False):
+    """Outputs that are only tokens, of any requests: five uint32 for a token, in the byte order of the machine.
 
-    number: int
-    place: int
-    index: int
-    output: Output
+    They are the request's number, as its lower and its upper half, place, index and token. A row is an output of one
+    token.
+    """
+
+    rows: bytes
+
+    def __post_init__(self) -> None:
+        """Raises ``ValueError``, which makes a record that is read unreadable."""
+        if len(self.rows) % ROW_BYTES:
+            raise ValueError("a row is incomplete")
 
 
 class Forgotten(msgspec.Struct, array_like=True, tag=4, frozen=True, gc=False):
@@ -62,14 +119,107 @@ class Forgotten(msgspec.Struct, array_like=True, tag=4, frozen=True, gc=False):
     number: int
 
 
-Item = Begin | Tokens | Whole | Forgotten
+class Noted(msgspec.Struct, frozen=True, gc=False):
+    """An output to record; the fields are those of ``Whole``."""
+
+    number: int
+    place: int
+    index: int
+    output: Output
+
+
+Item = Begun | Ended | Whole | Rows | Forgotten
+Note = tuple[Head, Begin] | Noted | Forgotten
+"""What is recorded, before it is encoded."""
 Outputs = list[tuple[int, Output]]
 """Outputs with the indexes of their choices."""
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors of all functions here that decode."""
 
-encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
+_decode_begin = msgspec.msgpack.Decoder(Begin).decode
+_decode_output = msgspec.msgpack.Decoder(Output).decode
+_decode_outputs = msgspec.msgpack.Decoder(Outputs).decode
 decode = msgspec.msgpack.Decoder(list[Item]).decode
-encode_outputs = encode
-decode_outputs = msgspec.msgpack.Decoder(Outputs).decode
+
+
+def encode(notes: Iterable[Note]) -> bytes:
+    """One record of all ``notes``; those of a request are in their order."""
+    items: list[Item] = []
+    rows, numbers = array("I"), set[int]()
+    """Tokens that come after all ``items``, and their requests."""
+    for note in notes:
+        if isinstance(note, Noted):
+            number, tokens = note.number, note.output.tokens
+            if tokens and is_plain(note.output):
+                low, high = number & _MAX_UINT32, number >> 32
+                for place, token in enumerate(tokens, note.place):
+                    rows.extend((low, high, place, note.index, token))
+                numbers.add(number)
+                continue
+            if number in numbers:
+                items.append(Rows(rows.tobytes()))
+                rows, numbers = array("I"), set()
+        items.append(_item_of(note))
+    if rows:
+        items.append(Rows(rows.tobytes()))
+    return _encode(items)
+
+
+def encode_request(head: Head, begin: Begin, outputs: Outputs) -> bytes:
+    """One record of a request that has not ended, with its output so far."""
+    items: list[Item] = [_item_of((head, begin))]
+    place = 0
+    for index, output in outputs:
+        items.append(_whole(head.number, place, index, output))
+        place += extent(output.tokens)
+    return _encode(items)
+
+
+def pack(head: Head, begin: Begin | bytes, outputs: Iterable[tuple[int, Output | bytes]]) -> Ended:
+    """A request that has ended, of parts that may be encoded already."""
+    joined = [(index, msgspec.Raw(part) if isinstance(part, bytes) else part) for index, part in outputs]
+    return Ended(head, begin if isinstance(begin, bytes) else _encode(begin), _encode(joined))
+
+
+def unpack(ended: Ended) -> tuple[Begin, Outputs]:
+    """What was packed. Raises ``UNREADABLE``."""
+    return decode_begin(ended.head, ended.begin), _decode_outputs(ended.outputs)
+
+
+def encode_ended(ended: Ended) -> bytes:
+    """The record of a request that has ended."""
+    return _encode([ended])
+
+
+def decode_begin(head: Head, content: bytes) -> Begin:
+    """Raises ``UNREADABLE``, also if the content is of another request."""
+    begin = _decode_begin(content)
+    if len(begin.requests) != head.num_choices:
+        raise msgspec.ValidationError("head and content do not belong together")
+    return begin
+
+
+def decode_output(item: Whole) -> Output:
+    """Raises ``UNREADABLE``, also if the output is another one than the item says."""
+    output = _decode_output(item.output)
+    if extent(output.tokens) != item.extent or (output.finish_reason is not None) != item.is_last:
+        raise msgspec.ValidationError("an output is not what its record says")
+    return output
+
+
+def _item_of(note: Note) -> Item:
+    if isinstance(note, Forgotten):
+        return note
+    if isinstance(note, Noted):
+        return _whole(note.number, note.place, note.index, note.output)
+    head, begin = note
+    return Begun(head, _encode(begin))
+
+
+def _whole(number: int, place: int, index: int, output: Output) -> Whole:
+    is_last = output.finish_reason is not None
+    return Whole(number, place, index, extent(output.tokens), is_last, _encode(output))
 
 
 def extent(tokens: list[int]) -> int:
@@ -87,12 +237,6 @@ def is_plain(output: Output) -> bool:
         and not output.num_drafts
         and not output.num_cached_tokens
     )
-
-
-def item_of(number: int, place: int, index: int, output: Output) -> Item:
-    if is_plain(output):
-        return Tokens(number, place, index, output.tokens)
-    return Whole(number, place, index, output)
 
 
 def merged(outputs: Iterable[tuple[int, Output]]) -> Outputs:

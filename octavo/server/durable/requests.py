@@ -17,26 +17,33 @@ import msgspec
 
 from octavo.errors import RequestError, RequestFailed, Unavailable
 from octavo.server.admission import ClientRequest
+from octavo.server.durable.log import Damage
 from octavo.server.durable.reader import Reader
 from octavo.server.durable.records import (
+    UNREADABLE,
     Begin,
-    Item,
+    Ended,
+    Head,
+    Note,
+    Noted,
     Outputs,
-    Tokens,
-    Whole,
-    decode_outputs,
-    encode,
-    encode_outputs,
+    encode_ended,
+    encode_request,
     extent,
-    item_of,
     merged,
+    pack,
+    unpack,
 )
+from octavo.server.durable.recovery import Restored
 from octavo.server.engine_client import EngineClient
 from octavo.server.generation import Choice, Generation, Prompt
 from octavo.server.quotas import Account
 from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output
+
+MAX_TOKEN_BYTES = 5
+"""Of a token in a record of a whole request."""
 
 
 class Owner(Protocol):
@@ -45,7 +52,7 @@ class Owner(Protocol):
     engine: EngineClient
     tokenizer: Tokenizer | None
 
-    def note(self, item: Item) -> None: ...
+    def note(self, note: Note) -> None: ...
     def ended(self, request: DurableRequest) -> None: ...
     def failed(self, request: DurableRequest) -> None: ...
 
@@ -53,36 +60,51 @@ class Owner(Protocol):
 class DurableRequest:
     """One request with all its output; the listener of its choices in the engine."""
 
-    def __init__(self, owner: Owner, begin: Begin, account: Account | None = None) -> None:
-        self.begin = begin
-        self.size = 0
-        """Bytes of the output, once ended."""
+    def __init__(self, owner: Owner, head: Head, content: Begin | Ended, account: Account | None = None) -> None:
+        self.head = head
         self._owner = owner
         self._account = account
+        self._begin = content if isinstance(content, Begin) else None
+        self._ended = content if isinstance(content, Ended) else None
+        """Once ended, what it computed and its output, instead of ``_begin``."""
         self._outputs: Outputs = []
         self._place = 0
         """Of the next output in the log."""
-        self._open: dict[int, Output] = {}
-        """While the log is read: each choice's last output, if tokens can be added to it."""
-        self._packed: bytes | None = None
-        """The output, once ended."""
-        self._index_of = {request.id: index for index, request in enumerate(begin.requests)}
-        self._unfinished = set(range(len(begin.requests)))
+        self._unfinished = set() if self._begin is None else set(range(head.num_choices))
         self._engine_ids: dict[int, int] = {}
         self._readers: list[Reader] = []
         self._error: RequestError | None = None
-        prompts = [Prompt([], text) for text in begin.prompt_texts]
-        for request, place in zip(begin.requests, begin.prompt_of, strict=True):
-            prompts[place] = Prompt(request.prompt_tokens, begin.prompt_texts[place])
-        self._prompts = [prompts[place] for place in begin.prompt_of]
+
+    @classmethod
+    def restored(cls, owner: Owner, found: Restored, damage: Damage) -> DurableRequest:
+        """A request of the log; raises ``UNREADABLE`` if its content cannot be read."""
+        if found.is_ended:
+            return cls(owner, found.head, found.packed())
+        begin, outputs = found.content(damage)
+        request = cls(owner, found.head, begin)
+        request._outputs = outputs
+        request._place = sum(extent(output.tokens) for _, output in outputs)
+        request._unfinished = found.unfinished
+        return request
 
     @property
     def is_ended(self) -> bool:
-        return self._packed is not None
+        return self._ended is not None
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes in a new log file; at most about so many, until it has ended."""
+        if self._ended is not None:
+            return self._ended.size
+        prompts = sum(len(request.prompt_tokens) for request in self._begin.requests) if self._begin else 0
+        return MAX_TOKEN_BYTES * (prompts + self._place)
 
     def submit(self) -> None:
         """Let the engine compute what is missing. Raises ``RequestError``."""
-        if any(request.params.stop for request in self.begin.requests):
+        if self._begin is None:  # an earlier process ended it
+            self._owner.ended(self)
+            return
+        if any(request.params.stop for request in self._begin.requests):
             self.new_reader().begin(None)  # finds stop strings while no client is connected
         self._end_if_finished()
         engine = self._owner.engine
@@ -90,9 +112,9 @@ class DurableRequest:
             for index in sorted(self._unfinished):
                 tokens = [token for at, output in self._outputs if at == index for token in output.tokens]
                 id, now = engine.next_id(), time.monotonic()
-                request = self.begin.requests[index]
+                request = self._begin.requests[index]
                 self._engine_ids[index] = id
-                engine.timelines.own(id, self.begin.owner)
+                engine.timelines.own(id, self.head.owner)
                 engine.add(
                     msgspec.structs.replace(request, id=id, output_tokens=tokens, arrival=now), _Listener(self, index)
                 )
@@ -102,35 +124,13 @@ class DurableRequest:
 
     # --- the engine's outputs ---
 
-    def restore_tokens(self, item: Tokens) -> None:
-        """Take recorded tokens, unless an output before them is missing."""
-        if item.place != self._place or item.index not in self._unfinished:
-            return
-        self._place += extent(item.tokens)
-        last = self._open.get(item.index)
-        if last is not None:
-            last.tokens += item.tokens
-        else:
-            self._open[item.index] = output = Output(0, item.tokens)
-            self._outputs.append((item.index, output))
-
-    def restore(self, item: Whole) -> None:
-        """Take a recorded output, unless one before it is missing."""
-        if item.place != self._place or item.index not in self._unfinished:
-            return
-        self._place += extent(item.output.tokens)
-        self._open.pop(item.index, None)
-        self._outputs.append((item.index, item.output))
-        if item.output.finish_reason is not None:
-            self._unfinished.discard(item.index)
-
     def on_output(self, index: int, output: Output) -> None:
         if index not in self._unfinished:
             return
         if output.finish_reason in ("error", "abort"):
             self.on_error(RequestFailed("The engine could not finish this request; other requests are not affected."))
             return
-        self._owner.note(item_of(self.begin.number, self._place, index, output))
+        self._owner.note(Noted(self.head.number, self._place, index, output))
         self._place += extent(output.tokens)
         self._outputs.append((index, output))
         if output.finish_reason is not None:
@@ -154,7 +154,8 @@ class DurableRequest:
 
     def stop(self, request_id: int) -> None:
         """The text of a choice ended with a stop string."""
-        index = self._index_of[request_id]
+        requests = self._begin.requests if self._begin is not None else []
+        index = next((index for index, request in enumerate(requests) if request.id == request_id), None)
         if index in self._unfinished:
             self._unfinished.discard(index)
             if index in self._engine_ids:
@@ -169,31 +170,33 @@ class DurableRequest:
             self._owner.engine.abort(self._engine_ids[index])
 
     def _end_if_finished(self) -> None:
-        if self._unfinished or self.is_ended or self._error is not None:
+        if self._unfinished or self._begin is None or self._error is not None:
             return
         if self._account is not None:
             self._account.charge(sum(len(output.tokens) for _, output in self._outputs))
-        self._packed = encode_outputs(merged(self._outputs))
-        self.size = len(self._packed)
-        self._outputs, self._readers = [], []
+        self._ended = pack(self.head, self._begin, merged(self._outputs))
+        self._begin, self._outputs, self._readers = None, [], []
         self._owner.ended(self)
 
     # --- readers ---
 
     def new_reader(self) -> Reader:
-        """A reader with a generation of its own, for ``Reader.begin``."""
+        """A reader with a generation of its own, for ``Reader.begin``. Raises ``RequestError``."""
         generation = Generation(self._owner.engine)
-        begin = self.begin
+        begin, _ = self._content()
+        prompts = [Prompt([], text) for text in begin.prompt_texts]
+        for request, place in zip(begin.requests, begin.prompt_of, strict=True):
+            prompts[place] = Prompt(request.prompt_tokens, begin.prompt_texts[place])
         for index, request in enumerate(begin.requests):
             text_stream = TextStream(self._owner.tokenizer, request.params, frozenset(begin.shown_ids))
-            generation.add(Choice(generation, index, self._prompts[index], request, text_stream))
+            generation.add(Choice(generation, index, prompts[begin.prompt_of[index]], request, text_stream))
         generation.reader = generation.engine = reader = Reader(self, begin, generation)
         return reader
 
     def add_reader(self, reader: Reader) -> None:
         """Give a reader all output so far, and what follows."""
-        outputs = merged(self._outputs) if self._packed is None else decode_outputs(self._packed)
-        if self._packed is None:
+        _, outputs = self._content()
+        if not self.is_ended:
             self._readers.append(reader)
         for index, output in outputs:
             reader.on_output(index, output)
@@ -204,14 +207,25 @@ class DurableRequest:
         if reader in self._readers:
             self._readers.remove(reader)
 
+    def _content(self) -> tuple[Begin, Outputs]:
+        """What it computes, and its output so far. Raises ``RequestFailed`` if the log had something else."""
+        if self._begin is not None:
+            return self._begin, merged(self._outputs)
+        assert self._ended is not None
+        try:
+            return unpack(self._ended)
+        except UNREADABLE as error:
+            raise RequestFailed("The recorded answer of this request cannot be read.") from error
+
     # --- the journal ---
 
     def snapshot(self) -> Callable[[], bytes]:
         """A function that makes the record of all that is known, for a thread."""
-        if self._packed is None:
-            self._outputs = merged(self._outputs)
-        begin, packed, outputs = self.begin, self._packed, list(self._outputs)
-        return partial(_encode_whole, begin, packed, outputs)
+        if self._begin is None:
+            assert self._ended is not None
+            return partial(encode_ended, self._ended)
+        self._outputs = merged(self._outputs)
+        return partial(encode_request, self.head, self._begin, list(self._outputs))
 
 
 class _Listener:
@@ -230,32 +244,22 @@ class _Listener:
         self._request.on_error(error)
 
 
-def _encode_whole(begin: Begin, packed: bytes | None, outputs: Outputs) -> bytes:
-    if packed is not None:
-        outputs = decode_outputs(packed)
-    items: list[Item] = []
-    place = 0
-    for index, output in outputs:
-        items.append(item_of(begin.number, place, index, output))
-        place += extent(output.tokens)
-    return encode([begin, *items])
+def head_of(number: int, owner: str, key: str, body: str, fingerprint: str, generation: Generation) -> Head:
+    """What identifies a request whose choices were made and not yet submitted."""
+    first = generation.choices[0].request
+    return Head(
+        *(number, owner, key, body, fingerprint, first.adapter, first.cache_salt), num_choices=len(generation.choices)
+    )
 
 
-def begin_of(
-    number: int, owner: str, key: str, body: str, fingerprint: str, generation: Generation, request: ClientRequest
-) -> Begin:
-    """The record of a request whose choices were made and not yet submitted."""
+def begin_of(generation: Generation, request: ClientRequest) -> Begin:
+    """What a request computes whose choices were made and not yet submitted."""
     places: dict[int, int] = {}
     texts: list[str | None] = []
     for choice in generation.choices:
         if places.setdefault(id(choice.prompt), len(texts)) == len(texts):
             texts.append(choice.prompt.text)
     return Begin(
-        number=number,
-        owner=owner,
-        key=key,
-        body=body,
-        fingerprint=fingerprint,
         unique=uuid.uuid4().hex,
         created=int(time.time()),
         requests=[choice.request for choice in generation.choices],

@@ -196,13 +196,13 @@ def test_one_server_at_a_time(tmp_path: Path) -> None:
 UNSTREAMED = {"stream": False, "stream_options": None}
 
 
-def begin_unfinished(served: Served, num_tokens: int) -> None:
+def begin_unfinished(served: Served, num_tokens: int, **body: Any) -> None:
     """Let the engine compute so many tokens of a request whose client stays."""
     served.engine.runs = False
 
     def ask() -> None:
         with contextlib.suppress(httpx.HTTPError):
-            send(served, **UNSTREAMED)
+            send(served, **UNSTREAMED, **body)
 
     threading.Thread(target=ask, daemon=True).start()
     until(lambda: served.engine.requests)
@@ -212,6 +212,18 @@ def begin_unfinished(served: Served, num_tokens: int) -> None:
 def steps(served: Served, count: int) -> None:
     for _ in range(count):
         served.call(served.engine.step)
+
+
+def test_long_prompts_do_not_make_every_step_begin_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a new file holds of unfinished requests counts, too."""
+    monkeypatch.setattr(journal, "ROLL_BYTES", 100)
+    with serving(tmp_path) as served:
+        begin_unfinished(served, 0, prompt=[1] * 400)
+        log = served.app.state.services.journal
+        for _ in range(20):
+            steps(served, 1)
+            asyncio.run_coroutine_threadsafe(log.synced(), served.loop).result(10)
+        assert log._writer.number < 4
 
 
 class FullDisk:

@@ -1,0 +1,138 @@
+"""How fast a server reads its journal: one as a busy server leaves it is written, and read.
+
+Half of it is the beginning of a file, with all that was kept when the file was begun, and half is what steps add:
+some sequences at a time, each with a token per step, that end and are followed by others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from octavo.collector import without_collections
+from octavo.sampling_params import SamplingParams
+from octavo.server.durable.journal import MAX_RETAINED_BYTES
+from octavo.server.durable.log import Damage, LogFile, log_files
+from octavo.server.durable.records import Begin, Ended, Forgotten, Head, Note, Noted, encode, encode_ended, merged, pack
+from octavo.server.durable.recovery import read_logs
+from octavo.types import Output, Request, TokenLogprobs
+
+VOCAB_SIZE = 150_000
+PROMPT_TOKENS = (16, 2000)
+OUTPUT_TOKENS = (16, 600)
+LOGPROBS_SHARE = 0.1
+"""Of requests: those that ask for the log probabilities of two tokens at each position."""
+
+
+class _Sequence:
+    """One request and the outputs that it still gets."""
+
+    def __init__(self, number: int, source: random.Random) -> None:
+        prompt = _tokens(source.randint(*PROMPT_TOKENS), source)
+        request = Request(number, prompt, SamplingParams(), OUTPUT_TOKENS[1])
+        self.head = Head(number, "", f":{number:032x}", "0" * 32, "0" * 32, "", "", 1)
+        self.begin = Begin("0" * 32, 1_700_000_000, [request], [0], ["word " * len(prompt)], [])
+        tokens = _tokens(source.randint(*OUTPUT_TOKENS), source)
+        has_logprobs = source.random() < LOGPROBS_SHARE
+        self.outputs = [(0, Output(1, [token], logprobs=_logprobs(token, has_logprobs))) for token in tokens]
+        self.outputs[0][1].num_cached_tokens = 16
+        self.outputs[-1][1].finish_reason = "length"
+        self.place = 0
+
+    def next_note(self) -> Noted:
+        index, output = self.outputs[self.place]
+        self.place += 1
+        return Noted(self.head.number, self.place - 1, index, output)
+
+    def packed(self) -> Ended:
+        return pack(self.head, self.begin, merged(self.outputs))
+
+
+def _tokens(count: int, source: random.Random) -> list[int]:
+    return source.choices(range(VOCAB_SIZE), k=count)
+
+
+def _logprobs(token: int, is_wanted: bool) -> list[TokenLogprobs] | None:
+    return [TokenLogprobs(token, -1.25, 1, [token, 7], [-1.25, -2.5])] if is_wanted else None
+
+
+def write(folder: Path, num_bytes: int, num_live: int, seed: int = 0) -> int:
+    """Write one log file of about ``num_bytes``, with ``num_live`` sequences at a time. Returns the tokens in it."""
+    source = random.Random(seed)
+    numbers = itertools.count(1 << 32)
+    kept: deque[tuple[int, int]] = deque()
+    """Number and bytes of ended requests."""
+    num_kept_bytes = num_tokens = 0
+    log = LogFile.next(folder, 1)
+    with log.path.open("wb") as file:
+        while file.tell() < num_bytes // 2:
+            sequence = _Sequence(next(numbers), source)
+            payload = encode_ended(sequence.packed())
+            kept.append((sequence.head.number, len(payload)))
+            num_kept_bytes += len(payload)
+            num_tokens += len(sequence.outputs)
+            file.write(log.frame(payload))
+        live: list[_Sequence] = []
+        while file.tell() < num_bytes:
+            notes: list[Note] = []
+            while len(live) < num_live:
+                live.append(_Sequence(next(numbers), source))
+                notes.append((live[-1].head, live[-1].begin))
+            notes += [sequence.next_note() for sequence in live]
+            num_tokens += len(live)
+            for sequence in filter(_is_ended, live):
+                size = sequence.packed().size
+                kept.append((sequence.head.number, size))
+                num_kept_bytes += size
+            live = [sequence for sequence in live if not _is_ended(sequence)]
+            while num_kept_bytes > MAX_RETAINED_BYTES:
+                number, size = kept.popleft()
+                num_kept_bytes -= size
+                notes.append(Forgotten(number))
+            file.write(log.frame(encode(notes)))
+    return num_tokens
+
+
+def _is_ended(sequence: _Sequence) -> bool:
+    return sequence.place == len(sequence.outputs)
+
+
+def read(folder: Path) -> tuple[float, int, int]:
+    """Read the log as a server does when it starts. Returns seconds, and how many requests have ended and have not."""
+    begun = time.perf_counter()
+    damage = Damage()
+    contents: list[object] = []
+    with without_collections():
+        found = read_logs(log_files(folder), damage)
+        for request in found:
+            contents.append(request.packed() if request.is_ended else request.content(damage))
+    seconds = time.perf_counter() - begun
+    if damage.records or damage.tail_bytes:
+        raise RuntimeError("the log that was written could not be read")
+    num_ended = sum(request.is_ended for request in found)
+    return seconds, num_ended, len(found) - num_ended
+
+
+def measure(num_bytes: int, num_live: int, rounds: int) -> dict[str, Any]:
+    """Write a log to a temporary folder, and read it some times."""
+    with tempfile.TemporaryDirectory(prefix="octavo_journal_") as place:
+        folder = Path(place)
+        num_tokens = write(folder, num_bytes, num_live)
+        size = sum(file.path.stat().st_size for file in log_files(folder))
+        runs = [read(folder) for _ in range(rounds)]
+    seconds = statistics.median(run[0] for run in runs)
+    return {
+        "bytes": size,
+        "tokens": num_tokens,
+        "sequences_at_a_time": num_live,
+        "ended": runs[0][1],
+        "unfinished": runs[0][2],
+        "seconds": [round(run[0], 3) for run in runs],
+        "mb_per_s": round(size / seconds / 1e6, 1),
+    }
