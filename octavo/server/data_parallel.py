@@ -24,6 +24,7 @@ from octavo.routing.routers import make_router
 from octavo.server.async_engine import AsyncEngine
 from octavo.server.engine_client import OutputListener, Progress, SleepMode
 from octavo.server.engine_stats import summed
+from octavo.server.several_engines import SeveralEngines
 from octavo.server.timelines import KVEventRing, Timelines
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.metrics import FleetMetrics, Metrics
@@ -32,7 +33,7 @@ from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-class DataParallelEngine:
+class DataParallelEngine(SeveralEngines):
     """An ``EngineClient`` that routes requests to ``data_parallel_size`` engine processes."""
 
     def __init__(self, config: ServeConfig, argv: list[str] | None = None) -> None:
@@ -60,10 +61,6 @@ class DataParallelEngine:
         """Start all engine processes; raises the first one's error."""
         await asyncio.gather(*(engine.start() for engine in self.engines))
 
-    async def stop(self, timeout: float) -> None:
-        """Drain all engines, then stop them."""
-        await asyncio.gather(*(engine.stop(timeout) for engine in self.engines))
-
     async def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None:
         """Put all engines to sleep, as ``AsyncEngine.sleep`` does; each wakes when it gets a request."""
         await asyncio.gather(*(engine.sleep(level, mode) for engine in self.engines))
@@ -72,12 +69,6 @@ class DataParallelEngine:
         await asyncio.gather(*(engine.wake_up() for engine in self.engines))
 
     # --- state ---
-
-    @property
-    def failure(self) -> str | None:
-        """Why requests are rejected: no engine process can be started any more."""
-        failures = [engine.failure for engine in self.engines]
-        return failures[0] if all(failures) else None
 
     @property
     def info(self) -> EngineInfo:
@@ -93,14 +84,6 @@ class DataParallelEngine:
     def sleep_level(self) -> int:
         """0 while any engine is awake."""
         return min(engine.sleep_level for engine in self.engines)
-
-    @property
-    def is_ready(self) -> bool:
-        return any(engine.is_ready for engine in self.engines)
-
-    @property
-    def num_live(self) -> int:
-        return sum(engine.num_live for engine in self.engines)
 
     @property
     def num_restarts(self) -> int:

@@ -20,6 +20,7 @@ from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.server.async_engine import AsyncEngine
 from octavo.server.model_name import served_model_names
+from octavo.server.several_engines import SeveralEngines
 from octavo.server.timelines import Timelines
 from octavo.telemetry.metrics import Metrics, ModelsMetrics
 
@@ -67,7 +68,7 @@ def choose_sleeper(models: Sequence[Model], now: float) -> Model | None:
     return None
 
 
-class ModelGroup:
+class ModelGroup(SeveralEngines):
     """The engines of all models, in the order of the settings; what the monitoring endpoints report on."""
 
     def __init__(self, configs: Sequence[ServeConfig], argv: list[str] | None = None) -> None:
@@ -110,25 +111,11 @@ class ModelGroup:
 
     async def stop(self, timeout: float) -> None:
         """Drain all engines, then stop them."""
-        await asyncio.gather(*(engine.stop(timeout) for engine in self.engines))
+        await super().stop(timeout)
         if self._waking is not None:
             self._waking.cancel()
 
     # --- state ---
-
-    @property
-    def failure(self) -> str | None:
-        """Why requests are rejected: no model's engine process can be started any more."""
-        failures = [engine.failure for engine in self.engines]
-        return failures[0] if all(failures) else None
-
-    @property
-    def is_ready(self) -> bool:
-        return any(engine.is_ready for engine in self.engines)
-
-    @property
-    def num_live(self) -> int:
-        return sum(engine.num_live for engine in self.engines)
 
     @property
     def seconds_since_progress(self) -> float:
