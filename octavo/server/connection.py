@@ -186,11 +186,12 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- takeover ---
 
     @property
-    def is_idle(self) -> bool:
+    def is_between_requests(self) -> bool:
         """Whether no part of a request was received since the last response was sent completely."""
-        is_between_requests = _is_idle(self) and not (self.cycle is not None and self.cycle.more_body)
-        is_unread = not (self._is_in_head or self._num_pending_bytes or self.transport.is_closing())
-        return is_between_requests and is_unread and not self.transport.get_write_buffer_size()
+        is_body_missing = self.cycle is not None and self.cycle.more_body
+        is_begun = self._is_in_head or self._num_pending_bytes > 0
+        is_written = not self.transport.is_closing() and not self.transport.get_write_buffer_size()
+        return _is_idle(self) and not is_body_missing and not is_begun and is_written
 
     # --- refusals ---
 

@@ -143,7 +143,7 @@ class HTTPServer(uvicorn.Server):
             assert isinstance(connection, BoundedProtocol)
             if self.config.is_ssl:
                 connection.shutdown()
-            elif connection.is_idle:
+            elif connection.is_between_requests:
                 with contextlib.suppress(OSError):  # too many descriptors are open: later
                     take(connection.transport.get_extra_info("socket").fileno())
                     connection.transport.abort()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 from starlette.requests import Request
 
+from octavo.collector import without_collections
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, InvalidParameter, ModelNotFound, RequestError, Unavailable
 from octavo.server.admission import Admission, ClientRequest
@@ -26,6 +25,7 @@ from octavo.server.durable.requests import DurableRequest, begin_of, head_of
 from octavo.server.engine_client import EngineClient
 from octavo.server.generation import Generation
 from octavo.server.keys import Caller, caller_of
+from octavo.server.takeover import Predecessor
 from octavo.text.tokenizer import Tokenizer
 
 HEADER = "idempotency-key"
@@ -61,12 +61,6 @@ class ServerChanged(RequestError):
 
     status = 409
     code = "server_changed"
-
-
-class Predecessor(Protocol):
-    """A running server whose place this one takes."""
-
-    async def has_request(self, folder: Path, owner: str, key: str) -> bool: ...
 
 
 class Journal:
@@ -119,26 +113,20 @@ class Journal:
     def _recover(self, files: Sequence[LogFile]) -> dict[int, DurableRequest]:
         """The requests in ``files``. Raises ``OSError``."""
         requests: dict[int, DurableRequest] = {}
-        gc.disable()  # millions of new objects would make it run all the time
-        try:
-            self._read(files, requests)
-        finally:
-            gc.enable()
-        return requests
-
-    def _read(self, files: Sequence[LogFile], requests: dict[int, DurableRequest]) -> None:
         damage = Damage()
-        for found in read_logs(files, damage):
-            try:
-                requests[found.head.number] = DurableRequest.restored(self, found, damage)
-            except UNREADABLE as error:
-                logger.error("a request of the journal cannot be read and is left out: %s", error)
-                damage.records += 1
+        with without_collections():  # millions of new objects would make it run all the time
+            for found in read_logs(files, damage):
+                try:
+                    requests[found.head.number] = DurableRequest.restored(self, found, damage)
+                except UNREADABLE as error:
+                    logger.error("a request of the journal cannot be read and is left out: %s", error)
+                    damage.records += 1
         self._counts["damage"] += damage.records
         if damage.records:
             logger.error("the journal in %s is damaged: %d gaps between records", self.folder, damage.records)
         if damage.tail_bytes:
             logger.warning("%d bytes at the end of the journal were not written completely", damage.tail_bytes)
+        return requests
 
     async def resume(self) -> None:
         """Continue the requests that an earlier process left unfinished. The engine must be up."""
@@ -150,15 +138,17 @@ class Journal:
         self._repair()
 
     async def take_over(self) -> None:
-        """Continue the requests that the predecessor left unfinished, which has ended or is about to. Raises
-        ``OSError``."""
+        """Continue the requests that the predecessor left unfinished, which has ended or is about to."""
         while not self._writer.is_locked and not self._writer.lock():
             await asyncio.sleep(LOCK_SECONDS)
         if self._is_complete.is_set():
             return
-        files = self._writer.files_of_others()
-        self._continue(await asyncio.to_thread(self._recover, files))
-        self._roll(files)
+        try:
+            files = self._writer.files_of_others()
+            self._continue(await asyncio.to_thread(self._recover, files))
+            self._roll(files)
+        except OSError as error:  # the files stay, for the next server
+            logger.error("the journal of the server before this one cannot be read: %s", error)
         self._is_complete.set()
 
     def _continue(self, recovered: dict[int, DurableRequest]) -> None:

@@ -67,7 +67,7 @@ class Begun(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
 
 
 class Ended(msgspec.Struct, array_like=True, tag=8, frozen=True, gc=False):
-    """A whole request."""
+    """A request that has ended, with all its output."""
 
     head: Head
     begin: bytes
