@@ -1,4 +1,4 @@
-"""`octavo bench shape`, `roofline`, `lora`, `switch`, `report` and `gpu`: what goes with measuring."""
+"""`octavo bench shape`, `roofline`, `lora`, `switch`, `journal`, `report` and `gpu`: what goes with measuring."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from octavo.cli.settings import positive
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import numbers
 from octavo_bench.cli.results import add_results, begin, check_results, conclude, finish
@@ -50,6 +51,13 @@ def add_kinds(kinds: Any) -> None:
     switch.add_argument("--rounds", type=int, default=5, help="switches to each model, of which medians are reported")
     add_results(switch)
     switch.set_defaults(run=_switch)
+
+    journal = kinds.add_parser("journal", help="how fast a server that starts reads its journal")
+    journal.add_argument("--megabytes", type=positive, default=512, help="size of the journal")
+    journal.add_argument("--sequences", type=positive, default=64, help="running at a time")
+    journal.add_argument("--rounds", type=positive, default=3)
+    add_results(journal)
+    journal.set_defaults(run=_journal)
 
     report = kinds.add_parser("report", help="the tables of raw JSON files, as Markdown")
     report.add_argument("files", nargs="*", type=Path, metavar="FILE")
@@ -116,6 +124,13 @@ def _switch(args: argparse.Namespace) -> int:
         models = [str(write_tiny_model(Path(folder) / "tiny")) if model == "tiny" else model for model in args.models]
         result = measure(models, flags, args.models_memory_budget, args.requests, args.concurrency, args.rounds)
     return finish(args, result)
+
+
+def _journal(args: argparse.Namespace) -> int:
+    from octavo_bench.journal import measure
+
+    begin(args)
+    return finish(args, measure(args.megabytes * 1_000_000, args.sequences, args.rounds))
 
 
 def _report(args: argparse.Namespace) -> int:
