@@ -1,6 +1,6 @@
 """Token budget of a step, chosen by the measured cost of steps.
 
-While sequences decode, pending prompts can be computed beside them in steps of any size. Small steps may be cheaper,
+The prompt tokens of a mixed batch, of prefill and decode, may be any number. Small steps may be cheaper,
 since a step of decodes reads all weights anyway; large ones finish prompts sooner, share fixed costs, and may use
 better kernels. Which is better depends on the model, the device and the load, so it is measured.
 """
