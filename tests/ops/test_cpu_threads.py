@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from octavo.ops.cpu import threads
-from octavo.ops.cpu.compiled import compiled_task
+from octavo.ops.cpu.compiled import compiled, compiled_task
 from octavo.ops.cpu.memory import fields, read, view
 from tests.ops.cpu_cases import needs_float_kernels
 
@@ -33,6 +33,11 @@ def _count(arguments: int, begin: int, end: int) -> None:
 def one_thread_afterwards() -> Iterator[None]:
     yield
     threads.set_num_threads(1)
+
+
+@compiled
+def _adapt(pool: int, shares: int, computed_for: int, waited_for: int) -> None:
+    threads._adapt(pool, shares, computed_for, waited_for)
 
 
 class Counter:
@@ -60,15 +65,41 @@ def test_every_item_is_computed_once(num_threads: int) -> None:
             assert bool((counter.counts == turn + 1).all())
 
 
-def test_a_job_that_is_being_described_is_left_alone() -> None:
-    """A first job's description is zeros and news: no items at a time may stand beside how many there are."""
-    counter = Counter(37)
-    words = np.zeros(threads.END // 8, np.int64)
-    job = (1 << threads.NEXT_CHUNK_BITS) | threads.CLOSED
-    words[threads.CLAIM // 8] = job
-    words[threads.JOB // 8 :][:4] = counter.task, counter.arguments.ctypes.data, len(counter.counts), 0
-    assert not threads._take_chunk(words.ctypes.data)
-    assert (words[threads.CLAIM // 8], words[threads.DONE // 8]) == (job, 0)
+def test_a_share_of_a_job_that_is_over_is_left_alone() -> None:
+    """A helper may read a job, lose its processor, and go on when that job is over and the next one half done."""
+    counter = Counter(40)
+    words = np.zeros((threads.SHARE + 3 * threads.LINE) // 8, np.int64)
+    pool, share = words.ctypes.data, (threads.SHARE + threads.LINE) // 8
+    job = (4, counter.task, counter.arguments.ctypes.data, len(counter.counts), 5, 2)
+    words[share] = newer = (6 << threads.OFFSET_BITS) | 3
+    threads._compute_share(pool, 1, 1, job)
+    assert (words[share], counter.counts.sum()) == (newer, 0)
+    words[share] = (4 << threads.OFFSET_BITS) | 15
+    threads._compute_share(pool, 1, 1, job)
+    assert counter.counts.tolist() == [0] * 35 + [1] * 5
+    assert words[share + threads.COMPUTED // 8] == (4 << threads.OFFSET_BITS) | 5
+
+
+def test_the_caller_computes_shares_that_no_helper_begins() -> None:
+    counter = Counter(40)
+    words = np.zeros((threads.SHARE + 9 * threads.LINE) // 8, np.int64)
+    words[threads.COUNT // 8] = words[threads.ACTIVE // 8] = 8
+    for turn in range(3):
+        counter.run(words.ctypes.data, 3)
+        assert bool((counter.counts == turn + 1).all())
+
+
+def test_a_thread_without_a_processor_is_left_out_for_a_while() -> None:
+    words = np.zeros((threads.SHARE + 17 * threads.LINE) // 8, np.int64)
+    words[threads.COUNT // 8] = words[threads.ACTIVE // 8] = 16
+    pool = words.ctypes.data
+    _adapt(pool, 16, 1000, 10 * threads.STALLED_FOR)
+    assert words[threads.ACTIVE // 8] == 12
+    _adapt(pool, 12, 1000, 0)
+    assert words[threads.ACTIVE // 8] == 12
+    words[threads.CHANGED // 8] -= 2 * threads.RETURNS_AFTER
+    _adapt(pool, 12, 1000, 0)
+    assert words[threads.ACTIVE // 8] == 13
 
 
 def test_jobs_after_the_helpers_fell_asleep() -> None:

@@ -124,6 +124,27 @@ def atomic_store(context: Any, address: Any, value: Any) -> Any:
 
 
 @emitted
+def publish(context: Any, address: Any, value: Any) -> Any:
+    """Write the int64 at an address after all writes before it, without waiting until others can see it."""
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        b.store_atomic(args[1], b.inttoptr(args[0], I64.as_pointer()), "release", 8)
+        return c.get_dummy_value()
+
+    return types.void(types.intp, types.int64), emit
+
+
+@emitted
+def cycles(context: Any) -> Any:
+    """The processor's clock: it counts at a constant rate, of 2 to 4 GHz on usual CPUs."""
+
+    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        return call(b, "llvm.readcyclecounter", I64, [])
+
+    return types.int64(), emit
+
+
+@emitted
 def atomic_swap_if(context: Any, address: Any, expected: Any, value: Any) -> Any:
     """Write the int64 at an address if it still is ``expected``; returns whether it was."""
 
