@@ -74,7 +74,7 @@ def _part_bytes(a: Any) -> Any:
 
 @functools.cache
 def _prepare_task() -> int:
-    """Task over rows: normalise, put in the order of the weight's columns, quantise."""
+    """Task over the rows that are interleaved: normalise, put in the order of the weight's columns, quantise."""
 
     def prepare(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
@@ -82,7 +82,7 @@ def _prepare_task() -> int:
         counts = view(a.counts, a.T, np.int32)
         normed, scales, rest = raw_lines(1, K), np.empty(2 * a.G, np.float32), raw_lines(2, a.group)
         ordered, order = raw_lines(1, K * (a.order != 0)), view(a.order, K * (a.order != 0), np.int32)
-        for t in range(begin, end):
+        for t in range(begin * TOKENS_TOGETHER, min(a.T, end * TOKENS_TOGETHER)):
             x = a.x + 4 * K * t
             if a.norm:
                 normalise_row(x, a.norm, normed.ctypes.data, K, K, a.eps)
@@ -247,7 +247,8 @@ def _driver() -> int:
         terms = np.empty((a.T + TOKENS_TOGETHER) * a.G * (a.group + SIDE_BYTES), np.int8)
         parts, counts = np.empty(a.T * _part_bytes(a), np.int8), np.empty(a.T, np.int32)
         a.terms, a.parts, a.counts = terms.ctypes.data, parts.ctypes.data, counts.ctypes.data
-        run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_PIECE // (a.G * a.group)))
+        items = (a.T + TOKENS_TOGETHER - 1) // TOKENS_TOGETHER  # two threads would write to the same cache lines
+        run(pool, a.prepare, arguments, items, max(1, NUMBERS_A_PIECE // (a.G * a.group * TOKENS_TOGETHER)))
         items, piece = _divide(a, width(pool))
         run(pool, a.multiply, arguments, items, piece)
         keep((terms, parts, counts))
