@@ -92,14 +92,21 @@ def test_the_caller_computes_shares_that_no_helper_begins() -> None:
 def test_a_thread_without_a_processor_is_left_out_for_a_while() -> None:
     words = np.zeros((threads.SHARE + 17 * threads.LINE) // 8, np.int64)
     words[threads.COUNT // 8] = words[threads.ACTIVE // 8] = 16
+    words[threads.RETURN // 8] = threads.SOONEST_RETURN
     pool = words.ctypes.data
+    _adapt(pool, 16, 1000, threads.STALLED_FOR - 1)
+    _adapt(pool, 16, 10 * threads.STALLED_FOR, 2 * threads.STALLED_FOR)
+    assert words[threads.ACTIVE // 8] == 16
     _adapt(pool, 16, 1000, 10 * threads.STALLED_FOR)
     assert words[threads.ACTIVE // 8] == 12
-    _adapt(pool, 12, 1000, 0)
-    assert words[threads.ACTIVE // 8] == 12
-    words[threads.CHANGED // 8] -= 2 * threads.RETURNS_AFTER
-    _adapt(pool, 12, 1000, 0)
-    assert words[threads.ACTIVE // 8] == 13
+    for share_of_pause, active in ((0.5, 12), (0.6, 13)):
+        words[threads.CHANGED // 8] -= int(share_of_pause * 4 * threads.SOONEST_RETURN)
+        _adapt(pool, 12, 1000, 0)
+        assert words[threads.ACTIVE // 8] == active
+    for _ in range(40):
+        _adapt(pool, words[threads.ACTIVE // 8], 1000, 10 * threads.STALLED_FOR)
+    assert words[threads.ACTIVE // 8] == 2
+    assert words[threads.RETURN // 8] == threads.LATEST_RETURN
 
 
 def test_jobs_after_the_helpers_fell_asleep() -> None:

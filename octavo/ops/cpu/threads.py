@@ -9,6 +9,7 @@ The pool is an array of int64 words. While they compute, threads write to cache 
     JOB       number; task address, its arguments, number of items, smallest piece, number of shares. The number is
               odd while a job is being described: helpers read it before and after the rest.
     COUNT     threads     ACTIVE  of these, those that get shares     CHANGED   cycle at which ACTIVE changed
+    RETURN    cycles after which one more gets shares
     BUSY      1 while a job is posted       STOP     1 when the helpers should return
     SHARE     for each thread TAKEN: job number << OFFSET_BITS | items of its share that are taken, to which anyone
               advances it by compare-and-swap; COMPUTED: likewise the items that this thread has computed, which it
@@ -50,7 +51,7 @@ LINE = 128
 """Bytes from one thread's words to the next: processors fetch cache lines in pairs."""
 JOB, COUNT, BUSY, STOP, SHARE = (LINE * i for i in range(5))
 TASK, ARGUMENTS, ITEMS, PIECE, SHARES = (8 * i for i in range(1, 6))
-ACTIVE, CHANGED = COUNT + 8, COUNT + 16
+ACTIVE, CHANGED, RETURN = (COUNT + 8 * i for i in range(1, 4))
 COMPUTED, SLEEPS = 8, 64
 """Offsets in a thread's line. The second is on a cache line that is only written to sleep and to wake."""
 OFFSET_BITS = 24
@@ -64,8 +65,8 @@ CYCLES_BEFORE_SLEEP = 1_500_000
 """About half a millisecond: longer than any gap between two kernels of a decode step."""
 SPINS_BEFORE_YIELD = 200
 STALLED_FOR = 400_000
-RETURNS_AFTER = 200_000_000
-"""About 0.1 s."""
+SOONEST_RETURN, LATEST_RETURN = 1 << 27, 1 << 34
+"""About 50 ms, and 6 s where every return made all wait again."""
 
 
 @inlined
@@ -191,14 +192,15 @@ def _await(pool: int, number: int, items: int, shares: int) -> None:
 @inlined
 def _adapt(pool: int, shares: int, computed_for: int, waited_for: int) -> None:
     """Fewer active threads after a job that waited for too long; one more when that was a while ago."""
-    now, active = cycles(), atomic_load(pool + ACTIVE)
+    now, active, after = cycles(), atomic_load(pool + ACTIVE), atomic_load(pool + RETURN)
     if waited_for > max(STALLED_FOR, computed_for):
-        active = max(2, shares - max(1, shares // 4))
-    elif active < atomic_load(pool + COUNT) and now - atomic_load(pool + CHANGED) > RETURNS_AFTER:
-        active += 1
+        active, after = max(2, shares - max(1, shares // 4)), min(4 * after, LATEST_RETURN)
+    elif active < atomic_load(pool + COUNT) and now - atomic_load(pool + CHANGED) > after:
+        active, after = active + 1, max(after // 2, SOONEST_RETURN)
     else:
         return
     publish(pool + ACTIVE, active)
+    publish(pool + RETURN, after)
     publish(pool + CHANGED, now)
 
 
@@ -250,6 +252,7 @@ class Pool:
         words = np.zeros((SHARE + LINE * (num_helpers + 2)) // 8, np.int64)
         self._words = words[-words.ctypes.data % LINE // 8 :]
         self._words[COUNT // 8] = self._words[ACTIVE // 8] = num_helpers + 1
+        self._words[RETURN // 8] = SOONEST_RETURN
         self.address = int(self._words.ctypes.data)
         self._helpers = [
             threading.Thread(target=_help, args=(self.address, 1 + i), name=f"octavo-kernels-{i}", daemon=True)
