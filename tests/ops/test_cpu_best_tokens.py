@@ -12,10 +12,12 @@ from tests.ops.cpu_cases import needs_float_kernels
 pytestmark = needs_float_kernels
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
 @pytest.mark.parametrize("width", [1, 5, BLOCK, 3 * BLOCK + 17])
-def test_first_largest_numbers(num_threads: int, width: int) -> None:
-    threads.set_num_threads(num_threads)
+def test_first_largest_numbers(num_threads: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if num_threads == 0:
+        monkeypatch.setattr("octavo.ops.cpu.best_tokens.missing", lambda features: "none can be compiled")
+    threads.set_num_threads(max(1, num_threads))
     rng = np.random.default_rng(width)
     x_RV = rng.standard_normal((9, width), np.float32) - 5
     x_RV[1] = -7.5  # all the same

@@ -7,7 +7,7 @@ negative numbers with all bits but the sign flipped sort like the numbers.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +57,7 @@ def _task() -> int:
 
 
 @inlined
-def _number(key: int) -> float:
+def _number(key: Any) -> Any:
     """The number that sorts as ``key`` does."""
     return float_bits(np.int32(key ^ ((key >> np.int32(31)) & np.int32(ALL_BUT_SIGN))))
 
@@ -92,7 +92,7 @@ def _driver() -> int:
 def best_tokens(x_RV: npt.NDArray[np.float32]) -> Best:
     """See ``Best``; rows must have at least one number."""
     if missing(FLOAT_FEATURES) is not None:
-        places_R = x_RV.argmax(-1)
+        places_R = np.asarray(x_RV.argmax(-1), np.int64)
         return Best(places_R, x_RV[np.arange(len(x_RV)), places_R], np.isfinite(x_RV).all(-1).astype(np.int64))
     x_RV, (R, V) = np.ascontiguousarray(x_RV), x_RV.shape
     found = Best(np.empty(R, np.int64), np.empty(R, np.float32), np.empty(R, np.int64))

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from octavo.ops.cpu import truncation
 from octavo.ops.cpu.best_tokens import best_tokens
+from octavo.ops.cpu.threads import num_threads
 from octavo.ops.noise import exponentials, hashes_of, token_hashes
 from octavo.ops.sample import (
     BANNED,
@@ -24,6 +27,9 @@ from octavo.ops.sample import (
     SampleParams,
     sample,
 )
+
+MOST_THREADS = 8
+"""More would wait for the interpreter lock."""
 
 
 @sample.kernel(device="cpu", name="rowwise", preference=10, supports=lambda dtype: None)
@@ -41,12 +47,25 @@ def sample_by_row(logits_RV: Tensor, params: SampleParams, token_ids_V: Tensor |
     if max(temperatures, default=0.0) >= GREEDY_BELOW:
         hashes_V = _hashes(logits_RV.shape[1]) if token_ids_V is None else hashes_of(token_ids_V)
         columns = list(zip(*(column.tolist() for column in params), strict=True))
-        for r, temperature in enumerate(temperatures):
-            if temperature >= GREEDY_BELOW and tokens[r] != NOT_FINITE:
-                tokens[r] = _draw(logits_RV[r], hashes_V, *columns[r])
+        drawn = [r for r, t in enumerate(temperatures) if t >= GREEDY_BELOW and tokens[r] != NOT_FINITE]
+
+        @torch.inference_mode()
+        def draw(r: int) -> int:
+            return _draw(logits_RV[r], hashes_V, *columns[r])
+
+        for r, token in zip(drawn, _for_each(draw, drawn), strict=True):
+            tokens[r] = token
     if token_ids_V is not None:
         tokens = [int(token_ids_V[token]) if token >= 0 else token for token in tokens]
     return torch.tensor(tokens, dtype=torch.int32)
+
+
+def _for_each(draw: Callable[[int], int], rows: list[int]) -> Iterable[int]:
+    """The results of ``draw``, computed by several threads: torch's operations run without the interpreter lock."""
+    if len(rows) < 2 or num_threads() == 1:
+        return map(draw, rows)
+    with ThreadPoolExecutor(min(num_threads(), len(rows), MOST_THREADS)) as threads:
+        return threads.map(draw, rows)
 
 
 def _draw(
