@@ -62,8 +62,12 @@ last of them merges all.
 
 @inlined
 def _tile_of(a: Any, item: int) -> Any:
-    """The tile of an item of ``attend_task``."""
-    return view(a.tiles, a.num_tiles, TILE)[a.num_tiles - 1 - item // a.K]
+    """The tile of an item of ``attend_task``: the last, the first, the last but one and so on.
+
+    Later tiles of a prompt see more positions. So any range of items has about the same work.
+    """
+    nth = item // a.K
+    return view(a.tiles, a.num_tiles, TILE)[nth // 2 if nth % 2 else a.num_tiles - 1 - nth // 2]
 
 
 @inlined
@@ -107,7 +111,7 @@ def _begin(total: Any) -> None:
 
 @functools.cache
 def attend_task(number_format: int) -> int:
-    """Task over (tile, kv head), the last tiles first since they see the most positions."""
+    """Task over (tile, kv head)."""
 
     def attend(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, STEP)

@@ -28,7 +28,7 @@ LEAST_TOKENS = 48
 """Fewest rows for which a product of few panels is divided by rows too: unpacking a pair costs as much as a few."""
 WORK_A_PIECE = 200_000
 """Multiplications, and as many for unpacking as for one row: almost a microsecond, less is not worth another thread."""
-ITEMS_A_THREAD = 4
+ITEMS_A_THREAD = 6
 NUMBERS_A_PIECE = 2048
 ROWS_TO_FINISH = 8
 
