@@ -233,9 +233,9 @@ def _divide(a: Any, threads: int) -> Any:
     a.is_pair = a.T >= PAIR_FROM and (a.T >= LEAST_TOKENS or pairs >= 2 * threads)
     a.columns = pairs if a.is_pair or a.gate else (a.N + PANEL - 1) // PANEL
     blocks = (a.T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE
-    blocks = max(blocks, min(a.T // LEAST_TOKENS, ITEMS_A_THREAD * threads // pairs))
+    blocks = max(1, blocks, min(a.T // LEAST_TOKENS, ITEMS_A_THREAD * threads // pairs))
     together = blocks * TOKENS_TOGETHER
-    a.rows = (a.T + together - 1) // together * TOKENS_TOGETHER
+    a.rows = max(1, (a.T + together - 1) // together) * TOKENS_TOGETHER
     work = (min(a.T, a.rows) + 1) * a.G * a.group * ((a.N + a.columns - 1) // a.columns)
     return (a.T + a.rows - 1) // a.rows * a.columns, max(1, WORK_A_PIECE // work)
 

@@ -138,7 +138,7 @@ def _driver() -> int:
         if a.norm:
             a.normed = normed.ctypes.data
             run(pool, a.normalise, arguments, a.T, max(1, NUMBERS_A_PIECE // a.width))
-        a.panels, a.rows = ((a.N // 2 if a.gate else a.N) + PANEL - 1) // PANEL, min(a.T, TOKENS_AT_ONCE)
+        a.panels, a.rows = ((a.N // 2 if a.gate else a.N) + PANEL - 1) // PANEL, max(1, min(a.T, TOKENS_AT_ONCE))
         items = a.panels * ((a.T + a.rows - 1) // a.rows)
         work = a.rows * a.N * a.width // a.panels
         run(pool, a.multiply, arguments, items, max(1, MULTIPLICATIONS_A_PIECE // work))
