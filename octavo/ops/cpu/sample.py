@@ -10,13 +10,16 @@ import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from octavo.ops.cpu import truncation
 from octavo.ops.cpu.best_tokens import best_tokens
+from octavo.ops.cpu.race import can_narrow, possible_winners
 from octavo.ops.cpu.threads import num_threads
-from octavo.ops.noise import exponentials, hashes_of, token_hashes
+from octavo.ops.noise import exponentials, hashes_of, key_of, token_hashes
 from octavo.ops.sample import (
     BANNED,
     GREEDY_BELOW,
@@ -91,9 +94,22 @@ def _draw(
     best = float(logits_V.max())
     if not math.isfinite(best) or best >= OVERFLOWN / temperature:
         return NOTHING_LEFT if best == truncation.NEVER else OUT_OF_RANGE
-    ids_C = (logits_V > truncation.NEVER).nonzero().squeeze(1)
-    race_C = logits_V[ids_C] - exponentials(hashes_V[ids_C], seed, position).log_()
-    return int(ids_C[race_C.argmax()])
+    if min_p == 0 and top_k == 0 and top_p == 1 and can_narrow():
+        first_C = torch.tensor([int(logits_V.numpy().argmax())])  # in numpy, eight times as fast
+        reached = float(_scores(logits_V, hashes_V, first_C, seed, position))
+        ids_C = possible_winners(logits_V.contiguous(), _short(hashes_V), key_of(seed, position), reached)
+    else:
+        ids_C = (logits_V > truncation.NEVER).nonzero().squeeze(1)
+    return int(ids_C[_scores(logits_V, hashes_V, ids_C, seed, position).argmax()])
+
+
+def _scores(logits_V: Tensor, hashes_V: Tensor, ids_C: Tensor, seed: int, position: int) -> Tensor:
+    return logits_V[ids_C] - exponentials(hashes_V[ids_C], seed, position).log_()
+
+
+@functools.lru_cache(maxsize=4)
+def _short(hashes_V: Tensor) -> npt.NDArray[np.uint32]:
+    return hashes_V.numpy().astype(np.uint32)
 
 
 @functools.lru_cache(maxsize=4)
