@@ -36,8 +36,8 @@ def one_thread_afterwards() -> Iterator[None]:
 
 
 @compiled
-def _adapt(pool: int, shares: int, computed_for: int, waited_for: int) -> None:
-    threads._adapt(pool, shares, computed_for, waited_for)
+def _adapt(pool: int, computed_for: int, waited_for: int) -> None:
+    threads._adapt(pool, computed_for, waited_for)
 
 
 class Counter:
@@ -89,24 +89,32 @@ def test_the_caller_computes_shares_that_no_helper_begins() -> None:
         assert bool((counter.counts == turn + 1).all())
 
 
-def test_a_thread_without_a_processor_is_left_out_for_a_while() -> None:
-    words = np.zeros((threads.SHARE + 17 * threads.LINE) // 8, np.int64)
-    words[threads.COUNT // 8] = words[threads.ACTIVE // 8] = 16
-    words[threads.RETURN // 8] = threads.SOONEST_RETURN
-    pool = words.ctypes.data
-    _adapt(pool, 16, 1000, threads.STALLED_FOR - 1)
-    _adapt(pool, 16, 10 * threads.STALLED_FOR, 2 * threads.STALLED_FOR)
-    assert words[threads.ACTIVE // 8] == 16
-    _adapt(pool, 16, 1000, 10 * threads.STALLED_FOR)
-    assert words[threads.ACTIVE // 8] == 12
-    for share_of_pause, active in ((0.5, 12), (0.6, 13)):
-        words[threads.CHANGED // 8] -= int(share_of_pause * 4 * threads.SOONEST_RETURN)
-        _adapt(pool, 12, 1000, 0)
-        assert words[threads.ACTIVE // 8] == active
-    for _ in range(40):
-        _adapt(pool, words[threads.ACTIVE // 8], 1000, 10 * threads.STALLED_FOR)
-    assert words[threads.ACTIVE // 8] == 2
-    assert words[threads.RETURN // 8] == threads.LATEST_RETURN
+class Observed:
+    """The words of a pool of 16 threads, without the threads; its periods end when a test says so."""
+
+    def __init__(self) -> None:
+        self.words = np.zeros((threads.SHARE + 17 * threads.LINE) // 8, np.int64)
+        self.words[threads.COUNT // 8] = self.words[threads.ACTIVE // 8] = 16
+        self.words[threads.RETURN // 8] = threads.PERIOD
+        self.period(0)
+
+    def period(self, lost: float, computed_for: int = 1000) -> int:
+        """The number of active threads after a period of which this share was lost."""
+        pool, whole = self.words.ctypes.data, int(1.1 * threads.PERIOD)
+        for _ in range(10):
+            _adapt(pool, computed_for, int(lost * whole / 10))
+        self.words[threads.WINDOW // 8] -= whole
+        self.words[threads.CHANGED // 8] -= whole
+        _adapt(pool, 0, 0)
+        return int(self.words[threads.ACTIVE // 8])
+
+
+def test_threads_without_a_processor_are_left_out_for_a_while() -> None:
+    pool = Observed()
+    assert [pool.period(0.1), pool.period(0.5, computed_for=threads.PERIOD), pool.period(0.5)] == [16, 16, 12]
+    assert [pool.period(0.0) for _ in range(6)] == [12, 12, 12, 13, 13, 14]
+    assert [pool.period(0.9) for _ in range(20)][-1] == 2
+    assert pool.words[threads.RETURN // 8] == threads.LATEST_RETURN
 
 
 def test_jobs_after_the_helpers_fell_asleep() -> None:

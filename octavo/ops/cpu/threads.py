@@ -10,6 +10,7 @@ The pool is an array of int64 words. While they compute, threads write to cache 
               odd while a job is being described: helpers read it before and after the rest.
     COUNT     threads     ACTIVE  of these, those that get shares     CHANGED   cycle at which ACTIVE changed
     RETURN    cycles after which one more gets shares
+    WINDOW    cycle at which a period of observation began     LOST    cycles waited in vain in this period
     BUSY      1 while a job is posted       STOP     1 when the helpers should return
     SHARE     for each thread TAKEN: job number << OFFSET_BITS | items of its share that are taken, to which anyone
               advances it by compare-and-swap; COMPUTED: likewise the items that this thread has computed, which it
@@ -19,8 +20,8 @@ A word of an earlier job counts as zero, so that posting a job writes no line bu
 that its job is over.
 
 Helpers spin for a moment after their last share (the next one usually follows within microseconds), then sleep. If
-another program gets the processor of a helper that is computing, all threads wait for it. So a job that waits for
-longer than it computed leaves fewer threads active; they come back one by one.
+another program gets the processor of a helper that is computing, all threads wait for it. Where a quarter of the time
+is lost so, fewer threads stay active; they come back one by one.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ LINE = 128
 """Bytes from one thread's words to the next: processors fetch cache lines in pairs."""
 JOB, COUNT, BUSY, STOP, SHARE = (LINE * i for i in range(5))
 TASK, ARGUMENTS, ITEMS, PIECE, SHARES = (8 * i for i in range(1, 6))
-ACTIVE, CHANGED, RETURN = (COUNT + 8 * i for i in range(1, 4))
+ACTIVE, CHANGED, RETURN, WINDOW, LOST = (COUNT + 8 * i for i in range(1, 6))
 COMPUTED, SLEEPS = 8, 64
 """Offsets in a thread's line. The second is on a cache line that is only written to sleep and to wake."""
 OFFSET_BITS = 24
@@ -64,9 +65,12 @@ CYCLES_BEFORE_YIELD = 200_000
 CYCLES_BEFORE_SLEEP = 1_500_000
 """About half a millisecond: longer than any gap between two kernels of a decode step."""
 SPINS_BEFORE_YIELD = 200
-STALLED_FOR = 400_000
-SOONEST_RETURN, LATEST_RETURN = 1 << 27, 1 << 34
-"""About 50 ms, and 6 s where every return made all wait again."""
+STALLED_FOR = 200_000
+"""About 0.1 ms: a job that waits for longer than that, and than it computed, waits for a thread without a processor."""
+PERIOD = 1 << 27
+"""About 50 ms."""
+LATEST_RETURN = 1 << 34
+"""About 6 s, where every return made all wait again."""
 
 
 @inlined
@@ -190,13 +194,21 @@ def _await(pool: int, number: int, items: int, shares: int) -> None:
 
 
 @inlined
-def _adapt(pool: int, shares: int, computed_for: int, waited_for: int) -> None:
-    """Fewer active threads after a job that waited for too long; one more when that was a while ago."""
-    now, active, after = cycles(), atomic_load(pool + ACTIVE), atomic_load(pool + RETURN)
-    if waited_for > max(STALLED_FOR, computed_for):
-        active, after = max(2, shares - max(1, shares // 4)), min(4 * after, LATEST_RETURN)
+def _adapt(pool: int, computed_for: int, waited_for: int) -> None:
+    """Once a period: fewer active threads if a quarter of it was lost; one more when that was a while ago."""
+    now, is_stall = cycles(), waited_for > max(STALLED_FOR, computed_for)
+    period, lost = now - atomic_load(pool + WINDOW), atomic_load(pool + LOST) + (waited_for if is_stall else 0)
+    if period < PERIOD:
+        if is_stall:
+            publish(pool + LOST, lost)
+        return
+    publish(pool + WINDOW, now)
+    publish(pool + LOST, 0)
+    active, after = atomic_load(pool + ACTIVE), atomic_load(pool + RETURN)
+    if lost > period // 4:
+        active, after = max(2, active - max(1, active // 4)), min(4 * after, LATEST_RETURN)
     elif active < atomic_load(pool + COUNT) and now - atomic_load(pool + CHANGED) > after:
-        active, after = active + 1, max(after // 2, SOONEST_RETURN)
+        active, after = active + 1, max(after // 2, PERIOD)
     else:
         return
     publish(pool + ACTIVE, active)
@@ -241,7 +253,7 @@ def run(pool: int, task: int, arguments: int, items: int, piece: int) -> None:
     _compute_others(pool, 0, job)
     waits = cycles()
     _await(pool, job[0], items, shares)
-    _adapt(pool, shares, waits - begun, cycles() - waits)
+    _adapt(pool, waits - begun, cycles() - waits)
     publish(pool + BUSY, 0)
 
 
@@ -252,7 +264,7 @@ class Pool:
         words = np.zeros((SHARE + LINE * (num_helpers + 2)) // 8, np.int64)
         self._words = words[-words.ctypes.data % LINE // 8 :]
         self._words[COUNT // 8] = self._words[ACTIVE // 8] = num_helpers + 1
-        self._words[RETURN // 8] = SOONEST_RETURN
+        self._words[RETURN // 8] = PERIOD
         self.address = int(self._words.ctypes.data)
         self._helpers = [
             threading.Thread(target=_help, args=(self.address, 1 + i), name=f"octavo-kernels-{i}", daemon=True)
