@@ -111,7 +111,12 @@ class PagedRows:
         """The rows of attention's result and of the residual stream whose logits are needed."""
         if self.logits_indices_R is None:
             return attended_TX, x_TD
-        return embedding(self.logits_indices_R, attended_TX), embedding(self.logits_indices_R, x_TD)
+        return self._picked(attended_TX), self._picked(x_TD)
+
+    def _picked(self, x: Tensor) -> Tensor:
+        assert self.logits_indices_R is not None
+        # This op can be recorded, and indexing cannot.
+        return embedding(self.logits_indices_R, x) if x.dim() == 2 else x[self.logits_indices_R]
 
 
 @op
