@@ -34,7 +34,7 @@ from octavo.ops.cpu.attention_passes import (
 from octavo.ops.cpu.attention_rows import STEP
 from octavo.ops.cpu.attention_turned import turn
 from octavo.ops.cpu.compiled import Constant, compiled_task, inlined
-from octavo.ops.cpu.memory import atomic_add, fields, keep, raw_lines, read, view, whole_lines
+from octavo.ops.cpu.memory import atomic_add, fields, keep, read, view, whole_lines
 from octavo.ops.cpu.vector_ir import FORMAT_BYTES, LANES
 
 TILE_ROWS = 48
@@ -120,9 +120,11 @@ def attend_task(number_format: int) -> int:
             rows = max(rows, _tile_of(a, item).num_tokens * group)
         chunks, room = (rows + LANES - 1) // LANES, 0 if are_read_in_place(a, rows) else RUN + LANES
         most = chunks * LANES
-        queries, copy = raw_lines(most, a.width), whole_lines(room, a.width)
-        turned, scores = raw_lines(chunks + 2, a.width * LANES), whole_lines(most, PART + LANES)
-        totals, parts = raw_lines(most, STATE + a.width), raw_lines(most, STATE + a.width)
+        queries, copy = whole_lines(most, a.width), whole_lines(room, a.width)
+        if a.width != a.H:
+            copy[:] = 0  # behind each row's numbers
+        turned, scores = whole_lines(chunks + 2, a.width * LANES), whole_lines(most, PART + LANES)
+        totals, parts = whole_lines(most, STATE + a.width), whole_lines(most, STATE + a.width)
         positions = np.empty(most, np.int64)
         runs, source = np.empty((PART + 1, 4), np.int64), view(a.q, a.T * a.N * a.width, np.float32)
         for item in range(begin, end):

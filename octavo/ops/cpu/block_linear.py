@@ -14,7 +14,7 @@ from octavo.ops.cpu.block_dot import PAIR_FROM, add_large_parts, block_dot, take
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import Constant, compiled_driver, compiled_task, inlined
 from octavo.ops.cpu.epilogue import EPILOGUE, GATES, TILE_BYTES, finish
-from octavo.ops.cpu.memory import fields, keep, raw_lines, read, view
+from octavo.ops.cpu.memory import fields, keep, read, view, whole_lines
 from octavo.ops.cpu.quantize import PART_WORDS, SIDE_BYTES, TOKENS_TOGETHER, quantize_row, room_for_parts
 from octavo.ops.cpu.rms_norm import normalise_row
 from octavo.ops.cpu.tensors import address, check_linear, declines_activations
@@ -80,8 +80,8 @@ def _prepare_task() -> int:
         a = read(arguments, ARGUMENTS)
         K = a.G * a.group
         counts = view(a.counts, a.T, np.int32)
-        normed, scales, rest = raw_lines(1, K), np.empty(2 * a.G, np.float32), raw_lines(2, a.group)
-        ordered, order = raw_lines(1, K * (a.order != 0)), view(a.order, K * (a.order != 0), np.int32)
+        normed, scales, rest = whole_lines(1, K), np.empty(2 * a.G, np.float32), whole_lines(2, a.group)
+        ordered, order = whole_lines(1, K * (a.order != 0)), view(a.order, K * (a.order != 0), np.int32)
         for t in range(begin * TOKENS_TOGETHER, min(a.T, end * TOKENS_TOGETHER)):
             x = a.x + 4 * K * t
             if a.norm:
@@ -188,7 +188,7 @@ def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) ->
 
     def multiply(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
-        tiles, pair = raw_lines(2 * a.rows, PANEL), raw_lines(a.G * a.is_pair, half_bytes // 2)
+        tiles, pair = whole_lines(2 * a.rows, PANEL), whole_lines(a.G * a.is_pair, half_bytes // 2)
         sums, apart, stride = tiles.ctypes.data, pair.ctypes.data, a.rows * TILE_BYTES
         for item in range(begin, end):
             first = item // a.columns * a.rows

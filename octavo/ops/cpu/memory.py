@@ -65,19 +65,11 @@ def keep(context: Any, array: Any) -> Any:
 
 
 @inlined
-def raw_lines(num_rows: Any, width: Any) -> Any:
+def whole_lines(num_rows: Any, width: Any) -> Any:
     """Undefined float32 [num_rows, width], aligned to a cache line: vectors in rows of vectors cross no line."""
     room = np.empty(num_rows * width + LINE_FLOATS, np.float32)
     first = -room.ctypes.data % (4 * LINE_FLOATS) // 4
     return room[first : first + num_rows * width].reshape((num_rows, width))
-
-
-@inlined
-def whole_lines(num_rows: Any, width: Any) -> Any:
-    """Zeros of the same form."""
-    lines = raw_lines(num_rows, width)
-    lines[:] = 0
-    return lines
 
 
 @emitted

@@ -57,8 +57,8 @@ COMPUTED, SLEEPS = 8, 64
 """Offsets in a thread's line. The second is on a cache line that is only written to sleep and to wake."""
 OFFSET_BITS = 24
 MOST_ITEMS = (1 << OFFSET_BITS) - 1
-PORTION = 4
-"""A thread takes a quarter of what is left of a share at a time: the rest is for others, should it be slow."""
+PORTION = 2
+"""A thread takes half of what is left of a share at a time: the rest is for others, should it be slow."""
 PATIENCE = 4_000
 """Cycles, one or two microseconds, after which a helper looks for shares of a short job that nobody has begun."""
 CYCLES_BEFORE_YIELD = 200_000
