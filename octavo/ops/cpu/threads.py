@@ -59,8 +59,9 @@ OFFSET_BITS = 24
 MOST_ITEMS = (1 << OFFSET_BITS) - 1
 PORTION = 2
 """A thread takes half of what is left of a share at a time: the rest is for others, should it be slow."""
-PATIENCE = 4_000
-"""Cycles, one or two microseconds, after which a helper looks for shares of a short job that nobody has begun."""
+PATIENCE = 20_000
+"""Cycles, five to ten microseconds, after which a helper looks for shares of a short job that nobody has begun. Looking
+makes the next job's first access to these shares slower."""
 CYCLES_BEFORE_YIELD = 200_000
 CYCLES_BEFORE_SLEEP = 1_500_000
 """About half a millisecond: longer than any gap between two kernels of a decode step."""
