@@ -35,7 +35,8 @@ def main() -> None:
     """Measure, and print the result."""
     rank, size, descriptor = map(int, sys.argv[1:4])
     work = json.loads(sys.argv[4])
-    device = torch.device("cuda")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
     host = RankMemory(descriptor, rank, size).collective
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "link_gb_s": link_rates(host, device)}
     ours = device_collective(host, device)
