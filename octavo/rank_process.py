@@ -69,6 +69,8 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
 
     start = hear(connection, StartRank)
     log_to_stderr(start.log_level, start.log_format)
+    if start.gpus:  # read when CUDA is first used
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(start.gpus)
     memory = RankMemory(memory_descriptor, start.rank, start.size)
 
     def settle(free: int) -> Limits:

@@ -28,6 +28,7 @@ from octavo.config import EngineConfig, ModelSettings
 from octavo.engine.protocols import Adapters
 from octavo.errors import CheckpointError, OctavoError, RanksLost, RequestError, WorkerLost
 from octavo.kernel_compiler import prepare_if_there_may_be_a_gpu
+from octavo.runtime.rank_processes import RankProcesses
 from octavo.server import wire
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.events import Event
@@ -245,11 +246,13 @@ def _default_build(settings: ModelSettings) -> Build:
     if settings.backend == "instant":
         return instant.build
     phases = Phases()
+    size = settings.tensor_parallel_size
+    started = RankProcesses(size) if size > 1 and hasattr(os, "memfd_create") else None  # they import meanwhile
     prepare_if_there_may_be_a_gpu(settings.device)
     from octavo.build import build_engine  # imports torch, which the front process must never import
 
     phases.done("imports of the engine process")
-    return functools.partial(build_engine, on_lost=_end_as)
+    return functools.partial(build_engine, on_lost=_end_as, started=started)
 
 
 def _end_as(status: int) -> None:

@@ -36,7 +36,6 @@ SETTINGS: dict[str, Any] = {
     "num_kv_blocks": 100,
     "max_num_batched_tokens": 256,
     "device": "cuda",
-    "kernel_tuning_seconds": 0,  # a later engine would use what an earlier one measured
 }
 
 
@@ -90,5 +89,7 @@ def test_two_ranks_give_the_tokens_of_one(checkpoint: Path, enforce_eager: bool)
 
 
 def test_bfloat16_ranks_agree_and_repeat(checkpoint: Path) -> None:
-    first, second = ([list(o.token_ids) for o in generate(checkpoint, 2, "bfloat16")] for _ in range(2))
+    """Chunks of prompts depend on times that were measured, so that results repeat with batch invariance only."""
+    settings = {"dtype": "bfloat16", "batch_invariant": True}
+    first, second = ([list(o.token_ids) for o in generate(checkpoint, 2, **settings)] for _ in range(2))
     assert first == second

@@ -261,17 +261,8 @@ def _large_exchange_kernel(
             if p != RANK:
                 slot = _place(addresses, p, DATA_AT, tl.int32) + (slots + RANK) * SLOT
                 tl.store(slot + i, part, mask=i < num_words)
-    tl.debug_barrier()  # the release below covers the writes of all threads
-    flags = _place(addresses, RANK, 0, tl.int32)
     if program * BLOCK < num_words:
-        for p in tl.static_range(SIZE):
-            if p != RANK:
-                flag = _place(addresses, p, 0, tl.int32) + RANK * PROGRAMS + program
-                tl.atomic_xchg(flag, number, sem="release", scope="sys")
-        for r in tl.static_range(SIZE):
-            if r != RANK:
-                _wait(flags + r * PROGRAMS + program, number, LONGEST_WAIT)
-    tl.debug_barrier()
+        _meet(addresses, program, number, RANK, SIZE, PROGRAMS, LONGEST_WAIT)
     data, target = _place(addresses, RANK, DATA_AT, tl.int32) + slots * SLOT, out.to(word, bitcast=True)
     for first in range(program * BLOCK, num_words, PROGRAMS * BLOCK):
         i = first + lane
@@ -291,6 +282,29 @@ def _large_exchange_kernel(
                 low += _low(part, kind)
                 high += _high(part, kind)
             tl.store(target + i, _word(low, high, kind), mask=is_ours)
+
+
+@triton.jit
+def _meet(
+    addresses: tl.tensor,
+    program: tl.tensor,
+    number: tl.tensor,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    LONGEST_WAIT: tl.constexpr,
+) -> None:
+    """Tell the same program of every other rank that all is written, and wait until it has told this one."""
+    tl.debug_barrier()  # the release covers the writes of all threads
+    for p in tl.static_range(SIZE):
+        if p != RANK:
+            flag = _place(addresses, p, 0, tl.int32) + RANK * PROGRAMS + program
+            tl.atomic_xchg(flag, number, sem="release", scope="sys")
+    flags = _place(addresses, RANK, 0, tl.int32) + program
+    for r in tl.static_range(SIZE):
+        if r != RANK:
+            _wait(flags + r * PROGRAMS, number, LONGEST_WAIT)
+    tl.debug_barrier()
 
 
 @triton.jit
