@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--at-once",
         type=positive,
         metavar="ROUNDS",
-        help="in place of --visits: both servers stay up and take turns in each round; --gpu-memory-utilization is "
-        "that of each",
+        help="in place of --visits: both servers stay up and take turns in each round. vLLM starts first and takes "
+        "the share --gpu-memory-utilization; Octavo then needs a larger one in --octavo-args",
     )
     served.add_argument("--clients", type=positive, default=1, help="how many share each workload")
     served.add_argument("--octavo-args", default="", help="more arguments of `octavo serve`, as one text")
