@@ -115,7 +115,8 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None, tuning: Tu
     depth = DEPTH[device.type] if config.scheduler.async_scheduling else 1
     ranks.report_to(on_lost)
     timed = logged(runner, config.scheduler.step_log)
-    return Engine(scheduler, timed, grammars=grammars, adapters=lora, depth=depth), info
+    sleeper = runner if info.sleeps_in_host_memory else None
+    return Engine(scheduler, timed, grammars=grammars, adapters=lora, sleeper=sleeper, depth=depth), info
 
 
 def _info(
@@ -149,6 +150,7 @@ def _info(
         embedding_size=model.hidden_size,
         sampling_defaults=defaults,
         tensor_parallel_size=num_ranks,
+        sleeps_in_host_memory=form.device.type == "cuda" and num_ranks == 1,
     )
 
 

@@ -59,6 +59,8 @@ class EngineLike(Protocol):
     def cache_view(self) -> CacheView | None: ...
     def take_events(self) -> list[Event]: ...
     def take_kv_events(self) -> list[KVEvent]: ...
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -143,8 +145,13 @@ class EngineLoop:
             case wire.LoadAdapter(name=name, path=path):
                 self._load_adapter(name, path)
             case wire.UnloadAdapter(name=name):
-                self.engine.adapters.unload(name)
+                if name in self.engine.adapters:
+                    self.engine.adapters.unload(name)
                 self.channel.send(wire.AdapterDone(self.generation, name))
+            case wire.Sleep():
+                self._answer_sleep(True, self.engine.sleep)
+            case wire.Wake():
+                self._answer_sleep(False, self.engine.wake)
             case wire.Stop():
                 self._stopped = True
             case wire.Ping(wants_view=wants_view):
@@ -160,6 +167,14 @@ class EngineLoop:
         except CheckpointError as found:
             error = str(found)
         self.channel.send(wire.AdapterDone(self.generation, name, error))
+
+    def _answer_sleep(self, is_asleep: bool, change: Callable[[], None]) -> None:
+        error = ""
+        try:
+            change()
+        except Exception as found:  # the front process then ends this one
+            error = str(found) or type(found).__name__
+        self.channel.send(wire.SleepDone(self.generation, is_asleep, error))
 
     def _step(self) -> None:
         outputs = self.engine.step()
