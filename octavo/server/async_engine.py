@@ -167,7 +167,7 @@ class AsyncEngine(RequestJournal):
         """Start an engine process if the engine sleeps; ``sleep_level`` is 0 when it is ready."""
         if self.sleep_level and not self.is_waking and not self._is_draining:
             self.is_waking, self.since = True, time.monotonic()
-            logger.info("%s wakes: %d requests wait", self.metrics.model_name, self.num_live)
+            logger.info("%s wakes; waiting requests: %d", self.metrics.model_name, self.num_live)
             self._supervisor.wake()
 
     # --- state ---
