@@ -33,7 +33,7 @@ EXIT_SECONDS = 1.0
 """How long to wait for the exit of a process that closed its socket, to learn its exit status before killing it."""
 KILL_SECONDS = 10.0
 """How long to wait for the exit of a killed process before starting the next one anyway."""
-SLEEP_SECONDS = 120.0
+SLEEP_SECONDS = 60.0
 """How long an engine process may take to free its memory; at its first sleep it may still compile kernels."""
 WATCH_SECONDS = 1.0
 """Longest interval between pings."""
