@@ -23,7 +23,7 @@ from typing import NoReturn, Protocol
 
 from octavo.backends import instant, toy
 from octavo.cache.kv_events import KVEvent
-from octavo.collector import leave_out_what_exists
+from octavo.collector import importing, leave_out_what_exists
 from octavo.config import EngineConfig, ModelSettings
 from octavo.engine.protocols import Adapters
 from octavo.errors import CheckpointError, OctavoError, RanksLost, RequestError, WorkerLost
@@ -261,8 +261,8 @@ def _default_build(settings: ModelSettings) -> Build:
         return instant.build
     phases = Phases()
     prepare_if_there_may_be_a_gpu(settings.device)
-    from octavo.build import build_engine  # imports torch, which the front process must never import
-
+    with importing():
+        from octavo.build import build_engine  # imports torch, which the front process must never import
     phases.done("imports of the engine process")
     return functools.partial(build_engine, on_lost=_end_as)
 
