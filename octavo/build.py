@@ -121,7 +121,8 @@ def build_engine(
     depth = DEPTH[device.type] if config.scheduler.async_scheduling else 1
     ranks.report_to(on_lost)
     timed = logged(runner, config.scheduler.step_log)
-    return Engine(scheduler, timed, grammars=grammars, adapters=lora, depth=depth), info
+    sleeper = runner if info.sleeps_in_host_memory else None
+    return Engine(scheduler, timed, grammars=grammars, adapters=lora, sleeper=sleeper, depth=depth), info
 
 
 def _info(
@@ -155,6 +156,7 @@ def _info(
         embedding_size=model.hidden_size,
         sampling_defaults=defaults,
         tensor_parallel_size=num_ranks,
+        sleeps_in_host_memory=form.device.type == "cuda" and num_ranks == 1,
     )
 
 

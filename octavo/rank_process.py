@@ -18,6 +18,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
+from octavo.collector import importing
 from octavo.errors import OctavoError, RanksLost
 
 STEPS_AHEAD = 2
@@ -57,15 +58,16 @@ def main() -> NoReturn:
 
 def _run(connection: Connection, memory_descriptor: int, check: Callable[[], None]) -> int:
     # Imported late: torch takes a second, in which the parent may end.
-    from octavo.build import build_rank
-    from octavo.config import EngineConfig
-    from octavo.runtime.memory import Limits
-    from octavo.runtime.message_ring import RingReader
-    from octavo.runtime.rank_executor import RankExecutor, finish
-    from octavo.runtime.rank_group import RankFailed, RankLoaded, RankReady, RankSettled, StartRank, hear, tell
-    from octavo.runtime.rank_memory import RankMemory
-    from octavo.steps.messages import Reply, unpack
-    from octavo.telemetry.logs import log_to_stderr
+    with importing():
+        from octavo.build import build_rank
+        from octavo.config import EngineConfig
+        from octavo.runtime.memory import Limits
+        from octavo.runtime.message_ring import RingReader
+        from octavo.runtime.rank_executor import RankExecutor, finish
+        from octavo.runtime.rank_group import RankFailed, RankLoaded, RankReady, RankSettled, StartRank, hear, tell
+        from octavo.runtime.rank_memory import RankMemory
+        from octavo.steps.messages import Reply, unpack
+        from octavo.telemetry.logs import log_to_stderr
 
     start = hear(connection, StartRank)
     log_to_stderr(start.log_level, start.log_format)
