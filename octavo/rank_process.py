@@ -1,7 +1,7 @@
 """A rank of a tensor-parallel engine but the first: loads its part of the model and executes the engine's messages.
 
-Run as ``python -m octavo.rank_process CONNECTION MEMORY``, with two inherited descriptors. It ends when its
-parent does.
+Run as ``python -m octavo.rank_process CONNECTION MEMORY PARENT``, with two inherited descriptors and the process id of
+its parent, with which it ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EngineGone(Exception):
 
 def main() -> NoReturn:
     """Run a rank until its parent ends."""
-    parent = os.getppid()
+    parent = int(sys.argv[3])  # it may have ended before this line
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -66,7 +66,7 @@ class RankProcesses:
         ours, theirs = socket.socketpair()
         with theirs:
             descriptors = [theirs.fileno(), self.descriptor]
-            command = [sys.executable, "-m", "octavo.rank_process", *map(str, descriptors)]
+            command = [sys.executable, "-m", "octavo.rank_process", *map(str, descriptors), str(os.getpid())]
             process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
         self.processes.append(process)
         self.connections.append(Connection(ours.detach()))
