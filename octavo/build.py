@@ -53,6 +53,7 @@ from octavo.runtime.forward import make_forward
 from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.peer_memory import device_collective, visible_gpus
+from octavo.runtime.rank_processes import RankProcesses
 from octavo.runtime.ranks import OneRank, OnLost, Ranks, check_divides
 from octavo.runtime.stream_executor import StreamExecutor
 from octavo.runtime.vocabulary import part_of_vocabulary
@@ -71,11 +72,16 @@ Built = tuple[Engine, EngineInfo]
 logger = logging.getLogger(__name__)
 
 
-def build_engine(config: EngineConfig, on_lost: OnLost | None = None, tuning: TuningPlan | None = None) -> Built:
+def build_engine(
+    config: EngineConfig,
+    on_lost: OnLost | None = None,
+    tuning: TuningPlan | None = None,
+    started: RankProcesses | None = None,
+) -> Built:
     """Load the model and wire the engine; ``tuning``: see ``make_runner``. Raises ``ConfigError``, ``CheckpointError``.
 
     ``on_lost`` is called when another process that computes for this engine ends; steps then raise ``RanksLost`` or
-    ``WorkerLost``.
+    ``WorkerLost``. ``started`` are the processes of the other ranks, where they were started before.
     """
     if config.model.backend == "grpc":
         return build_remote(config, on_lost)
@@ -89,7 +95,7 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None, tuning: Tu
         return build_encoder(config, path, checkpoint, model_config, form)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
-    with kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device) as ranks:
+    with kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device, started) as ranks:
         collective = device_collective(ranks.collective, device)
         loaded, adapters = load_any(config.model, model_config, checkpoint, form, collective)
         method = parse_speculative_config(config.speculative.speculative_config)
@@ -115,7 +121,8 @@ def build_engine(config: EngineConfig, on_lost: OnLost | None = None, tuning: Tu
     depth = DEPTH[device.type] if config.scheduler.async_scheduling else 1
     ranks.report_to(on_lost)
     timed = logged(runner, config.scheduler.step_log)
-    return Engine(scheduler, timed, grammars=grammars, adapters=lora, depth=depth), info
+    sleeper = runner if info.sleeps_in_host_memory else None
+    return Engine(scheduler, timed, grammars=grammars, adapters=lora, sleeper=sleeper, depth=depth), info
 
 
 def _info(
@@ -149,6 +156,7 @@ def _info(
         embedding_size=model.hidden_size,
         sampling_defaults=defaults,
         tensor_parallel_size=num_ranks,
+        sleeps_in_host_memory=form.device.type == "cuda" and num_ranks == 1,
     )
 
 
@@ -176,7 +184,9 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
 
 
 @contextlib.contextmanager
-def _started_ranks(config: EngineConfig, path: Path, model: ModelConfig, device: torch.device) -> Iterator[Ranks]:
+def _started_ranks(
+    config: EngineConfig, path: Path, model: ModelConfig, device: torch.device, started: RankProcesses | None
+) -> Iterator[Ranks]:
     """The ranks of the engine, which are ended if this block fails. Raises ``ConfigError``."""
     size = config.model.tensor_parallel_size
     if size == 1:
@@ -191,7 +201,8 @@ def _started_ranks(config: EngineConfig, path: Path, model: ModelConfig, device:
     gpus = visible_gpus() if device.type == "cuda" else []
     if 0 < len(gpus) < size:
         logger.warning("%d ranks share %d GPUs, which is slow: it is for tests", size, len(gpus))
-    ranks = RankGroup(to_flat(dataclasses.replace(config, model=settings), EngineConfig), size, gpus)
+    processes = started or RankProcesses(size)
+    ranks = RankGroup(to_flat(dataclasses.replace(config, model=settings), EngineConfig), processes, gpus)
     try:
         yield ranks
     except BaseException:

@@ -65,6 +65,7 @@ def make_runner(
         has_drafter,
     )
     encoder.choose_shape = graphs.choose
+    runner.on_wake = partial(graphs.capture_again, runner)
     if tuning is None:
         tuning = plan_of(settings) if storage.device.type == "cuda" else NO_TUNING
     return runner, partial(graphs.warm_up, runner, tuning)

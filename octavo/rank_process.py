@@ -1,7 +1,7 @@
 """A rank of a tensor-parallel engine but the first: loads its part of the model and executes the engine's messages.
 
-Run as ``python -m octavo.rank_process CONNECTION MEMORY``, with two inherited descriptors. It ends when its
-parent does.
+Run as ``python -m octavo.rank_process CONNECTION MEMORY PARENT``, with two inherited descriptors and the process id of
+its parent, with which it ends.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
+from octavo.collector import importing
 from octavo.errors import OctavoError, RanksLost
 
 STEPS_AHEAD = 2
@@ -30,7 +31,7 @@ class EngineGone(Exception):
 
 def main() -> NoReturn:
     """Run a rank until its parent ends."""
-    parent = os.getppid()
+    parent = int(sys.argv[3])  # it may have ended before this line
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -57,18 +58,21 @@ def main() -> NoReturn:
 
 def _run(connection: Connection, memory_descriptor: int, check: Callable[[], None]) -> int:
     # Imported late: torch takes a second, in which the parent may end.
-    from octavo.build import build_rank
-    from octavo.config import EngineConfig
-    from octavo.runtime.memory import Limits
-    from octavo.runtime.message_ring import RingReader
-    from octavo.runtime.rank_executor import RankExecutor, finish
-    from octavo.runtime.rank_group import RankFailed, RankLoaded, RankReady, RankSettled, StartRank, hear, tell
-    from octavo.runtime.rank_memory import RankMemory
-    from octavo.steps.messages import Reply, unpack
-    from octavo.telemetry.logs import log_to_stderr
+    with importing():
+        from octavo.build import build_rank
+        from octavo.config import EngineConfig
+        from octavo.runtime.memory import Limits
+        from octavo.runtime.message_ring import RingReader
+        from octavo.runtime.rank_executor import RankExecutor, finish
+        from octavo.runtime.rank_group import RankFailed, RankLoaded, RankReady, RankSettled, StartRank, hear, tell
+        from octavo.runtime.rank_memory import RankMemory
+        from octavo.steps.messages import Reply, unpack
+        from octavo.telemetry.logs import log_to_stderr
 
     start = hear(connection, StartRank)
     log_to_stderr(start.log_level, start.log_format)
+    if start.gpus:  # read when CUDA is first used
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(start.gpus)
     memory = RankMemory(memory_descriptor, start.rank, start.size)
 
     def settle(free: int) -> Limits:

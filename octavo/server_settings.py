@@ -51,7 +51,7 @@ class ServerSettings:
         False, "allow clients to load LoRA adapters from folders of this machine, and to unload them"
     )
     enable_sleep_mode: bool = setting(
-        False, "let clients end the engine process with POST /sleep until the next request or POST /wake_up"
+        False, "let clients free the memory of a model with POST /sleep, until the next request or POST /wake_up"
     )
     models_memory_budget: float | None = setting(
         None,

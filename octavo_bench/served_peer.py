@@ -6,6 +6,7 @@ Octavo, vLLM, Octavo, show whether the machine drifted. Round number n of either
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import time
@@ -103,41 +104,57 @@ class ServedComparison:
 
     def visit(self, engine: str, rounds: int) -> None:
         """Start a server, warm up, measure, stop. What goes wrong is noted in the result; the next visit may go on."""
+        self.alternate([engine], rounds)
+
+    def alternate(self, engines: Sequence[str], rounds: int) -> None:
+        """Visit several servers at once: all are started, one after the other, and then take turns in every round."""
+        with contextlib.ExitStack() as running:
+            engine = engines[0]
+            try:
+                urls = {}
+                for engine in engines:
+                    urls[engine] = self._start(engine, running)
+                for engine in engines:
+                    for name in self.workloads:
+                        if name != GOODPUT:
+                            self._run(warm_up(WORKLOADS[name]), urls[engine], WARM_UP_SEED)
+                for _ in range(rounds):
+                    for engine in engines:
+                        self._round(engine, urls[engine])
+            except ConfigError as error:
+                next(note for note in reversed(self.visits) if note["engine"] == engine)["error"] = str(error)
+                print(f"{engine}: {error}", file=sys.stderr)
+        self.keep(self.result())
+
+    def _start(self, engine: str, running: contextlib.ExitStack) -> str:
+        """Start a server, which ends with ``running``; returns its URL when it is ready. Raises ``ConfigError``."""
         server, port = self.servers[engine], free_port()
         url = f"http://127.0.0.1:{port}"
         names = ("--host", "127.0.0.1", "--port", str(port), "--served-model-name", self.model.name)
         note: dict[str, Any] = {"engine": engine, "command": portable_command([*server.command, *names])}
         self.visits.append(note)
         log = self.logs / f"server_{len(self.visits)}_{engine}.log"
-        try:
-            if self._left() < RESERVE_SECONDS:
-                raise ConfigError("no time was left")
-            with ServerProcess([*server.command, *names], url, server.ready_path, log, server.env) as process:
-                note["ready_s"] = round(process.wait_ready(min(START_SECONDS, self._left())), 2)
-                print(f"{engine}: ready after {note['ready_s']} s", file=sys.stderr)
-                self._measure(engine, url, rounds)
-        except ConfigError as error:
-            note["error"] = str(error)
-            print(f"{engine}: {error}", file=sys.stderr)
-        self.keep(self.result())
+        if self._left() < RESERVE_SECONDS:
+            raise ConfigError("no time was left")
+        process = ServerProcess([*server.command, *names], url, server.ready_path, log, server.env)
+        running.enter_context(process)
+        note["ready_s"] = round(process.wait_ready(min(START_SECONDS, self._left())), 2)
+        print(f"{engine}: ready after {note['ready_s']} s", file=sys.stderr)
+        return url
 
-    def _measure(self, engine: str, url: str, rounds: int) -> None:
+    def _round(self, engine: str, url: str) -> None:
+        number = 1 + max((run["round"] for run in self.runs if run["engine"] == engine), default=-1)
         for name in self.workloads:
-            if name != GOODPUT:
-                self._run(warm_up(WORKLOADS[name]), url, WARM_UP_SEED)
-        first = 1 + max((run["round"] for run in self.runs if run["engine"] == engine), default=-1)
-        for number in range(first, first + rounds):
-            for name in self.workloads:
-                self._check_time(name, engine)
-                start = time.monotonic()
-                is_goodput = name == GOODPUT
-                found = self._search(url, number) if is_goodput else self._run(WORKLOADS[name], url, number)
-                place = {"engine": engine, "visit": len(self.visits), "workload": name, "round": number}
-                self.runs.append({**place, "client": found, "gpu": self.watch.since(start)})
-                told = {GOODPUT_FIGURE: GOODPUT_FIGURE} if is_goodput else FIGURES
-                figures = " ".join(f"{ours}={found[theirs]:.2f}" for ours, theirs in told.items())
-                print(f"{engine} {name} round {number}: {figures}", file=sys.stderr)
-                self.keep(self.result())
+            self._check_time(name, engine)
+            start = time.monotonic()
+            is_goodput = name == GOODPUT
+            found = self._search(url, number) if is_goodput else self._run(WORKLOADS[name], url, number)
+            place = {"engine": engine, "visit": len(self.visits), "workload": name, "round": number}
+            self.runs.append({**place, "client": found, "gpu": self.watch.since(start)})
+            told = {GOODPUT_FIGURE: GOODPUT_FIGURE} if is_goodput else FIGURES
+            figures = " ".join(f"{ours}={found[theirs]:.2f}" for ours, theirs in told.items())
+            print(f"{engine} {name} round {number}: {figures}", file=sys.stderr)
+            self.keep(self.result())
 
     def _search(self, url: str, seed: int) -> dict[str, Any]:
         """The highest rate, and the rows of all rates that were tried."""

@@ -36,11 +36,42 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+SLOW_SEARCH = 0.02
+
+
+class Searches:
+    """Searches of everything for garbage. Each build of an engine makes one, and after transformers was imported it
+    takes a tenth of a second."""
+
+    began = 0.0
+    are_slow = True
+
+    @classmethod
+    def note(cls, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            cls.began = time.thread_time()
+        elif info["generation"] == 2 and time.thread_time() - cls.began > SLOW_SEARCH:
+            cls.are_slow = True
+
+
+gc.callbacks.append(Searches.note)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def only_what_is_new_is_searched() -> None:
     """Leave what came before out of all later searches for garbage: an engine begins with one."""
     gc.collect()
     gc.freeze()
+    Searches.are_slow = False
+
+
+@pytest.fixture(autouse=True)
+def searches_are_quick(only_what_is_new_is_searched: None) -> None:
+    """So is what a test has imported, for those after it."""
+    if Searches.are_slow:
+        gc.collect()
+        gc.freeze()
+        Searches.are_slow = False
 
 
 @pytest.fixture(autouse=True)

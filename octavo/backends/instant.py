@@ -124,6 +124,12 @@ class InstantEngine:
         """There is no cache."""
         return None
 
+    def sleep(self) -> None:
+        """There is no memory to free."""
+
+    def wake(self) -> None:
+        """There is no memory to restore."""
+
     def close(self) -> None:
         """Nothing is left open."""
 

@@ -259,6 +259,11 @@ class KVCache:
         self.num_filled -= seq.num_computed_tokens
         seq.num_computed_tokens = seq.capacity = 0
 
+    def clear(self) -> None:
+        """Evict every block that no sequence holds."""
+        for group in self.groups:
+            group.evict(group.num_cached)
+
     def check(self, holders: Iterable[Sequence]) -> None:
         """Assert that every block is accounted for, given all sequences that hold blocks. Costs O(pool)."""
         holders = list(holders)

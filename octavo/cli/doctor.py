@@ -20,6 +20,7 @@ HELP = "show versions, devices, kernels and the memory budget of a model"
 
 PACKAGES = (
     "torch",
+    "triton",
     "numba",
     "numpy",
     "tokenizers",
@@ -81,7 +82,7 @@ def _versions(config: EngineConfig) -> Iterator[str]:
         try:
             yield _row(package, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
-            yield _row(package, "not installed")
+            yield _row(package, "not installed" + (", which only GPUs need" if package == "triton" else ""))
 
 
 def _machine(config: EngineConfig) -> Iterator[str]:

@@ -99,7 +99,10 @@ def refusal(status: int, body: bytes, headers: Mapping[str, str]) -> RequestErro
 
 def unreachable(base: str, error: Exception) -> Unavailable:
     """The error of a request that got no response."""
-    return Unavailable(f"{base}: {error or type(error).__name__}")
+    reason = str(error).partition("] ")[2] or error or type(error).__name__  # without "[Errno 111] "
+    if isinstance(error, httpx.ConnectError):
+        return Unavailable(f"No server can be reached at {base}: {reason}")
+    return Unavailable(f"{base}: {reason}")
 
 
 def model_names(body: Any) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from octavo.cache.cache_view import view_of
 from octavo.cache.kv_events import KVEvent
 from octavo.engine.logits_processors import Processors, make_processors
-from octavo.engine.protocols import Adapters, Grammars, Pending, Runner
+from octavo.engine.protocols import Adapters, Grammars, Pending, Runner, Sleeper
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.spare_time import SpareTime
 from octavo.errors import CheckpointError, InvalidParameter, ModelNotFound, RunnerError
@@ -55,12 +55,15 @@ class Engine:
         *,
         grammars: Grammars | None = None,
         adapters: Adapters | None = None,
+        sleeper: Sleeper | None = None,
         depth: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.grammars: Grammars = grammars or NoGrammars()
         self.adapters: Adapters = adapters or NoAdapters()
+        self.sleeper = sleeper
+        """``None`` if the device's memory cannot be freed while the engine lives."""
         self.depth = depth
         self.in_flight: deque[tuple[Plan, Pending]] = deque()
         self.last_plan: Plan = []
@@ -165,6 +168,23 @@ class Engine:
     def cache_view(self) -> CacheView:
         """Who owns which KV block now, for the console."""
         return view_of(self.scheduler.cache, [*self.scheduler.running.values(), *self.scheduler.leaving])
+
+    def sleep(self) -> None:
+        """Free the device's memory until ``wake``, once all requests have ended or were aborted.
+
+        Raises ``RunnerError`` if that is not possible; the prefix cache is empty in any case.
+        """
+        if self.sleeper is None:
+            raise RunnerError("this engine cannot free its memory while it lives")
+        while self.has_work:
+            self.step()
+        self.scheduler.cache.clear()
+        self.sleeper.sleep()
+
+    def wake(self) -> None:
+        """Undo ``sleep``; after an error the engine must not be used."""
+        assert self.sleeper is not None, "an engine woke that could not sleep"
+        self.sleeper.wake()
 
     def close(self) -> None:
         """Wait until pending blocks are saved to slower tiers; the engine must not be used afterwards."""

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from octavo.engine.kernel_tuning import NO_TUNING, TuningPlan, tune_kernels
@@ -111,8 +111,23 @@ class GraphChoice:
         for reply in [self._capture(runner, shape) for shape in first]:
             reply.wait()
         logger.info("kernels: %.1f s; graphs: %.1f s", compiled - started, time.perf_counter() - compiled)
-        prepare = _prepare_the_rest, (self, weakref.ref(runner))
-        threading.Thread(target=prepare[0], args=prepare[1], name=PREPARING, daemon=True).start()
+        self._start_thread(_prepare_the_rest, runner)
+
+    def _start_thread(self, work: Callable[..., None], runner: StepRunner, *args: Any) -> None:
+        threading.Thread(target=work, args=(self, weakref.ref(runner), *args), name=PREPARING, daemon=True).start()
+
+    def capture_again(self, runner: StepRunner) -> None:
+        """The executor lost its graphs: capture the first ones now, and the others when they are used or it is idle."""
+        if not self._uses_graphs:
+            return
+        started = time.perf_counter()
+        lost, first = self._captured, first_shapes(*self._limits)
+        self._captured = set()
+        self._compiled += lost.difference(first)
+        for reply in [self._capture(runner, shape) for shape in first]:
+            reply.wait()
+        logger.info("graphs, captured again: %.2f s", time.perf_counter() - started)
+        self._start_thread(_capture_the_rest, runner, sorted(lost.difference(first)))
 
     def _capture(self, runner: StepRunner, shape: StepShape) -> Reply[Any]:
         self._captured.add(shape)
@@ -154,13 +169,19 @@ class GraphChoice:
 
 
 def _prepare_the_rest(graphs: GraphChoice, weak: weakref.ref[StepRunner]) -> None:
-    """Compile and capture in the background until all shapes are done or the runner has been garbage-collected."""
+    """Compile in the background, then capture, until all is done or the runner has been garbage-collected."""
     runner = weak()
     shapes: Iterable[StepShape] = [] if runner is None else graphs.compile_the_rest(runner)
+    del runner
+    _capture_the_rest(graphs, weak, shapes)
+
+
+def _capture_the_rest(graphs: GraphChoice, weak: weakref.ref[StepRunner], shapes: Iterable[StepShape]) -> None:
+    """Capture the graphs of these shapes while the device is idle, until the runner has been garbage-collected."""
     started = time.perf_counter()
     for shape in shapes:
-        del runner
         if (runner := weak()) is None:
             return
         graphs.capture_when_idle(runner, shape)
+        del runner
     logger.info("other graphs, between steps: %.1f s", time.perf_counter() - started)

@@ -29,6 +29,19 @@ class Runner(Protocol):
         ...
 
 
+class Sleeper(Protocol):
+    """Frees the memory of the device while nothing is computed."""
+
+    def sleep(self) -> None:
+        """Free the device's memory until ``wake``; cached blocks lose their content. Raises ``RunnerError``, and then
+        nothing is changed."""
+        ...
+
+    def wake(self) -> None:
+        """Undo ``sleep``. Raises an error if the device's memory is in use; the engine is then unusable."""
+        ...
+
+
 class Grammars(Protocol):
     """Structured output: masks of the tokens that each sequence may sample next."""
 

@@ -13,7 +13,18 @@ from typing import Any
 from octavo.engine.persistent_batch import Indices
 from octavo.engine.step_encoder import NO_MASKS, StepEncoder
 from octavo.sampling_params import SamplingParams
-from octavo.steps.messages import CopySlots, Executor, Message, ReadBlock, Reply, Step, StepResult, WriteBlock
+from octavo.steps.messages import (
+    CopySlots,
+    Executor,
+    Message,
+    ReadBlock,
+    Reply,
+    Sleep,
+    Step,
+    StepResult,
+    Wake,
+    WriteBlock,
+)
 from octavo.steps.shapes import StepShape
 from octavo.types import GroupBlocks, Masks, Plan, Request, Sampled, Scheduled, Sequence
 
@@ -60,6 +71,8 @@ class StepRunner:
         """Messages come from the thread that runs steps, and from one that captures graphs while the device is idle."""
         self._num_unfinished = 0
         self._last_finish = 0.0
+        self.on_wake: Callable[[], None] = lambda: None
+        """Called when the executor is awake again and has lost its graphs."""
 
     def send(self, message: Message) -> Reply[Any]:
         """Send ``message`` to the executor, which executes it after all earlier ones."""
@@ -133,6 +146,25 @@ class StepRunner:
     def capture(self, shape: StepShape) -> Reply[StepResult]:
         """Run a padding-only step through the graph of ``shape``, which captures the graph on first use."""
         return self.send(self.encoder.encode_padding(shape, uses_graph=True))
+
+    # ---- sleep
+
+    def sleep(self) -> None:
+        """See ``Sleeper``. All messages of other threads wait until ``wake``."""
+        self._sending.acquire()
+        try:
+            self.executor.send(Sleep()).wait()
+        except BaseException:
+            self._sending.release()
+            raise
+
+    def wake(self) -> None:
+        """See ``Sleeper``."""
+        try:
+            self.executor.send(Wake()).wait()
+        finally:
+            self._sending.release()
+        self.on_wake()
 
 
 WARM_UP_TOKENS = 16

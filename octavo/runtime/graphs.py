@@ -40,6 +40,11 @@ class Graphs:
         else:
             graph.replay()
 
+    def clear(self) -> None:
+        """Discard all graphs with their memory, while none runs; they are captured again on next use."""
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+
     def _run_and_capture(self, shape: StepShape) -> torch.cuda.CUDAGraph:
         """Run once, so that all lazy initialisation is done; then capture, which executes nothing."""
         started = time.perf_counter()

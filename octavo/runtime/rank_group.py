@@ -1,8 +1,7 @@
-"""The processes of a tensor-parallel engine: rank 0 is the engine process, which starts the others and watches them.
+"""The processes of a tensor-parallel engine: rank 0 is the engine process, which watches the others.
 
-A thread starts the ranks and watches them as long as the engine lives. When the thread ends, the kernel kills them
-(``rank_process``), so that none is left over however the engine process ends. When a rank ends or makes no progress,
-all collectives are aborted, so that no other waits for it.
+A thread watches the ranks as long as the engine lives. When a rank ends or makes no progress, all collectives are
+aborted, so that no other waits for it.
 """
 
 from __future__ import annotations
@@ -12,9 +11,6 @@ import logging
 import os
 import select
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -31,6 +27,7 @@ from octavo.runtime.memory import Limits
 from octavo.runtime.message_ring import RingWriter
 from octavo.runtime.rank_executor import RankExecutor
 from octavo.runtime.rank_memory import RankMemory, make_memory
+from octavo.runtime.rank_processes import RankProcesses
 from octavo.runtime.ranks import OnLost
 from octavo.steps.messages import Executor, Message, Reply, pack
 from octavo.telemetry.logs import current_format, current_level
@@ -53,6 +50,8 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
     size: int
     config: dict[str, Any]
     """Settings by their flat names."""
+    gpus: tuple[str, ...]
+    """Names of the GPUs that it sees, its own first; empty for ranks on CPUs."""
     log_level: str
     log_format: str
 
@@ -102,23 +101,27 @@ def hear(connection: Connection, kind: type[Expected]) -> Expected:
 
 
 class RankGroup:
-    """Starts the ranks but the first, and watches them until ``end``; see ``Ranks``."""
+    """The ranks but the first, told what to load and watched until ``end``; see ``Ranks``."""
 
-    def __init__(self, config: dict[str, Any], size: int, gpus: Sequence[str] = ()) -> None:
+    def __init__(self, config: dict[str, Any], processes: RankProcesses, gpus: Sequence[str] = ()) -> None:
         """Returns while the ranks load their parts of the model; ``config`` are the settings by their flat names.
 
         ``gpus`` are the names of the GPUs, which ranks share if there are fewer; empty for ranks on CPUs.
         """
-        descriptor = make_memory(size)
+        size = processes.size
+        descriptor = make_memory(size, processes.descriptor)
         self.memory = RankMemory(descriptor, 0, size)
+        processes.close_memory()
         self._num_sharing = -(-size // max(1, len(gpus)))
-        self._watch = _Watch(self.memory, descriptor, gpus)
+        self._watch = _Watch(self.memory, processes)
         self._finalizer = weakref.finalize(self, self._watch.end)
         """Also called when this object is collected or the interpreter exits."""
         self._watch.start()
         with self._start_explained():
-            for rank, connection in enumerate(self._watch.connections, 1):
-                tell(connection, StartRank(rank, size, config, current_level(), current_format()))
+            for rank, connection in enumerate(processes.connections, 1):
+                own_first = rank % len(gpus) if gpus else 0
+                seen = (*gpus[own_first:], *gpus[:own_first])
+                tell(connection, StartRank(rank, size, config, seen, current_level(), current_format()))
 
     @property
     def collective(self) -> Collective:
@@ -211,25 +214,20 @@ class ExplainedReply:
 
 
 class _Watch:
-    """The thread that starts the ranks and watches them; it holds no reference to the group."""
+    """The thread that watches the ranks; it holds no reference to the group."""
 
-    def __init__(self, memory: RankMemory, descriptor: int, gpus: Sequence[str]) -> None:
-        self.connections: list[Connection] = []
+    def __init__(self, memory: RankMemory, ranks: RankProcesses) -> None:
+        self.connections = ranks.connections
         self.lost = threading.Event()
         self.problem: RanksLost | None = None
         self.on_lost: OnLost | None = None
-        self._memory, self._descriptor, self._gpus = memory, descriptor, gpus
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._failure: OSError | None = None
-        self._is_started, self._is_ending = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="octavo-ranks", daemon=True)
+        self._memory, self._ranks = memory, ranks
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="octavo-ranks", daemon=True)
 
     def start(self) -> None:
-        """Start the ranks. Raises ``OSError`` if a process cannot be started."""
+        """Watch from now on."""
         self._thread.start()
-        self._is_started.wait()
-        if self._failure is not None:
-            raise self._failure
 
     def check(self) -> None:
         """Raise ``RanksLost`` if a rank has ended."""
@@ -239,64 +237,30 @@ class _Watch:
     def end(self) -> None:
         """Kill the ranks."""
         self._is_ending.set()
-        for process in self._processes:
+        for process in self._ranks.processes:
             process.kill()
         self._thread.join()
-        for connection in self.connections:
-            connection.close()
-
-    def _run(self) -> None:
-        try:
-            for rank in range(1, self._memory.size):
-                self._start_rank(rank)
-        except OSError as error:
-            self._failure = error
-        finally:
-            os.close(self._descriptor)
-            self._is_started.set()
-        try:
-            if self._failure is None:
-                self._watch()
-        finally:
-            for process in self._processes:
-                process.kill()
-                process.wait()
-
-    def _start_rank(self, rank: int) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            descriptors = [theirs.fileno(), self._descriptor]
-            command = [sys.executable, "-m", "octavo.rank_process", *map(str, descriptors)]
-            environment = {**os.environ, **self._own_gpu_first(rank)}
-            process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL, env=environment)
-        self._processes.append(process)
-        self.connections.append(Connection(ours.detach()))
-
-    def _own_gpu_first(self, rank: int) -> dict[str, str]:
-        """Variables that make a rank's GPU the first of its process; it also needs to see those of the others."""
-        if not self._gpus:
-            return {}
-        first = rank % len(self._gpus)
-        return {"CUDA_VISIBLE_DEVICES": ",".join([*self._gpus[first:], *self._gpus[:first]])}
+        self._ranks.end()
 
     def _watch(self) -> None:
-        """Return when a rank has ended or the group is closed."""
+        """Return when a rank has ended or the group is closed; no rank is left then."""
+        processes = self._ranks.processes
         with contextlib.ExitStack() as descriptors:
-            ends = [os.pidfd_open(process.pid) for process in self._processes]
+            ends = [os.pidfd_open(process.pid) for process in processes]
             for end in ends:
                 descriptors.callback(os.close, end)
-            progress = Progress(self._memory, [process.pid for process in self._processes])
+            progress = Progress(self._memory, [process.pid for process in processes])
             while not select.select(ends, [], [], LOOK_SECONDS)[0]:
                 if (stuck := progress.stuck()) is not None:
                     rank, is_stopped = stuck
                     logger.error("rank %d makes no progress and is killed", rank)
-                    return self._lose(rank, -signal.SIGKILL if is_stopped else 1, "makes no progress")
-        if self._is_ending.is_set():
-            return None
-        for rank, process in enumerate(self._processes, 1):
-            if (status := process.poll()) is not None:
-                return self._lose(rank, status, f"ended ({_described(status)})")
-        return None
+                    self._lose(rank, -signal.SIGKILL if is_stopped else 1, "makes no progress")
+                    break
+        for rank, process in enumerate(processes, 1):
+            if self.problem is None and not self._is_ending.is_set() and (status := process.poll()) is not None:
+                self._lose(rank, status, f"ended ({_described(status)})")
+        for process in processes:
+            process.kill()
 
     def _lose(self, rank: int, status: int, problem: str) -> None:
         self.problem = RanksLost(f"rank {rank} of the engine {problem}")

@@ -19,9 +19,9 @@ KEPT = 16
 """Digests of each rank that are kept; ranks are fewer steps apart when they are compared."""
 
 
-def make_memory(size: int) -> int:
-    """The descriptor of a new memory for ``size`` ranks."""
-    descriptor = os.memfd_create("octavo-ranks")
+def make_memory(size: int, descriptor: int | None = None) -> int:
+    """The descriptor of a new memory for ``size`` ranks, in an empty file if the descriptor of one is given."""
+    descriptor = os.memfd_create("octavo-ranks") if descriptor is None else descriptor
     os.ftruncate(descriptor, _num_bytes(size))
     return descriptor
 

@@ -40,6 +40,7 @@ from octavo.runtime.kernel_tuner import KernelTuner
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.replies import Done, Failed
+from octavo.runtime.sleeping_memory import SleepingMemory
 from octavo.runtime.step_program import RowReader
 from octavo.runtime.step_views import batch_indices
 from octavo.runtime.vocabulary import WHOLE, Vocabulary
@@ -53,11 +54,13 @@ from octavo.steps.messages import (
     PrepareTuning,
     ReadBlock,
     Reply,
+    Sleep,
     Step,
     StepResult,
     Tuning,
     UnloadAdapter,
     UseKernels,
+    Wake,
     WriteBlock,
 )
 
@@ -121,6 +124,9 @@ class StreamExecutor:
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._graphs = Graphs(self._program, launched_early) if self._is_cuda and not enforce_eager else None
         self._copies = HostBlockCopies(storage) if self._stream is None else DeviceBlockCopies(storage, self._stream)
+        self._compiling: Compiling | None = None
+        self._pools = storage.pools
+        self._memory = SleepingMemory(device)
 
     def send(self, message: Message) -> Reply[Any]:
         """See ``Executor``."""
@@ -136,9 +142,15 @@ class StreamExecutor:
             case LoadAdapter() | UnloadAdapter():
                 return change_adapters(self._adapters, message)
             case Compile():
-                return Compiling(partial(self._compile, message))
+                self._compiling = Compiling(partial(self._compile, message))
+                return self._compiling
             case PrepareTuning() | MeasureKernels() | UseKernels():
                 return Done(self._tune(message))
+            case Sleep():
+                return self._sleep()
+            case Wake():
+                with torch.inference_mode():
+                    self._memory.restore()
         return Done(None)
 
     # ---- steps
@@ -191,6 +203,24 @@ class StreamExecutor:
             with compiled_only(message.num_threads or None), self._as_in_graphs():
                 for shape in message.shapes:
                     program(shape)
+
+    # ---- sleep
+
+    def _sleep(self) -> Reply[None]:
+        """Free what can be freed; kernels are compiled over the weights, so that is waited for."""
+        if self._compiling is not None:
+            self._compiling.wait()
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        self._tuner = None
+        if self._graphs is not None:
+            self._graphs.clear()
+        try:
+            with torch.inference_mode():
+                self._memory.free(self, [part for pool in self._pools for part in pool])
+        except RunnerError as error:
+            return Failed(error)
+        return Done(None)
 
     # ---- tuning
 

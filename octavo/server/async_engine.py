@@ -120,13 +120,15 @@ class AsyncEngine(RequestJournal):
         await self._supervisor.stop(STOP_GRACE)
 
     async def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None:
-        """End the engine process, and with it what it holds in memory, until ``wake_up`` or the next request.
+        """Free the engine's memory until ``wake_up`` or the next request.
 
-        ``mode`` is what becomes of running requests: they are finished first, or end with ``Unavailable``, or continue
-        from where they are when the engine wakes. Requests that arrive meanwhile wait, and then wake the engine.
+        The engine process ends, unless at level 1 it can keep its weights in host memory. ``mode`` is what becomes of
+        running requests: they are finished first, or end with ``Unavailable``, or continue from where they are when the
+        engine wakes. Requests that arrive meanwhile wait, and then wake the engine.
         """
         async with self._changing_sleep:
-            if self.sleep_level and not self.is_waking:
+            has_process = self._supervisor.link is not None
+            if self.sleep_level and not self.is_waking and not (level > 1 and has_process):
                 self.sleep_level = level
                 return
             self._holds_new = True
@@ -136,8 +138,11 @@ class AsyncEngine(RequestJournal):
                         self._fail(live, Unavailable("The model was put to sleep before this request was finished."))
                 while mode == "wait" and any(live.is_submitted for live in self._live.values()):
                     await asyncio.sleep(DRAIN_POLL_SECONDS)
-                await self._supervisor.sleep(STOP_GRACE)
-                self._on_end()
+                for live in self._live.values():
+                    self._forget(live)
+                if not await self._supervisor.sleep(STOP_GRACE, level == 1 and self.info.sleeps_in_host_memory):
+                    self._on_end()
+                self._has_engine, self._cache_view = False, None
                 self._isolation.hold_all(self._live.values())
                 self.sleep_level, self.is_waking, self.failure = level, False, None
                 logger.info("%s sleeps", self.metrics.model_name)
@@ -162,7 +167,7 @@ class AsyncEngine(RequestJournal):
         """Start an engine process if the engine sleeps; ``sleep_level`` is 0 when it is ready."""
         if self.sleep_level and not self.is_waking and not self._is_draining:
             self.is_waking, self.since = True, time.monotonic()
-            logger.info("%s wakes: %d requests wait", self.metrics.model_name, self.num_live)
+            logger.info("%s wakes; waiting requests: %d", self.metrics.model_name, self.num_live)
             self._supervisor.wake()
 
     # --- state ---
@@ -193,7 +198,7 @@ class AsyncEngine(RequestJournal):
     def seconds_since_progress(self) -> float:
         """Seconds since the engine process's last message: a step's report, or a ping's answer while idle."""
         link = self._supervisor.link
-        return 0.0 if link is None else time.monotonic() - link.last_sign
+        return 0.0 if link is None or self.sleep_level else time.monotonic() - link.last_sign
 
     @property
     def pid(self) -> int | None:
@@ -280,7 +285,8 @@ class AsyncEngine(RequestJournal):
         while any(live.request.adapter == name for live in self._live.values()):
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         async with self._changing_adapters:
-            if name not in self.adapters.paths and not self.sleep_level:
+            if name not in self.adapters.paths and self._supervisor.link is not None:
+                await self.wake_up()
                 link = self._ready_link()
                 await link.change_adapter(wire.UnloadAdapter(link.generation, name))
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.errors import OctavoError
 from octavo.server import wire
@@ -22,6 +22,7 @@ from octavo.types import EngineInfo
 POLL_SECONDS = 0.005
 GONE = "the engine process ended meanwhile; try again"
 
+Key = TypeVar("Key")
 logger = logging.getLogger("octavo.server")
 
 
@@ -43,6 +44,8 @@ class EngineLink(asyncio.Protocol):
         self.closed = asyncio.Event()
         self._adapters: dict[str, asyncio.Future[str]] = {}
         """Pending load and unload requests by adapter name; each resolves to an error message or ""."""
+        self._slept: dict[bool, asyncio.Future[str]] = {}
+        """Pending answers to ``Sleep`` (true) and ``Wake``, as those of ``_adapters``."""
         self._on_step = on_step
         self._reader = wire.FrameReader()
         self._transport: Any = None
@@ -97,6 +100,16 @@ class EngineLink(asyncio.Protocol):
         self.send(message)
         problem: str = await answer
         return problem
+
+    async def change_sleep(self, message: wire.Sleep | wire.Wake) -> str:
+        """Have the process fall asleep or wake, and wait for its error message, "" on success."""
+        if self.closed.is_set():
+            return GONE
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._slept[isinstance(message, wire.Sleep)] = answer
+        self.last_sign = time.monotonic()  # one that slept was silent for long
+        self.send(message)
+        return await answer
 
     def has_exited(self) -> bool:
         return self._process is None or self._process.poll() is not None
@@ -162,7 +175,9 @@ class EngineLink(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed.set()
         for name in list(self._adapters):
-            self._answer_adapter(name, GONE)
+            self._answer(self._adapters, name, GONE)
+        for is_asleep in list(self._slept):
+            self._answer(self._slept, is_asleep, GONE)
         if not self.ready.done():
             self._fail(OctavoError("the engine process ended while it was starting; its output says why"))
 
@@ -174,14 +189,17 @@ class EngineLink(asyncio.Protocol):
             self.has_delivered = self.has_delivered or bool(message.outputs)
             self._on_step(message)
         elif isinstance(message, wire.AdapterDone):
-            self._answer_adapter(message.name, message.error)
+            self._answer(self._adapters, message.name, message.error)
+        elif isinstance(message, wire.SleepDone):
+            self._answer(self._slept, message.is_asleep, message.error)
         elif isinstance(message, wire.Failed):
             self._fail(message.as_error())
         elif not self.ready.done():
             self.ready.set_result(message.info)
 
-    def _answer_adapter(self, name: str, error: str) -> None:
-        answer = self._adapters.pop(name, None)
+    @staticmethod
+    def _answer(pending: dict[Key, asyncio.Future[str]], key: Key, error: str) -> None:
+        answer = pending.pop(key, None)
         if answer is not None and not answer.done():
             answer.set_result(error)
 

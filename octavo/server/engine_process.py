@@ -23,11 +23,12 @@ from typing import NoReturn, Protocol
 
 from octavo.backends import instant, toy
 from octavo.cache.kv_events import KVEvent
-from octavo.collector import leave_out_what_exists
+from octavo.collector import importing, leave_out_what_exists
 from octavo.config import EngineConfig, ModelSettings
 from octavo.engine.protocols import Adapters
 from octavo.errors import CheckpointError, OctavoError, RanksLost, RequestError, WorkerLost
 from octavo.kernel_compiler import prepare_if_there_may_be_a_gpu
+from octavo.runtime.rank_processes import RankProcesses
 from octavo.server import wire
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.events import Event
@@ -59,6 +60,8 @@ class EngineLike(Protocol):
     def cache_view(self) -> CacheView | None: ...
     def take_events(self) -> list[Event]: ...
     def take_kv_events(self) -> list[KVEvent]: ...
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -143,8 +146,13 @@ class EngineLoop:
             case wire.LoadAdapter(name=name, path=path):
                 self._load_adapter(name, path)
             case wire.UnloadAdapter(name=name):
-                self.engine.adapters.unload(name)
+                if name in self.engine.adapters:
+                    self.engine.adapters.unload(name)
                 self.channel.send(wire.AdapterDone(self.generation, name))
+            case wire.Sleep():
+                self._answer_sleep(True, self.engine.sleep)
+            case wire.Wake():
+                self._answer_sleep(False, self.engine.wake)
             case wire.Stop():
                 self._stopped = True
             case wire.Ping(wants_view=wants_view):
@@ -160,6 +168,14 @@ class EngineLoop:
         except CheckpointError as found:
             error = str(found)
         self.channel.send(wire.AdapterDone(self.generation, name, error))
+
+    def _answer_sleep(self, is_asleep: bool, change: Callable[[], None]) -> None:
+        error = ""
+        try:
+            change()
+        except Exception as found:  # the front process then ends this one
+            error = str(found) or type(found).__name__
+        self.channel.send(wire.SleepDone(self.generation, is_asleep, error))
 
     def _step(self) -> None:
         outputs = self.engine.step()
@@ -245,11 +261,13 @@ def _default_build(settings: ModelSettings) -> Build:
     if settings.backend == "instant":
         return instant.build
     phases = Phases()
+    size = settings.tensor_parallel_size
+    started = RankProcesses(size) if size > 1 and hasattr(os, "memfd_create") else None  # they import meanwhile
     prepare_if_there_may_be_a_gpu(settings.device)
-    from octavo.build import build_engine  # imports torch, which the front process must never import
-
+    with importing():
+        from octavo.build import build_engine  # imports torch, which the front process must never import
     phases.done("imports of the engine process")
-    return functools.partial(build_engine, on_lost=_end_as)
+    return functools.partial(build_engine, on_lost=_end_as, started=started)
 
 
 def _end_as(status: int) -> None:

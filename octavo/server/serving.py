@@ -259,7 +259,8 @@ class _Serving:
             self.has_successor = False
             logger.info("draining already: the next server has taken over")
         elif self.drain is None:
-            logger.info("draining: %d requests have %g s", self.engine.num_live, self.settings.shutdown_timeout)
+            num_live, seconds = self.engine.num_live, self.settings.shutdown_timeout
+            logger.info("stopping; running requests: %d%s", num_live, f", which have {seconds:g} s" if num_live else "")
             self.drain = asyncio.create_task(self._drain(self.server))
         elif not self.server.force_exit:
             logger.info("stopping at once")

@@ -1,7 +1,7 @@
 """POST /sleep and /wake_up, GET /is_sleeping: free the memory of a model that nobody uses. vLLM's routes.
 
-An engine sleeps by ending its process, at every level. On a CPU, weights are mapped from files that stay in the
-page cache, so that waking takes about a second; on a GPU it takes as long as loading the model.
+On a CPU an engine sleeps by ending its process: weights are mapped from files that stay in the page cache, so that
+waking takes about a second. On a GPU, level 1 keeps the process with its weights in host memory; level 2 ends it.
 """
 
 from __future__ import annotations
@@ -46,16 +46,18 @@ async def is_sleeping(request: Request) -> Response:
 
 
 ENDPOINTS = [
-    Endpoint("POST", "/sleep", sleep, "Free the memory of the model until the next request"),
-    Endpoint("POST", "/wake_up", wake_up, "Load the model again"),
+    Endpoint(
+        "POST", "/sleep", sleep, "Free the memory of the model until the next request; needs `--enable-sleep-mode`"
+    ),
+    Endpoint("POST", "/wake_up", wake_up, "Load the model again; needs `--enable-sleep-mode`"),
     Endpoint("GET", "/is_sleeping", is_sleeping, "Whether the model sleeps"),
 ]
 
 
 def _engine(request: Request) -> EngineClient:
     services = asked_services_of(request)
+    if not services.config.server.enable_sleep_mode:
+        raise UnsupportedParameter("level", f"{request.url.path} is for a server started with --enable-sleep-mode.")
     if services.siblings and "model" not in request.query_params:
         raise MissingParameter("model")
-    if not services.config.server.enable_sleep_mode:
-        raise UnsupportedParameter("level", "Models can be put to sleep on a server with --enable-sleep-mode.")
     return services.engine

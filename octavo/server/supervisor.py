@@ -33,6 +33,8 @@ EXIT_SECONDS = 1.0
 """How long to wait for the exit of a process that closed its socket, to learn its exit status before killing it."""
 KILL_SECONDS = 10.0
 """How long to wait for the exit of a killed process before starting the next one anyway."""
+SLEEP_SECONDS = 60.0
+"""How long an engine process may take to free its memory; at its first sleep it may still compile kernels."""
 WATCH_SECONDS = 1.0
 """Longest interval between pings."""
 
@@ -66,7 +68,8 @@ class Supervisor:
         environment: Mapping[str, str],
     ) -> None:
         self.link: EngineLink | None = None
-        """The current engine process, ready or not; ``None`` before the first and after ``sleep``."""
+        """The current engine process, ready or not; ``None`` before the first and after a ``sleep``
+        that ended it."""
         self.num_hangs = 0
         self.generation = 0
         self._argv = argv
@@ -103,21 +106,38 @@ class Supervisor:
         await self._end(grace)
         self._reserve.close()
 
-    async def sleep(self, grace: float) -> None:
-        """End the engine process as ``stop`` does, or the attempts to start one, until ``wake``."""
+    async def sleep(self, grace: float, keeps_process: bool = False) -> bool:
+        """End the engine process as ``stop`` does, or the attempts to start one, until ``wake``.
+
+        With ``keeps_process`` one that is ready only frees its memory, if it can. Returns whether there is a process.
+        """
+        if keeps_process and self.link is not None and self.link.is_ready:
+            await self._end_tasks()
+            try:
+                error = await asyncio.wait_for(self.link.change_sleep(wire.Sleep(self.generation)), SLEEP_SECONDS)
+            except TimeoutError:
+                error = f"it is not asleep after {SLEEP_SECONDS:g} s"
+            if not error:
+                return True
+            logger.warning("the engine process ends instead of sleeping: %s", error)
         await self._end(grace)
         self.link = None
+        return False
 
     def wake(self) -> None:
-        """Start an engine process again after ``sleep``, with retries until one is ready."""
+        """Wake the engine process after ``sleep``, or start one, with retries until one is ready."""
         self._fruitless = 0
         self._tasks = [asyncio.create_task(self._wake()), asyncio.create_task(self._watch())]
 
-    async def _end(self, grace: float) -> None:
+    async def _end_tasks(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        link, self._tasks = self.link, []
+        self._tasks = []
+
+    async def _end(self, grace: float) -> None:
+        await self._end_tasks()
+        link = self.link
         if link is None:
             return
         link.send(wire.Stop(link.generation))
@@ -128,8 +148,21 @@ class Supervisor:
         link.disconnect()
 
     async def _wake(self) -> None:
-        await self._restart()
+        if self.link is None or not await self._wake_process(self.link):
+            await self._restart()
         await self._keep_running()
+
+    async def _wake_process(self, link: EngineLink) -> bool:
+        """Wake a process that sleeps; return whether it is awake. If not, it is gone."""
+        error = await link.change_sleep(wire.Wake(link.generation))
+        if not error:
+            self._owner.on_up(await link.ready)
+            return True
+        logger.error("engine process %s does not wake: %s", link.pid, error)
+        link.kill()
+        await self._reap(link)
+        self._owner.on_down(True)
+        return False
 
     async def _start_next(self, seconds: float | None) -> None:
         """Start an engine process and hand it to the owner; it must be ready within ``seconds``.

@@ -93,7 +93,20 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter", array_like=True, gc=Fa
     name: str
 
 
-ToEngine = Start | Submit | Abort | Ping | Stop | LoadAdapter | UnloadAdapter
+class Sleep(msgspec.Struct, tag="sleep", array_like=True, gc=False):
+    """Free the device's memory, as there is no request left; answered with a ``SleepDone``. Only ``Wake`` or ``Stop``
+    may follow."""
+
+    generation: int
+
+
+class Wake(msgspec.Struct, tag="wake", array_like=True, gc=False):
+    """Undo ``Sleep``; answered with a ``SleepDone``."""
+
+    generation: int
+
+
+ToEngine = Start | Submit | Abort | Ping | Stop | LoadAdapter | UnloadAdapter | Sleep | Wake
 
 
 # --- engine to front ---
@@ -152,7 +165,16 @@ class AdapterDone(msgspec.Struct, tag="adapter", array_like=True, gc=False):
     error: str = ""
 
 
-FromEngine = Ready | Failed | StepDone | AdapterDone
+class SleepDone(msgspec.Struct, tag="slept", array_like=True, gc=False):
+    """The answer to ``Sleep`` or ``Wake``: it was done, or ``error`` says why not."""
+
+    generation: int
+    is_asleep: bool
+    """Whether it answers ``Sleep``."""
+    error: str = ""
+
+
+FromEngine = Ready | Failed | StepDone | AdapterDone | SleepDone
 
 START_ERRORS: dict[str, type[OctavoError]] = {kind.__name__: kind for kind in (ConfigError, CheckpointError)}
 REFUSALS: dict[str, type[RequestError]] = {

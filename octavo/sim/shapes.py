@@ -31,10 +31,12 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, f
     }
 
 
-def _llama3(layers: int, hidden: int, head_dim: int, ffn: int, factor: float, **more: Any) -> dict[str, Any]:
+def _llama3(
+    layers: int, hidden: int, heads: int, head_dim: int, ffn: int, factor: float, **more: Any
+) -> dict[str, Any]:
     rope = {"rope_theta": 500_000.0, "rope_scaling": {**LLAMA3_ROPE, "factor": factor}}
     sizes = {"vocab_size": 128_256, "max_position_embeddings": 131_072}
-    return _llama(layers, hidden, 32, 8, head_dim, ffn, **rope, **sizes, **more)
+    return _llama(layers, hidden, heads, 8, head_dim, ffn, **rope, **sizes, **more)
 
 
 def _qwen3(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
@@ -131,9 +133,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tie_word_embeddings=True),
     "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, tie_word_embeddings=True),
     "qwen3-4b": _qwen3(36, 2560, 32, 9728, tie_word_embeddings=True),
-    "llama-3.1-8b": _llama3(32, 4096, 128, 14_336, 8.0),
-    "llama-3.2-1b": _llama3(16, 2048, 64, 8192, 32.0, tie_word_embeddings=True),
-    "llama-3.2-3b": _llama3(28, 3072, 128, 8192, 32.0, tie_word_embeddings=True, num_attention_heads=24),
+    "qwen3-32b": _qwen3(64, 5120, 64, 25_600),
+    "llama-3.1-8b": _llama3(32, 4096, 32, 128, 14_336, 8.0),
+    "llama-3.1-70b": _llama3(80, 8192, 64, 128, 28_672, 8.0),
+    "llama-3.2-1b": _llama3(16, 2048, 32, 64, 8192, 32.0, tie_word_embeddings=True),
+    "llama-3.2-3b": _llama3(28, 3072, 24, 128, 8192, 32.0, tie_word_embeddings=True),
     "gemma-3-1b": _gemma3(26, 1152, 4, 1, 6912),
     "qwen3-30b-a3b": _qwen3(
         48,

@@ -206,8 +206,20 @@ class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
     texts: list[Text]
 
 
+class Sleep(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Free the device's memory until ``Wake``, which is the only message that may follow; weights are kept in host
+    memory, blocks lose their content. For executors of one CUDA device.
+
+    Fails with a ``RunnerError``, and then nothing is changed, if the host has too little memory."""
+
+
+class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Undo ``Sleep``. Every step that uses a graph captures it anew."""
+
+
 Tuning = PrepareTuning | MeasureKernels | UseKernels
-Message = Step | Encode | CopySlots | ReadBlock | WriteBlock | LoadAdapter | UnloadAdapter | Compile | Tuning
+Power = Sleep | Wake
+Message = Step | Encode | CopySlots | ReadBlock | WriteBlock | LoadAdapter | UnloadAdapter | Compile | Tuning | Power
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

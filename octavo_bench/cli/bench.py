@@ -90,6 +90,12 @@ def _add_kernels(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     ceilings.set_defaults(measure=_ceilings)
     yield ceilings
 
+    collectives = kinds.add_parser("collectives", help="all-reduces between the GPUs of this host, beside NCCL")
+    collectives.add_argument("--rows", type=numbers, default=[1, 4, 16, 64, 256, 2048])
+    collectives.add_argument("--widths", type=numbers, default=[4096, 8192], help="numbers in a row, of bfloat16")
+    collectives.set_defaults(measure=_collectives)
+    yield collectives
+
     kernels = kinds.add_parser("kernels", help="time and error of each kernel for CUDA devices, beside the limits")
     kernels.add_argument(
         "models",
@@ -237,6 +243,13 @@ def _ceilings(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.ceilings import measure
 
     return measure()
+
+
+def _collectives(args: argparse.Namespace) -> dict[str, Any]:
+    require_cuda("collectives")
+    from octavo_bench.collectives import measure
+
+    return measure(args.rows, args.widths)
 
 
 def _kernels(args: argparse.Namespace) -> dict[str, Any]:

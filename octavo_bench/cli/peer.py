@@ -54,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served.add_argument(
         "--visits", default="octavo:2,vllm:3,octavo:1", help="engines in turn, with rounds of each visit"
     )
+    served.add_argument(
+        "--at-once",
+        type=positive,
+        metavar="ROUNDS",
+        help="in place of --visits: both servers stay up and take turns in each round. vLLM starts first and takes "
+        "the share --gpu-memory-utilization; Octavo then needs a larger one in --octavo-args",
+    )
     served.add_argument("--clients", type=positive, default=1, help="how many share each workload")
     served.add_argument("--octavo-args", default="", help="more arguments of `octavo serve`, as one text")
     served.add_argument("--vllm-args", default="", help="more arguments of vLLM's server, as one text")
@@ -133,6 +140,9 @@ def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
         *(probers, search),
     )
     try:
+        if args.at_once:
+            comparison.alternate(["vllm", "octavo"], args.at_once)  # vLLM wants no memory to change while it starts
+            visits = []
         for engine, rounds in visits:
             comparison.visit(engine, rounds)
     finally:

@@ -233,7 +233,7 @@ def test_lines_are_split_at_line_feeds_only(fake: FakeServer, say: Say, capsys: 
 
 def test_no_server_is_one_line_and_exit_code_2(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
     assert say(["Hi"], "http://127.0.0.1:1") == 2
-    assert capsys.readouterr().err.startswith("octavo: error: http://127.0.0.1:1: ")
+    assert capsys.readouterr().err.startswith("octavo: error: No server can be reached at http://127.0.0.1:1: ")
 
 
 def test_a_server_without_models_is_reported(fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,7 +168,7 @@ def test_after_the_last_attempt_the_refusal_is_raised(call: Caller, fake: FakeSe
     with pytest.raises(QueueFull, match="the server answered 429: no") as found:
         call(fake.url, "chat", HI, options={"max_retries": 2})
     assert (found.value.retry_after, pauses, fake.answers) == (2, [2, 2], [])
-    with pytest.raises(Unavailable, match=r"http://127\.0\.0\.1:1: "):
+    with pytest.raises(Unavailable, match=r"No server can be reached at http://127\.0\.0\.1:1: [CA]"):
         call("http://127.0.0.1:1", "chat", HI, options={"max_retries": 1})
     assert pauses == [2, 2, 0.5]
     assert call("http://127.0.0.1:1", "health") is False

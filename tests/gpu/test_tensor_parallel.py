@@ -1,4 +1,4 @@
-"""Two ranks that share one GPU, over memory that they map from each other: kernels, and whole engines."""
+"""Two ranks over memory that they map from each other, on one GPU that they share or on two: kernels and engines."""
 
 from __future__ import annotations
 
@@ -20,24 +20,29 @@ from tests.gpu.checkpoints import write_checkpoint
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 VOCAB = 1000
-SETTINGS: dict[str, Any] = {"max_num_seqs": 8, "num_kv_blocks": 100, "max_num_batched_tokens": 256, "device": "cuda"}
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+}
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "num_kv_blocks": 100,
+    "max_num_batched_tokens": 256,
+    "device": "cuda",
+}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random Qwen3, whose heads and widths two divide."""
-    shape = {
-        "vocab_size": VOCAB,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 1024,
-        "initializer_range": 0.1,
-    }
-    return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", **shape)
+    return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", **SHAPE)
 
 
 def test_ranks_sum_and_gather_over_peer_memory() -> None:
@@ -84,5 +89,7 @@ def test_two_ranks_give_the_tokens_of_one(checkpoint: Path, enforce_eager: bool)
 
 
 def test_bfloat16_ranks_agree_and_repeat(checkpoint: Path) -> None:
-    first, second = ([list(o.token_ids) for o in generate(checkpoint, 2, "bfloat16")] for _ in range(2))
+    """Chunks of prompts depend on times that were measured, so that results repeat with batch invariance only."""
+    settings = {"dtype": "bfloat16", "batch_invariant": True}
+    first, second = ([list(o.token_ids) for o in generate(checkpoint, 2, **settings)] for _ in range(2))
     assert first == second

@@ -117,6 +117,16 @@ def test_visits_take_turns_and_rounds_of_both_have_the_same_seeds(tmp_path: Path
     assert {row["times_better"] for row in result["rows"]} == {1}
 
 
+def test_servers_that_are_up_at_once_take_turns_in_every_round(tmp_path: Path) -> None:
+    client = stand_in()
+    found = comparison(tmp_path, client)
+    found.alternate(["vllm", "octavo"], 2)
+    client.close()
+    order = [(run["engine"], run["round"]) for run in found.result()["runs"]]
+    assert list(dict.fromkeys(order)) == [("vllm", 0), ("octavo", 0), ("vllm", 1), ("octavo", 1)]
+    assert [visit["engine"] for visit in found.visits] == ["vllm", "octavo"]
+
+
 def test_a_server_that_does_not_start_is_reported_and_the_next_visit_goes_on(tmp_path: Path) -> None:
     client = stand_in()
     found = comparison(tmp_path, client)

@@ -85,6 +85,11 @@ class Knobs(msgspec.Struct, forbid_unknown_fields=True):
     slow_step: int = -1
     """A step takes ``slow_seconds`` when it first sees a prompt that begins with this."""
     slow_seconds: float = 0.0
+    sleeps: bool = False
+    """A sleeping engine keeps its process."""
+    sleep_error: str = ""
+    wake_error: str = ""
+    """What goes wrong when it falls asleep or wakes."""
     writes: str = ""
     """A file that closing the engine writes, which takes half a second; and beside it a thread that does not end."""
 
@@ -177,6 +182,15 @@ class FakeEngine(InstantEngine):
             raise ZeroDivisionError
         os.kill(os.getpid(), signal.Signals[knobs.poison_how])
 
+    def sleep(self) -> None:
+        assert not self.requests
+        if self.knobs.sleep_error:
+            raise errors.RunnerError(self.knobs.sleep_error)
+
+    def wake(self) -> None:
+        if self.knobs.wake_error:
+            raise MemoryError(self.knobs.wake_error)
+
     def close(self) -> None:
         if self.knobs.writes:
             time.sleep(0.5)
@@ -205,4 +219,5 @@ def build(config: EngineConfig) -> tuple[FakeEngine, EngineInfo]:
         open(knobs.start_crash_after, "w").close()
     if knobs.writes:
         threading.Thread(target=time.sleep, args=(3600,)).start()
-    return FakeEngine(knobs=knobs), make_info(memory={"weights": knobs.memory} if knobs.memory else {})
+    info = make_info(memory={"weights": knobs.memory} if knobs.memory else {}, sleeps_in_host_memory=knobs.sleeps)
+    return FakeEngine(knobs=knobs), info

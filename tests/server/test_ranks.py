@@ -21,8 +21,9 @@ from typing import Any
 import psutil
 import pytest
 
+from octavo.build import build_engine
 from octavo.config import ServeConfig
-from octavo.errors import OctavoError
+from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.server.async_engine import AsyncEngine
 from octavo.types import Request
@@ -128,32 +129,24 @@ def test_ranks_that_are_killed_or_stopped_lose_and_change_nothing(tmp_path: Path
     print(f"{NUM_KILLS} kills: median {sorted(recoveries)[NUM_KILLS // 2]:.1f} s, longest {max(recoveries):.1f} s")
 
 
-def test_an_idle_engine_whose_rank_dies_is_replaced_at_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running(make_config(write_checkpoint(tmp_path), size=2)) as engine:
-            pids = processes(engine)
-            os.kill(pids[1], signal.SIGKILL)
-            await until(lambda: engine.pid != pids[0] and engine.is_ready, SECONDS)
-            assert await are_gone(pids)
-            assert len(await finish([send(engine, 1, 5)])) == 1
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("seconds", [0.0, 1.5])
-def test_a_rank_that_is_killed_while_it_starts_is_started_again(seconds: float, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_while_idle_or_while_it_starts_is_started_again(tmp_path: Path) -> None:
     async def main() -> None:
         async with running(make_config(write_checkpoint(tmp_path))) as engine:
             expected = await finish([send(engine, 1)])
-            first = processes(engine)
-            recorder = send(engine, 1)
-            os.kill(first[1], signal.SIGKILL)
-            await until(lambda: engine.pid != first[0] and len(processes(engine)) == 2, SECONDS)
-            await asyncio.sleep(seconds)
-            second = processes(engine)
-            os.kill(second[-1], signal.SIGKILL)
-            assert await finish([recorder]) == expected
-            assert await are_gone([*first, *second])
+            idle = processes(engine)
+            os.kill(idle[1], signal.SIGKILL)
+            await until(lambda: engine.pid != idle[0] and engine.is_ready, SECONDS)
+            assert await are_gone(idle)
+            for seconds in (0.0, 1.5):
+                first = processes(engine)
+                recorder = send(engine, 1)
+                os.kill(first[1], signal.SIGKILL)
+                await until(lambda pid=first[0]: engine.pid != pid and len(processes(engine)) == 2, SECONDS)
+                await asyncio.sleep(seconds)
+                second = processes(engine)
+                os.kill(second[-1], signal.SIGKILL)
+                assert await finish([recorder]) == expected
+                assert await are_gone([*first, *second])
 
     asyncio.run(main())
 
@@ -197,13 +190,5 @@ def test_a_model_that_cannot_be_divided_is_refused(
 ) -> None:
     path = write_checkpoint(tmp_path) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    async def main() -> None:
-        engine = AsyncEngine(make_config(tmp_path, size))
-        try:
-            with pytest.raises(OctavoError, match=message):
-                await engine.start()
-        finally:
-            await engine.stop(0)
-
-    asyncio.run(main())
+    with pytest.raises(ConfigError, match=message):
+        build_engine(make_config(tmp_path, size))

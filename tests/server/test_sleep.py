@@ -108,6 +108,76 @@ def test_it_may_be_stopped_asleep_and_while_it_wakes() -> None:
     asyncio.run(main())
 
 
+def test_an_engine_that_keeps_its_weights_keeps_its_process_and_its_counters() -> None:
+    async def main() -> None:
+        async with running(sleeps=True, **SLOW) as engine:
+            pid, streams = engine.pid, []
+            for mode in ("wait", "keep"):
+                streams.append(send(engine, max_tokens=40))
+                await until(lambda: len(streams[-1][1].tokens) > 3)
+                await engine.sleep(1, mode)  # type: ignore[arg-type]
+                assert (engine.sleep_level, engine.pid, engine.is_ready) == (1, pid, True)
+                num_steps = engine.stats.num_steps
+                await engine.wake_up()
+                await finish(streams)
+                assert engine.stats.num_steps >= num_steps > 0
+            assert engine.stats.num_steps < 120  # none is counted twice
+            assert (engine.pid, engine.num_restarts) == (pid, 0)
+            assert_right(streams)
+
+    asyncio.run(main())
+
+
+def test_at_level_2_the_process_ends_also_from_level_1() -> None:
+    async def main() -> None:
+        async with running(sleeps=True) as engine:
+            process = process_of(engine)
+            await engine.sleep(1)
+            assert os.path.exists(process)
+            await engine.sleep(2)
+            assert not os.path.exists(process)
+            stream = send(engine)
+            await finish([stream])
+            assert_right([stream])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("what", ["sleep_error", "wake_error", "death"])
+def test_a_process_that_cannot_sleep_or_wake_is_replaced(what: str) -> None:
+    async def main() -> None:
+        async with running(sleeps=True, **{} if what == "death" else {what: "no memory"}) as engine:
+            first = send(engine)
+            await finish([first])
+            await engine.sleep()
+            assert (engine.pid is None) == (what == "sleep_error")
+            if what == "death":
+                kill(engine)
+            second = send(engine)
+            await finish([second])
+            assert_right([first, second])
+            assert engine.num_restarts == 0
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_put_to_sleep_while_it_wakes_sleeps() -> None:
+    async def main() -> None:
+        async with running(sleeps=True) as engine:
+            pid = engine.pid
+            for _ in range(5):
+                await engine.sleep()
+                engine.start_waking()
+                await asyncio.sleep(0)
+                await engine.sleep()
+                assert (engine.sleep_level, engine.is_waking, engine.pid) == (1, False, pid)
+            stream = send(engine)
+            await finish([stream])
+            assert_right([stream])
+
+    asyncio.run(main())
+
+
 def test_the_routes(serve_app: Any) -> None:
     engine = InProcessEngine()
     client = serve_app(engine, enable_sleep_mode=True).client

@@ -24,11 +24,14 @@ TO_ENGINE: list[wire.ToEngine] = [
     wire.Abort(2, 7),
     wire.Ping(2),
     wire.Stop(2),
+    wire.Sleep(2),
+    wire.Wake(2),
 ]
 FROM_ENGINE: list[wire.FromEngine] = [
     wire.Ready(1, INFO),
     wire.Failed(1, "ConfigError", "no"),
     wire.StepDone(1, [OUTPUT], EngineStats(num_steps=4), [wire.Refusal(3, "InvalidParameter", "bad", "id")]),
+    wire.SleepDone(1, True, "no memory"),
 ]
 
 

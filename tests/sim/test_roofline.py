@@ -11,7 +11,7 @@ from octavo.sim.roofline import Work, decode_work, prefill_work, shape_of
 from octavo.sim.shapes import SHAPES
 
 DENSE = [
-    *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"),
+    *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "llama-3.1-70b"),
     *("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "gemma-3-1b", "gpt2"),
 ]
 MIXTURES = ["qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b"]

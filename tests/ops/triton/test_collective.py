@@ -20,7 +20,7 @@ SLOT_BYTES = 4096
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu runs the kernel itself")
 
 
-def together(size: int, work: Callable[[PeerCollective], None]) -> None:
+def together(size: int, work: Callable[[PeerCollective], None], small_bytes: int) -> None:
     """Run ``work`` on each rank, in a process of its own; memory mapped before has the same address in all."""
     maps = [mmap.mmap(-1, buffer_bytes(size, SLOT_BYTES)) for _ in range(size)]
     addresses = torch.tensor([np.frombuffer(memory, np.uint8).ctypes.data for memory in maps])
@@ -30,7 +30,9 @@ def together(size: int, work: Callable[[PeerCollective], None]) -> None:
             code = 1
             try:
                 torch.set_num_threads(1)
-                work(PeerCollective(addresses, rank, SLOT_BYTES))
+                collective = PeerCollective(addresses, rank, SLOT_BYTES)
+                collective.small_bytes = small_bytes
+                work(collective)
                 code = 0
             finally:
                 os._exit(code)
@@ -38,9 +40,17 @@ def together(size: int, work: Callable[[PeerCollective], None]) -> None:
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * size
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [2, 3])
-def test_sums_and_gathered_tensors_are_those_of_all_ranks(size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("size", "dtype", "small_bytes"),
+    [
+        (2, torch.bfloat16, SLOT_BYTES),
+        (2, torch.bfloat16, 1000),  # the end of a message is small
+        (2, torch.bfloat16, 0),
+        (2, torch.float16, SLOT_BYTES),
+        (3, torch.float32, 1000),
+    ],
+)
+def test_sums_and_gathered_tensors_are_those_of_all_ranks(size: int, dtype: torch.dtype, small_bytes: int) -> None:
     torch.manual_seed(1)
     parts, residual = torch.randn(size, 11, 120).to(dtype), torch.randn(11, 120).to(dtype)
     total = parts[0].float()
@@ -50,7 +60,7 @@ def test_sums_and_gathered_tensors_are_those_of_all_ranks(size: int, dtype: torc
 
     def work(collective: PeerCollective) -> None:
         delays = random.Random(collective.rank)
-        for number in range(2):
+        for number in range(3):
             own = parts[collective.rank].clone()
             if number % 2:
                 assert torch.equal(collective.all_gather(own), parts)
@@ -59,4 +69,13 @@ def test_sums_and_gathered_tensors_are_those_of_all_ranks(size: int, dtype: torc
                 assert torch.equal(collective.all_reduce(own, residual.clone()), expected)
             time.sleep(delays.random() * 0.01)
 
-    together(size, work)
+    together(size, work, small_bytes)
+
+
+def test_an_odd_number_of_16_bits_is_summed() -> None:
+    parts = torch.arange(6).view(2, 1, 3).half()
+    together(2, lambda collective: check_sum(collective, parts), SLOT_BYTES)
+
+
+def check_sum(collective: PeerCollective, parts: torch.Tensor) -> None:
+    assert torch.equal(collective.all_reduce(parts[collective.rank].clone()), parts.sum(0))

@@ -32,15 +32,17 @@ class Device:
     get_current_stream = staticmethod(lambda device: 0)
 
 driver.set_active(Device())
-passed = []
+passed, known = [], set()
 
 class Passed(BaseException):
     pass
 
 def noting(made):
     def make_ir(self, *args, **kwargs):
-        made(self, *args, **kwargs)
-        passed.append(self.name)
+        if (key := self.hash()) not in known:  # what is launched with other sizes is often the same code
+            known.add(key)
+            made(self, *args, **kwargs)
+            passed.append(self.name)
         raise Passed
 
     return make_ir

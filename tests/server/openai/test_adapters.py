@@ -143,7 +143,7 @@ def kill_engine(served: Served) -> None:
     """And wait for the next one."""
     old = served.server.engine_pid()
     os.kill(old, signal.SIGKILL)
-    while served.server.get("/ready").status_code != 200 or served.server.engine_pid() == old:
+    while served.server.engine_pid() == old or served.server.get("/ready").status_code != 200:  # in this order
         time.sleep(0.05)
 
 

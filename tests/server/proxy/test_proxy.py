@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -285,9 +286,10 @@ def test_a_thousand_streams_at_once(start: Callable[..., Proxy]) -> None:
             return b"".join([piece async for piece in response.aiter_raw()])
 
     async def run() -> list[bytes]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=proxy.url, timeout=200, limits=limits) as client:
-            return await asyncio.gather(*(one(client) for _ in range(1000)))
+        async with contextlib.AsyncExitStack() as stack:  # a client looks at all its connections for every request
+            make = partial(httpx.AsyncClient, base_url=proxy.url, timeout=200, verify=False)
+            clients = [await stack.enter_async_context(make()) for _ in range(20)]
+            return await asyncio.gather(*(one(client) for client in clients for _ in range(50)))
 
     for data in asyncio.run(run()):
         events = [json.loads(line[6:]) for line in data.split(b"\n\n") if line.startswith(b"data: {")]

@@ -1,0 +1,118 @@
+"""Frees the device memory of an executor and restores it: weights meanwhile are in page-locked host memory.
+
+Tensors stay the same objects; only their storages are emptied, and later filled again at addresses that may be others.
+So whatever keeps raw addresses, such as a CUDA graph, must be discarded by the caller.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from types import FunctionType, ModuleType
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from octavo.errors import RunnerError
+from octavo.runtime.memory import GIB, free_memory
+
+HOST = torch.device("cpu")
+
+
+class SleepingMemory:
+    """The storages of a device that can be reached from one object, and their copy in host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host: Tensor | None = None
+        """Kept for the next sleep: to page-lock memory takes longer than to copy it."""
+        self._kept: list[tuple[UntypedStorage, int]] = []
+        """Storages with their sizes in bytes, in the order in which the host memory has their contents."""
+        self._lost: list[tuple[UntypedStorage, int]] = []
+
+    def free(self, owner: object, without_content: Iterable[Tensor] = ()) -> None:
+        """Free all device memory that ``owner`` refers to, directly or not; that of some tensors need not be kept.
+
+        No kernel may use it any more. Raises ``RunnerError``, and frees nothing, if the host has too little memory.
+        """
+        lost = _storages(without_content)
+        every = _storages(device_tensors(owner, self._device.type))
+        kept = [storage for at, storage in every.items() if at not in lost]
+        host = self._host_memory(sum(storage.nbytes() for storage in kept))
+        self._kept, self._lost = ([(storage, storage.nbytes()) for storage in part] for part in (kept, lost.values()))
+        for storage, place in self._places(host):
+            place.copy_(_content(storage), non_blocking=True)
+        self._wait()
+        for storage, _ in (*self._kept, *self._lost):
+            storage.resize_(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Allocate all of it again and copy the contents back. Raises ``torch.OutOfMemoryError``."""
+        assert self._host is not None, "nothing was freed"
+        for storage, size in (*self._kept, *self._lost):
+            storage.resize_(size)
+        for storage, place in self._places(self._host):
+            _content(storage).copy_(place, non_blocking=True)
+        self._wait()
+        self._kept, self._lost = [], []
+
+    def _places(self, host: Tensor) -> Iterable[tuple[UntypedStorage, Tensor]]:
+        start = 0
+        for storage, size in self._kept:
+            yield storage, host[start : start + size]
+            start += size
+
+    def _host_memory(self, size: int) -> Tensor:
+        if self._host is not None and len(self._host) >= size:
+            return self._host
+        self._host = None
+        if (free := free_memory(HOST, 1.0)) < size:
+            raise RunnerError(f"sleeping takes {size / GIB:.2f} GiB of host memory, {free / GIB:.2f} GiB are free")
+        self._host = torch.empty(size, dtype=torch.uint8)
+        if self._device.type == "cuda":
+            # Touched first, as several threads do that together; locked as it is, as torch would round the size up.
+            self._host.fill_(0)
+            code = int(torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
+            if code:
+                self._host = None
+                raise RunnerError(f"{size / GIB:.2f} GiB of host memory cannot be page-locked: CUDA error {code}")
+        return self._host
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def device_tensors(owner: object, device_type: str) -> list[Tensor]:
+    """All tensors on devices of a type that ``owner`` refers to, directly or through other objects.
+
+    Modules, classes and the globals of functions are not followed: what they hold is not the owner's.
+    """
+    found: list[Tensor] = []
+    seen: dict[int, object] = {}
+    todo: list[object] = [owner]
+    while todo:
+        item = todo.pop()
+        if id(item) in seen or isinstance(item, type | ModuleType):
+            continue
+        seen[id(item)] = item  # kept, so that no other object gets its id
+        if isinstance(item, Tensor):
+            if item.device.type == device_type:
+                found.append(item)
+        elif isinstance(item, FunctionType):
+            todo += [*(item.__closure__ or ()), item.__defaults__]
+        else:
+            todo += gc.get_referents(item)
+    return found
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
+    """By address: views share one. Without those that are empty, or in memory that is not torch's."""
+    every = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage for storage in every if storage.nbytes() and storage.resizable()}
+
+
+def _content(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,124 @@
+"""Sleep of the executor for GPUs, on the CPU: memory is freed and restored, and tokens stay the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.engine.graph_choice import PREPARING, GraphChoice
+from octavo.errors import RunnerError
+from octavo.ops import dispatch
+from octavo.ops.dispatch import REFERENCE
+from octavo.runtime import sleeping_memory
+from octavo.runtime.sleeping_memory import SleepingMemory, device_tensors
+from octavo.steps.messages import Compile, Step
+from octavo.steps.shapes import StepShape, first_shapes, graph_shapes
+from tests.runtime.making import CPU
+from tests.runtime.test_model_runner import Loaded, requests, run, tokens_of
+from tests.runtime.test_stream_runner import stream_engine
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return Loaded(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def reference_operations() -> Iterator[None]:
+    with dispatch.only(REFERENCE):
+        yield
+
+
+class Owner:
+    """Refers to tensors in every way that an executor does."""
+
+    __slots__ = ("deep", "function", "view", "weight")
+
+    def __init__(self) -> None:
+        self.weight = torch.arange(1000.0)
+        self.view = self.weight[10:20]
+        inner = torch.ones(7, dtype=torch.int32)
+        self.function = partial(lambda: inner)
+        self.deep = {"one": [torch.full((3, 3), 2.5), (torch.zeros(0),)]}
+
+
+def test_every_tensor_that_an_object_refers_to_is_freed_and_restored() -> None:
+    owner, memory = Owner(), SleepingMemory(CPU)
+    pool = torch.empty(512)
+    everything = [owner.weight, owner.view, owner.function(), owner.deep["one"][0], pool]
+    expected = [tensor.clone() for tensor in everything[:-1]]
+    assert {id(tensor) for tensor in device_tensors(owner, "cpu")} >= {id(tensor) for tensor in everything[:-1]}
+    for _ in range(2):
+        memory.free((owner, pool), [pool])
+        assert not any(tensor.untyped_storage().nbytes() for tensor in everything)
+        memory.restore()
+        assert all(torch.equal(tensor, old) for tensor, old in zip(everything, expected, strict=False))
+        assert pool.untyped_storage().nbytes() == 2048
+        owner.view += 1  # what changes between two sleeps is kept, too
+        expected[0][10:20] += 1
+        expected[1] += 1
+
+
+def test_nothing_is_freed_if_the_host_has_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sleeping_memory, "free_memory", lambda *_: 1000)
+    owner = Owner()
+    with pytest.raises(RunnerError, match="GiB of host memory"):
+        SleepingMemory(CPU).free(owner)
+    assert owner.weight.sum() == 499500
+
+
+def test_an_engine_that_slept_gives_the_same_tokens(loaded: Loaded) -> None:
+    engine = stream_engine(loaded)
+    engine.sleeper = engine.runner  # type: ignore[assignment]
+    expected = tokens_of(run(engine, requests(6)))
+    executor: Any = engine.runner.executor  # type: ignore[attr-defined]
+    engine.sleep()
+    engine.check()
+    assert not engine.scheduler.cache.groups[0].num_cached
+    kept = [tensor.untyped_storage() for tensor in device_tensors(executor, "cpu")]
+    assert not any(storage.nbytes() for storage in kept if storage.resizable() and not _is_host_copy(executor, storage))
+    engine.wake()
+    assert tokens_of(run(engine, requests(6))) == expected
+    engine.check()
+
+
+def _is_host_copy(executor: Any, storage: torch.UntypedStorage) -> bool:
+    return storage.data_ptr() == executor._memory._host.data_ptr()
+
+
+def test_an_engine_without_a_sleeper_refuses(loaded: Loaded) -> None:
+    with pytest.raises(RunnerError, match="cannot free its memory"):
+        stream_engine(loaded).sleep()
+
+
+def test_graphs_are_captured_again_the_first_ones_at_once_and_the_others_when_it_is_idle(loaded: Loaded) -> None:
+    runner: Any = stream_engine(loaded).runner
+    graphs: Any = GraphChoice(8, 32)
+    first, every = first_shapes(8, 32), graph_shapes(8, 32)
+    graphs._captured = {*first, *every[:4]}
+    runner.on_wake = partial(graphs.capture_again, runner)
+    send, captured = runner.executor.send, list[StepShape]()
+
+    def record(message: Any) -> Any:
+        if isinstance(message, Step):
+            captured.append(message.shape)
+        return send(message)
+
+    runner.executor.send = record
+    runner.sleep()
+    waiting = threading.Thread(target=runner.send, args=(Compile([]),))
+    waiting.start()  # as the thread does that prepares graphs after startup
+    waiting.join(0.05)
+    assert waiting.is_alive(), "a message was sent while the executor slept"
+    runner.wake()
+    waiting.join()
+    assert captured[: len(first)] == first
+    for thread in threading.enumerate():
+        if thread.name == PREPARING:
+            thread.join()
+    assert {*captured} == graphs._captured == {*first, *every[:4]}
