@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo.ops.apply_rope import apply_rope
 from octavo.ops.dispatch import op
+from octavo.ops.embedding import embedding
 from octavo.ops.paged_attention import paged_attention
 from octavo.ops.rms_norm import rms_norm
 from octavo.ops.store_kv import KVScales, store_kv
@@ -110,7 +111,12 @@ class PagedRows:
         """The rows of attention's result and of the residual stream whose logits are needed."""
         if self.logits_indices_R is None:
             return attended_TX, x_TD
-        return attended_TX[self.logits_indices_R], x_TD[self.logits_indices_R]
+        return self._picked(attended_TX), self._picked(x_TD)
+
+    def _picked(self, x: Tensor) -> Tensor:
+        assert self.logits_indices_R is not None
+        # This op can be recorded, and indexing cannot.
+        return embedding(self.logits_indices_R, x) if x.dim() == 2 else x[self.logits_indices_R]
 
 
 @op

@@ -33,11 +33,16 @@ def exponentials(hashes_C: Tensor, seed: int, position: int) -> Tensor:
     ``hashes_C`` are entries of ``token_hashes``. Small values, which decide an exponential race, have the finest
     resolution.
     """
-    key = _split_mix(_split_mix(seed & _64_BITS) ^ position)
-    factor, offset = _signed(key >> 32 | 1), key & _32_BITS
-    bits_C = _mix((hashes_C * factor + offset) & _32_BITS)
+    factor, offset = key_of(seed, position)
+    bits_C = _mix((hashes_C * _signed(factor) + offset) & _32_BITS)
     uniform_C = ((bits_C.to(torch.float64) + 0.5) * 2.0**-32).float().clamp_(max=LARGEST_BELOW_ONE)
     return torch.log1p(-uniform_C).neg_()
+
+
+def key_of(seed: int, position: int) -> tuple[int, int]:
+    """The factor and the offset, unsigned 32-bit numbers, that make a token's hash the bits of its variate."""
+    key = _split_mix(_split_mix(seed & _64_BITS) ^ position)
+    return key >> 32 | 1, key & _32_BITS
 
 
 def row_exponentials(vocab_size: int, seeds_R: Tensor, positions_R: Tensor) -> Tensor:

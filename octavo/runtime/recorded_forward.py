@@ -1,9 +1,10 @@
 """A forward pass on a CPU, recorded once for each number of rows and then replayed in compiled code.
 
-For a few tokens, preparing a layer's kernel calls in Python takes longer than computing them. Short steps are therefore
+For a few tokens, preparing a layer's kernel calls in Python takes longer than computing them. Steps are therefore
 recorded (``ops.cpu.calls``) over input buffers at fixed addresses, into which each step is copied. The buffers have
-room for as many sequences as rows; unused sequences have no rows. Longer steps, and models that use operations other
-than recordable kernels, run without recording.
+room for more sequences than most steps have; those that are not used have no rows. With many threads this is so for
+longer steps too: they are recorded when two in a row have the same form, as chunks of prompts do. Models that use
+operations other than recordable kernels run without recording.
 
 Shapes: T tokens of the step, R rows whose logits are needed, S sequences, B entries of the widest block table.
 """
@@ -24,12 +25,27 @@ from octavo.runtime.drafter import Tap
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 64
-"""Largest recorded step. Recordings take memory; above this, preparing calls is a small part of a step."""
+SHORT = 64
+"""Most rows of a step that is recorded at once. It computes all rows of the last layer, whichever need logits."""
+LONGEST = 2048
+"""Recordings take memory; above this, preparing calls is a small part of a step on any machine."""
+MOST_LONG = 4
 LEAST_TABLE = 32
 
 Compute = Callable[..., Tensor]
 """Takes token ids, positions, rows and other tensors [T, ...]; gives the last layer's output, [T, D] or [R, D]."""
+
+
+class _Form(NamedTuple):
+    """What steps have in common that can use one recording."""
+
+    T: int
+    width: int
+    """Entries of a block table."""
+    room: int
+    """Sequences that the buffers have room for."""
+    num_logits: int
+    """Rows of the result; 0: all."""
 
 
 class _Step(NamedTuple):
@@ -51,22 +67,28 @@ class RecordedForward:
         self._compute = compute
         self._layers = layers
         self._arena = Arena()
-        self._steps: dict[tuple[int, int], _Step] = {}
+        self._steps: dict[_Form, _Step] = {}
+        self._last: _Form | None = None
         self._is_recordable = True
 
     def __call__(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows, *others: Tensor) -> Tensor:
         """See ``Compute``."""
-        if len(token_ids_T) > MOST_ROWS or not self._is_recordable or is_wrapped():
+        if len(token_ids_T) > LONGEST or not self._is_recordable or is_wrapped():
             return self._compute(token_ids_T, positions_T, rows, *others)
-        x_TD = self._repeated([token_ids_T, positions_T, *others], rows)
-        return x_TD if rows.logits_indices_R is None else x_TD[rows.logits_indices_R]
+        form, inputs = _form(rows, len(token_ids_T)), [token_ids_T, positions_T, *others]
+        if form not in self._steps and form.T > SHORT and form != self._last:
+            self._last = form
+            return self._compute(token_ids_T, positions_T, rows, *others)
+        x_TD = self._repeated(inputs, rows, form)
+        if rows.logits_indices_R is None:
+            return x_TD
+        return x_TD[: len(rows.logits_indices_R)] if form.num_logits else x_TD[rows.logits_indices_R]
 
-    def _repeated(self, inputs: list[Tensor], rows: PagedRows) -> Tensor:
-        """The output of all rows, as recordings do not depend on logits indices."""
-        width = max(LEAST_TABLE, 1 << (rows.groups[0].block_tables_SB.shape[1] - 1).bit_length())
-        step = self._steps.get((len(inputs[0]), width))
+    def _repeated(self, inputs: list[Tensor], rows: PagedRows, form: _Form) -> Tensor:
+        """The output of all rows of the recording."""
+        step = self._steps.get(form)
         if step is None:
-            return self._record(inputs, rows, width)
+            return self._record(inputs, rows, form)
         for own, given in zip(step.inputs, inputs, strict=True):
             own.copy_(given)
         _fill(rows, step.rows)
@@ -75,8 +97,8 @@ class RecordedForward:
             tap.x_TD = kept_TD
         return step.x_TD
 
-    def _record(self, given: list[Tensor], given_rows: PagedRows, width: int) -> Tensor:
-        rows, inputs = _like(given_rows, width), [x.clone() for x in given]
+    def _record(self, given: list[Tensor], given_rows: PagedRows, form: _Form) -> Tensor:
+        rows, inputs = _like(given_rows, form), [x.clone() for x in given]
         _fill(given_rows, rows)
         with recording(self._arena) as made:
             x_TD = self._compute(*inputs[:2], rows, *inputs[2:])
@@ -85,20 +107,38 @@ class RecordedForward:
             self._is_recordable = False
             self._steps.clear()
         else:
+            long = [other for other in self._steps if other.T > SHORT]
+            if form.T > SHORT and len(long) == MOST_LONG:
+                del self._steps[long[0]]
             tapped = [(layer, layer.x_TD) for layer in self._layers if isinstance(layer, Tap)]
-            self._steps[len(inputs[0]), width] = _Step(inputs, rows, made, x_TD, tapped)
+            self._steps[form] = _Step(inputs, rows, made, x_TD, tapped)
         return x_TD
 
 
-def _like(rows: PagedRows, width: int) -> PagedRows:
-    """Buffers for as many rows as ``rows`` has, as many sequences, and block tables of ``width`` entries."""
-    T = len(rows.groups[0].slot_mapping_T)
-    starts, lengths = torch.zeros(T + 1, dtype=torch.int32), torch.zeros(T, dtype=torch.int32)
+def _form(rows: PagedRows, T: int) -> _Form:
+    S, width = rows.groups[0].block_tables_SB.shape
+    width = max(LEAST_TABLE, _at_least(width))
+    if T <= SHORT:
+        return _Form(T, width, T, 0)
+    num_logits = 0 if rows.logits_indices_R is None else _at_least(len(rows.logits_indices_R))
+    return _Form(T, width, _at_least(S), num_logits)
+
+
+def _at_least(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+def _like(rows: PagedRows, form: _Form) -> PagedRows:
+    """Buffers for steps of a form."""
+    T, room = form.T, form.room
+    starts, lengths = torch.zeros(room + 1, dtype=torch.int32), torch.zeros(room, dtype=torch.int32)
     groups = [
-        GroupRows(torch.empty_like(group.slot_mapping_T), torch.zeros(T, width, dtype=torch.int32))
+        GroupRows(torch.empty_like(group.slot_mapping_T), torch.zeros(room, form.width, dtype=torch.int32))
         for group in rows.groups
     ]
-    return PagedRows(tuple(groups), starts, lengths, T)
+    indices = torch.zeros(form.num_logits, dtype=torch.int64) if form.num_logits else None
+    return PagedRows(tuple(groups), starts, lengths, T, indices)
 
 
 def _fill(given: PagedRows, rows: PagedRows) -> None:
@@ -110,3 +150,5 @@ def _fill(given: PagedRows, rows: PagedRows) -> None:
     S = len(given.seq_lens_S)
     rows.cu_seqlens_q.fill_(len(given.groups[0].slot_mapping_T))[: S + 1].copy_(given.cu_seqlens_q)
     rows.seq_lens_S.zero_()[:S].copy_(given.seq_lens_S)
+    if given.logits_indices_R is not None and rows.logits_indices_R is not None:
+        rows.logits_indices_R.zero_()[: len(given.logits_indices_R)].copy_(given.logits_indices_R)

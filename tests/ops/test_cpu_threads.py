@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from octavo.ops.cpu import threads
-from octavo.ops.cpu.compiled import compiled_task
+from octavo.ops.cpu.compiled import compiled, compiled_task
 from octavo.ops.cpu.memory import fields, read, view
 from tests.ops.cpu_cases import needs_float_kernels
 
@@ -33,6 +33,11 @@ def _count(arguments: int, begin: int, end: int) -> None:
 def one_thread_afterwards() -> Iterator[None]:
     yield
     threads.set_num_threads(1)
+
+
+@compiled
+def _adapt(pool: int, computed_for: int, waited_for: int) -> None:
+    threads._adapt(pool, computed_for, waited_for)
 
 
 class Counter:
@@ -60,15 +65,56 @@ def test_every_item_is_computed_once(num_threads: int) -> None:
             assert bool((counter.counts == turn + 1).all())
 
 
-def test_a_job_that_is_being_described_is_left_alone() -> None:
-    """A first job's description is zeros and news: no items at a time may stand beside how many there are."""
-    counter = Counter(37)
-    words = np.zeros(threads.END // 8, np.int64)
-    job = (1 << threads.NEXT_CHUNK_BITS) | threads.CLOSED
-    words[threads.CLAIM // 8] = job
-    words[threads.JOB // 8 :][:4] = counter.task, counter.arguments.ctypes.data, len(counter.counts), 0
-    assert not threads._take_chunk(words.ctypes.data)
-    assert (words[threads.CLAIM // 8], words[threads.DONE // 8]) == (job, 0)
+def test_a_share_of_a_job_that_is_over_is_left_alone() -> None:
+    """A helper may read a job, lose its processor, and go on when that job is over and the next one half done."""
+    counter = Counter(40)
+    words = np.zeros((threads.SHARE + 3 * threads.LINE) // 8, np.int64)
+    pool, share = words.ctypes.data, (threads.SHARE + threads.LINE) // 8
+    job = (4, counter.task, counter.arguments.ctypes.data, len(counter.counts), 5, 2)
+    words[share] = newer = (6 << threads.OFFSET_BITS) | 3
+    threads._compute_share(pool, 1, 1, job)
+    assert (words[share], counter.counts.sum()) == (newer, 0)
+    words[share] = (4 << threads.OFFSET_BITS) | 15
+    threads._compute_share(pool, 1, 1, job)
+    assert counter.counts.tolist() == [0] * 35 + [1] * 5
+    assert words[share + threads.COMPUTED // 8] == (4 << threads.OFFSET_BITS) | 5
+
+
+def test_the_caller_computes_shares_that_no_helper_begins() -> None:
+    counter = Counter(40)
+    words = np.zeros((threads.SHARE + 9 * threads.LINE) // 8, np.int64)
+    words[threads.COUNT // 8] = words[threads.ACTIVE // 8] = 8
+    for turn in range(3):
+        counter.run(words.ctypes.data, 3)
+        assert bool((counter.counts == turn + 1).all())
+
+
+class Observed:
+    """The words of a pool of 16 threads, without the threads; its periods end when a test says so."""
+
+    def __init__(self) -> None:
+        self.words = np.zeros((threads.SHARE + 17 * threads.LINE) // 8, np.int64)
+        self.words[threads.COUNT // 8] = self.words[threads.ACTIVE // 8] = 16
+        self.words[threads.RETURN // 8] = threads.PERIOD
+        self.period(0)
+
+    def period(self, lost: float, computed_for: int = 1000) -> int:
+        """The number of active threads after a period of which this share was lost."""
+        pool, whole = self.words.ctypes.data, int(1.1 * threads.PERIOD)
+        for _ in range(10):
+            _adapt(pool, computed_for, int(lost * whole / 10))
+        self.words[threads.WINDOW // 8] -= whole
+        self.words[threads.CHANGED // 8] -= whole
+        _adapt(pool, 0, 0)
+        return int(self.words[threads.ACTIVE // 8])
+
+
+def test_threads_without_a_processor_are_left_out_for_a_while() -> None:
+    pool = Observed()
+    assert [pool.period(0.1), pool.period(0.5, computed_for=threads.PERIOD), pool.period(0.5)] == [16, 16, 12]
+    assert [pool.period(0.0) for _ in range(6)] == [12, 12, 12, 13, 13, 14]
+    assert [pool.period(0.9) for _ in range(20)][-1] == 2
+    assert pool.words[threads.RETURN // 8] == threads.LATEST_RETURN
 
 
 def test_jobs_after_the_helpers_fell_asleep() -> None:

@@ -111,20 +111,43 @@ def test_sequences_of_several_rows_take_part(pair: Pair) -> None:
         pair.compare(batch)
         last_R = batch.rows.cu_seqlens_q[1:].long() - 1
         pair.compare(batch._replace(rows=replace(batch.rows, logits_indices_R=last_R)))
-    assert sorted(pair.recorded._steps) == [(8, 32)]
+    assert sorted(pair.recorded._steps) == [(8, 32, 8, 0)]
 
 
 def test_tables_that_grow_get_a_recording_of_their_own(pair: Pair) -> None:
     for length in (100, 128, 129, 30, 500, 129):
         pair.compare(decode_batch([length], length))
-    assert sorted(pair.recorded._steps) == [(1, 32), (1, 64), (1, 128)]
+    assert sorted(pair.recorded._steps) == [(1, 32, 1, 0), (1, 64, 1, 0), (1, 128, 1, 0)]
 
 
 def test_long_steps_run_as_they_are_written(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_forward, "MOST_ROWS", 2)
-    pair.compare(decode_batch([5, 9, 3]))
-    pair.compare(mixed_batch([(6, 6)]))
+    monkeypatch.setattr(recorded_forward, "SHORT", 2)
+    monkeypatch.setattr(recorded_forward, "LONGEST", 6)
+    for batch in (decode_batch([5, 9, 3]), mixed_batch([(6, 6)]), mixed_batch([(7, 7)]), mixed_batch([(7, 7)])):
+        pair.compare(batch)
     assert not pair.recorded._steps
+
+
+def test_a_second_long_step_of_the_same_form_is_recorded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_forward, "SHORT", 2)
+    for step, parts in enumerate(
+        [[(6, 6)], [(6, 20)], [(6, 12)], [(4, 9), (2, 3)], [(3, 9), (3, 30)], [(5, 5), (1, 8)]]
+    ):
+        batch = mixed_batch(parts, step)
+        last_R = batch.rows.cu_seqlens_q[1:].long() - 1
+        pair.compare(batch._replace(rows=replace(batch.rows, logits_indices_R=last_R)))
+    assert sorted(pair.recorded._steps) == [(6, 32, 1, 1), (6, 32, 2, 2)]
+    pair.compare(batch)
+    pair.compare(batch)
+    assert (6, 32, 2, 0) in pair.recorded._steps
+
+
+def test_few_long_steps_are_kept(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_forward, "SHORT", 2)
+    for count in range(3, 4 + recorded_forward.MOST_LONG):
+        for seed in range(3):
+            pair.compare(mixed_batch([(count, count + seed)], seed))
+    assert [form.T for form in pair.recorded._steps] == list(range(4, 4 + recorded_forward.MOST_LONG))
 
 
 def test_a_model_with_other_operations_runs_as_it_is_written(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
 from octavo.ops.cpu.attention_passes import PART, first_seen
 from octavo.ops.cpu.attention_rows import STEP, prepare_task
-from octavo.ops.cpu.attention_tiles import STATE, TILE, TILE_ROWS, attend_task, merge_task
+from octavo.ops.cpu.attention_tiles import STATE, TILE, TILE_ROWS, attend_task
 from octavo.ops.cpu.background import in_background
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import compiled_driver, inlined, is_missing
@@ -23,8 +23,9 @@ from octavo.ops.cpu.tensors import FORMATS, address, declines_floats, whole_vect
 from octavo.ops.cpu.threads import run
 from octavo.ops.cpu.vector_ir import LANES
 
-NUMBERS_A_CHUNK = 8192
-MULTIPLICATIONS_A_CHUNK = 400_000
+NUMBERS_A_PIECE = 2048
+MULTIPLICATIONS_A_PIECE = 50_000
+"""One or two microseconds for a single row, which waits for memory."""
 PLAN = fields(num_tiles=int, num_slots=int, work=int)
 
 
@@ -65,8 +66,8 @@ def _cut(a: Any, starts: Any, lengths: Any, tiles: Any, plan: Any) -> None:
                     tile = tiles[n]
                     tile.sequence, tile.row, tile.num_tokens, tile.start = s, row, tokens, start
                     tile.first_part, tile.last_part = first_part + i, first_part + i + 1 if is_cut else last_part
-                    tile.slot = slots if is_cut else -1
-                    tile.num_slots = last_part - first_part if is_cut and i == 0 else 0
+                    tile.slot, tile.first_slot = slots if is_cut else -1, slots - i
+                    tile.num_slots = last_part - first_part
                 n += 1
                 slots += is_cut
             work += (start + tokens - first_seen(a, start)) * tokens * a.N * a.H * 2
@@ -82,18 +83,18 @@ def _driver() -> int:
             return 1
         q, plans = np.empty(a.T * a.N * a.width, np.float32), np.empty(1, PLAN)
         a.q = q.ctypes.data
-        run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_CHUNK // ((a.N + 2 * a.stored) * a.H)))
+        run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_PIECE // ((a.N + 2 * a.stored) * a.H)))
         plan = plans[0]
         _cut(a, starts, lengths, np.empty(0, TILE), plan)
         tiles = np.empty(plan.num_tiles, TILE)
         parts = np.empty(plan.num_slots * a.N * (STATE + a.width), np.float32)
+        counts = np.zeros(plan.num_slots * a.K, np.int64)
         _cut(a, starts, lengths, tiles, plan)
+        a.counts = counts.ctypes.data
         a.tiles, a.num_tiles, a.parts = tiles.ctypes.data, plan.num_tiles, parts.ctypes.data
         items = plan.num_tiles * a.K
-        run(pool, a.attend, arguments, items, max(1, items * MULTIPLICATIONS_A_CHUNK // max(1, plan.work)))
-        if plan.num_slots:
-            run(pool, a.merge, arguments, plan.num_tiles, max(1, NUMBERS_A_CHUNK // (a.N * a.H)))
-        keep((q, tiles, parts, plans))
+        run(pool, a.attend, arguments, items, max(1, items * MULTIPLICATIONS_A_PIECE // max(1, plan.work)))
+        keep((q, tiles, parts, counts, plans))
         return 0
 
     return compiled_driver(drive)
@@ -146,12 +147,12 @@ def attention_numba(
     number_format, num_blocks, block_size = FORMATS[cache.keys.dtype], cache.keys.shape[0], cache.keys.shape[2]
     arguments = np.empty(1, STEP)
     arguments[0] = (
-        *(prepare_task(number_format), attend_task(number_format), merge_task()),
+        *(prepare_task(number_format), attend_task(number_format)),
         *(qkv.data_ptr(), T, N, K, 0 if heads.shares_cache else K, H, -(-H // LANES) * LANES, heads.scale),
         *(address(norms[0]), address(norms[1]), heads.norm_eps, address(cos_TR), address(sin_TR), R),
         *(slots.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(), num_blocks, block_size),
         *(tables.data_ptr(), tables.shape[1], starts.data_ptr(), lengths.data_ptr(), len(lengths)),
-        *(heads.window, heads.softcap, address(heads.sinks_N), out_TW.data_ptr(), 0, 0, 0, 0),
+        *(heads.window, heads.softcap, address(heads.sinks_N), out_TW.data_ptr(), *[0] * 5),
     )
     call(_driver(), arguments, "attention: lengths, slots or block numbers do not fit the caches and tables")
     return out_TW.to(qkv_TW.dtype)

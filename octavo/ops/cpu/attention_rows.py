@@ -16,7 +16,6 @@ from octavo.ops.cpu.vector_ir import FORMAT_BYTES
 STEP = fields(
     prepare=int,
     attend=int,
-    merge=int,
     qkv=int,
     T=int,
     N=int,
@@ -49,11 +48,13 @@ STEP = fields(
     tiles=int,
     num_tiles=int,
     parts=int,
+    counts=int,
 )
 """Arguments of the tasks of one call; addresses are 0 for absent tensors. ``width`` is H rounded up to a multiple of
 16; ``stored`` is K, or 0 where another layer has stored the keys and values.
 
-The last four are set by the driver: queries float32 [T, N, width], the tiles, and scratch for their parts.
+The last five are set by the driver: queries float32 [T, N, width], the tiles, scratch for their parts, and how many
+parts of a row are stored, int64 [slots, K] of which each row uses the first of its slots.
 """
 
 

@@ -34,25 +34,40 @@ from octavo.ops.cpu.attention_passes import (
 from octavo.ops.cpu.attention_rows import STEP
 from octavo.ops.cpu.attention_turned import turn
 from octavo.ops.cpu.compiled import Constant, compiled_task, inlined
-from octavo.ops.cpu.memory import fields, keep, read, view, whole_lines
+from octavo.ops.cpu.memory import atomic_add, fields, keep, read, view, whole_lines
 from octavo.ops.cpu.vector_ir import FORMAT_BYTES, LANES
 
 TILE_ROWS = 48
 """Rows of a tile, at least the query heads of one token."""
 STATE = STATE_BYTES // 4
 
-TILE = fields(sequence=int, row=int, num_tokens=int, start=int, first_part=int, last_part=int, slot=int, num_slots=int)
+TILE = fields(
+    sequence=int,
+    row=int,
+    num_tokens=int,
+    start=int,
+    first_part=int,
+    last_part=int,
+    slot=int,
+    first_slot=int,
+    num_slots=int,
+)
 """``num_tokens`` rows of q from ``row``, the first of which is at position ``start`` of its sequence.
 
 A tile computes parts ``first_part`` up to, not including, ``last_part``. With a non-negative ``slot`` it is one part of
-a single row and is stored in that slot; the first of the row's tiles has the number of slots, the others 0.
+a single row and is stored in that slot, one of the ``num_slots`` of this row from ``first_slot`` on. Whoever stores the
+last of them merges all.
 """
 
 
 @inlined
 def _tile_of(a: Any, item: int) -> Any:
-    """The tile of an item of ``attend_task``."""
-    return view(a.tiles, a.num_tiles, TILE)[a.num_tiles - 1 - item // a.K]
+    """The tile of an item of ``attend_task``: the last, the first, the last but one and so on.
+
+    Later tiles of a prompt see more positions. So any range of items has about the same work.
+    """
+    nth = item // a.K
+    return view(a.tiles, a.num_tiles, TILE)[nth // 2 if nth % 2 else a.num_tiles - 1 - nth // 2]
 
 
 @inlined
@@ -96,7 +111,7 @@ def _begin(total: Any) -> None:
 
 @functools.cache
 def attend_task(number_format: int) -> int:
-    """Task over (tile, kv head), the last tiles first since they see the most positions."""
+    """Task over (tile, kv head)."""
 
     def attend(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, STEP)
@@ -106,6 +121,8 @@ def attend_task(number_format: int) -> int:
         chunks, room = (rows + LANES - 1) // LANES, 0 if are_read_in_place(a, rows) else RUN + LANES
         most = chunks * LANES
         queries, copy = whole_lines(most, a.width), whole_lines(room, a.width)
+        if a.width != a.H:
+            copy[:] = 0  # behind each row's numbers
         turned, scores = whole_lines(chunks + 2, a.width * LANES), whole_lines(most, PART + LANES)
         totals, parts = whole_lines(most, STATE + a.width), whole_lines(most, STATE + a.width)
         positions = np.empty(most, np.int64)
@@ -139,6 +156,9 @@ def attend_task(number_format: int) -> int:
                     _finish(a, tile.row + row // group, head * group + row % group, totals[row])
                 else:
                     _copy(parts[row], _slot(a, tile.slot, head * group + row))
+            if tile.slot >= 0 and atomic_add(a.counts + 8 * (tile.first_slot * a.K + head), 1) == tile.num_slots - 1:
+                for row in range(group):
+                    _merge_slots(a, tile, head * group + row, totals[row])
         keep((queries, positions, scores, totals, parts, runs, turned, copy))
 
     return compiled_task(attend)
@@ -148,6 +168,15 @@ def attend_task(number_format: int) -> int:
 def _slot(a: Any, slot: int, head: int) -> Any:
     """Memory for one part of one head of a single row."""
     return view(a.parts + 4 * (slot * a.N + head) * (STATE + a.width), STATE + a.width, np.float32)
+
+
+@inlined
+def _merge_slots(a: Any, tile: Any, head: int, total: Any) -> None:
+    """Merge the parts of one head of a single row, in the order of their positions."""
+    _begin(total)
+    for slot in range(tile.first_slot, tile.first_slot + tile.num_slots):
+        merge(total.ctypes.data, _slot(a, slot, head).ctypes.data, a.width // LANES)
+    _finish(a, tile.row, head, total)
 
 
 @inlined
@@ -161,23 +190,3 @@ def _finish(a: Any, t: int, head: int, total: Any) -> None:
     out = view(a.out + 4 * (t * a.N + head) * a.H, a.H, np.float32)
     for i in range(a.H):
         out[i] = total[STATE + i] / total[1]
-
-
-@functools.cache
-def merge_task() -> int:
-    """Task over tiles: the first of a single row's tiles merges its parts."""
-
-    def merge_parts(arguments: int, begin: int, end: int) -> None:
-        a = read(arguments, STEP)
-        total = np.empty(STATE + a.width, np.float32)
-        for item in range(begin, end):
-            tile = view(a.tiles, a.num_tiles, TILE)[item]
-            if tile.num_slots > 0:
-                for head in range(a.N):
-                    _begin(total)
-                    for slot in range(tile.slot, tile.slot + tile.num_slots):
-                        merge(total.ctypes.data, _slot(a, slot, head).ctypes.data, a.width // LANES)
-                    _finish(a, tile.row, head, total)
-        keep(total)
-
-    return compiled_task(merge_parts)

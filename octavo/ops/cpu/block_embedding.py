@@ -11,28 +11,40 @@ from torch import Tensor
 from octavo.ops.block_embedding import block_embedding
 from octavo.ops.block_linear import PANEL, PackedBlocks
 from octavo.ops.cpu.calls import call
-from octavo.ops.cpu.compiled import compiled_driver
+from octavo.ops.cpu.compiled import compiled_driver, compiled_task
 from octavo.ops.cpu.embedding import supports_ids
 from octavo.ops.cpu.half import widen
 from octavo.ops.cpu.memory import fields, keep, read, view
+from octavo.ops.cpu.threads import run
 from octavo.ops.cpu.vector_ir import FLOAT16, FLOAT32, FORMAT_BYTES
 
+NUMBERS_A_PIECE = 1024
 ARGUMENTS = fields(
-    ids=int, values=int, scales=int, out=int, T=int, V=int, G=int, group=int, bits=int, zero_point=int, has_minima=int
+    task=int,
+    ids=int,
+    values=int,
+    scales=int,
+    out=int,
+    T=int,
+    V=int,
+    G=int,
+    group=int,
+    bits=int,
+    zero_point=int,
+    has_minima=int,
 )
 
 
 @functools.cache
-def _driver(scale_format: int) -> int:
+def _task(scale_format: int) -> int:
+    """Task over rows."""
     scale_bytes = FORMAT_BYTES[scale_format]
 
-    def drive(pool: int, arguments: int) -> int:
+    def gather(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
         ids, scales = view(a.ids, a.T, np.int64), np.empty(2 * PANEL, np.float32)
         group_bytes, parts = a.group * a.bits // 8 * PANEL, 1 + a.has_minima
-        for t in range(a.T):
-            if not 0 <= ids[t] < a.V:
-                return 1
+        for t in range(begin, end):
             panel, row = ids[t] // PANEL, ids[t] % PANEL
             for g in range(a.G):
                 at = panel * a.G + g
@@ -49,6 +61,18 @@ def _driver(scale_format: int) -> int:
                     x = np.float32(number - a.zero_point) * scale
                     out[k] = x + minimum if a.has_minima else x
         keep(scales)
+
+    return compiled_task(gather)
+
+
+@functools.cache
+def _driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, ARGUMENTS)
+        for id_t in view(a.ids, a.T, np.int64):
+            if not 0 <= id_t < a.V:
+                return 1
+        run(pool, a.task, arguments, a.T, max(1, NUMBERS_A_PIECE // (a.G * a.group)))
         return 0
 
     return compiled_driver(drive)
@@ -62,7 +86,7 @@ def block_embedding_numba(token_ids_T: Tensor, packed: PackedBlocks) -> Tensor:
     arguments = np.empty(1, ARGUMENTS)
     addresses = ids.data_ptr(), packed.values.data_ptr(), packed.scales.data_ptr(), out_TD.data_ptr()
     form = D // packed.group, packed.group, packed.bits, packed.zero_point, int(packed.has_minima)
-    arguments[0] = (*addresses, len(ids), V, *form)
-    driver = _driver(FLOAT16 if packed.scales.dtype == torch.float16 else FLOAT32)
-    call(driver, arguments, f"block_embedding: token ids must be from 0 to {V - 1}")
+    task = _task(FLOAT16 if packed.scales.dtype == torch.float16 else FLOAT32)
+    arguments[0] = (task, *addresses, len(ids), V, *form)
+    call(_driver(), arguments, f"block_embedding: token ids must be from 0 to {V - 1}")
     return out_TD

@@ -18,15 +18,18 @@ from octavo.ops.cpu.memory import fields, keep, read, view, whole_lines
 from octavo.ops.cpu.quantize import PART_WORDS, SIDE_BYTES, TOKENS_TOGETHER, quantize_row, room_for_parts
 from octavo.ops.cpu.rms_norm import normalise_row
 from octavo.ops.cpu.tensors import address, check_linear, declines_activations
-from octavo.ops.cpu.threads import run
+from octavo.ops.cpu.threads import run, width
 from octavo.ops.cpu.vector_ir import AHEAD, FLOAT16, FLOAT32, FORMAT_BYTES
 from octavo.ops.linear import Activation, compose
 
 TOKENS_AT_ONCE = 258
 """Rows of activations that stay in the second-level cache while all panels are multiplied with them."""
-MULTIPLICATIONS_A_CHUNK = 400_000
-"""About three microseconds of work: less is not worth giving to another thread."""
-NUMBERS_A_CHUNK = 2048
+LEAST_TOKENS = 48
+"""Fewest rows for which a product of few panels is divided by rows too: unpacking a pair costs as much as a few."""
+WORK_A_PIECE = 200_000
+"""Multiplications, and as many for unpacking as for one row: almost a microsecond, less is not worth another thread."""
+ITEMS_A_THREAD = 6
+NUMBERS_A_PIECE = 2048
 ROWS_TO_FINISH = 8
 
 ARGUMENTS = fields(
@@ -46,8 +49,13 @@ ARGUMENTS = fields(
     terms=int,
     parts=int,
     counts=int,
+    is_pair=int,
+    columns=int,
+    rows=int,
 )
-"""The last three are set by the driver: terms [T, G], large parts [T, ``room_for_parts``], and their counts int32 [T].
+"""The last six are set by the driver: terms [T, G], large parts [T, ``room_for_parts``], and their counts int32 [T];
+whether panels are unpacked in pairs; and the form of the items of ``multiply``: ``rows`` rows of activations times one
+of ``columns`` columns of panels.
 """
 
 
@@ -66,7 +74,7 @@ def _part_bytes(a: Any) -> Any:
 
 @functools.cache
 def _prepare_task() -> int:
-    """Task over rows: normalise, put in the order of the weight's columns, quantise."""
+    """Task over the rows that are interleaved: normalise, put in the order of the weight's columns, quantise."""
 
     def prepare(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
@@ -74,7 +82,7 @@ def _prepare_task() -> int:
         counts = view(a.counts, a.T, np.int32)
         normed, scales, rest = whole_lines(1, K), np.empty(2 * a.G, np.float32), whole_lines(2, a.group)
         ordered, order = whole_lines(1, K * (a.order != 0)), view(a.order, K * (a.order != 0), np.int32)
-        for t in range(begin, end):
+        for t in range(begin * TOKENS_TOGETHER, min(a.T, end * TOKENS_TOGETHER)):
             x = a.x + 4 * K * t
             if a.norm:
                 normalise_row(x, a.norm, normed.ctypes.data, K, K, a.eps)
@@ -94,11 +102,13 @@ def _prepare_task() -> int:
 
 @inlined
 def _panels_of(a: Any, item: int) -> Any:
-    """The two panels of an item of ``multiply``: gates and their ups, or neighbours; an odd last panel is both."""
-    panels = (a.N + PANEL - 1) // PANEL
+    """The panels of an item of ``multiply``: gates and their ups, a single one twice, or neighbours likewise."""
+    panels, column = (a.N + PANEL - 1) // PANEL, item % a.columns
     if a.gate:
-        return item, item + panels // 2
-    return 2 * item, min(2 * item + 1, panels - 1)
+        return column, column + panels // 2
+    if not a.is_pair:
+        return column, column
+    return 2 * column, min(2 * column + 1, panels - 1)
 
 
 @inlined
@@ -178,58 +188,69 @@ def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) ->
 
     def multiply(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
-        is_pair, most = a.T >= PAIR_FROM, min(a.T, TOKENS_AT_ONCE)
-        tiles, pair = whole_lines(2 * most, PANEL), whole_lines(a.G * is_pair, half_bytes // 2)
-        sums, apart, stride = tiles.ctypes.data, pair.ctypes.data, most * TILE_BYTES
-        for first in range(0, a.T, TOKENS_AT_ONCE):
-            count = min(TOKENS_AT_ONCE, a.T - first)
-            for item in range(begin, end):
-                panels, later = _panels_of(a, item), _panels_of(a, item + 1)
-                for half in range(2):
-                    weights = _panel_at(a, panels[half], value_bytes, scale_bytes)
-                    if is_pair:
-                        out = apart + half * half_bytes
-                        take_apart(bits, group, has_minima, scale_format, weights[0], weights[1], out, a.G)
-                    else:
-                        near = weights[0] + AHEAD, weights[1] + scales_ahead
-                        _sum_up(
-                            0,
-                            bits,
-                            group,
-                            has_minima,
-                            scale_format,
-                            a,
-                            first,
-                            count,
-                            weights,
-                            (near, near),
-                            sums + half * stride,
-                            stride,
-                        )
-                if is_pair:
-                    near = (
-                        _panel_at(a, later[0], value_bytes, scale_bytes),
-                        _panel_at(a, later[1], value_bytes, scale_bytes),
+        tiles, pair = whole_lines(2 * a.rows, PANEL), whole_lines(a.G * a.is_pair, half_bytes // 2)
+        sums, apart, stride = tiles.ctypes.data, pair.ctypes.data, a.rows * TILE_BYTES
+        for item in range(begin, end):
+            first = item // a.columns * a.rows
+            count, panels, later = min(a.rows, a.T - first), _panels_of(a, item), _panels_of(a, item + 1)
+            for half in range(2 if a.is_pair or a.gate else 1):
+                weights = _panel_at(a, panels[half], value_bytes, scale_bytes)
+                if a.is_pair:
+                    out = apart + half * half_bytes
+                    take_apart(bits, group, has_minima, scale_format, weights[0], weights[1], out, a.G)
+                else:
+                    near = weights[0] + AHEAD, weights[1] + scales_ahead
+                    _sum_up(
+                        0,
+                        bits,
+                        group,
+                        has_minima,
+                        scale_format,
+                        a,
+                        first,
+                        count,
+                        weights,
+                        (near, near),
+                        sums + half * stride,
+                        stride,
                     )
-                    _sum_up(1, bits, group, has_minima, scale_format, a, first, count, (apart, 0), near, sums, stride)
-                _finish_item(a, first, count, panels, sums, stride)
+            if a.is_pair:
+                near = (
+                    _panel_at(a, later[0], value_bytes, scale_bytes),
+                    _panel_at(a, later[1], value_bytes, scale_bytes),
+                )
+                _sum_up(1, bits, group, has_minima, scale_format, a, first, count, (apart, 0), near, sums, stride)
+            _finish_item(a, first, count, panels, sums, stride)
         keep((tiles, pair))
 
     return compiled_task(multiply)
+
+
+@inlined
+def _divide(a: Any, threads: int) -> Any:
+    """Choose the form of items; returns their number and how many are worth giving to a thread."""
+    pairs = (a.N + 2 * PANEL - 1) // (2 * PANEL)
+    a.is_pair = a.T >= PAIR_FROM and (a.T >= LEAST_TOKENS or pairs >= 2 * threads)
+    a.columns = pairs if a.is_pair or a.gate else (a.N + PANEL - 1) // PANEL
+    blocks = (a.T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE
+    blocks = max(1, blocks, min(a.T // LEAST_TOKENS, ITEMS_A_THREAD * threads // pairs))
+    together = blocks * TOKENS_TOGETHER
+    a.rows = max(1, (a.T + together - 1) // together) * TOKENS_TOGETHER
+    work = (min(a.T, a.rows) + 1) * a.G * a.group * ((a.N + a.columns - 1) // a.columns)
+    return (a.T + a.rows - 1) // a.rows * a.columns, max(1, WORK_A_PIECE // work)
 
 
 @functools.cache
 def _driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, ARGUMENTS)
-        numbers = a.T * a.G * a.group
         terms = np.empty((a.T + TOKENS_TOGETHER) * a.G * (a.group + SIDE_BYTES), np.int8)
         parts, counts = np.empty(a.T * _part_bytes(a), np.int8), np.empty(a.T, np.int32)
         a.terms, a.parts, a.counts = terms.ctypes.data, parts.ctypes.data, counts.ctypes.data
-        run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_CHUNK // (a.G * a.group)))
-        pairs = (a.N + 2 * PANEL - 1) // (2 * PANEL)
-        chunks = max(1, numbers * a.N // MULTIPLICATIONS_A_CHUNK)
-        run(pool, a.multiply, arguments, pairs, (pairs + chunks - 1) // chunks)
+        items = (a.T + TOKENS_TOGETHER - 1) // TOKENS_TOGETHER  # two threads would write to the same cache lines
+        run(pool, a.prepare, arguments, items, max(1, NUMBERS_A_PIECE // (a.G * a.group * TOKENS_TOGETHER)))
+        items, piece = _divide(a, width(pool))
+        run(pool, a.multiply, arguments, items, piece)
         keep((terms, parts, counts))
         return 0
 
@@ -272,7 +293,7 @@ def block_linear_numba(
             packed.values.data_ptr(),
             packed.scales.data_ptr(),
         ),
-        *(packed.zero_point, has_minima, packed.group, G, *[0] * 3),
+        *(packed.zero_point, has_minima, packed.group, G, *[0] * 6),
     )
     call(_driver(), arguments)
     return out_TN

@@ -27,8 +27,9 @@ PANEL = LANES
 ROWS, TOKENS = TILES[0]
 TOKENS_AT_ONCE = 96
 """Rows of activations that stay in the second-level cache while all panels are multiplied with them."""
-MULTIPLICATIONS_A_CHUNK = 200_000
-NUMBERS_A_CHUNK = 16384
+MULTIPLICATIONS_A_PIECE = 40_000
+"""One or two microseconds for a single row, whose weights come from memory."""
+NUMBERS_A_PIECE = 8192
 
 ARGUMENTS = fields(
     **EPILOGUE,
@@ -44,8 +45,11 @@ ARGUMENTS = fields(
     scales=int,
     group=int,
     G=int,
+    panels=int,
+    rows=int,
 )
-"""``width`` is K rounded up to a multiple of 16, and ``group`` the number of columns that share a scale, likewise."""
+"""``width`` is K rounded up to a multiple of 16, and ``group`` the number of columns that share a scale, likewise. The
+driver sets the last two: panels of outputs, and rows that are multiplied with all of them before the next ones."""
 
 
 class WeightRows(NamedTuple):
@@ -102,24 +106,24 @@ def _dot_rows(number_format: Constant, a: Any, first: int, last: int, x: int, to
 
 @functools.cache
 def _multiply_task(number_format: int) -> int:
-    """Task over panels of 16 outputs."""
+    """Task over panels of 16 outputs, for a block of rows, then for the next one."""
 
     def multiply(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
         tiles = np.empty((2, TOKENS, PANEL), np.float32)
         sums, ups = tiles[0].ctypes.data, tiles[1].ctypes.data
-        for block in range(0, a.T, TOKENS_AT_ONCE):
-            for panel in range(begin, end):
-                t, first = block, panel * PANEL
-                while t < min(block + TOKENS_AT_ONCE, a.T):
-                    tokens = _tokens_at_once(a.T - t)
-                    x = a.normed + 4 * t * a.width
-                    _dot_rows(number_format, a, first, min(first + PANEL, a.N), x, tokens, sums)
-                    if a.gate:
-                        up = first + a.N // 2
-                        _dot_rows(number_format, a, up, up + PANEL, x, tokens, ups)
-                    finish(a, sums, ups, t, tokens, first)
-                    t += tokens
+        for item in range(begin, end):
+            t, first = item // a.panels * a.rows, item % a.panels * PANEL
+            last = min(t + a.rows, a.T)
+            while t < last:
+                tokens = _tokens_at_once(last - t)
+                x = a.normed + 4 * t * a.width
+                _dot_rows(number_format, a, first, min(first + PANEL, a.N), x, tokens, sums)
+                if a.gate:
+                    up = first + a.N // 2
+                    _dot_rows(number_format, a, up, up + PANEL, x, tokens, ups)
+                finish(a, sums, ups, t, tokens, first)
+                t += tokens
         keep(tiles)
 
     return compiled_task(multiply)
@@ -133,10 +137,11 @@ def _driver() -> int:
         a.normed = a.x
         if a.norm:
             a.normed = normed.ctypes.data
-            run(pool, a.normalise, arguments, a.T, max(1, NUMBERS_A_CHUNK // a.width))
-        panels = ((a.N // 2 if a.gate else a.N) + PANEL - 1) // PANEL
-        chunks = max(1, a.T * a.N * a.width // MULTIPLICATIONS_A_CHUNK)
-        run(pool, a.multiply, arguments, panels, (panels + chunks - 1) // chunks)
+            run(pool, a.normalise, arguments, a.T, max(1, NUMBERS_A_PIECE // a.width))
+        a.panels, a.rows = ((a.N // 2 if a.gate else a.N) + PANEL - 1) // PANEL, max(1, min(a.T, TOKENS_AT_ONCE))
+        items = a.panels * ((a.T + a.rows - 1) // a.rows)
+        work = a.rows * a.N * a.width // a.panels
+        run(pool, a.multiply, arguments, items, max(1, MULTIPLICATIONS_A_PIECE // work))
         keep(normed)
         return 0
 
@@ -191,7 +196,7 @@ def multiply_rows(
     arguments[0] = (
         *(address(bias), address(residual), out_TN.data_ptr(), GATES[activation], T, N),
         *(_normalise_task(), _multiply_task(weight.number_format), x.data_ptr(), 0, address(norm), eps),
-        *(weight.data.data_ptr(), K, width, address(weight.scales), group, -(-width // group)),
+        *(weight.data.data_ptr(), K, width, address(weight.scales), group, -(-width // group), 0, 0),
     )
     call(_driver(), arguments)
     return out_TN.to(x_TK.dtype)

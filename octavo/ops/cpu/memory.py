@@ -66,8 +66,8 @@ def keep(context: Any, array: Any) -> Any:
 
 @inlined
 def whole_lines(num_rows: Any, width: Any) -> Any:
-    """Zeros float32 [num_rows, width], aligned to a cache line: vectors in rows of vectors cross no line."""
-    room = np.zeros(num_rows * width + LINE_FLOATS, np.float32)
+    """Undefined float32 [num_rows, width], aligned to a cache line: vectors in rows of vectors cross no line."""
+    room = np.empty(num_rows * width + LINE_FLOATS, np.float32)
     first = -room.ctypes.data % (4 * LINE_FLOATS) // 4
     return room[first : first + num_rows * width].reshape((num_rows, width))
 
@@ -121,6 +121,27 @@ def atomic_store(context: Any, address: Any, value: Any) -> Any:
         return c.get_dummy_value()
 
     return types.void(types.intp, types.int64), emit
+
+
+@emitted
+def publish(context: Any, address: Any, value: Any) -> Any:
+    """Write the int64 at an address after all writes before it, without waiting until others can see it."""
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        b.store_atomic(args[1], b.inttoptr(args[0], I64.as_pointer()), "release", 8)
+        return c.get_dummy_value()
+
+    return types.void(types.intp, types.int64), emit
+
+
+@emitted
+def cycles(context: Any) -> Any:
+    """The processor's clock: it counts at a constant rate, of 2 to 4 GHz on usual CPUs."""
+
+    def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        return call(b, "llvm.readcyclecounter", I64, [])
+
+    return types.int64(), emit
 
 
 @emitted

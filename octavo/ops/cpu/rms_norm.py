@@ -17,7 +17,7 @@ from octavo.ops.cpu.threads import run
 from octavo.ops.cpu.vector_ir import FLOAT32, LANES
 from octavo.ops.rms_norm import rms_norm
 
-NUMBERS_A_CHUNK = 16384
+NUMBERS_A_PIECE = 8192
 ARGUMENTS = fields(task=int, x=int, weight=int, out=int, T=int, width=int, num_columns=int, eps=float)
 
 
@@ -49,7 +49,7 @@ def _task() -> int:
 def _driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, ARGUMENTS)
-        run(pool, a.task, arguments, a.T, max(1, NUMBERS_A_CHUNK // a.width))
+        run(pool, a.task, arguments, a.T, max(1, NUMBERS_A_PIECE // a.width))
         return 0
 
     return compiled_driver(drive)

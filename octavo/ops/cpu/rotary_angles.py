@@ -9,26 +9,39 @@ import torch
 from torch import Tensor
 
 from octavo.ops.cpu.calls import call
-from octavo.ops.cpu.compiled import compiled_driver
+from octavo.ops.cpu.compiled import compiled_driver, compiled_task
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.ops.cpu.memory import fields, read, view
+from octavo.ops.cpu.threads import run
 from octavo.ops.rotary_angles import rotary_angles
 
-ARGUMENTS = fields(positions=int, frequencies=int, cos=int, sin=int, T=int, R=int, factor=float)
+ANGLES_A_PIECE = 64
+ARGUMENTS = fields(task=int, positions=int, frequencies=int, cos=int, sin=int, T=int, R=int, factor=float)
+
+
+@functools.cache
+def _task() -> int:
+    """Task over rows."""
+
+    def turn(arguments: int, begin: int, end: int) -> None:
+        a = read(arguments, ARGUMENTS)
+        positions, frequencies = view(a.positions, a.T, np.int64), view(a.frequencies, a.R, np.float32)
+        cos, sin = view(a.cos, a.T * a.R, np.float32), view(a.sin, a.T * a.R, np.float32)
+        for t in range(begin, end):
+            position = np.float32(positions[t])
+            for i in range(a.R):
+                angle = np.float64(position * frequencies[i])
+                cos[t * a.R + i] = np.float32(np.cos(angle)) * np.float32(a.factor)
+                sin[t * a.R + i] = np.float32(np.sin(angle)) * np.float32(a.factor)
+
+    return compiled_task(turn)
 
 
 @functools.cache
 def _driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, ARGUMENTS)
-        positions, frequencies = view(a.positions, a.T, np.int64), view(a.frequencies, a.R, np.float32)
-        cos, sin = view(a.cos, a.T * a.R, np.float32), view(a.sin, a.T * a.R, np.float32)
-        for t in range(a.T):
-            position = np.float32(positions[t])
-            for i in range(a.R):
-                angle = np.float64(position * frequencies[i])
-                cos[t * a.R + i] = np.float32(np.cos(angle)) * np.float32(a.factor)
-                sin[t * a.R + i] = np.float32(np.sin(angle)) * np.float32(a.factor)
+        run(pool, a.task, arguments, a.T, max(1, ANGLES_A_PIECE // max(1, a.R)))
         return 0
 
     return compiled_driver(drive)
@@ -46,6 +59,6 @@ def rotary_angles_numba(positions_T: Tensor, frequencies_R: Tensor, factor: floa
     cos_TR, sin_TR = torch.empty(T, R), torch.empty(T, R)
     arguments = np.empty(1, ARGUMENTS)
     addresses = positions.data_ptr(), frequencies.data_ptr(), cos_TR.data_ptr(), sin_TR.data_ptr()
-    arguments[0] = (*addresses, T, R, factor)
+    arguments[0] = (_task(), *addresses, T, R, factor)
     call(_driver(), arguments)
     return cos_TR, sin_TR

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from octavo.ops.cpu import truncation
-from octavo.ops.noise import exponentials, hashes_of, token_hashes
+from octavo.ops.cpu.best_tokens import best_tokens
+from octavo.ops.cpu.race import can_narrow, possible_winners
+from octavo.ops.cpu.threads import num_threads
+from octavo.ops.noise import exponentials, hashes_of, key_of, token_hashes
 from octavo.ops.sample import (
     BANNED,
     GREEDY_BELOW,
@@ -25,29 +31,44 @@ from octavo.ops.sample import (
     sample,
 )
 
+MOST_THREADS = 8
+"""More would wait for the interpreter lock."""
+
 
 @sample.kernel(device="cpu", name="rowwise", preference=10, supports=lambda dtype: None)
 def sample_by_row(logits_RV: Tensor, params: SampleParams, token_ids_V: Tensor | None = None) -> Tensor:
     """See ``ops.sample``."""
     logits_RV = logits_RV.float()
-    array_RV = logits_RV.numpy()  # numpy's argmax is eight times as fast as torch's
-    tokens: list[int] = array_RV.argmax(-1).tolist()
-    for r, total in enumerate(logits_RV.sum(-1).tolist()):
-        best = float(array_RV[r, tokens[r]])
-        if best in (BANNED, OVERFLOWN):
-            tokens[r] = NOTHING_LEFT if best == BANNED else OUT_OF_RANGE
-        if not math.isfinite(total) and not np.isfinite(array_RV[r]).all():  # banned tokens, too, make it infinite
+    best = best_tokens(logits_RV.numpy())
+    tokens: list[int] = best.places_R.tolist()
+    for r, (value, is_finite) in enumerate(zip(best.values_R.tolist(), best.finite_R.tolist(), strict=True)):
+        if not is_finite:
             tokens[r] = NOT_FINITE
+        elif value in (BANNED, OVERFLOWN):
+            tokens[r] = NOTHING_LEFT if value == BANNED else OUT_OF_RANGE
     temperatures = params.temperature.tolist()
     if max(temperatures, default=0.0) >= GREEDY_BELOW:
         hashes_V = _hashes(logits_RV.shape[1]) if token_ids_V is None else hashes_of(token_ids_V)
         columns = list(zip(*(column.tolist() for column in params), strict=True))
-        for r, temperature in enumerate(temperatures):
-            if temperature >= GREEDY_BELOW and tokens[r] != NOT_FINITE:
-                tokens[r] = _draw(logits_RV[r], hashes_V, *columns[r])
+        drawn = [r for r, t in enumerate(temperatures) if t >= GREEDY_BELOW and tokens[r] != NOT_FINITE]
+
+        @torch.inference_mode()
+        def draw(r: int) -> int:
+            return _draw(logits_RV[r], hashes_V, *columns[r])
+
+        for r, token in zip(drawn, _for_each(draw, drawn), strict=True):
+            tokens[r] = token
     if token_ids_V is not None:
         tokens = [int(token_ids_V[token]) if token >= 0 else token for token in tokens]
     return torch.tensor(tokens, dtype=torch.int32)
+
+
+def _for_each(draw: Callable[[int], int], rows: list[int]) -> Iterable[int]:
+    """The results of ``draw``, computed by several threads: torch's operations run without the interpreter lock."""
+    if len(rows) < 2 or num_threads() == 1:
+        return map(draw, rows)
+    with ThreadPoolExecutor(min(num_threads(), len(rows), MOST_THREADS)) as threads:
+        return threads.map(draw, rows)
 
 
 def _draw(
@@ -73,9 +94,22 @@ def _draw(
     best = float(logits_V.max())
     if not math.isfinite(best) or best >= OVERFLOWN / temperature:
         return NOTHING_LEFT if best == truncation.NEVER else OUT_OF_RANGE
-    ids_C = (logits_V > truncation.NEVER).nonzero().squeeze(1)
-    race_C = logits_V[ids_C] - exponentials(hashes_V[ids_C], seed, position).log_()
-    return int(ids_C[race_C.argmax()])
+    if min_p == 0 and top_k == 0 and top_p == 1 and can_narrow():
+        first_C = torch.tensor([int(logits_V.numpy().argmax())])  # in numpy, eight times as fast
+        reached = float(_scores(logits_V, hashes_V, first_C, seed, position))
+        ids_C = possible_winners(logits_V.contiguous(), _short(hashes_V), key_of(seed, position), reached)
+    else:
+        ids_C = (logits_V > truncation.NEVER).nonzero().squeeze(1)
+    return int(ids_C[_scores(logits_V, hashes_V, ids_C, seed, position).argmax()])
+
+
+def _scores(logits_V: Tensor, hashes_V: Tensor, ids_C: Tensor, seed: int, position: int) -> Tensor:
+    return logits_V[ids_C] - exponentials(hashes_V[ids_C], seed, position).log_()
+
+
+@functools.lru_cache(maxsize=4)
+def _short(hashes_V: Tensor) -> npt.NDArray[np.uint32]:
+    return hashes_V.numpy().astype(np.uint32)
 
 
 @functools.lru_cache(maxsize=4)

@@ -20,7 +20,7 @@ from octavo.ops.cpu.threads import run
 from octavo.ops.cpu.vector_ir import LANES, F32x16, Loop, i64, load, offset, store
 from octavo.ops.silu_and_mul import silu_and_mul
 
-NUMBERS_A_CHUNK = 8192
+NUMBERS_A_PIECE = 8192
 ARGUMENTS = fields(task=int, gate_up=int, out=int, T=int, width=int)
 
 
@@ -56,7 +56,7 @@ def _task() -> int:
 def _driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, ARGUMENTS)
-        run(pool, a.task, arguments, a.T, max(1, NUMBERS_A_CHUNK // a.width))
+        run(pool, a.task, arguments, a.T, max(1, NUMBERS_A_PIECE // a.width))
         return 0
 
     return compiled_driver(drive)

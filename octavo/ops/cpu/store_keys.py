@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from octavo.ops.attention import HeadLayout, LayerCache
-from octavo.ops.cpu.attention import NUMBERS_A_CHUNK
+from octavo.ops.cpu.attention import NUMBERS_A_PIECE
 from octavo.ops.cpu.attention_rows import STEP, prepare_task
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import compiled_driver
@@ -28,7 +28,7 @@ def _driver() -> int:
                 return 1
         q = np.empty(a.T * a.N * a.width, np.float32)
         a.q = q.ctypes.data
-        run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_CHUNK // ((a.N + 2 * a.K) * a.H)))
+        run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_PIECE // ((a.N + 2 * a.K) * a.H)))
         keep(q)
         return 0
 

@@ -1,0 +1,34 @@
+"""Places and values of the largest numbers as numpy finds them, over blocks of any number of threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from octavo.ops.cpu import threads
+from octavo.ops.cpu.best_tokens import BLOCK, best_tokens
+from tests.ops.cpu_cases import needs_float_kernels
+
+pytestmark = needs_float_kernels
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+@pytest.mark.parametrize("width", [1, 5, BLOCK, 3 * BLOCK + 17])
+def test_first_largest_numbers(num_threads: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if num_threads == 0:
+        monkeypatch.setattr("octavo.ops.cpu.best_tokens.missing", lambda features: "none can be compiled")
+    threads.set_num_threads(max(1, num_threads))
+    rng = np.random.default_rng(width)
+    x_RV = rng.standard_normal((9, width), np.float32) - 5
+    x_RV[1] = -7.5  # all the same
+    x_RV[2, width // 2 :] = 3
+    x_RV[3] = 0.0
+    x_RV[3, 0] = -0.0  # equal to those behind it
+    x_RV[4, -1], x_RV[5, width // 3], x_RV[6, -1] = np.nan, np.inf, -np.inf
+    x_RV[7] = np.finfo(np.float32).min
+    found = best_tokens(x_RV)
+    finite = np.isfinite(x_RV).all(-1)
+    assert found.finite_R.tolist() == finite.tolist()
+    assert found.places_R[finite].tolist() == x_RV[finite].argmax(-1).tolist()
+    assert found.values_R[finite].tolist() == x_RV[finite].max(-1).tolist()
+    threads.set_num_threads(1)
