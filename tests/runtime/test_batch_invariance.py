@@ -144,8 +144,9 @@ def test_random_mixes_give_the_bits_of_solo_runs(part: int) -> None:
             preempted += engine.scheduler.stats.num_preemptions
             recorded += len(loaded.forward._steps)
             threads.set_num_threads(1)
+            solo = loaded.engine(60, 16, 1, 512, False)
             for request in requests:
-                alone = answers(loaded.engine(60, 16, 1, 512, False), [request], choose)
+                alone = answers(solo, [request], choose)
                 assert together[request.id] == alone[request.id], (mix, request.id)
     finally:
         threads.set_num_threads(1)
