@@ -304,11 +304,13 @@ def _exchanges(device: torch.device) -> Iterator[tuple[str, Call]]:
     """Of a rank alone, which waits for itself."""
     from octavo.ops.triton.collective import PeerCollective, buffer_bytes
 
-    buffer = torch.zeros(buffer_bytes(1, 4096), dtype=torch.uint8, device=device)
-    collective = PeerCollective(torch.tensor([buffer.data_ptr()], device=device), 0, 4096)
     x = torch.zeros(3, 64, dtype=torch.bfloat16, device=device)
-    yield "all_reduce", functools.partial(_reduce, collective, x, buffer)
-    yield "all_gather", functools.partial(collective.all_gather, x)
+    for size, small_bytes in (("small", PeerCollective.small_bytes), ("large", 0)):
+        buffer = torch.zeros(buffer_bytes(1, 4096), dtype=torch.uint8, device=device)
+        collective = PeerCollective(torch.tensor([buffer.data_ptr()], device=device), 0, 4096)
+        collective.small_bytes = small_bytes
+        yield f"all_reduce {size}", functools.partial(_reduce, collective, x, buffer)
+        yield f"all_gather {size}", functools.partial(collective.all_gather, x)
 
 
 def _reduce(collective: Collective, x: torch.Tensor, buffer: torch.Tensor) -> object:
