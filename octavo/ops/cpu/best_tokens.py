@@ -69,7 +69,7 @@ def _driver() -> int:
         a.B = (a.V + BLOCK - 1) // BLOCK
         largest = np.empty((a.R, a.B, 2), np.int32)
         a.largest = largest.ctypes.data
-        run(pool, a.task, arguments, a.R * a.B, 1)
+        run(pool, a.task, arguments, a.R * a.B, np.int64(1))  # a literal would be compiled separately
         places, values = view(a.places, a.R, np.int64), view(a.values, a.R, np.float32)
         finite = view(a.finite, a.R, np.int64)
         for r in range(a.R):
