@@ -93,7 +93,9 @@ def best_tokens(x_RV: npt.NDArray[np.float32]) -> Best:
     """See ``Best``; rows must have at least one number."""
     if missing(FLOAT_FEATURES) is not None:
         places_R = np.array([x_V.argmax() for x_V in x_RV], np.int64)
-        return Best(places_R, x_RV[np.arange(len(x_RV)), places_R], np.isfinite(x_RV).all(-1).astype(np.int64))
+        return Best(
+            places_R, x_RV[np.arange(len(x_RV)), places_R], np.array([np.isfinite(x_V).all() for x_V in x_RV], np.int64)
+        )
     x_RV, (R, V) = np.ascontiguousarray(x_RV), x_RV.shape
     found = Best(np.empty(R, np.int64), np.empty(R, np.float32), np.empty(R, np.int64))
     arguments = np.empty(1, ARGUMENTS)
