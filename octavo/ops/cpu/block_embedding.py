@@ -69,8 +69,9 @@ def _task(scale_format: int) -> int:
 def _driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, ARGUMENTS)
-        for id_t in view(a.ids, a.T, np.int64):
-            if not 0 <= id_t < a.V:
+        ids = view(a.ids, a.T, np.int64)
+        for t in range(a.T):
+            if not 0 <= ids[t] < a.V:
                 return 1
         run(pool, a.task, arguments, a.T, max(1, NUMBERS_A_PIECE // (a.G * a.group)))
         return 0

@@ -71,7 +71,7 @@ def _driver() -> int:
         num_blocks = (a.V + BLOCK - 1) // BLOCK
         counts, ids = np.empty(num_blocks, np.int64), view(a.ids, a.V, np.int64)
         a.counts = counts.ctypes.data
-        run(pool, a.task, arguments, num_blocks, 1)
+        run(pool, a.task, arguments, num_blocks, np.int64(1))  # a literal would be compiled separately
         found = 0
         for block in range(num_blocks):
             for i in range(counts[block]):
