@@ -237,6 +237,8 @@ class Chaos:
             "engine_mib": round(engine.memory / 2**20, 2),
             "front_descriptors": front.descriptors,
             "engine_descriptors": engine.descriptors,
+            "front_sockets": front.sockets,
+            "engine_sockets": engine.sockets,
             "front_threads": front.threads,
             "engine_threads": engine.threads,
         }

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ class Target:
         self.excuses = Excuses()
         self.disk = Disk(folder / "disk")
         self.num_starts = 0
+        self.kills: Counter[str] = Counter()
+        """Processes that were ended by a signal that cannot be handled, or that means a crash."""
         self._logs = logs
         self._command = [sys.executable, "-m", "octavo", "serve", *model, "--port", str(port)]
         self._command += ["--journal", str(self.journal), "--state-dir", str(self.disk.folder / "state")]
@@ -121,6 +124,7 @@ class Target:
         """Send the server a signal, and wait until it has ended."""
         assert self._server is not None
         self._earlier.append(self.front)
+        self.kills["front"] += number == signal.SIGKILL
         self._server.process.send_signal(number)
         await asyncio.to_thread(self._server.process.wait, START_SECONDS)
 
@@ -135,6 +139,7 @@ class Target:
     def send(self, pid: int, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+            self.kills["engine"] += number not in (signal.SIGSTOP, signal.SIGCONT)
 
     # --- answers ---
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def test_no_answer_is_lost_or_changed(tmp_path: Path) -> None:
     output = tmp_path / "chaos.json"
-    command = ["bench", "chaos", "--seed", "3", "--num-faults", "5", "--clients", "4", "--num-requests", "18"]
+    command = ["bench", "chaos", "--seed", "3", "--num-faults", "5", "--clients", "4", "--num-requests", "20"]
     faults = ["--faults", "kill_engine,kill_front,full_disk,poison,storm"]
     status = main([*command, *faults, "--logs", str(tmp_path / "logs"), "--output", str(output)])
     result = json.loads(output.read_text())["result"]
