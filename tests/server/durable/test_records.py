@@ -110,7 +110,7 @@ def test_what_cannot_be_read_of_a_request_is_left_out(tmp_path: Path) -> None:
         journal = served.app.state.services.journal
         assert journal._counts["damage"] == 2
         (request,) = journal._requests.values()
-        assert (request.head.number, request._outputs) == (FIRST + 1, [])
+        assert (request.head.number, request._live.outputs) == (FIRST + 1, [])
 
 
 def test_prompts_that_are_not_there_make_a_record_unreadable() -> None:
