@@ -1,4 +1,5 @@
-"""`octavo bench chaos`: faults at random times against a server, and a check of every answer."""
+"""`octavo bench chaos`: faults at random times against a server, and a check of every answer; `octavo bench soak`: many
+requests, and whether the server grows."""
 
 from __future__ import annotations
 
@@ -20,9 +21,7 @@ if TYPE_CHECKING:
 
 def add_kinds(kinds: Any) -> None:
     """Add the sub-command."""
-    chaos = kinds.add_parser(
-        "chaos", help="kill, stop and starve a server under requests, and check every answer", description=__doc__
-    )
+    chaos = kinds.add_parser("chaos", help="kill, stop and starve a server under requests, and check every answer")
     chaos.add_argument("--model", help="default: random weights of a tiny model")
     chaos.add_argument("--server-args", default="", metavar="FLAGS", help="more flags of `octavo serve`")
     chaos.add_argument("--seed", type=int, default=0, help="of requests, faults and their order")
@@ -35,6 +34,14 @@ def add_kinds(kinds: Any) -> None:
     chaos.add_argument("--logs", type=Path, metavar="DIR", help="keep the server's logs here")
     chaos.add_argument("--output", type=Path, metavar="FILE", help="also write the record, as JSON, to this file")
     chaos.set_defaults(run=_chaos)
+
+    soak = kinds.add_parser("soak", help="whether the front process grows under many requests, with a journal")
+    soak.add_argument("--num-requests", type=positive, default=300_000)
+    soak.add_argument("--clients", type=positive, default=32, help="requests at once")
+    soak.add_argument("--server-args", default="", metavar="FLAGS", help="more flags of `octavo serve`")
+    soak.add_argument("--most", type=float, default=1.0, metavar="MIB", help="growth for each 100,000 that is allowed")
+    soak.add_argument("--output", type=Path, metavar="FILE", help="also write the record, as JSON, to this file")
+    soak.set_defaults(run=_soak)
 
 
 def _chaos(args: argparse.Namespace) -> int:
@@ -68,6 +75,16 @@ def _chaos(args: argparse.Namespace) -> int:
     keep("chaos", _result(args, findings, target), args.output)
     print(_table(findings))
     return 0 if findings.is_good else EXIT_WORSE
+
+
+def _soak(args: argparse.Namespace) -> int:
+    from octavo_bench.report import keep
+    from octavo_bench.soak import measure
+
+    result = measure(args.num_requests, args.clients, shlex.split(args.server_args), _say)
+    keep("soak", result, args.output)
+    print({name: value for name, value in result.items() if name != "samples"})
+    return 0 if result["mib_per_100000"] <= args.most else EXIT_WORSE
 
 
 def _say(line: str) -> None:
