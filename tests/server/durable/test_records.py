@@ -188,4 +188,5 @@ def test_ended_and_forgotten_requests(tmp_path: Path) -> None:
     )
     assert not damage.records
     assert [(one.head.number - FIRST, one.is_ended) for one in found] == [(0, True), (1, True), (2, False)]
+    assert [one.packed() is one.packed() for one in found[:2]] == [True, True]  # no arrays are left of an ended one
     assert [content(one) for one in found] == [(BEGIN, outputs), (BEGIN, outputs), (BEGIN, outputs[:1])]
