@@ -111,9 +111,9 @@ class _Parent:
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             with contextlib.suppress(OSError, AttributeError):  # Linux has it
-                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # so that the port is free
             if os.getppid() != parent:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         return is_child
 

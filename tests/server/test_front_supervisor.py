@@ -68,6 +68,7 @@ def test_keyed_streams_survive_fronts_that_die_and_hang(serve: Callable[..., Ser
         def end(number: signal.Signals = number, front: int = front) -> None:
             os.kill(front, number)
             front_of(server, front)
+            assert server.get("/health").status_code == 200  # its connection waits
 
         followed = asyncio.run(follow(server, f"{number.name}{front}", end))
         assert [each.content for each in followed] == alone
