@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -159,7 +160,7 @@ class Journal:
     def _continue(self, recovered: dict[int, DurableRequest]) -> None:
         self._requests |= recovered
         unusable: list[int] = []
-        for number, request in recovered.items():
+        for number, request in sorted(recovered.items(), key=lambda pair: pair[1].ended_at):
             head = request.head
             self._by_key[head.owner, head.key] = request
             if head.fingerprint != self._fingerprint:
@@ -309,14 +310,15 @@ class Journal:
         if number not in self._requests:
             return
         loop = asyncio.get_running_loop()
-        request.forget_at = loop.time() + self._retention
+        age = max(0.0, time.time() - request.ended_at)
+        request.forget_at = loop.time() + max(0.0, self._retention - age)
         self._ended[number] = request
         self._retained_bytes += request.size + REQUEST_BYTES
         while self._retained_bytes > MAX_RETAINED_BYTES:
             self._forget(next(iter(self._ended)))
         if not self._has_timer:
             self._has_timer = True
-            loop.call_later(self._retention, self._forget_old)
+            loop.call_at(request.forget_at, self._forget_old)
 
     def _forget_old(self) -> None:
         """Forget what was kept long enough. One timer does it, as all are kept equally long."""

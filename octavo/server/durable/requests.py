@@ -7,6 +7,7 @@ the engine as prompt + output so far, as after the death of an engine process.
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Callable
@@ -107,6 +108,11 @@ class DurableRequest:
     @property
     def is_ended(self) -> bool:
         return self._ended is not None
+
+    @property
+    def ended_at(self) -> float:
+        """Unix time of its end; infinite if it has not ended."""
+        return math.inf if self._ended is None else self._ended.at
 
     @property
     def size(self) -> int:

@@ -7,8 +7,10 @@ import time
 import tracemalloc
 from pathlib import Path
 
+import pytest
+
 from tests.server.conftest import Served
-from tests.server.durable.test_durable import send, serving
+from tests.server.durable.test_durable import send, serving, until
 
 NUM_REQUESTS = 300
 
@@ -38,6 +40,23 @@ def test_an_ended_request_takes_what_is_counted_for_it(tmp_path: Path) -> None:
         finally:
             tracemalloc.stop()
         assert 0.5 * counted < taken < 1.05 * counted
+
+
+def test_the_time_of_their_retention_goes_on_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a server that is started again and again does not hold more and more."""
+    now, later = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: now() + later[0])
+    with serving(tmp_path) as served:
+        ask(served, 1, "old")
+    num_kept = []
+    for minutes in (5, 9, 14.9, 15.1):  # the second server finds the end in the journal, and begins to count
+        later[0] = 60 * minutes
+        with serving(tmp_path) as served:
+            journal = served.app.state.services.journal
+            until(lambda journal=journal: journal._is_complete.is_set())
+            time.sleep(0.1)
+            num_kept.append(len(journal._requests))
+    assert num_kept == [1, 1, 1, 0]
 
 
 def test_requests_are_forgotten_one_after_the_other(tmp_path: Path) -> None:
