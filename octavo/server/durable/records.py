@@ -75,7 +75,7 @@ class Ended(msgspec.Struct, array_like=True, tag=8, frozen=True, gc=False):
     """A ``Begin``, encoded."""
     outputs: bytes
     """``Outputs``, encoded."""
-    at: float
+    at: float = 0.0
     """Unix time of the end or, if a server found the end in its journal, of that."""
 
     @property
