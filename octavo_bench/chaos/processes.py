@@ -31,6 +31,13 @@ def session(leader: int) -> list[int]:
     return found
 
 
+def children(pid: int) -> list[int]:
+    """The processes that ``pid`` started. Empty if it is gone."""
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
 def engine_of(leader: int) -> int | None:
     """The engine process of the session of ``leader``; ``None`` if there is none at the moment."""
     for pid in session(leader):

@@ -67,6 +67,7 @@ class Target:
         self.num_starts = 0
         self.kills: Counter[str] = Counter()
         """Processes that were ended by a signal that cannot be handled, or that means a crash."""
+        self.is_supervised = "--supervise" in model
         self._logs = logs
         self._command = [sys.executable, "-m", "octavo", "serve", *model, "--port", str(port)]
         self._command += ["--journal", str(self.journal), "--state-dir", str(self.disk.folder / "state")]
@@ -84,8 +85,11 @@ class Target:
 
     @property
     def front(self) -> int:
+        """The front process: a child of the process that was started, if that has one that serves (``--supervise``)."""
         assert self._server is not None
-        return self._server.process.pid
+        pid = self._server.process.pid
+        children = processes.children(pid) if self.is_supervised else []
+        return children[0] if children else pid
 
     @property
     def engine(self) -> int | None:
@@ -128,6 +132,18 @@ class Target:
         self._server.process.send_signal(number)
         await asyncio.to_thread(self._server.process.wait, START_SECONDS)
 
+    async def end_child(self, number: signal.Signals) -> None:
+        """End or stop the front process of a supervised server, and wait until there is another one."""
+        ended = self.front
+        self._earlier.append(ended)
+        self.kills["front"] += 1
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(ended, number)
+        assert self._server is not None
+        while self.front in (ended, self._server.process.pid):
+            await asyncio.sleep(LOOK_SECONDS)
+        await self.wait_ready()
+
     def ended_by_itself(self) -> int | None:
         """The exit code of a server that nobody ended."""
         return None if self._server is None else self._server.process.poll()
@@ -169,6 +185,7 @@ class Target:
     def close(self) -> None:
         self._connections.close()
         if self._server is not None:
-            self.send(self.front, signal.SIGCONT)
+            with contextlib.suppress(OSError):
+                os.kill(self.front, signal.SIGCONT)
             self._server.stop()
         self.disk.close()

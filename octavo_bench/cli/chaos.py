@@ -47,7 +47,7 @@ def add_kinds(kinds: Any) -> None:
 def _chaos(args: argparse.Namespace) -> int:
     import asyncio
 
-    from octavo_bench.chaos.faults import FAULTS
+    from octavo_bench.chaos.faults import FAULTS, OF_SUPERVISED
     from octavo_bench.chaos.schedule import Chaos, Plan
     from octavo_bench.chaos.target import Target
     from octavo_bench.chaos.tiny_model import write_tiny_adapter, write_tiny_model
@@ -55,9 +55,11 @@ def _chaos(args: argparse.Namespace) -> int:
     from octavo_bench.report import keep
     from octavo_bench.server_process import free_port
 
-    names = args.faults.split(",") if args.faults else list(FAULTS)
-    if unknown := sorted(set(names) - set(FAULTS)):
-        raise ConfigError(f"faults: {', '.join(unknown)}: not among {', '.join(FAULTS)}")
+    flags = shlex.split(args.server_args)
+    known = OF_SUPERVISED if "--supervise" in flags else FAULTS
+    names = args.faults.split(",") if args.faults else list(known)
+    if unknown := sorted(set(names) - set(known)):
+        raise ConfigError(f"faults: {', '.join(unknown)}: not among {', '.join(known)}")
     num_faults = args.num_faults or (None if args.duration else 20)
     plan = Plan(args.seed, num_faults, args.duration, args.clients, faults=names)
     with tempfile.TemporaryDirectory(prefix="octavo_chaos_") as place:
@@ -68,7 +70,7 @@ def _chaos(args: argparse.Namespace) -> int:
         if args.model is None:
             model = [str(write_tiny_model(folder / "tiny")), "--load-format", "dummy"]
             model += ["--enable-lora", "--lora-modules", f"{ADAPTER}={write_tiny_adapter(folder / ADAPTER)}"]
-        model += shlex.split(args.server_args)
+        model += flags
         target = Target(model, args.port or free_port(), folder, logs)
         requests = make_requests(args.num_requests, args.seed, has_adapter=args.model is None)
         findings = asyncio.run(Chaos(target, requests, plan, _say).run())

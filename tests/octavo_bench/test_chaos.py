@@ -25,6 +25,16 @@ def test_no_answer_is_lost_or_changed(tmp_path: Path) -> None:
     assert sum(result["faults"].values()) == 5
 
 
+def test_a_supervised_server_loses_nothing(tmp_path: Path) -> None:
+    output = tmp_path / "chaos.json"
+    command = ["bench", "chaos", "--seed", "1", "--num-faults", "3", "--clients", "4", "--num-requests", "20"]
+    flags = ["--server-args=--supervise 1", "--faults", "kill_child,hang_child", "--output", str(output)]
+    assert main([*command, *flags]) == 0
+    result = json.loads(output.read_text())["result"]
+    assert sum(result["faults"].values()) == result["kills"]["front"] == 3
+    assert result["server_starts"] == 1
+
+
 def test_unknown_faults_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "chaos", "--faults", "earthquake"]) == 2
     assert f"earthquake: not among {', '.join(FAULTS)}" in capsys.readouterr().err
