@@ -93,6 +93,11 @@ class ServerSettings:
         DIALECTS,
     )
     shutdown_timeout: float = setting(30.0, "seconds that running requests have to finish on SIGTERM", low=0)
+    supervise: float | None = setting(
+        None,
+        "start the server as a child process, and again when it dies, or gives no sign of life for so many seconds",
+        low=0.2,
+    )
     engine_timeout: float = setting(
         120.0,
         "seconds without a finished step, while requests run, until the engine is restarted",

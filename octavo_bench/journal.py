@@ -6,26 +6,36 @@ some sequences at a time, each with a token per step, that end and are followed 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import statistics
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from octavo.collector import without_collections
+from octavo.config import ServeConfig
 from octavo.sampling_params import SamplingParams
-from octavo.server.durable.journal import MAX_RETAINED_BYTES
+from octavo.server.durable.journal import MAX_RETAINED_BYTES, ROLL_BYTES, Journal
 from octavo.server.durable.log import Damage, LogFile, log_files
 from octavo.server.durable.records import Begin, Ended, Forgotten, Head, Note, Noted, encode, encode_ended, merged, pack
 from octavo.server.durable.recovery import read_logs
+from octavo.server.durable.requests import DurableRequest
 from octavo.types import Output, Request, TokenLogprobs
 
 VOCAB_SIZE = 150_000
 PROMPT_TOKENS = (16, 2000)
 OUTPUT_TOKENS = (16, 600)
+HISTORY_PROMPT_TOKENS = (1000, 30_000)
+HISTORY_OUTPUT_TOKENS = (16, 200)
+"""Of a history: long prompts, so that it is written in minutes."""
+NUM_CONTENTS = 100
+"""Different prompts and outputs of a history."""
+STEPS_PER_SYNC = 50
 LOGPROBS_SHARE = 0.1
 """Of requests: those that ask for the log probabilities of two tokens at each position."""
 
@@ -33,12 +43,18 @@ LOGPROBS_SHARE = 0.1
 class _Sequence:
     """One request and the outputs that it still gets."""
 
-    def __init__(self, number: int, source: random.Random) -> None:
-        prompt = _tokens(source.randint(*PROMPT_TOKENS), source)
+    def __init__(
+        self,
+        number: int,
+        source: random.Random,
+        prompt_tokens: tuple[int, int] = PROMPT_TOKENS,
+        output_tokens: tuple[int, int] = OUTPUT_TOKENS,
+    ) -> None:
+        prompt = _tokens(source.randint(*prompt_tokens), source)
         request = Request(number, prompt, SamplingParams(), OUTPUT_TOKENS[1])
         self.head = Head(number, "", f":{number:032x}", "0" * 32, "0" * 32, "", "", 1)
         self.begin = Begin("0" * 32, 1_700_000_000, [request], [0], ["word " * len(prompt)], [])
-        tokens = _tokens(source.randint(*OUTPUT_TOKENS), source)
+        tokens = _tokens(source.randint(*output_tokens), source)
         has_logprobs = source.random() < LOGPROBS_SHARE
         self.outputs = [(0, Output(1, [token], logprobs=_logprobs(token, has_logprobs))) for token in tokens]
         self.outputs[0][1].num_cached_tokens = 16
@@ -119,12 +135,93 @@ def read(folder: Path) -> tuple[float, int, int]:
     return seconds, num_ended, len(found) - num_ended
 
 
+class _History:
+    """A journal as a server writes it that runs for long: full files are replaced, old requests forgotten."""
+
+    def __init__(self, folder: Path, num_live: int) -> None:
+        nothing = SimpleNamespace(own=lambda *_: None)
+        self._ids = itertools.count()
+        engine: Any = SimpleNamespace(
+            metrics=SimpleNamespace(journal=Counter()),
+            timelines=nothing,
+            next_id=lambda: next(self._ids),
+            add=lambda *_: None,
+        )
+        self._journal = Journal(folder, 600.0, ServeConfig(), engine, None)
+        self._folder = folder
+        self._num_live = num_live
+        self._numbers = itertools.count(1)
+        source = random.Random(0)
+        ranges = HISTORY_PROMPT_TOKENS, HISTORY_OUTPUT_TOKENS
+        self._contents = [_Sequence(number, source, *ranges) for number in range(NUM_CONTENTS)]
+        self.most_bytes = 0
+        """In the folder, at any time."""
+
+    async def write(self, num_bytes: int) -> int:
+        """Write at least so many bytes, and stop when the next file is about to be begun. Returns the bytes."""
+        live: list[tuple[DurableRequest, _Sequence, int]] = []
+        before = _written()
+        for step in itertools.count(1):
+            while len(live) < self._num_live:
+                live.append((*self._begin(), 0))
+            for request, content, place in live:
+                request.on_output(*content.outputs[place])
+            live = [(each, content, place + 1) for each, content, place in live if not each.is_ended]
+            await asyncio.sleep(0)
+            if step % STEPS_PER_SYNC == 0:
+                await self._journal.synced()
+                self.most_bytes = max(self.most_bytes, _size(self._folder))
+                limit = max(ROLL_BYTES, 2 * self._journal._snapshot_bytes)
+                if _written() - before > num_bytes and self._journal._writer.num_bytes > 0.9 * limit:
+                    break
+        return _written() - before
+
+    def _begin(self) -> tuple[DurableRequest, _Sequence]:
+        number = next(self._numbers)
+        content = self._contents[number % NUM_CONTENTS]
+        head = Head(number, "", f":{number:032x}", "0" * 32, "0" * 32, "", "", 1)
+        request = DurableRequest(self._journal, head, content.begin)
+        self._journal._requests[number] = request
+        self._journal.note((head, content.begin))
+        request.submit()
+        return request, content
+
+
+def _written() -> int:
+    """Bytes that this process has written so far (proc(5))."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["wchar"])
+
+
+def _size(folder: Path) -> int:
+    return sum(file.path.stat().st_size for file in log_files(folder))
+
+
+def measure_history(num_bytes: int, num_live: int, rounds: int) -> dict[str, Any]:
+    """Write a history as a server does, and read what is left of it some times."""
+    with tempfile.TemporaryDirectory(prefix="octavo_journal_") as place:
+        folder = Path(place) / "journal"
+        history = _History(folder, num_live)
+        num_written = asyncio.run(history.write(num_bytes))
+        left = _size(folder)
+        runs = [read(folder) for _ in range(rounds)]
+    return {
+        "written_bytes": num_written,
+        "most_bytes": history.most_bytes,
+        "read_bytes": left,
+        "ended": runs[0][1],
+        "unfinished": runs[0][2],
+        "seconds": [round(run[0], 3) for run in runs],
+        "median_s": round(statistics.median(run[0] for run in runs), 3),
+    }
+
+
 def measure(num_bytes: int, num_live: int, rounds: int) -> dict[str, Any]:
     """Write a log to a temporary folder, and read it some times."""
     with tempfile.TemporaryDirectory(prefix="octavo_journal_") as place:
         folder = Path(place)
         num_tokens = write(folder, num_bytes, num_live)
-        size = sum(file.path.stat().st_size for file in log_files(folder))
+        size = _size(folder)
         runs = [read(folder) for _ in range(rounds)]
     seconds = statistics.median(run[0] for run in runs)
     return {

@@ -26,6 +26,7 @@ from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.server.async_engine import AsyncEngine
 from octavo.server.data_parallel import DataParallelEngine
+from octavo.server.front_supervisor import listen
 from octavo.server.kv_publisher import KVEventPublisher, parse_kv_events_config
 from octavo.server.model_name import with_local_model
 from octavo.server.service_manager import ServiceManager
@@ -51,10 +52,16 @@ HAND_OVER_SECONDS = 0.02
 logger = logging.getLogger("octavo.server")
 
 
-def run(config: ServeConfig, engine_argv: list[str] | None = None, others: Sequence[ServeConfig] = ()) -> int:
+def run(
+    config: ServeConfig,
+    engine_argv: list[str] | None = None,
+    others: Sequence[ServeConfig] = (),
+    listener: socket.socket | None = None,
+) -> int:
     """Serve until a signal stops the server; return the exit code. Raises ``ConfigError`` and ``CheckpointError``.
 
     ``engine_argv`` replaces the default command of the engine process. ``others`` has the settings of further models.
+    ``listener`` is a socket that is bound already.
     """
     log_to_stderr(config.server.log_level, config.server.log_format)
     _raise_file_limit()
@@ -62,7 +69,7 @@ def run(config: ServeConfig, engine_argv: list[str] | None = None, others: Seque
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     predecessor = _predecessor(config.server)
     with (
-        _listening_socket(config.server, predecessor) as listener,
+        listener or _listening_socket(config.server, predecessor) as listener,
         asyncio.Runner(loop_factory=_new_event_loop) as runner,
     ):
         front = make_front(config, engine_argv, others)
@@ -349,21 +356,12 @@ def _listening_socket(settings: ServerSettings, predecessor: Predecessor | None)
 
     Raises ``ConfigError``.
     """
-    host, port = settings.host, settings.port
-    if predecessor is not None:
-        taken = predecessor.listener.getsockname()[1]
-        if port not in (0, taken):
-            raise ConfigError(f"takeover_socket: the server there listens on port {taken}, and not on {port}")
-        return predecessor.listener
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
-    listener.setblocking(False)
-    return listener
+    if predecessor is None:
+        return listen(settings.host, settings.port)
+    taken = predecessor.listener.getsockname()[1]
+    if settings.port not in (0, taken):
+        raise ConfigError(f"takeover_socket: the server there listens on port {taken}, and not on {settings.port}")
+    return predecessor.listener
 
 
 def _url(listener: socket.socket, is_secure: bool) -> str:

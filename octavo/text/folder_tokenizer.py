@@ -21,6 +21,8 @@ MAX_TOKENIZER_BYTES = 256 << 20
 MAX_CONFIG_BYTES = 16 << 20
 MODEL_NAME = "tokenizer.model"
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LEAST_KNOWN = "".join(map(chr, (*range(0x800), *range(0x800, 0xD800, 64), *range(0x10000, 0x110000, 0x1000))))
+"""A text with each byte that UTF-8 has, and with characters that few vocabularies have."""
 _OTHER_FORMS = ("vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 
 
@@ -74,9 +76,25 @@ def _wrap(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens:
 def _read_backend(file: Path) -> tokenizers.Tokenizer:
     text = _read_text(file, MAX_TOKENIZER_BYTES)
     try:
-        return tokenizers.Tokenizer.from_str(text)
+        backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises the bare class
         raise CheckpointError(f"{file}: not a tokenizer that can be read: {error}") from None
+    _check_unknown_token(backend, file)
+    return backend
+
+
+def _check_unknown_token(backend: tokenizers.Tokenizer, file: Path) -> None:
+    """Raise ``CheckpointError`` if a text can need an unknown token that the vocabulary lacks.
+
+    That token may be missing where no text needs it: from a vocabulary that has all bytes.
+    """
+    try:
+        backend.encode(_LEAST_KNOWN)
+    except Exception as error:  # the library raises the bare class
+        unknown = getattr(backend.model, "unk_token", None)
+        is_missing = unknown is None or backend.model.token_to_id(unknown) is None
+        reason = f"the unknown token {unknown!r} is not in model.vocab" if is_missing else "some texts have no tokens"
+        raise CheckpointError(f"{file}: model.unk_token: {reason}: {error}") from None
 
 
 def _read_text(file: Path, limit: int) -> str:

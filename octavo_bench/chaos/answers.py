@@ -78,8 +78,16 @@ class Answer:
         for choice in data.get("choices", ()):
             self._take_choice(choice)
         if usage := data.get("usage"):
-            counts = ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens")
-            self._usage = {name: usage[name] for name in counts if name in usage}
+            self._usage = _counts(usage)
+
+    def take_batch(self, lines: bytes) -> None:
+        """Take the results of a batch. Raises ``Repeated`` if a line was answered twice."""
+        for result in map(json.loads, lines.splitlines()):
+            number = int(result["custom_id"])
+            if number in self._choices:
+                raise Repeated(f"the line {number} of a batch")
+            body = result["response"]["body"]
+            self._choices[number] = {"choices": body["choices"], "usage": _counts(body["usage"])}
 
     def _take_choice(self, choice: dict[str, Any]) -> None:
         kept = self._choices.setdefault(choice["index"], {"text": "", "end": None, "tools": {}, "logprobs": []})
@@ -95,6 +103,12 @@ class Answer:
             if kept["end"] is not None:
                 raise Repeated(f"the end of choice {choice['index']}")
             kept["end"] = choice["finish_reason"]
+
+
+def _counts(usage: dict[str, Any]) -> dict[str, int]:
+    """Without what depends on the caches."""
+    names = ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens")
+    return {name: usage[name] for name in names if name in usage}
 
 
 def _without_id(item: dict[str, Any]) -> dict[str, Any]:

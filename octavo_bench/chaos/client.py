@@ -10,13 +10,18 @@ from typing import Any, Literal, NamedTuple
 
 from octavo.server.proxy.connections import Connection, ConnectionFailed, Connections, Headers
 from octavo_bench.chaos.answers import Answer, Repeated
-from octavo_bench.chaos.traffic import RESPONSES, Asked
+from octavo_bench.chaos.traffic import BATCHES, COMPLETIONS, RESPONSES, Asked
 
 RETRY_SECONDS = 0.05
 POLL_SECONDS = 0.1
 LONGEST_RETRY_AFTER = 1.0
 BUSY = (429, 503, 507)
 """Statuses after which a client tries again."""
+FORM = (
+    b"--octavo\r\nContent-Disposition: form-data; name=purpose\r\n\r\nbatch\r\n"
+    b"--octavo\r\nContent-Disposition: form-data; name=file; filename=in.jsonl\r\n\r\n%b\r\n--octavo--\r\n"
+)
+"""A file to be uploaded, with its content to be filled in."""
 Manner = Literal["plain", "vanishes", "leaves", "slow"]
 """How a client reads a stream: to its end; it goes away and reconnects; it goes away and later reads the whole from the
 start; it takes its time."""
@@ -89,8 +94,11 @@ class _Following:
         self._losses = excuses.losses - bool(excuses.is_losing)
 
     async def run(self) -> Followed:
-        is_polled = self._asked.body.get("background") and not self._asked.is_streamed
-        attempt: Callable[[], Any] = self._background if is_polled else self._attempt
+        attempt: Callable[[], Any] = self._attempt
+        if self._asked.path == BATCHES:
+            attempt = self._batch
+        elif self._asked.body.get("background") and not self._asked.is_streamed:
+            attempt = self._background
         while True:
             self._counts[0] += 1
             breaks = self._excuses.breaks - bool(self._excuses.is_breaking)
@@ -171,10 +179,36 @@ class _Following:
             if connection.status != 200:
                 return await self._refused(connection)
             name = json.loads(await rest(connection))["id"]
+        self._answer.take(await self._until_ended(f"{RESPONSES}/{name}", ("queued", "in_progress")))
+        return True
+
+    async def _batch(self) -> bool:
+        """Upload lines, begin a batch of them, and ask until its results are there."""
+        of_line = {"method": "POST", "url": f"/{COMPLETIONS}"}
+        lines = enumerate(self._asked.body["lines"])
+        content = "\n".join(json.dumps({"custom_id": str(i), **of_line, "body": body}) for i, body in lines)
+        headers = [(b"content-type", b"multipart/form-data; boundary=octavo")]
+        file = json.loads(await self._until_answered("POST", "v1/files", headers, FORM % content.encode()))
+        begun = {"input_file_id": file["id"], "endpoint": f"/{COMPLETIONS}", "completion_window": "24h"}
+        batch = json.loads(await self._until_answered("POST", BATCHES, self._headers, json.dumps(begun).encode()))
+        batch = await self._until_ended(f"{BATCHES}/{batch['id']}", ("validating", "in_progress", "finalizing"))
+        if batch["status"] != "completed" or batch["error_file_id"] is not None:
+            raise Failed(f"the batch ended so: {json.dumps(batch)[:600]}")
+        self._answer.take_batch(await self._until_answered("GET", f"v1/files/{batch['output_file_id']}/content"))
+        return True
+
+    async def _until_ended(self, path: str, unfinished: tuple[str, ...]) -> Any:
+        """The object at ``path``, once its status is none of ``unfinished``."""
+        while (found := json.loads(await self._until_answered("GET", path)))["status"] in unfinished:
+            await asyncio.sleep(POLL_SECONDS)
+        return found
+
+    async def _until_answered(self, method: str, path: str, headers: Headers | None = None, data: bytes = b"") -> bytes:
+        """The body of the answer, whatever attempts it takes. Raises ``Failed`` for a refusal that does not pass."""
         while True:
             breaks = self._excuses.breaks - bool(self._excuses.is_breaking)
             try:
-                async with self._connections.request("GET", f"{RESPONSES}/{name}") as connection:
+                async with self._connections.request(method, path, headers, data) as connection:
                     status, body = connection.status, await rest(connection)
             except ConnectionFailed:
                 self._counts[0] += 1
@@ -182,12 +216,9 @@ class _Following:
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             if status == 200:
-                response = json.loads(body)
-                if response["status"] not in ("queued", "in_progress"):
-                    self._answer.take(response)
-                    return True
-            elif status not in BUSY:
-                raise Failed(f"the response {name}: status {status}: {body[:300].decode(errors='replace')}")
+                return body
+            if status not in BUSY:
+                raise Failed(f"{path}: status {status}: {body[:300].decode(errors='replace')}")
             await asyncio.sleep(POLL_SECONDS)
 
 

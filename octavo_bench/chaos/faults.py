@@ -95,6 +95,16 @@ async def kill_front(target: Target, rng: random.Random) -> None:
     await target.wait_ready()
 
 
+async def kill_child(target: Target, rng: random.Random) -> None:
+    """The front process of a supervised server is killed."""
+    await target.end_child(signal.SIGKILL)
+
+
+async def hang_child(target: Target, rng: random.Random) -> None:
+    """The front process of a supervised server stands still until its supervisor kills it."""
+    await target.end_child(signal.SIGSTOP)
+
+
 async def kill_starts(target: Target, rng: random.Random) -> None:
     """The server is killed, and so are the next ones at some moment of their start."""
     for _ in range(rng.randrange(1, 4)):
@@ -260,3 +270,9 @@ FAULTS: dict[str, Fault] = {
     "half_requests": Fault(half_requests, 1),
 }
 """By name."""
+OF_SUPERVISED = {
+    **{name: FAULTS[name] for name in ("kill_engine", "crash_engine", "kill_engines", "kill_front")},
+    "kill_child": Fault(kill_child, 5, breaks=True),
+    "hang_child": Fault(hang_child, 5, breaks=True),
+}
+"""Faults for a server with ``--supervise``. Others stop its front process for as long as that is killed for."""

@@ -16,6 +16,7 @@ class Held(NamedTuple):
     memory: int
     """Bytes of memory of its own, in RAM or swapped out: without files, which the kernel can drop."""
     descriptors: int
+    sockets: int
     threads: int
 
 
@@ -28,6 +29,13 @@ def session(leader: int) -> list[int]:
             if int(its_session) == leader and state != "Z":
                 found.append(int(name))
     return found
+
+
+def children(pid: int) -> list[int]:
+    """The processes that ``pid`` started. Empty if it is gone."""
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
 
 
 def engine_of(leader: int) -> int | None:
@@ -44,7 +52,11 @@ def held(pid: int) -> Held:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     memory = sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "VmSwap") if name in fields)
-    return Held(memory, len(os.listdir(f"/proc/{pid}/fd")), int(fields["Threads"]))
+    targets = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            targets.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return Held(memory, len(targets), sum(each.startswith("socket:") for each in targets), int(fields["Threads"]))
 
 
 def last_descriptor(pid: int) -> int:

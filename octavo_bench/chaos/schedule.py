@@ -16,7 +16,7 @@ from octavo.server.proxy.connections import ConnectionFailed
 from octavo_bench.chaos import processes
 from octavo_bench.chaos.answers import Repeated
 from octavo_bench.chaos.client import MANNERS, Client, Failed, Followed
-from octavo_bench.chaos.faults import FAULTS, Fault, Wrong
+from octavo_bench.chaos.faults import FAULTS, OF_SUPERVISED, Fault, Wrong
 from octavo_bench.chaos.target import Target
 from octavo_bench.chaos.traffic import Asked
 
@@ -172,14 +172,15 @@ class Chaos:
 
     async def _do_one(self) -> None:
         names = self._plan.faults
-        (name,) = self._rng.choices(names, [FAULTS[name].weight for name in names])
+        known = FAULTS | OF_SUPERVISED
+        (name,) = self._rng.choices(names, [known[name].weight for name in names])
         self._num_faults += 1
         self._recent.append(name)
         rng = random.Random(self._rng.random())
         begun = time.perf_counter()
         try:
-            with self._excused(FAULTS[name]):
-                await FAULTS[name].run(self._target, rng)
+            with self._excused(known[name]):
+                await known[name].run(self._target, rng)
                 seconds = await self._target.seconds_until_answer(begun)
         except Wrong as error:
             self._found("wrong", fault=name, detail=str(error))
@@ -237,6 +238,8 @@ class Chaos:
             "engine_mib": round(engine.memory / 2**20, 2),
             "front_descriptors": front.descriptors,
             "engine_descriptors": engine.descriptors,
+            "front_sockets": front.sockets,
+            "engine_sockets": engine.sockets,
             "front_threads": front.threads,
             "engine_threads": engine.threads,
         }

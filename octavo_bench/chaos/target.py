@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,9 @@ class Target:
         self.excuses = Excuses()
         self.disk = Disk(folder / "disk")
         self.num_starts = 0
+        self.kills: Counter[str] = Counter()
+        """Processes that were ended by a signal that cannot be handled, or that means a crash."""
+        self.is_supervised = "--supervise" in model
         self._logs = logs
         self._command = [sys.executable, "-m", "octavo", "serve", *model, "--port", str(port)]
         self._command += ["--journal", str(self.journal), "--state-dir", str(self.disk.folder / "state")]
@@ -81,8 +85,11 @@ class Target:
 
     @property
     def front(self) -> int:
+        """The front process: a child of the process that was started, if that has one that serves (``--supervise``)."""
         assert self._server is not None
-        return self._server.process.pid
+        pid = self._server.process.pid
+        children = processes.children(pid) if self.is_supervised else []
+        return children[0] if children else pid
 
     @property
     def engine(self) -> int | None:
@@ -121,8 +128,21 @@ class Target:
         """Send the server a signal, and wait until it has ended."""
         assert self._server is not None
         self._earlier.append(self.front)
+        self.kills["front"] += number == signal.SIGKILL
         self._server.process.send_signal(number)
         await asyncio.to_thread(self._server.process.wait, START_SECONDS)
+
+    async def end_child(self, number: signal.Signals) -> None:
+        """End or stop the front process of a supervised server, and wait until there is another one."""
+        ended = self.front
+        self._earlier.append(ended)
+        self.kills["front"] += 1
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(ended, number)
+        assert self._server is not None
+        while self.front in (ended, self._server.process.pid):
+            await asyncio.sleep(LOOK_SECONDS)
+        await self.wait_ready()
 
     def ended_by_itself(self) -> int | None:
         """The exit code of a server that nobody ended."""
@@ -135,6 +155,7 @@ class Target:
     def send(self, pid: int, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+            self.kills["engine"] += number not in (signal.SIGSTOP, signal.SIGCONT)
 
     # --- answers ---
 
@@ -164,6 +185,7 @@ class Target:
     def close(self) -> None:
         self._connections.close()
         if self._server is not None:
-            self.send(self.front, signal.SIGCONT)
+            with contextlib.suppress(OSError):
+                os.kill(self.front, signal.SIGCONT)
             self._server.stop()
         self.disk.close()

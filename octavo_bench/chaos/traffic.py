@@ -10,6 +10,10 @@ COMPLETIONS = "v1/completions"
 CHAT = "v1/chat/completions"
 RESPONSES = "v1/responses"
 EMBEDDINGS = "v1/embeddings"
+BATCHES = "v1/batches"
+BATCH_LINES = 4
+ADAPTER = "lent"
+"""Name of the adapter that requests may select."""
 SENTENCE = "An octavo is a book made of sheets folded three times into eight leaves, small enough for a pocket. "
 SCHEMA = {
     "type": "object",
@@ -42,12 +46,12 @@ class Asked(NamedTuple):
         return self.is_streamed and (self.is_durable or bool(self.body.get("background")))
 
 
-def make_requests(count: int, seed: int) -> list[Asked]:
+def make_requests(count: int, seed: int, has_adapter: bool) -> list[Asked]:
     """``count`` requests, all of them different, the kinds in turn."""
     rng = random.Random(seed)
     made: list[Asked] = []
     while len(made) < count:
-        made += _one_of_each(len(made), rng)
+        made += [asked for asked in _one_of_each(len(made), rng) if has_adapter or "model" not in asked.body]
     return made[:count]
 
 
@@ -79,6 +83,8 @@ def _one_of_each(number: int, rng: random.Random) -> Iterator[Asked]:
     yield Asked("tools", CHAT, tools)
     yield Asked("response", RESPONSES, _response(prompt, rng))
     yield Asked("embedding", EMBEDDINGS, {"input": prompt})
+    yield Asked("adapter_stream", COMPLETIONS, {**sampled, **streamed, "model": ADAPTER})
+    yield Asked("batch", BATCHES, {"lines": [{**sampled, "seed": line} for line in range(BATCH_LINES)]})
 
 
 def _response(prompt: str, rng: random.Random) -> dict[str, Any]:

@@ -53,9 +53,10 @@ def add_kinds(kinds: Any) -> None:
     switch.set_defaults(run=_switch)
 
     journal = kinds.add_parser("journal", help="how fast a server that starts reads its journal")
-    journal.add_argument("--megabytes", type=positive, default=512, help="size of the journal")
+    journal.add_argument("--megabytes", type=positive, default=512, help="of the journal")
     journal.add_argument("--sequences", type=positive, default=64, help="running at a time")
     journal.add_argument("--rounds", type=positive, default=3)
+    journal.add_argument("--history", action="store_true", help="write so much as a server does, and read what is left")
     add_results(journal)
     journal.set_defaults(run=_journal)
 
@@ -127,10 +128,11 @@ def _switch(args: argparse.Namespace) -> int:
 
 
 def _journal(args: argparse.Namespace) -> int:
-    from octavo_bench.journal import measure
+    from octavo_bench.journal import measure, measure_history
 
     begin(args)
-    return finish(args, measure(args.megabytes * 1_000_000, args.sequences, args.rounds))
+    run = measure_history if args.history else measure
+    return finish(args, run(args.megabytes * 1_000_000, args.sequences, args.rounds))
 
 
 def _report(args: argparse.Namespace) -> int:

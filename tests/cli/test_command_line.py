@@ -214,7 +214,7 @@ def test_serve_hands_its_settings_to_the_server(monkeypatch: pytest.MonkeyPatch)
     from octavo.server import serving
 
     seen: list[ServeConfig] = []
-    monkeypatch.setattr(serving, "run", lambda config, others: seen.extend([config, *others]) or 5)
+    monkeypatch.setattr(serving, "run", lambda config, others, listener: seen.extend([config, *others]) or 5)
     monkeypatch.setattr(os, "environ", {})
     assert main(["serve", "some/model", "--port", "1"]) == 5
     assert [(each.model.model, each.server.port) for each in seen] == [("some/model", 1)]

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def test_no_answer_is_lost_or_changed(tmp_path: Path) -> None:
     output = tmp_path / "chaos.json"
-    command = ["bench", "chaos", "--seed", "3", "--num-faults", "5", "--clients", "4", "--num-requests", "18"]
+    command = ["bench", "chaos", "--seed", "3", "--num-faults", "5", "--clients", "4", "--num-requests", "20"]
     faults = ["--faults", "kill_engine,kill_front,full_disk,poison,storm"]
     status = main([*command, *faults, "--logs", str(tmp_path / "logs"), "--output", str(output)])
     result = json.loads(output.read_text())["result"]
@@ -23,6 +23,16 @@ def test_no_answer_is_lost_or_changed(tmp_path: Path) -> None:
     assert status == 0
     assert sum(result["right_answers"].values()) > 20
     assert sum(result["faults"].values()) == 5
+
+
+def test_a_supervised_server_loses_nothing(tmp_path: Path) -> None:
+    output = tmp_path / "chaos.json"
+    command = ["bench", "chaos", "--seed", "1", "--num-faults", "3", "--clients", "4", "--num-requests", "20"]
+    flags = ["--server-args=--supervise 1", "--faults", "kill_child,hang_child", "--output", str(output)]
+    assert main([*command, *flags]) == 0
+    result = json.loads(output.read_text())["result"]
+    assert sum(result["faults"].values()) == result["kills"]["front"] == 3
+    assert result["server_starts"] == 1
 
 
 def test_unknown_faults_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,28 @@ def test_a_damaged_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer_config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: "):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "unknown"),
+    [
+        (models.BPE({"a": 0, "b": 1}, [], unk_token="<unk>"), "'<unk>'"),
+        (models.WordPiece({"a": 0, "b": 1}, unk_token="[UNK]"), "'[UNK]'"),
+        (models.WordLevel({"a": 0, "b": 1}, unk_token="?"), "'?'"),
+        (models.Unigram([("a", 0.0), ("b", 0.0)]), "None"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_unknown_token_outside_the_vocabulary_is_refused(tmp_path: Path, model: Any, unknown: str) -> None:
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    message = rf"tokenizer.json: model.unk_token: the unknown token {re.escape(unknown)} is not in model.vocab"
+    with pytest.raises(CheckpointError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_an_unknown_token_that_no_text_needs_may_be_missing(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["unk_token"] = "<nowhere>"
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert load(folder).encode("\U0010ffff\0\u0901 the", add_special_tokens=False)[-1] == 258

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 import time
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import pre_tokenizers
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from octavo.errors import InvalidParameter
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.token_bytes import byte_level_alphabet
+from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from tests.gguf_reference import read_once
 
 CORPUS = [
@@ -127,3 +130,46 @@ def test_an_unpaired_surrogate_is_refused(small_tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidParameter, match="Character 2 of the text") as caught:
         small_tokenizer.encode("ab\ud800c")
     assert caught.value.param == "prompt"
+
+
+class _MallInfo(ctypes.Structure):
+    """What glibc's mallinfo2(3) returns."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (*"abcdefg", "uordblks", "fordblks", "keepcost")]
+
+
+def allocated() -> int:
+    """Bytes allocated outside Python's own allocator, in all threads."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        pytest.skip("needs glibc")
+    library.mallinfo2.restype = _MallInfo
+    return int(library.mallinfo2().uordblks)
+
+
+@pytest.mark.parametrize("model", [models.BPE, models.Unigram])
+def test_long_words_do_not_fill_memory(tmp_path: Path, model: type) -> None:
+    """The library keeps the tokens of 10,000 words for each thread."""
+    alphabet = byte_level_alphabet()
+    made = model(alphabet, []) if model is models.BPE else model([(text, -1.0) for text in alphabet], 0, False)
+    backend = tokenizers.Tokenizer(made)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    tokenizer.prepare_to_encode()
+    words = [f"{number:b}".translate({48: "a", 49: "b"}).rjust(200, "c") for number in range(9000)]
+    grown = 0
+
+    def encode() -> None:
+        nonlocal grown
+        before = allocated()
+        for word in words:
+            tokenizer.encode(word)
+        grown = allocated() - before
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    thread.join()
+    assert grown < 10 << 20

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,7 +35,9 @@ MAX_KEY = 255
 ROLL_BYTES = 64 << 20
 """A file that is larger, and larger than twice what it must hold, is replaced by a new one."""
 MAX_RETAINED_BYTES = 256 << 20
-"""Ended requests are forgotten early, oldest first, when their prompts and outputs are more."""
+"""Ended requests are forgotten early, oldest first, when they take more memory."""
+REQUEST_BYTES = 1200
+"""What an ended request takes in memory besides its prompts and outputs."""
 REPAIR_SECONDS = 5.0
 """Interval of attempts to write everything again after a write has failed."""
 LOCK_SECONDS = 0.05
@@ -87,8 +91,10 @@ class Journal:
         self._fingerprint = ""
         self._requests: dict[int, DurableRequest] = {}
         self._by_key: dict[tuple[str, str], DurableRequest] = {}
-        self._ended: dict[int, DurableRequest] = {}
-        """Ended requests, oldest first."""
+        self._ended: OrderedDict[int, DurableRequest] = OrderedDict()
+        """Ended requests, oldest first; a dict would be slow to find its first entry after many removals there."""
+        self._has_timer = False
+        """Whether ``_forget_old`` will be called."""
         self._retained_bytes = 0
         self._batch: list[Note] = []
         """Items noted since the last pass of the event loop."""
@@ -153,12 +159,12 @@ class Journal:
 
     def _continue(self, recovered: dict[int, DurableRequest]) -> None:
         self._requests |= recovered
-        for number, request in recovered.items():
+        unusable: list[int] = []
+        for number, request in sorted(recovered.items(), key=lambda pair: pair[1].ended_at):
             head = request.head
             self._by_key[head.owner, head.key] = request
             if head.fingerprint != self._fingerprint:
-                logger.warning("a request of the journal is not continued: code, model or settings have changed")
-                asyncio.get_running_loop().call_later(self._retention, self._forget, number)
+                unusable.append(number)
                 continue
             try:
                 self._check_adapter(head)
@@ -170,6 +176,9 @@ class Journal:
                 self._forget(number)
                 continue
             self._counts["resumed_request"] += not request.is_ended
+        if unusable:
+            logger.warning("%d requests are not continued: code, model or settings have changed", len(unusable))
+            asyncio.get_running_loop().call_later(self._retention, self._forget_all, unusable)
         if count := self._counts["resumed_request"]:
             logger.info("%d requests of the journal continue", count)
 
@@ -280,6 +289,10 @@ class Journal:
             if owner == caller.name and key.startswith(prefix):
                 self.cancel(caller, key)
 
+    def _forget_all(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._forget(number)
+
     def _forget(self, number: int) -> None:
         request = self._requests.pop(number, None)
         if request is None:
@@ -289,18 +302,37 @@ class Journal:
         if self._by_key.get((head.owner, head.key)) is request:
             del self._by_key[head.owner, head.key]
         if self._ended.pop(number, None) is not None:
-            self._retained_bytes -= request.size
+            self._retained_bytes -= request.size + REQUEST_BYTES
 
     def ended(self, request: DurableRequest) -> None:
         """A request ended: it is kept for the retention time."""
         number = request.head.number
         if number not in self._requests:
             return
+        loop = asyncio.get_running_loop()
+        age = max(0.0, time.time() - request.ended_at)
+        request.forget_at = loop.time() + max(0.0, self._retention - age)
         self._ended[number] = request
-        self._retained_bytes += request.size
-        asyncio.get_running_loop().call_later(self._retention, self._forget, number)
+        self._retained_bytes += request.size + REQUEST_BYTES
         while self._retained_bytes > MAX_RETAINED_BYTES:
             self._forget(next(iter(self._ended)))
+        if not self._has_timer:
+            self._has_timer = True
+            loop.call_at(request.forget_at, self._forget_old)
+
+    def _forget_old(self) -> None:
+        """Forget what was kept long enough. One timer does it, as all are kept equally long."""
+        loop = asyncio.get_running_loop()
+        now, next_at = loop.time(), None
+        while self._ended and next_at is None:
+            number, request = next(iter(self._ended.items()))
+            if request.forget_at <= now:
+                self._forget(number)
+            else:
+                next_at = request.forget_at
+        self._has_timer = next_at is not None
+        if next_at is not None:
+            loop.call_at(next_at, self._forget_old)
 
     def failed(self, request: DurableRequest) -> None:
         """A request failed: its key can be used again."""

@@ -6,6 +6,7 @@ and tokens, which are most of the log, are rows of five numbers.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterable
 
@@ -74,6 +75,8 @@ class Ended(msgspec.Struct, array_like=True, tag=8, frozen=True, gc=False):
     """A ``Begin``, encoded."""
     outputs: bytes
     """``Outputs``, encoded."""
+    at: float = 0.0
+    """Unix time of the end or, if a server found the end in its journal, of that."""
 
     @property
     def number(self) -> int:
@@ -177,9 +180,9 @@ def encode_request(head: Head, begin: Begin, outputs: Outputs) -> bytes:
 
 
 def pack(head: Head, begin: Begin | bytes, outputs: Iterable[tuple[int, Output | bytes]]) -> Ended:
-    """A request that has ended, of parts that may be encoded already."""
+    """A request that has ended now, of parts that may be encoded already."""
     joined = [(index, msgspec.Raw(part) if isinstance(part, bytes) else part) for index, part in outputs]
-    return Ended(head, begin if isinstance(begin, bytes) else _encode(begin), _encode(joined))
+    return Ended(head, begin if isinstance(begin, bytes) else _encode(begin), _encode(joined), time.time())
 
 
 def unpack(ended: Ended) -> tuple[Begin, Outputs]:

@@ -32,8 +32,8 @@ from octavo.server.durable.records import (
 )
 from octavo.types import Output
 
-BLOCK_BYTES = 16 << 20
-"""So many bytes of rows are sorted at once."""
+BLOCK_BYTES = 2 << 20
+"""So many bytes of rows are sorted at once. More are hardly faster, and leave memory in pieces that stays taken."""
 NUMBER_LOW, NUMBER_HIGH, PLACE, INDEX, TOKEN = range(5)
 """Columns of rows."""
 
@@ -139,6 +139,8 @@ class Recovery:
         self._num_rows = 0
         self._others: dict[int, list[tuple[int, Other]]] = {}
         """Other items since the first of ``_rows``, by request, each with the number of rows before it."""
+        self._ended: list[int] = []
+        """Requests that ended since then."""
 
     def take(self, payload: bytes) -> None:
         """Raises ``UNREADABLE``."""
@@ -167,6 +169,10 @@ class Recovery:
         for number, items in others.items():
             for _, item in items:
                 self._restore(number, item)
+        for number in self._ended:
+            if (request := self.requests.get(number)) is not None:
+                self.requests[number] = Restored(request.packed())
+        self._ended = []
 
     def _replay(self, number: int, rows: Array, places: Any, items: list[tuple[int, Other]]) -> None:
         """One request's rows, whose places in the block are ``places``, and its other items, in their order."""
@@ -185,6 +191,8 @@ class Recovery:
         if isinstance(item, Whole):
             if (request := self.requests.get(number)) is not None:
                 request.take_output(item)
+                if request.is_ended:
+                    self._ended.append(number)
         elif isinstance(item, Forgotten):
             self.requests.pop(number, None)
         else:

@@ -7,6 +7,7 @@ the engine as prompt + output so far, as after the death of an engine process.
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Callable
@@ -57,22 +58,38 @@ class Owner(Protocol):
     def failed(self, request: DurableRequest) -> None: ...
 
 
+class _Live:
+    """What is kept of a request until it has ended."""
+
+    __slots__ = ("begin", "engine_ids", "outputs", "place", "readers", "unfinished")
+
+    def __init__(self, begin: Begin, num_choices: int) -> None:
+        self.begin = begin
+        self.outputs: Outputs = []
+        self.place = 0
+        """Of the next output in the log."""
+        self.unfinished = set(range(num_choices))
+        self.engine_ids: dict[int, int] = {}
+        self.readers: list[Reader] = []
+
+
 class DurableRequest:
-    """One request with all its output; the listener of its choices in the engine."""
+    """One request with all its output; the listener of its choices in the engine.
+
+    Ended ones are many, so little is left of them: ``octavo.server.durable.journal.REQUEST_BYTES``.
+    """
+
+    __slots__ = ("_account", "_ended", "_error", "_live", "_owner", "forget_at", "head")
 
     def __init__(self, owner: Owner, head: Head, content: Begin | Ended, account: Account | None = None) -> None:
         self.head = head
+        self.forget_at = 0.0
+        """Time of the event loop at which an ended request is forgotten."""
         self._owner = owner
         self._account = account
-        self._begin = content if isinstance(content, Begin) else None
+        self._live = _Live(content, head.num_choices) if isinstance(content, Begin) else None
         self._ended = content if isinstance(content, Ended) else None
-        """Once ended, what it computed and its output, instead of ``_begin``."""
-        self._outputs: Outputs = []
-        self._place = 0
-        """Of the next output in the log."""
-        self._unfinished = set() if self._begin is None else set(range(head.num_choices))
-        self._engine_ids: dict[int, int] = {}
-        self._readers: list[Reader] = []
+        """Once ended, what it computed and its output, instead of ``_live``."""
         self._error: RequestError | None = None
 
     @classmethod
@@ -82,9 +99,10 @@ class DurableRequest:
             return cls(owner, found.head, found.packed())
         begin, outputs = found.content(damage)
         request = cls(owner, found.head, begin)
-        request._outputs = outputs
-        request._place = sum(extent(output.tokens) for _, output in outputs)
-        request._unfinished = found.unfinished
+        assert request._live is not None
+        request._live.outputs = outputs
+        request._live.place = sum(extent(output.tokens) for _, output in outputs)
+        request._live.unfinished = found.unfinished
         return request
 
     @property
@@ -92,61 +110,70 @@ class DurableRequest:
         return self._ended is not None
 
     @property
+    def ended_at(self) -> float:
+        """Unix time of its end; infinite if it has not ended."""
+        return math.inf if self._ended is None else self._ended.at
+
+    @property
     def size(self) -> int:
         """Bytes that it takes in a new log file; at most about so many, until it has ended."""
-        if self._ended is not None:
+        if self._live is None:
+            assert self._ended is not None
             return self._ended.size
-        prompts = sum(len(request.prompt_tokens) for request in self._begin.requests) if self._begin else 0
-        return MAX_TOKEN_BYTES * (prompts + self._place)
+        prompts = sum(len(request.prompt_tokens) for request in self._live.begin.requests)
+        return MAX_TOKEN_BYTES * (prompts + self._live.place)
 
     def submit(self) -> None:
         """Let the engine compute what is missing. Raises ``RequestError``."""
-        if self._begin is None:  # an earlier process ended it
+        live = self._live
+        if live is None:  # an earlier process ended it
             self._owner.ended(self)
             return
-        if any(request.params.stop for request in self._begin.requests):
+        if any(request.params.stop for request in live.begin.requests):
             self.new_reader().begin(None)  # finds stop strings while no client is connected
         self._end_if_finished()
         engine = self._owner.engine
         try:
-            for index in sorted(self._unfinished):
-                tokens = [token for at, output in self._outputs if at == index for token in output.tokens]
+            for index in sorted(live.unfinished):
+                tokens = [token for at, output in live.outputs if at == index for token in output.tokens]
                 id, now = engine.next_id(), time.monotonic()
-                request = self._begin.requests[index]
-                self._engine_ids[index] = id
+                request = live.begin.requests[index]
+                live.engine_ids[index] = id
                 engine.timelines.own(id, self.head.owner)
                 engine.add(
                     msgspec.structs.replace(request, id=id, output_tokens=tokens, arrival=now), _Listener(self, index)
                 )
         except BaseException:
-            self._abort_all()
+            self._abort_all(live)
             raise
 
     # --- the engine's outputs ---
 
     def on_output(self, index: int, output: Output) -> None:
-        if index not in self._unfinished:
+        live = self._live
+        if live is None or index not in live.unfinished:
             return
         if output.finish_reason in ("error", "abort"):
             self.on_error(RequestFailed("The engine could not finish this request; other requests are not affected."))
             return
-        self._owner.note(Noted(self.head.number, self._place, index, output))
-        self._place += extent(output.tokens)
-        self._outputs.append((index, output))
+        self._owner.note(Noted(self.head.number, live.place, index, output))
+        live.place += extent(output.tokens)
+        live.outputs.append((index, output))
         if output.finish_reason is not None:
-            self._unfinished.discard(index)
-        for reader in list(self._readers):
+            live.unfinished.discard(index)
+        for reader in list(live.readers):
             reader.on_output(index, output)
         self._end_if_finished()
 
     def on_error(self, error: RequestError) -> None:
         """The engine failed a choice; one that it only could not finish now continues after a restart."""
-        if not self._unfinished:
+        live = self._live
+        if live is None or not live.unfinished:
             return
-        self._abort_all()
-        self._unfinished.clear()
+        self._abort_all(live)
+        live.unfinished.clear()
         self._error = error
-        readers, self._readers = self._readers, []
+        readers, live.readers = live.readers, []
         for reader in readers:
             reader.on_error(error)
         if not isinstance(error, Unavailable):
@@ -154,28 +181,32 @@ class DurableRequest:
 
     def stop(self, request_id: int) -> None:
         """The text of a choice ended with a stop string."""
-        requests = self._begin.requests if self._begin is not None else []
+        live = self._live
+        if live is None:
+            return
+        requests = live.begin.requests
         index = next((index for index, request in enumerate(requests) if request.id == request_id), None)
-        if index in self._unfinished:
-            self._unfinished.discard(index)
-            if index in self._engine_ids:
-                self._owner.engine.abort(self._engine_ids[index], "stop")
+        if index in live.unfinished:
+            live.unfinished.discard(index)
+            if index in live.engine_ids:
+                self._owner.engine.abort(live.engine_ids[index], "stop")
 
     def cancel(self) -> None:
         """End without a result."""
         self.on_error(RequestFailed("The request was cancelled."))
 
-    def _abort_all(self) -> None:
-        for index in self._unfinished & self._engine_ids.keys():
-            self._owner.engine.abort(self._engine_ids[index])
+    def _abort_all(self, live: _Live) -> None:
+        for index in live.unfinished & live.engine_ids.keys():
+            self._owner.engine.abort(live.engine_ids[index])
 
     def _end_if_finished(self) -> None:
-        if self._unfinished or self._begin is None or self._error is not None:
+        live = self._live
+        if live is None or live.unfinished or self._error is not None:
             return
         if self._account is not None:
-            self._account.charge(sum(len(output.tokens) for _, output in self._outputs))
-        self._ended = pack(self.head, self._begin, merged(self._outputs))
-        self._begin, self._outputs, self._readers = None, [], []
+            self._account.charge(sum(len(output.tokens) for _, output in live.outputs))
+        self._ended = pack(self.head, live.begin, merged(live.outputs))
+        self._live = None
         self._owner.ended(self)
 
     # --- readers ---
@@ -196,21 +227,21 @@ class DurableRequest:
     def add_reader(self, reader: Reader) -> None:
         """Give a reader all output so far, and what follows."""
         _, outputs = self._content()
-        if not self.is_ended:
-            self._readers.append(reader)
+        if self._live is not None:
+            self._live.readers.append(reader)
         for index, output in outputs:
             reader.on_output(index, output)
         if self._error is not None:
             reader.on_error(self._error)
 
     def remove_reader(self, reader: Reader) -> None:
-        if reader in self._readers:
-            self._readers.remove(reader)
+        if self._live is not None and reader in self._live.readers:
+            self._live.readers.remove(reader)
 
     def _content(self) -> tuple[Begin, Outputs]:
         """What it computes, and its output so far. Raises ``RequestFailed`` if the log had something else."""
-        if self._begin is not None:
-            return self._begin, merged(self._outputs)
+        if self._live is not None:
+            return self._live.begin, merged(self._live.outputs)
         assert self._ended is not None
         try:
             return unpack(self._ended)
@@ -221,11 +252,12 @@ class DurableRequest:
 
     def snapshot(self) -> Callable[[], bytes]:
         """A function that makes the record of all that is known, for a thread."""
-        if self._begin is None:
+        live = self._live
+        if live is None:
             assert self._ended is not None
             return partial(encode_ended, self._ended)
-        self._outputs = merged(self._outputs)
-        return partial(encode_request, self.head, self._begin, list(self._outputs))
+        live.outputs = merged(live.outputs)
+        return partial(encode_request, self.head, live.begin, list(live.outputs))
 
 
 class _Listener:

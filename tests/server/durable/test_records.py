@@ -110,7 +110,7 @@ def test_what_cannot_be_read_of_a_request_is_left_out(tmp_path: Path) -> None:
         journal = served.app.state.services.journal
         assert journal._counts["damage"] == 2
         (request,) = journal._requests.values()
-        assert (request.head.number, request._outputs) == (FIRST + 1, [])
+        assert (request.head.number, request._live.outputs) == (FIRST + 1, [])
 
 
 def test_prompts_that_are_not_there_make_a_record_unreadable() -> None:
@@ -188,4 +188,5 @@ def test_ended_and_forgotten_requests(tmp_path: Path) -> None:
     )
     assert not damage.records
     assert [(one.head.number - FIRST, one.is_ended) for one in found] == [(0, True), (1, True), (2, False)]
+    assert [one.packed() is one.packed() for one in found[:2]] == [True, True]  # no arrays are left of an ended one
     assert [content(one) for one in found] == [(BEGIN, outputs), (BEGIN, outputs), (BEGIN, outputs[:1])]
