@@ -44,7 +44,7 @@ async def follow(server: Server, name: str, meanwhile: Callable[[], None]) -> li
     excuses = Excuses()
     excuses.breaks = excuses.is_breaking = 1
     client = Client(server.url, excuses)
-    body = {"max_tokens": 1000, "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    body = {"max_tokens": 4000, "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
 
     async def one(number: int) -> Followed:
         asked = Asked("stream", COMPLETIONS, {**body, "prompt": f"{number} words"})
