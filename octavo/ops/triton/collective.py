@@ -188,7 +188,7 @@ def _place(addresses: tl.tensor, rank: tl.constexpr, AT: tl.constexpr, kind: tl.
 
 @triton.jit
 def _arrived(pairs: tl.tensor, is_ours: tl.tensor, number: tl.tensor, LONGEST_WAIT: tl.constexpr) -> tl.tensor:
-    """The words of these pairs, when all have this launch's number."""
+    """The words of these pairs, when all have this launch's number; older pairs are not 2**32 launches old."""
     found = tl.load(pairs, mask=is_ours, other=0, volatile=True)
     polls = 0
     while (tl.sum((((found >> 32).to(tl.int32) != number) & is_ours).to(tl.int32)) > 0) & (polls < LONGEST_WAIT):
