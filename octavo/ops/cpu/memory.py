@@ -112,26 +112,24 @@ def atomic_load(context: Any, address: Any) -> Any:
     return types.int64(types.intp), emit
 
 
-@emitted
-def atomic_store(context: Any, address: Any, value: Any) -> Any:
-    """Write the int64 at an address."""
-
+def _store(ordering: str) -> Any:
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        b.store_atomic(args[1], b.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
+        b.store_atomic(args[1], b.inttoptr(args[0], I64.as_pointer()), ordering, 8)
         return c.get_dummy_value()
 
     return types.void(types.intp, types.int64), emit
+
+
+@emitted
+def atomic_store(context: Any, address: Any, value: Any) -> Any:
+    """Write the int64 at an address."""
+    return _store("seq_cst")
 
 
 @emitted
 def publish(context: Any, address: Any, value: Any) -> Any:
     """Write the int64 at an address after all writes before it, without waiting until others can see it."""
-
-    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        b.store_atomic(args[1], b.inttoptr(args[0], I64.as_pointer()), "release", 8)
-        return c.get_dummy_value()
-
-    return types.void(types.intp, types.int64), emit
+    return _store("release")
 
 
 @emitted

@@ -142,8 +142,7 @@ def _small_exchange_kernel(
     kind: tl.constexpr = x.dtype.element_ty
     word: tl.constexpr = tl.pointer_type(tl.int32)
     after_predecessor(PDL)
-    number = tl.load(launches + program) + 1  # wraps around, as comparisons do
-    tl.store(launches + program, number)
+    number = _count(launches + program)
     i = program * BLOCK + tl.arange(0, BLOCK)
     is_ours = i < count * 4
     if program * BLOCK < count * 4:
@@ -152,9 +151,9 @@ def _small_exchange_kernel(
         pairs = (number.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
         for p in tl.static_range(SIZE):
             if p != RANK:
-                tl.store(_pairs(addresses, p, PAIRS_AT) + (slots + RANK) * SLOT + i, pairs, mask=is_ours)
+                tl.store(_place(addresses, p, PAIRS_AT, tl.int64) + (slots + RANK) * SLOT + i, pairs, mask=is_ours)
         tl.debug_barrier()  # no thread polls before all have written
-        own = _pairs(addresses, RANK, PAIRS_AT) + slots * SLOT + i
+        own = _place(addresses, RANK, PAIRS_AT, tl.int64) + slots * SLOT + i
         target = out.to(word, bitcast=True) + i
         low, high = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
         for r in tl.static_range(SIZE):
@@ -175,8 +174,11 @@ def _small_exchange_kernel(
 
 
 @triton.jit
-def _pairs(addresses: tl.tensor, rank: tl.constexpr, PAIRS_AT: tl.constexpr) -> tl.tensor:
-    return _place(addresses, rank, PAIRS_AT, tl.int64)
+def _count(launches: tl.tensor) -> tl.tensor:
+    """The number of this launch, which this program has counted; it wraps around, as comparisons do."""
+    number = tl.load(launches) + 1
+    tl.store(launches, number)
+    return number
 
 
 @triton.jit
@@ -250,8 +252,7 @@ def _large_exchange_kernel(
     word: tl.constexpr = tl.pointer_type(tl.int32)
     lane = tl.arange(0, BLOCK)
     after_predecessor(PDL)
-    number = tl.load(launches + program) + 1  # wraps around, as comparisons do
-    tl.store(launches + program, number)
+    number = _count(launches + program)
     slots = (number & 1).to(tl.int64) * SIZE
     source, num_words = x.to(word, bitcast=True), count * 4
     for first in range(program * BLOCK, num_words, PROGRAMS * BLOCK):
