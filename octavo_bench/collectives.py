@@ -1,4 +1,4 @@
-"""All-reduces between the GPUs of one host: Octavo's kernel beside NCCL's and torch's, and how fast the links are."""
+"""All-reduces between the GPUs of one host: Octavo's kernel compared with NCCL's and torch's, and the speed of the links."""
 
 from __future__ import annotations
 

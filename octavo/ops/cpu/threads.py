@@ -1,4 +1,4 @@
-"""Thread pool for kernels: a job is divided into shares, one for each thread; who is done helps with the others.
+"""Thread pool with work stealing: a job is divided into shares, one for each thread; who is done takes from the others.
 
 One caller posts a job and works on it too. It never waits for a helper that has not begun: it computes that share
 itself, so on a busy machine a job takes little longer than on the threads that do run. Results do not depend on which
