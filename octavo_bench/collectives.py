@@ -1,4 +1,4 @@
-"""All-reduces between the GPUs of one host: Octavo's kernel compared with NCCL's and torch's, and the speed of the links."""
+"""All-reduces between the GPUs of a host: Octavo's kernel compared with NCCL's and torch's, and the links' speed."""
 
 from __future__ import annotations
 

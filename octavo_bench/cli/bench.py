@@ -90,7 +90,7 @@ def _add_kernels(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     ceilings.set_defaults(measure=_ceilings)
     yield ceilings
 
-    collectives = kinds.add_parser("collectives", help="all-reduces between the GPUs of this host, compared with NCCL's")
+    collectives = kinds.add_parser("collectives", help="all-reduces between this host's GPUs, compared with NCCL's")
     collectives.add_argument("--rows", type=numbers, default=[1, 4, 16, 64, 256, 2048])
     collectives.add_argument("--widths", type=numbers, default=[4096, 8192], help="numbers in a row, of bfloat16")
     collectives.set_defaults(measure=_collectives)
