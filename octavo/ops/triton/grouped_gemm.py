@@ -44,33 +44,22 @@ class GroupedGemmConfig:
 
 
 @triton.jit
-def _of_groups(
-    ptr: tl.tensor, chunk: tl.tensor, rows: tl.tensor, ups: tl.tensor, num_rows: tl.tensor, group_size: tl.tensor,
-    num_groups: tl.tensor, CHUNK: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
-    """Scales, zeros or minima of a chunk's groups, [BLOCK_N] each, in the order of their use; none without ``ptr``, and
-    0 beyond the last group."""
-    columns: tl.tuple = ()
-    if ptr is not None:
-        for first in tl.static_range(0, 32, WIDTH):
-            for p in tl.static_range(PARTS):
-                group = (chunk * CHUNK + p * (CHUNK // PARTS) + first) // group_size
-                at = ptr + group.to(tl.int64) * num_rows
-                columns = columns + (tl.load(at + rows, mask=group < num_groups, other=0.0),)  # noqa: RUF005
-                if GATED:
-                    columns = columns + (tl.load(at + ups, mask=group < num_groups, other=0.0),)  # noqa: RUF005
-    return columns
+def _scale_column(
+    ptr: tl.tensor, group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, is_group: tl.tensor
+) -> tl.tensor:
+    """Scales or zeros of a group, for these rows."""
+    return tl.load(ptr + group.to(tl.int64) * num_rows + rows, mask=is_group, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _plane(
-    words: tl.tensor, zeros: tl.tuple, i: tl.constexpr, NUMBER: tl.constexpr, PLANE: tl.constexpr,
-    DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr,
+    words: tl.tensor, zeros: tl.tensor, NUMBER: tl.constexpr, PLANE: tl.constexpr, DTYPE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A plane's numbers less entry i of ``zeros``, if there are any."""
+    """A plane's numbers less the zeros of its group."""
     values = numbers(words, NUMBER, PLANE, DTYPE, ASSEMBLY)
-    if len(zeros) > 0:
-        values = less(values, zeros[i].to(tl.float32)[:, None], ASSEMBLY)
+    if zeros is not None:
+        values = less(values, zeros[:, None], ASSEMBLY)
     return values
 
 
@@ -83,84 +72,64 @@ def sum_chunks(
     NUMBER: tl.constexpr, CHUNK: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Products of chunks ``begin`` to ``end``: the outputs or gates, and the ups, all without scales of rows.
-
-    What belongs to groups is loaded a chunk ahead, as in ``grouped_gemv``.
-    """
+    """Products of chunks ``begin`` to ``end``: the outputs or gates, and the ups, all without scales of rows."""
     PLANES: tl.constexpr = CHUNK // 32
-    WEIGHTS: tl.constexpr = 2 if GATED else 1
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     j = tl.arange(0, WIDTH)
     chunks = tl.cdiv(K, CHUNK)
     words_at = words_ptr + word_rows(rows, chunks)[:, None] + j[None, :]
-    ups = rows + num_outputs
-    ups_at = words_ptr + word_rows(ups, chunks)[:, None] + j[None, :]
+    ups_at = words_ptr + word_rows(rows + num_outputs, chunks)[:, None] + j[None, :]
     x_at = x_ptr + rows_t.to(tl.int64)[:, None] * K + j[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    factors_ptr = None if PER_ROW else scales_ptr
-    next_scales = _of_groups(
-        factors_ptr, begin, rows, ups, num_rows, group_size, num_groups, CHUNK, WIDTH, PARTS, GATED
-    )
-    next_zeros = _of_groups(zeros_ptr, begin, rows, ups, num_rows, group_size, num_groups, CHUNK, WIDTH, PARTS, GATED)
-    next_minima = _of_groups(minima_ptr, begin, rows, ups, num_rows, group_size, num_groups, CHUNK, WIDTH, PARTS, GATED)
     for chunk in tl.range(begin, end, num_stages=STAGES):
-        scales, zeros, minima = next_scales, next_zeros, next_minima
-        next_scales = _of_groups(
-            factors_ptr, chunk + 1, rows, ups, num_rows, group_size, num_groups, CHUNK, WIDTH, PARTS, GATED
-        )
-        next_zeros = _of_groups(
-            zeros_ptr, chunk + 1, rows, ups, num_rows, group_size, num_groups, CHUNK, WIDTH, PARTS, GATED
-        )
-        next_minima = _of_groups(
-            minima_ptr, chunk + 1, rows, ups, num_rows, group_size, num_groups, CHUNK, WIDTH, PARTS, GATED
-        )
         for first in tl.static_range(0, 32, WIDTH):
             words = tl.load(words_at + chunk * (_TILE * _WORDS) + first, eviction_policy="evict_first")
             up_words = words
             if GATED:
                 up_words = tl.load(ups_at + chunk * (_TILE * _WORDS) + first, eviction_policy="evict_first")
             for p in tl.static_range(PARTS):
-                sums, up_sums = acc, up
+                sums, up_sums, zeros, up_zeros = acc, up, None, None
+                group = (chunk * CHUNK + p * (CHUNK // PARTS) + first) // group_size
+                is_group = group < num_groups
                 if not PER_ROW:
                     sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
                     up_sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
                 x_sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+                if zeros_ptr is not None:
+                    zeros = _scale_column(zeros_ptr, group, rows, num_rows, is_group)
+                    if GATED:
+                        up_zeros = _scale_column(zeros_ptr, group, rows + num_outputs, num_rows, is_group)
                 for i in tl.static_range(p * (PLANES // PARTS), (p + 1) * (PLANES // PARTS)):
                     k = chunk * CHUNK + i * _WORDS + first
                     mask = (rows_t < T)[:, None]
                     if not EVEN_K:
                         mask &= (k + j < K)[None, :]
                     x = tl.trans(tl.load(x_at + k, mask=mask, other=0.0))
-                    sums = tl.dot(
-                        _plane(words, zeros, (first // WIDTH * PARTS + p) * WEIGHTS, NUMBER, i, DTYPE, ASSEMBLY),
-                        x,
-                        sums,
-                    )
+                    sums = tl.dot(_plane(words, zeros, NUMBER, i, DTYPE, ASSEMBLY), x, sums)
                     if GATED:
-                        up_values = _plane(
-                            up_words, zeros, (first // WIDTH * PARTS + p) * WEIGHTS + 1, NUMBER, i, DTYPE, ASSEMBLY
-                        )
-                        up_sums = tl.dot(up_values, x, up_sums)
+                        up_sums = tl.dot(_plane(up_words, up_zeros, NUMBER, i, DTYPE, ASSEMBLY), x, up_sums)
                     if minima_ptr is not None:
                         x_sums = tl.dot(tl.full([BLOCK_N, WIDTH], 1.0, DTYPE), x, x_sums)
                 if PER_ROW:
                     acc, up = sums, up_sums
                 else:
-                    acc = _scaled(acc, sums, x_sums, scales, minima, (first // WIDTH * PARTS + p) * WEIGHTS)
+                    acc = _scaled(acc, sums, x_sums, scales_ptr, minima_ptr, group, rows, num_rows, is_group)
                     if GATED:
-                        up = _scaled(up, up_sums, x_sums, scales, minima, (first // WIDTH * PARTS + p) * WEIGHTS + 1)
+                        ups = rows + num_outputs
+                        up = _scaled(up, up_sums, x_sums, scales_ptr, minima_ptr, group, ups, num_rows, is_group)
     return acc, up
 
 
 @triton.jit
 def _scaled(
-    acc: tl.tensor, sums: tl.tensor, x_sums: tl.tensor, scales: tl.tuple, minima: tl.tuple, i: tl.constexpr
-) -> tl.tensor:
-    """``acc`` and a group's sums with its scale, and with its minimum the sums of x: entries i."""
-    acc += sums * scales[i].to(tl.float32)[:, None]
-    if len(minima) > 0:
-        acc += x_sums * minima[i].to(tl.float32)[:, None]
+    acc: tl.tensor, sums: tl.tensor, x_sums: tl.tensor, scales_ptr: tl.tensor, minima_ptr: tl.tensor,
+    group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, is_group: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """``acc`` and a group's sums with its scale, and with its minimum the sums of x."""
+    acc += sums * _scale_column(scales_ptr, group, rows, num_rows, is_group)[:, None]
+    if minima_ptr is not None:
+        acc += x_sums * _scale_column(minima_ptr, group, rows, num_rows, is_group)[:, None]
     return acc
 
 
