@@ -188,6 +188,8 @@ class Engine:
 
     def close(self) -> None:
         """Wait until pending blocks are saved to slower tiers; the engine must not be used afterwards."""
+        if self.sleeper is not None:
+            self.sleeper.close()
         if self.scheduler.cache.offload is not None:
             self.scheduler.cache.offload.close()
 

@@ -162,7 +162,7 @@ class GraphChoice:
             self._captured.add(shape)
             return runner.encoder.encode_padding(shape, uses_graph=True)
 
-        while shape not in self._captured:
+        while shape not in self._captured and not runner.is_closed:
             is_idle = runner.send_when_idle(make, IDLE_SECONDS)
             # A thread that waits for the lock gets it only if it is not acquired again at once.
             time.sleep(HANDOVER_SECONDS if is_idle else IDLE_SECONDS)

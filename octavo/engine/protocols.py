@@ -41,6 +41,10 @@ class Sleeper(Protocol):
         """Undo ``sleep``. Raises an error if the device's memory is in use; the engine is then unusable."""
         ...
 
+    def close(self) -> None:
+        """Do nothing more with the device of its own accord, from now on; see ``StepRunner.close``."""
+        ...
+
 
 class Grammars(Protocol):
     """Structured output: masks of the tokens that each sequence may sample next."""

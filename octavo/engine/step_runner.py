@@ -71,6 +71,8 @@ class StepRunner:
         """Messages come from the thread that runs steps, and from one that captures graphs while the device is idle."""
         self._num_unfinished = 0
         self._last_finish = 0.0
+        self.is_closed = False
+        self._is_asleep = False
         self.on_wake: Callable[[], None] = lambda: None
         """Called when the executor is awake again and has lost its graphs."""
 
@@ -138,7 +140,9 @@ class StepRunner:
         Returns whether it was run.
         """
         with self._sending:
-            is_idle = not self._num_unfinished and time.monotonic() - self._last_finish > idle_seconds
+            is_idle = (
+                not (self._num_unfinished or self.is_closed) and time.monotonic() - self._last_finish > idle_seconds
+            )
             if is_idle:
                 self.executor.send(make()).wait()
         return is_idle
@@ -147,6 +151,14 @@ class StepRunner:
         """Run a padding-only step through the graph of ``shape``, which captures the graph on first use."""
         return self.send(self.encoder.encode_padding(shape, uses_graph=True))
 
+    def close(self) -> None:
+        """Send no more dummy steps. A capture that is under way ends first: what other engines of this process did
+        meanwhile, such as waiting for the device, would break it, and break the memory's allocator with it."""
+        self.is_closed = True
+        if not self._is_asleep:
+            with self._sending:
+                pass
+
     # ---- sleep
 
     def sleep(self) -> None:
@@ -154,6 +166,7 @@ class StepRunner:
         self._sending.acquire()
         try:
             self.executor.send(Sleep()).wait()
+            self._is_asleep = True
         except BaseException:
             self._sending.release()
             raise
@@ -163,6 +176,7 @@ class StepRunner:
         try:
             self.executor.send(Wake()).wait()
         finally:
+            self._is_asleep = False
             self._sending.release()
         self.on_wake()
 

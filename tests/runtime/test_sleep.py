@@ -122,3 +122,14 @@ def test_graphs_are_captured_again_the_first_ones_at_once_and_the_others_when_it
         if thread.name == PREPARING:
             thread.join()
     assert {*captured} == graphs._captured == {*first, *every[:4]}
+
+
+def test_a_closed_engine_captures_no_more_graphs(loaded: Loaded) -> None:
+    """On a GPU a capture and another engine's wait for the device break each other."""
+    runner: Any = stream_engine(loaded).runner
+    graphs: Any = GraphChoice(8, 32)
+    runner.sleep()
+    runner.close()  # waits for no waking
+    runner.wake()
+    graphs.capture_when_idle(runner, first_shapes(8, 32).pop())
+    assert not graphs._captured
