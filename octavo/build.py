@@ -274,7 +274,7 @@ def _read_model(
     check_sizes(model, checkpoint)
     if checkpoint.is_dummy:
         free = memory.free_memory(device, config.cache.gpu_memory_utilization)
-        check_dummy(model, checkpoint, form, free)
+        check_dummy(model, checkpoint, form, config.model.tensor_parallel_size, free)
     return config, model, form
 
 

@@ -72,13 +72,13 @@ def eos_token_ids(config: ModelConfig, generation: Mapping[str, Any]) -> tuple[i
     return ids
 
 
-def check_dummy(config: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, free: int) -> None:
-    """Refuse random weights that take more than ``free`` bytes. Raises ``CheckpointError``."""
+def check_dummy(config: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, ranks: int, free: int) -> None:
+    """Refuse random weights of which a rank's share takes more than ``free`` bytes. Raises ``CheckpointError``."""
     small, larger = (
         outline(dataclasses.replace(config, num_layers=min(count, config.num_layers)), checkpoint, form).num_bytes
         for count in (1, 2)
     )
-    needed = small + (larger - small) * (config.num_layers - 1)
+    needed = (small + (larger - small) * (config.num_layers - 1)) // ranks
     if needed > free:
         sizes = {
             "vocab_size": config.vocab_size,
