@@ -38,7 +38,9 @@ class LiveRequests:
 
     def close(self) -> None:
         """Free the memory and drop unfinished requests. May be called twice."""
-        self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
         self._live.clear()
 
     def make(self, job_id: str, prompt: Checked, priority: int = 0) -> Job:

@@ -18,6 +18,7 @@ from octavo import (
     SamplingParams,
     Unavailable,
 )
+from octavo.engine.engine import Engine
 from tests.llm.tiny import MAX_MODEL_LEN, SETTINGS, write_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -221,3 +222,12 @@ def test_after_close_nothing_runs(tiny_checkpoint: Path) -> None:
         llm.generate("Hello", GREEDY)
     with pytest.raises(Unavailable, match="closed"):
         list(stream)
+
+
+def test_closing_closes_the_engine_once(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = list[Engine]()
+    monkeypatch.setattr(Engine, "close", closed.append)
+    with LLM(tiny_checkpoint, **SETTINGS) as llm:
+        engine = llm.engine
+    llm.close()
+    assert closed == [engine]
