@@ -226,7 +226,7 @@ def test_after_close_nothing_runs(tiny_checkpoint: Path) -> None:
 
 def test_closing_closes_the_engine_once(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = list[Engine]()
-    monkeypatch.setattr(Engine, "close", closed.append)
+    monkeypatch.setattr(Engine, "close", lambda self: closed.append(self))
     with LLM(tiny_checkpoint, **SETTINGS) as llm:
         engine = llm.engine
     llm.close()
